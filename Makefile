@@ -1,0 +1,29 @@
+# All commands work from a fresh clone: .venv is made where it is missing. PYTHON picks the interpreter.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-all quality clean
+
+# torch first, as the constraint has it: a CPU build suffices, and a bare `torch` can pull gigabytes of CUDA.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[demo,test,quality]'
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/python scripts/demo.py --output_dir demo_output
+
+test: .venv/installed
+	$(BIN)/python -m pytest -m 'not slow' -n 2
+
+test-all: .venv/installed
+	$(BIN)/python -m pytest -n 2
+
+quality: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv demo_output

@@ -1,0 +1,208 @@
+"""How a score bias reaches the attention function that the host has chosen.
+
+Transformers' attention modules look their function up by `self.config._attn_implementation`. A lent module gets a view
+of its config in which that name carries a prefix; under the prefixed name stands the host's own function with the
+positions in front of it. The model's config stays as it is, so masks, caches, backends and saving do too.
+
+Shapes: B batch, Q queries, K keys, H heads, E head_dim.
+"""
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from hf_posenc.encodings import PositionContext
+
+PREFIX = "hf_posenc_"
+CONTEXT = "position_context"
+"""The one keyword argument which carries the positions from the stack to its attentions."""
+
+
+class AttentionConfigView:
+    """A config seen by one attention module: everything of the original, live, but the implementation's name."""
+
+    def __init__(self, config: Any) -> None:
+        self.__dict__["config"] = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "config" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["config"], name, value)
+
+    @property
+    def _attn_implementation(self) -> str:
+        return PREFIX + self.__dict__["config"]._attn_implementation
+
+
+class KeyRotatingCache:
+    """A cache as one attention module sees it: keys are turned by their positions as they enter, once for all steps."""
+
+    def __init__(self, cache: Cache, context: PositionContext) -> None:
+        self.cache, self.context = cache, context
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "cache":
+            raise AttributeError(name)
+        return getattr(self.cache, name)
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        _, key = self.context.encoding.rotate(None, key, self.context)
+        return self.cache.update(key, value, *args, **kwargs)
+
+
+def rotating(cache: Cache | None, context: PositionContext) -> Any:
+    """The cache, such that new self-attention keys are rotated before they are stored."""
+    if isinstance(cache, EncoderDecoderCache):
+        twin = copy.copy(cache)
+        twin.self_attention_cache = KeyRotatingCache(cache.self_attention_cache, context)
+        return twin
+    return KeyRotatingCache(cache, context)
+
+
+def register(implementation: str) -> None:
+    """Make an attention implementation of Transformers (eager, sdpa, …) available to lent modules."""
+    if PREFIX + implementation not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(PREFIX + implementation, functools.partial(attend, implementation))
+
+
+def refusal(implementation: str, biased: bool) -> str | None:
+    """Why an implementation can't carry an encoding, or None."""
+    if biased and not implementation.startswith(("eager", "sdpa", "flex_attention")):
+        return (
+            f"attn_implementation={implementation!r} takes no score bias, so the encoding would be lost: "
+            "use 'sdpa', 'flex_attention' or 'eager'"
+        )
+    return None
+
+
+def attend(
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    position_context: PositionContext | None = None,
+    keys_are_rotated: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The host's attention function, with queries and keys rotated and the bias of the encoding in its mask."""
+    if position_context is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was called without positions: call the model itself, not model.forward or a part "
+            "of it, so that its hooks run"
+        )
+    encoding = position_context.encoding
+    if keys_are_rotated:
+        query, _ = encoding.rotate(query, None, position_context)
+    else:
+        query, key = encoding.rotate(query, key, position_context)
+    if implementation == "flex_attention":
+        bias = score_bias(query, key, position_context)
+        if bias is not None:
+            # flex reads position_bias[b, h, q, k] without broadcasting.
+            shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+            kwargs["position_bias"] = bias.to(query.dtype).expand(shape)
+    else:
+        attention_mask = biased_mask(module, query, key, attention_mask, position_context, kwargs.get("is_causal"))
+    return host_function(module, implementation)(module, query, key, value, attention_mask, **kwargs)
+
+
+def host_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function which the host itself would have called."""
+    if implementation != "eager":
+        return ALL_ATTENTION_FUNCTIONS[implementation]
+    if getattr(module, "reorder_and_upcast_attn", False):
+        return _upcast_eager
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def _upcast_eager(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """GPT-2's float32 scores, which it picks by comparing the implementation's name with "eager" itself."""
+    return module._upcast_and_reordered_attn(query, key, value, mask)
+
+
+def score_bias(query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
+    """All that the encoding adds to the scaled scores, broadcastable to `[B, H, Q, K]`, or None."""
+    encoding = context.encoding
+    length = key.shape[2]
+    if context.consecutive:
+        bias = _toeplitz_bias(query.shape[2], length, context)
+    else:
+        bias = _general_bias(length, context)
+    content = encoding.score_bias(query, key, context)
+    if content is not None:
+        bias = content if bias is None else bias + content
+    return bias if bias is None or encoding.strength == 1.0 else bias * encoding.strength
+
+
+def _toeplitz_bias(queries: int, keys: int, context: PositionContext) -> Tensor | None:
+    """`[1, H, Q, K]` from one value for each of the Q + K - 1 distances."""
+    distance = torch.arange(1 - queries, keys, device=context.positions.device) - context.past
+    bias = context.encoding.distance_bias(distance)
+    return None if bias is None else bias.unfold(-1, keys, 1).flip(1)[None]
+
+
+def _general_bias(keys: int, context: PositionContext) -> Tensor | None:
+    """`[1 or B, H, Q, K]` for positions which jump: packed sequences, ids given by hand."""
+    distance = context.key_positions(keys)[:, None, :] - context.positions[:, :, None]
+    bias = context.encoding.distance_bias(distance.flatten())
+    return None if bias is None else bias.unflatten(-1, distance.shape).movedim(0, 1)
+
+
+def biased_mask(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, context: PositionContext, is_causal: bool | None
+) -> Tensor | None:
+    """The additive mask `[1 or B, 1 or H, Q, K]` with the encoding's bias in it; the mask as it was if there is none.
+
+    Built once per forward pass where no gradient flows through it; else in each layer anew, inside that layer's own
+    (re)computation, as gradient checkpointing and sharded training expect.
+    """
+
+    def compute() -> Tensor | None:
+        bias = score_bias(query, key, context)
+        return mask if bias is None else _merged(bias.to(query.dtype), mask, causal, context)
+
+    # Without a mask, an implementation masks the future by itself; beside a bias it would not.
+    causal = mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    verbs = context.encoding.acts_by()
+    if "distance_bias" not in verbs and "score_bias" not in verbs:
+        return mask
+    trained = torch.is_grad_enabled() and any(p.requires_grad for p in context.encoding.parameters())
+    if trained or "score_bias" in verbs:
+        return compute()
+    # The mask is compared by identity: hosts hand the same one to all layers of a kind.
+    seen = context.once("masks", list)
+    for other, wanted, merged in seen:
+        if other is mask and wanted == (causal, query.dtype):
+            return merged
+    merged = compute()
+    seen.append((mask, (causal, query.dtype), merged))
+    return merged
+
+
+def _merged(bias: Tensor, mask: Tensor | None, causal: bool, context: PositionContext) -> Tensor:
+    lowest = torch.finfo(bias.dtype).min
+    if mask is None and not causal:
+        return bias
+    if mask is None:
+        queries, keys = bias.shape[-2:]
+        index = torch.arange(keys, device=bias.device) - torch.arange(queries, device=bias.device)[:, None]
+        return bias.masked_fill(index > context.past, lowest)
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, lowest)
+    # A sum below the lowest number would be -inf, and a row of those is NaN.
+    return (bias + mask.to(bias.dtype)).clamp(min=lowest)

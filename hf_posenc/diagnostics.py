@@ -1,0 +1,105 @@
+"""What can be said of an encoding or a model."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from hf_posenc import ports
+from hf_posenc.encodings import encoding_class
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `inspect` found.
+
+    encoding: canonical name; "learned" for a stock model with a position table.
+    options: the encoding's options.
+    enters: where positions enter, as dotted paths of modules, by verb.
+    max_length: the longest usable input in tokens; None: no limit.
+    host_kept: whether `unpatch` can bring the host's own positions back.
+    ignored: what the config asks for and Transformers doesn't do.
+    """
+
+    model_class: str
+    encoding: str
+    options: dict[str, Any]
+    enters: dict[str, tuple[str, ...]]
+    max_length: int | None
+    host_kept: bool
+    ignored: tuple[str, ...]
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        lines = [
+            f"{self.model_class}: {self.encoding}" + (f" ({options})" if options else ""),
+            f"  usable length: {'no limit' if self.max_length is None else f'{self.max_length} tokens'}",
+        ]
+        lines += [f"  {verb}: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "") for verb, paths in self.enters.items()]
+        lines += [f"  ignored: {note}" for note in self.ignored]
+        if self.host_kept:
+            lines.append("  the host's own positions are kept: unpatch brings them back")
+        return "\n".join(lines)
+
+
+def inspect(model: PreTrainedModel | str | os.PathLike[str]) -> Report:
+    """How a model knows word order: its encoding, where it enters, the usable length, and what is ignored.
+
+    Args:
+        model: a model, patched or not, or the folder or Hub id of one (its config is read, no weights).
+
+    Raises:
+        ValueError: a model whose sources of position hf_posenc can't take over.
+    """
+    if not isinstance(model, PreTrainedModel):
+        config = AutoConfig.from_pretrained(model)
+        with init_empty_weights():
+            model = AutoModel.from_config(config)
+    config = model.config
+    stacks = {name: module for name, module in model.named_modules() if hasattr(module, "posenc")}
+    if not stacks:
+        return _stock_report(model)
+    chosen = config.position_encoding
+    cls = encoding_class(chosen["type"])
+    enters: dict[str, list[str]] = {verb: [] for verb in cls.acts_by()}
+    for stack_name, stack in stacks.items():
+        for name, module in stack.named_modules(prefix=stack_name):
+            embeds = isinstance(module, ports.PositionPort)
+            attends = isinstance(vars(module).get("config"), ports.attention.AttentionConfigView)
+            for verb, paths in enters.items():
+                if (embeds and verb == "embed") or (attends and verb != "embed"):
+                    paths.append(name)
+    host = chosen["host"]
+    return Report(
+        model_class=type(model).__name__,
+        encoding=chosen["type"],
+        options={name: chosen[name] for name in cls.option_types()},
+        enters={verb: tuple(paths) for verb, paths in enters.items()},
+        max_length=chosen["max_length"],
+        host_kept=bool(host and host["kept"]),
+        ignored=_ignored(config),
+    )
+
+
+def _stock_report(model: PreTrainedModel) -> Report:
+    found = ports.find(model)
+    if not found:
+        raise ValueError(f"no source of position that hf_posenc knows was found in {type(model).__name__}")
+    return Report(
+        model_class=type(model).__name__,
+        encoding="learned",
+        options={},
+        enters={"embed": tuple(found.tables)},
+        max_length=getattr(model.config, ports.LENGTH_FIELD),
+        host_kept=False,
+        ignored=_ignored(model.config),
+    )
+
+
+def _ignored(config: Any) -> tuple[str, ...]:
+    kind = getattr(config, "position_embedding_type", "absolute")
+    if kind in (None, "absolute"):
+        return ()
+    return (f"position_embedding_type={kind!r}: Transformers v5 runs such a model with absolute positions, which is wrong",)

@@ -1,0 +1,152 @@
+"""The embedding layer by itself, for any torch model: hidden = inputs_embeds + PE(position).
+
+Shapes: B batch, L tokens, D hidden_size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posenc.encodings import Geometry, PositionEncoding, build, canonical, positions_of
+
+
+class PositionEmbeddingConfig(PreTrainedConfig):
+    """Config of a `PositionEmbedding`: its arguments of the same names."""
+
+    model_type = "posenc-embedding"
+    position_encoding: Any = None
+    hidden_size: int = 768
+    max_length: int | None = None
+    dropout: float | int = 0.0
+    batch_first: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.position_encoding is not None:
+            self.position_encoding = canonical(self.position_encoding)
+
+
+class PositionEmbedding(PreTrainedModel):
+    """Adds the vectors of a position encoding to token embeddings, then drops out (Vaswani et al., 2017, section 5.4).
+
+    It saves and loads like any model, `save_pretrained`, `from_pretrained`, `AutoModel.from_pretrained`.
+
+    Args:
+        encoding: name or dict of an encoding which embeds (sinusoidal, learned, …). Others raise a ValueError.
+        hidden_size: D.
+        max_length: the longest input; a learned table's number of rows. None: no limit.
+        dropout: probability, applied to the sum.
+        batch_first: `[B, L, D]`, or `[L, B, D]` when False, as `torch.nn.Transformer` has it.
+        device, dtype: of the parameters.
+        **options: of the encoding.
+    """
+
+    config_class = PositionEmbeddingConfig
+    base_model_prefix = ""
+    main_input_name = "inputs_embeds"
+
+    def __init__(
+        self,
+        encoding: str | dict[str, Any] | PositionEmbeddingConfig,
+        hidden_size: int | None = None,
+        *,
+        max_length: int | None = None,
+        dropout: float = 0.0,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(encoding, PositionEmbeddingConfig):
+            config = encoding
+        else:
+            if type(hidden_size) is not int or hidden_size < 1:
+                raise ValueError(f"hidden_size={hidden_size!r}: allowed is an integer above 0")
+            given = {"type": encoding} if isinstance(encoding, str) else encoding
+            config = PositionEmbeddingConfig(
+                position_encoding={**given, **options} if isinstance(given, dict) else given,
+                hidden_size=hidden_size,
+                max_length=max_length,
+                dropout=dropout,
+                batch_first=batch_first,
+            )
+        super().__init__(config)
+        chosen = canonical(config.position_encoding)
+        self.posenc = build(chosen, Geometry(hidden_size=config.hidden_size, max_length=config.max_length))
+        if "embed" not in self.posenc.acts_by():
+            raise ValueError(
+                f"{chosen['type']!r} makes no vectors that could be added to embeddings; it belongs into a model's "
+                f"attention: hf_posenc.patch(model, {chosen['type']!r})"
+            )
+        self.dropout = nn.Dropout(config.dropout)
+        self.post_init()
+        if device is not None or dtype is not None:
+            self.to(device=device, dtype=dtype)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, PositionEncoding):
+            with torch.no_grad():
+                module.reset_parameters()
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_length: int = 0,
+    ) -> Tensor:
+        """`[B, L, D] -> [B, L, D]`, in the dtype of `inputs_embeds` (sequence-first: `[L, B, D]`).
+
+        Args:
+            position_ids: `[L]` or `[B, L]`; they win over all else.
+            attention_mask: `[B, past_length + L]`, 1 for real tokens: positions count from the first of them.
+            past_length: how many tokens came before these, in earlier calls.
+        """
+        if not self.config.batch_first:
+            return self._add(inputs_embeds.transpose(0, 1), position_ids, attention_mask, past_length).transpose(0, 1)
+        return self._add(inputs_embeds, position_ids, attention_mask, past_length)
+
+    def _add(self, embeds: Tensor, position_ids: Tensor | None, mask: Tensor | None, past_length: int) -> Tensor:
+        if embeds.ndim != 3 or embeds.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"inputs_embeds has shape {tuple(embeds.shape)}: expected [batch, length, {self.config.hidden_size}]"
+            )
+        length, limit = past_length + embeds.shape[1], self.config.max_length
+        if limit is not None and length > limit:
+            raise ValueError(f"{length} positions are more than max_length={limit}: crop the input, or make a longer layer")
+        if position_ids is None:
+            position_ids, _ = positions_of(embeds.shape[1], past_length, mask, embeds.device)
+        return self.dropout(embeds + self.posenc.embed(position_ids).to(embeds.dtype))
+
+
+class TokenPositionEmbedding(nn.Module):
+    """Token ids to hidden states: a token embedding and a `PositionEmbedding`, `[B, L] -> [B, L, D]`.
+
+    Args: as of `PositionEmbedding`, and `vocab_size`, `padding_idx` as of `torch.nn.Embedding`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        encoding: str | dict[str, Any],
+        hidden_size: int,
+        *,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, hidden_size, padding_idx=padding_idx, device=device, dtype=dtype)
+        self.positions = PositionEmbedding(encoding, hidden_size, device=device, dtype=dtype, **options)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_length: int = 0,
+    ) -> Tensor:
+        return self.positions(self.tokens(input_ids), position_ids, attention_mask, past_length)

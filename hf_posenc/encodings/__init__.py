@@ -1,0 +1,31 @@
+"""What a position is worth. One encoding, one file; importing this package registers them all."""
+
+import importlib
+import pkgutil
+
+from hf_posenc.encodings.base import (
+    Above,
+    Geometry,
+    PositionContext,
+    PositionEncoding,
+    build,
+    canonical,
+    encoding_class,
+    list_encodings,
+    positions_of,
+)
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "Above",
+    "Geometry",
+    "PositionContext",
+    "PositionEncoding",
+    "build",
+    "canonical",
+    "encoding_class",
+    "list_encodings",
+    "positions_of",
+]

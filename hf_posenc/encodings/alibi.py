@@ -1,0 +1,30 @@
+"""Attention with linear biases: https://arxiv.org/abs/2108.12409"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from hf_posenc.encodings.base import PositionEncoding
+
+
+class ALiBi(PositionEncoding, type="alibi"):
+    """bias[h, i, j] = -m_h · |j - i|, added to the scaled scores (Press et al., 2022).
+
+    With n heads, n a power of two, m_h = 2^(-8h/n) for h = 1 … n; for other n the authors take the slopes of the power
+    of two below, then every other slope of the one above. Causal hosts see j ≤ i alone, which is the paper's form;
+    in encoders the bias is symmetric, as the authors recommend (github.com/ofirpress/attention_with_linear_biases,
+    issue 5). Nothing is learned, any length.
+    """
+
+    def distance_bias(self, distance: Tensor) -> Tensor:
+        slopes = torch.tensor(alibi_slopes(self.geometry.num_attention_heads), device=distance.device)
+        return -slopes[:, None] * distance.abs()
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The slopes m_1 … m_n of the paper's section 3."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
+    between = [2 ** (-4 * h / power) for h in range(1, 2 * power + 1, 2)]
+    return slopes + between[: num_heads - power]

@@ -1,0 +1,293 @@
+"""What a position is worth: the base class of all encodings, their options and their registry.
+
+Shapes: B batch, L tokens, Q queries, K keys, H heads, D hidden_size, E head_dim, N any number of distances.
+"""
+
+import inspect
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Above:
+    """The open lower bound of a numeric option: `base: Annotated[float, Above(1)] = 10000.0`."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes which an encoding is built for. What the surroundings don't have is None."""
+
+    hidden_size: int
+    num_attention_heads: int | None = None
+    head_dim: int | None = None
+    max_length: int | None = None
+    is_causal: bool = False
+
+
+@dataclass
+class PositionContext:
+    """The positions of one forward pass, handed from the stack to each of its attentions.
+
+    positions: `[1 or B, L]`, the positions of the new tokens (the queries, and the keys that enter the cache).
+    past: how many keys were cached before them; an int, or a 0-dim tensor for static caches.
+    start: `[1 or B, 1]`, the index of the key at position 0; cached keys are taken to rise by one from there.
+    consecutive: True when the new positions rise by one too, so that distances follow from indices alone.
+    """
+
+    encoding: "PositionEncoding"
+    positions: Tensor
+    past: int | Tensor
+    start: Tensor
+    consecutive: bool
+    computed: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """`compute()`, evaluated once in this forward pass. Only for what needs no gradient."""
+        if key not in self.computed:
+            self.computed[key] = compute()
+        return self.computed[key]
+
+    def key_positions(self, length: int) -> Tensor:
+        """`[1 or B, K]`; negative for keys before position 0, which are padding."""
+        keys = torch.arange(length, device=self.positions.device) - self.start
+        if self.consecutive:
+            return keys
+        new = torch.arange(self.positions.shape[1], device=keys.device) + self.past
+        return keys.index_copy(1, new, self.positions)
+
+
+def positions_of(
+    length: int, past: int | Tensor, attention_mask: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The positions `[1 or B, L]` of new tokens without explicit ids, and the index `[1 or B, 1]` of position 0.
+
+    Position 0 is the first token that a 2-D attention mask `[B, K]` shows, and the last shown one has the last position,
+    so that padding on either side changes nothing. No mask, or a 4-D one, means positions from the start.
+    """
+    index = (torch.arange(length, device=device) + past)[None]
+    if attention_mask is None or attention_mask.ndim == 4:
+        return index, index.new_zeros(1, 1)
+    shown = (attention_mask.reshape(-1, attention_mask.shape[-1]) != 0).int()
+    first = shown.argmax(dim=-1, keepdim=True)
+    last = shown.shape[-1] - 1 - shown.flip(-1).argmax(dim=-1, keepdim=True)
+    return torch.minimum(index.clamp(min=first), last) - first, first
+
+
+class PositionEncoding(nn.Module):
+    """Base class of all position encodings. A subclass registers itself under `type` (and `aliases`) by existing:
+
+        class Window(hf_posenc.PositionEncoding, type="window"):
+            \"\"\"Nothing further than `width` tokens away is seen.\"\"\"
+            width: Annotated[int, Above(0)] = 128
+
+            def distance_bias(self, distance):
+                return torch.where(distance.abs() > self.width, -torch.inf, 0.0)[None]
+
+    Options are class annotations with defaults; they arrive as attributes of the same name, checked. Sizes are in
+    `self.geometry`. Parameters are made in `__init__` (after `super().__init__`) and filled in `reset_parameters`,
+    with functions of `torch.nn.init` or with `fill_`, so that loaded weights are left alone. A subclass overrides
+    one or more of the verbs `embed`, `rotate`, `distance_bias`, `score_bias`; each does nothing here.
+    """
+
+    type: ClassVar[str] = ""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    geometry: Geometry
+    strength: float
+    """How far the encoding is in force: 1.0, except while a model is being converted (see `PositionPort`)."""
+
+    def __init_subclass__(cls, type: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if type is None:
+            return
+        names = (type, *aliases)
+        for name in names:
+            taken = _REGISTRY.get(name)
+            if taken and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(
+                    f"the encoding name {name!r} is taken by {taken.__module__}.{taken.__qualname__}: "
+                    f"give {cls.__qualname__} another `type`"
+                )
+        cls.type, cls.aliases = type, aliases
+        _REGISTRY.update(dict.fromkeys(names, cls))
+
+    def __init__(self, geometry: Geometry, **options: Any) -> None:
+        super().__init__()
+        self.geometry = geometry
+        self.strength = 1.0
+        for name, value in self.checked_options(options).items():
+            setattr(self, name, value)
+
+    # The verbs.
+
+    def embed(self, positions: Tensor) -> Tensor | None:
+        """Vectors to add to token embeddings: `[..., L]` integers -> `[..., L, D]`."""
+        return None
+
+    def rotate(
+        self, query: Tensor | None, key: Tensor | None, context: PositionContext
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Queries and *new* keys, `[B, H, L, E]`, turned by their positions before keys enter the cache.
+
+        Where a host stores its keys before its queries are at hand, the two come in separate calls: either may be None.
+        """
+        return query, key
+
+    def distance_bias(self, distance: Tensor) -> Tensor | None:
+        """What to add to scaled scores: 1-D distances (key position - query position) `[N]` -> `[H or 1, N]`."""
+        return None
+
+    def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
+        """What to add to scaled scores where content or absolute position matter: broadcastable to `[B, H, Q, K]`."""
+        return None
+
+    def reset_parameters(self) -> None:
+        """Fill all parameters and buffers of this module anew."""
+
+    def adopt(self, table: Tensor) -> None:
+        """Take what is wanted of the host's own position table, `[rows, D]`, after `reset_parameters`."""
+
+    @classmethod
+    def needs_max_length(cls, geometry: Geometry) -> bool:
+        """True where positions beyond a longest length have no meaning (a table, say)."""
+        return False
+
+    @classmethod
+    def acts_by(cls) -> tuple[str, ...]:
+        """Which verbs this class has of its own, a subset of embed, rotate, distance_bias, score_bias."""
+        verbs = ("embed", "rotate", "distance_bias", "score_bias")
+        return tuple(verb for verb in verbs if getattr(cls, verb) is not getattr(PositionEncoding, verb))
+
+    # Options.
+
+    @classmethod
+    def option_types(cls) -> dict[str, Any]:
+        """Option name -> annotation, base classes first."""
+        names: dict[str, None] = {}
+        for base in reversed(cls.__mro__):
+            if issubclass(base, PositionEncoding) and base is not PositionEncoding:
+                names.update(dict.fromkeys(inspect.get_annotations(base)))
+        hints = get_type_hints(cls, include_extras=True)
+        return {name: hints[name] for name in names if get_origin(hints[name]) is not ClassVar}
+
+    @classmethod
+    def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """All options with their defaults. Raises ValueError for an unknown name, a wrong type or range."""
+        allowed = cls.option_types()
+        if unknown := sorted(set(options) - set(allowed)):
+            raise ValueError(
+                f"{cls.type!r} has no option {', '.join(map(repr, unknown))}; it takes {_listed(allowed) or 'no options'}"
+            )
+        missing = [name for name in allowed if name not in options and not hasattr(cls, name)]
+        if missing:
+            raise ValueError(f"{cls.type!r} needs the option {_listed(missing)}")
+        values = {name: options.get(name, getattr(cls, name, None)) for name in allowed}
+        return {name: _checked(f"{cls.type}.{name}", values[name], allowed[name]) for name in allowed}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.option_types())
+
+
+_REGISTRY: dict[str, type[PositionEncoding]] = {}
+
+
+def list_encodings() -> dict[str, type[PositionEncoding]]:
+    """Every registered encoding, canonical name -> class, in alphabetical order."""
+    return {name: cls for name, cls in sorted(_REGISTRY.items()) if name == cls.type}
+
+
+def canonical(encoding: Any) -> dict[str, Any]:
+    """The canonical dict, all options written out, of an encoding given by name or as `{"type": name, **options}`.
+
+    Raises ValueError for anything else, for unknown names, and for options which the encoding doesn't take.
+    """
+    if isinstance(encoding, str):
+        encoding = {"type": encoding}
+    if not isinstance(encoding, dict) or not isinstance(encoding.get("type"), str):
+        raise ValueError(
+            f'a position encoding is a name or a dict {{"type": name, **options}}, not {encoding!r}; '
+            f"names: {_listed(list_encodings())}"
+        )
+    cls = encoding_class(encoding["type"])
+    return {"type": cls.type, **cls.checked_options({key: value for key, value in encoding.items() if key != "type"})}
+
+
+def encoding_class(name: str) -> type[PositionEncoding]:
+    """The class registered under a name or alias. Raises ValueError with the names there are."""
+    if name not in _REGISTRY:
+        raise ValueError(
+            f"unknown position encoding {name!r}; registered: {_listed(list_encodings())}. "
+            "If it is one of your own, import the module that defines its class first"
+        )
+    return _REGISTRY[name]
+
+
+def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
+    """The module for a canonical dict."""
+    options = {key: value for key, value in encoding.items() if key != "type"}
+    return _REGISTRY[encoding["type"]](geometry, **options)
+
+
+def fill_(tensor: Tensor, values: Tensor) -> None:
+    """Copy values into a parameter or buffer, unless Transformers has marked it as loaded from a checkpoint."""
+    if not getattr(tensor, "_is_hf_initialized", False):
+        with torch.no_grad():
+            tensor.copy_(values)
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _checked(name: str, value: Any, annotation: Any) -> Any:
+    """The value, in the annotated type (an int becomes a float). Raises ValueError with what is allowed."""
+    if _fits(value, annotation):
+        return value
+    if type(value) is int and _fits(float(value), annotation):
+        return float(value)
+    if isinstance(value, list) and _fits(tuple(value), annotation):
+        return tuple(value)
+    raise ValueError(f"{name}={value!r}: allowed is {_described(annotation)}")
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin is Annotated:
+        bounds = [extra.bound for extra in args[1:] if isinstance(extra, Above)]
+        return _fits(value, args[0]) and (value is None or all(value > bound for bound in bounds))
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is Literal:
+        return any(type(value) is type(arg) and value == arg for arg in args)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
+    if annotation is float:
+        return type(value) is float and math.isfinite(value)
+    if annotation is None:
+        return value is None
+    # bool is a subclass of int, but True is no length.
+    return type(value) is annotation
+
+
+def _described(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = [f" above {extra.bound:g}" for extra in args[1:] if isinstance(extra, Above)]
+        return _described(args[0]) + "".join(bounds)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_described(arg) for arg in args)
+    if origin is Literal:
+        return " or ".join(map(repr, args))
+    if origin is tuple:
+        return f"a tuple of {_described(args[0])}"
+    plain = {float: "a finite number", int: "an integer", bool: "True or False", str: "a string", type(None): "None"}
+    return plain.get(annotation, str(annotation))

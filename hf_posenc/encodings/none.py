@@ -1,0 +1,10 @@
+"""No position encoding: https://arxiv.org/abs/2305.19466"""
+
+from hf_posenc.encodings.base import PositionEncoding
+
+
+class NoPE(PositionEncoding, type="none", aliases=("nope",)):
+    """Nothing is added, rotated or biased (Kazemnejad et al., 2023).
+
+    An encoder without positions is permutation-equivariant; a causal decoder can still count its keys.
+    """

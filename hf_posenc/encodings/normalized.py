@@ -1,0 +1,27 @@
+"""The position as a fraction of the length, the second naive scheme: there to be compared with."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+
+
+class Normalized(PositionEncoding, type="normalized"):
+    """PE(p) = (p / (length - 1), 0, …, 0): a number from 0 to 1 in the first column.
+
+    The length is that of the text: its last position + 1, padding left out. Bounded, but a step is worth 1/(length - 1),
+    so it means something else in every text. A causal stack can't know how long its text will be (what an early token
+    says would depend on later ones), so there the length is `max_length`.
+    """
+
+    @classmethod
+    def needs_max_length(cls, geometry: Geometry) -> bool:
+        return geometry.is_causal
+
+    def embed(self, positions: Tensor) -> Tensor:
+        if self.geometry.is_causal:
+            last = positions.new_tensor(self.geometry.max_length - 1)
+        else:
+            last = positions.amax(dim=-1, keepdim=True)
+        fraction = positions.double() / last.clamp(min=1)
+        return F.pad(fraction[..., None], (0, self.geometry.hidden_size - 1))

@@ -1,0 +1,35 @@
+"""One learned number per head and distance, inside the scaling of the scores: https://arxiv.org/abs/1803.02155"""
+
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.encodings.base import Above, Geometry, PositionEncoding
+
+
+class Relative(PositionEncoding, type="relative"):
+    """softmax((QKᵀ + R) / √E) V with R[h, i, j] = weight[h, clip(j - i, -max_distance, max_distance)].
+
+    The scalar form of the relative position representations of Shaw et al. (2018): their R is q·a(j - i). R stands
+    inside the scaling, so R/√head_dim is added to the scaled scores, whatever scaling the host uses. Distances are
+    clipped: there is no longest length.
+
+    Options:
+        max_distance: further than this, all distances count as equal.
+    """
+
+    max_distance: Annotated[int, Above(0)] = 128
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        self.weight = nn.Parameter(torch.empty(geometry.num_attention_heads, 2 * self.max_distance + 1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        # Not zeros: those leave the order of the words invisible until the first step.
+        nn.init.normal_(self.weight, std=0.02)
+
+    def distance_bias(self, distance: Tensor) -> Tensor:
+        index = distance.clamp(-self.max_distance, self.max_distance) + self.max_distance
+        return self.weight[:, index] / self.geometry.head_dim**0.5

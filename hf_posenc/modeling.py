@@ -1,0 +1,485 @@
+"""Derived config and model classes, made when they are first asked for, and patch / unpatch between them and the host's.
+
+`PosEnc<HostClass>` is a subclass of the host's class which lends a position encoding to every stack in it. The module's
+`__getattr__` makes these classes by name; the Auto classes know the names only.
+"""
+
+import copy
+import hashlib
+import os
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posenc import attention, ports
+from hf_posenc.encodings import PositionEncoding, build, canonical, encoding_class
+
+PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
+PLACEMENT = ("max_length", "host")
+"""What stands beside the options in `position_encoding`: the promised length, and what to restore of the host."""
+
+
+# The config.
+
+
+def split(position_encoding: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`position_encoding` as given -> (canonical encoding, placement). Raises ValueError for anything malformed."""
+    if isinstance(position_encoding, dict):
+        placement = {key: position_encoding[key] for key in PLACEMENT if key in position_encoding}
+        position_encoding = {key: value for key, value in position_encoding.items() if key not in PLACEMENT}
+    else:
+        placement = {}
+    max_length, host = placement.setdefault("max_length", None), placement.setdefault("host", None)
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
+        raise ValueError(f"max_length={max_length!r}: allowed is None (no limit) or an integer above 0")
+    if host is not None and set(host) != {"name_or_path", "max_length", "kept", "fingerprint"}:
+        raise ValueError(f"position_encoding['host'] is written by patch and not to be edited, but reads {host!r}")
+    return canonical(position_encoding), placement
+
+
+class PosEncConfigMixin:
+    """What a derived config adds to the host's: `position_encoding`, checked and canonical."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.position_encoding is not None:
+            encoding, placement = split(self.position_encoding)
+            self.position_encoding = {**encoding, **placement}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        given = kwargs.pop("position_encoding", None)
+        saved = config_dict.get("position_encoding")
+        if given is not None and saved is not None:
+            given = {"type": given} if isinstance(given, str) else given
+            wanted, there = encoding_class(given.get("type")).type, encoding_class(saved.get("type")).type
+            if wanted != there:
+                raise ValueError(
+                    f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
+                    f"then model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})"
+                )
+            given = {**saved, **given}
+        if given is not None:
+            config_dict = {**config_dict, "position_encoding": given}
+        return super().from_dict(config_dict, **kwargs)
+
+
+# The models.
+
+
+class HostState(nn.Module):
+    """The host's own position tables, kept as buffers under their original keys, for `unpatch`."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for key, shape in shapes.items():
+            *path, name = key.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_buffer(name, torch.empty(shape))
+
+    def reset_parameters(self) -> None:
+        """From scratch the host has no positions yet: what BERT would start with."""
+        for table in self.buffers():
+            nn.init.normal_(table, std=0.02)
+
+
+class PosEncModelMixin:
+    """What a derived model adds to the host's class."""
+
+    host_class: type[PreTrainedModel]
+
+    def post_init(self) -> None:
+        # Before the host's post_init, so that new parameters are initialised, tied and counted with the others.
+        self._lend_encoding()
+        super().post_init()
+
+    def _lend_encoding(self) -> None:
+        if hasattr(self, "posenc"):
+            return
+        if self.config.position_encoding is None:
+            raise ValueError(
+                f"{type(self).__name__} needs config.position_encoding, a name or a dict; "
+                "to give a pretrained model another encoding, load it and call hf_posenc.patch(model, encoding)"
+            )
+        found = ports.find(self)
+        if found:
+            encoding, placement = split(self.config.position_encoding)
+            geometry = ports.geometry(self, found, placement["max_length"])
+            if geometry.max_length is None and encoding_class(encoding["type"]).needs_max_length(geometry):
+                raise ValueError(f"{encoding['type']!r} has a longest length here: give max_length in position_encoding")
+            module = build(encoding, geometry)
+            host = placement["host"]
+            if host and host["kept"]:
+                module.host = HostState(
+                    {f"{key}.weight": (host["max_length"], t.embedding_dim) for key, t in found.tables.items()}
+                )
+            ports.lend(self, found, module)
+        elif not any(hasattr(module, "posenc") for module in self.modules()):
+            raise ValueError(
+                f"{self.host_class.__name__} has no ports for a position encoding: neither a position table nor an "
+                "attention of Transformers' interface was found in it"
+            )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (PositionEncoding, HostState)):
+            with torch.no_grad():
+                module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a patched checkpoint; or a stock one with `position_encoding=…`, the same as `patch` after loading."""
+        if "position_encoding" in kwargs and not isinstance(kwargs.get("config"), PreTrainedConfig):
+            stock, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **_hub_kwargs(kwargs))
+            if stock.get("model_type") == cls.host_class.config_class.model_type:
+                encoding = kwargs.pop("position_encoding")
+                loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+                model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
+                return (patch(model, encoding), *info) if info else patch(model, encoding)
+        wanted = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        for kind, remedy in (
+            ("missing_keys", "the file is incomplete or was never patched: load it as what it is, then hf_posenc.patch"),
+            ("unexpected_keys", "its config asks for another encoding than its weights were saved with: restore the config"),
+        ):
+            keys = sorted(key for key in info[kind] if "posenc." in key)
+            if keys:
+                raise ValueError(f"{pretrained_model_name_or_path}: {kind} {', '.join(keys[:4])}; {remedy}")
+        return (model, info) if wanted else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        for module in self.modules():
+            if isinstance(module, PositionEncoding) and module.strength != 1.0:
+                raise ValueError(
+                    f"the {module.type!r} encoding is at strength {module.strength}, which is not saved: "
+                    "set posenc.strength = 1.0 first"
+                )
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        before = self.config._attn_implementation
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+        try:
+            self._check_attention()
+        except ValueError:
+            super().set_attn_implementation(before)
+            raise
+
+    def _check_attention(self) -> None:
+        for module in self.modules():
+            if isinstance(module, PosEncModelMixin) and hasattr(module, "posenc"):
+                implementation = module.config._attn_implementation
+                biased = {"distance_bias", "score_bias"} & set(module.posenc.acts_by())
+                if reason := attention.refusal(implementation, bool(biased)):
+                    raise ValueError(reason)
+                attention.register(implementation)
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # Judged by the source of the host's module, which this class is not in.
+        return cls.host_class._can_set_attn_implementation()
+
+
+def _hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+    return {name: kwargs[name] for name in names if name in kwargs}
+
+
+# Classes by name.
+
+
+def __getattr__(name: str) -> Any:
+    """`PosEnc<HostClass>` for any config or model class of Transformers, made once and then an ordinary attribute."""
+    if name in ("PositionEmbedding", "PositionEmbeddingConfig"):
+        from hf_posenc import embedding
+
+        return getattr(embedding, name)
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    host = getattr(transformers, name.removeprefix(PREFIX), None)
+    if isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel)):
+        return derive(host)
+    raise AttributeError(f"there is no class {name.removeprefix(PREFIX)!r} in Transformers to derive {name!r} from")
+
+
+def derive(host: type) -> type:
+    """The derived class of a host's config or model class, published here under its name so that it can be pickled."""
+    name = PREFIX + host.__name__
+    if name not in globals():
+        make = _derive_config if issubclass(host, PreTrainedConfig) else _derive_model
+        globals()[name] = make(name, host)
+    return globals()[name]
+
+
+def _derive_config(name: str, host: type[PreTrainedConfig]) -> type:
+    body = {
+        "__module__": __name__,
+        "__doc__": f"{host.__name__} with `position_encoding`: a name, or a dict of its type and options.",
+        "__annotations__": {"position_encoding": Any},
+        "position_encoding": None,
+        "model_type": TYPE_PREFIX + host.model_type,
+    }
+    return type(name, (PosEncConfigMixin, host), body)
+
+
+def _derive_model(name: str, host: type[PreTrainedModel]) -> type:
+    body = {
+        "__module__": __name__,
+        "__doc__": f"{host.__name__} with the position encoding of its config (see `hf_posenc.patch`).",
+        "__init__": _with_derived_children(host),
+        "config_class": derive(host.config_class),
+        "host_class": host,
+    }
+    return type(name, (PosEncModelMixin, host), body)
+
+
+def _with_derived_children(host: type[PreTrainedModel]) -> types.FunctionType:
+    """The host's `__init__`, in which the names of its sibling model classes mean the derived ones.
+
+    `BertForMaskedLM.__init__` says `BertModel(config)`; here it gets a PosEncBertModel. A copy of the function with
+    globals of its own: nothing of the host's is changed, not even for a moment.
+    """
+    init = host.__init__
+    siblings = {}
+    for name in init.__code__.co_names:
+        value = init.__globals__.get(name)
+        if isinstance(value, type) and issubclass(value, PreTrainedModel) and value.config_class is host.config_class:
+            siblings[name] = derive(value)
+    copied = types.FunctionType(
+        init.__code__, {**init.__globals__, **siblings}, init.__name__, init.__defaults__, init.__closure__
+    )
+    copied.__kwdefaults__, copied.__doc__, copied.__annotations__ = init.__kwdefaults__, init.__doc__, init.__annotations__
+    return copied
+
+
+def register_auto_classes() -> None:
+    """Tell the Auto classes the names of all derived classes. Builds and imports none of them.
+
+    The mappings' own name tables are private to Transformers; this is the only place that touches them.
+    """
+    from transformers.models.auto import auto_factory, configuration_auto, modeling_auto, tokenization_auto
+
+    configs = configuration_auto.CONFIG_MAPPING_NAMES
+    derived = {TYPE_PREFIX + kind: PREFIX + name for kind, name in configs.items() if not kind.startswith(TYPE_PREFIX)}
+    modules = {configuration_auto.model_type_to_module_name(kind): sys.modules[__name__] for kind in derived}
+    derived["posenc-embedding"] = "PositionEmbeddingConfig"
+    modules["posenc_embedding"] = sys.modules[__name__]
+    modeling_auto.MODEL_MAPPING_NAMES["posenc-embedding"] = "PositionEmbedding"
+    configs.update(derived)
+    configuration_auto.CONFIG_MAPPING._modules.update(modules)
+    mappings = [m for m in vars(modeling_auto).values() if isinstance(m, auto_factory._LazyAutoMapping)]
+    for mapping in [*mappings, tokenization_auto.TOKENIZER_MAPPING]:
+        names = mapping._model_mapping
+        prefix = "" if mapping is tokenization_auto.TOKENIZER_MAPPING else PREFIX
+        for kind in [kind for kind in names if TYPE_PREFIX + kind in derived]:
+            names[TYPE_PREFIX + kind] = _prefixed(names[kind], prefix)
+        mapping._reverse_config_mapping.update({name: kind for kind, name in derived.items()})
+        mapping._modules.update(modules)
+
+
+def _prefixed(name: Any, prefix: str) -> Any:
+    return tuple(_prefixed(part, prefix) for part in name) if isinstance(name, tuple) else name and prefix + name
+
+
+# patch and unpatch.
+
+
+def patch(
+    model: PreTrainedModel,
+    encoding: str | dict[str, Any],
+    *,
+    max_length: int | None = None,
+    keep_host: bool = True,
+    **options: Any,
+) -> PreTrainedModel:
+    """The same model with another position encoding, of class `PosEnc<HostClass>`.
+
+    Parameter objects are shared with `model`, not copied: training, freezing or moving one moves the other. `model`
+    itself stays usable and unchanged. Mode, requires_grad, dtype, device, tied weights and generation_config carry over.
+
+    Args:
+        model: any Transformers model in which all sources of position can be taken over.
+        encoding: a name or alias (`hf_posenc.list_encodings()`), or `{"type": name, **options}`.
+        max_length: the longest input in tokens, checked on every forward and written to the config's length field.
+            None: no limit for computed encodings, the host's own length for tables.
+        keep_host: keep the host's position table as non-trained buffers `posenc.host.*`, for `unpatch`.
+        **options: of the encoding (`alibi` has none, `rope` has theta and layout, …).
+
+    Raises:
+        ValueError: unknown encoding or option, a wrong value, or a host that can't be patched; `model` is untouched.
+    """
+    _refuse_wrapped(model)
+    if isinstance(model, PosEncModelMixin):
+        raise ValueError(
+            f"this model has the {model.config.position_encoding['type']!r} encoding already: "
+            "hf_posenc.patch(hf_posenc.unpatch(model), …)"
+        )
+    if not type(model).__module__.startswith("transformers."):
+        raise ValueError(f"{type(model).__name__} is not a class of Transformers itself, so no class can be derived from it")
+    given = {"type": encoding} if isinstance(encoding, str) else encoding
+    chosen, placement = split({**given, **options} if isinstance(given, dict) else given)
+    max_length = placement["max_length"] if max_length is None else max_length
+    stack = model.base_model
+    length = getattr(model.config, ports.LENGTH_FIELD, None)
+    host = {
+        "name_or_path": _public_name(model.config.name_or_path),
+        "max_length": length,
+        "kept": keep_host,
+        "fingerprint": fingerprint(stack),
+    }
+    found = ports.find(stack)
+    if max_length is None and found and encoding_class(chosen["type"]).needs_max_length(ports.geometry(stack, found, length)):
+        max_length = length
+    chosen, placement = split({**chosen, "max_length": max_length, "host": host})
+
+    config = copy.deepcopy(model.config)
+    config.__class__ = derive(type(model.config))
+    config.position_encoding = {**chosen, **placement}
+    if max_length is not None:
+        setattr(config, ports.LENGTH_FIELD, max_length)
+    patched = _shell(derive(type(model)), config)
+    patched._check_attention()
+    _share(model, patched)
+    for module in patched.modules():
+        if isinstance(module, ports.PositionPort):
+            table = model.base_model.get_parameter(module.key)
+            (owner,) = module._stack
+            owner.posenc.to_empty(device=table.device)
+            owner.posenc.to(table.dtype)
+            with torch.no_grad():
+                owner.posenc.reset_parameters()
+                owner.posenc.adopt(table)
+                if keep_host:
+                    module.kept.copy_(table)
+            owner.posenc.train(owner.training)
+    return patched
+
+
+def unpatch(model: PreTrainedModel) -> PreTrainedModel:
+    """The host's own class with its own positions again; parameter objects are shared, as in `patch`.
+
+    Bit-equal to the model that was patched, unless it was trained in between: then it is the trained body with the old
+    positions, and a UserWarning says so.
+
+    Raises:
+        ValueError: the model isn't patched, or its positions were not kept (the error names the base model).
+    """
+    _refuse_wrapped(model)
+    if not isinstance(model, PosEncModelMixin):
+        raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
+    host = model.config.position_encoding["host"]
+    if not host or not host["kept"]:
+        base = (host or {}).get("name_or_path") or "the model it was made from"
+        raise ValueError(
+            f"the host's own positions were not kept in this model: take them from {base!r}, "
+            "or patch with keep_host=True"
+        )
+    config = copy.deepcopy(model.config)
+    config.__class__ = type(model).host_class.config_class
+    del config.position_encoding
+    setattr(config, ports.LENGTH_FIELD, host["max_length"])
+    stock = _shell(type(model).host_class, config)
+    _share(model, stock)
+    for module in model.modules():
+        if isinstance(module, ports.PositionPort):
+            owner, _, name = module.key.rpartition(".")
+            stock.base_model.get_submodule(owner).register_parameter(name, nn.Parameter(module.kept.clone()))
+    if fingerprint(stock.base_model) != host["fingerprint"]:
+        warnings.warn(
+            "the weights are no longer those which were patched (trained, or cast to another dtype): this is the "
+            "present body with the host's old positions, and its outputs are not those of the original",
+            stacklevel=2,
+        )
+    return stock
+
+
+def fingerprint(stack: PreTrainedModel) -> str:
+    """A short hash of up to 64 values of each host parameter: another one means that the body was changed."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(stack.named_parameters()):
+        if not name.startswith("posenc."):
+            flat = parameter.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+            digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _refuse_wrapped(model: Any) -> None:
+    order = "patch first, then wrap"
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError(f"the model is wrapped by torch.compile: {order}")
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        raise ValueError(f"a PreTrainedModel of Transformers is needed, but this is a {type(model).__name__}: {order}")
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"a PreTrainedModel of Transformers is needed, not {model!r}")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("the model is quantised, so its parameters can't be shared: patch it first, then quantise")
+    if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in name for name, _ in model.named_modules()):
+        raise ValueError(f"the model has PEFT adapters in it: {order}")
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError("the model is spread by Accelerate's hooks (device_map, offload): load it on one device, patch first")
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise ValueError("the model has parameters on the meta device: load its weights first")
+
+
+def _public_name(name_or_path: str) -> str:
+    """A Hub id as it is; of a local folder its last part, since the path means nothing elsewhere."""
+    return os.path.basename(os.path.normpath(name_or_path)) if os.path.isdir(name_or_path) else name_or_path
+
+
+def _shell(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model whose parameters are on the meta device and whose computed buffers are real."""
+    with init_empty_weights(include_buffers=False):
+        return cls(config)
+
+
+def _share(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give all parameters and buffers that the two have in common to `target`, with what can be set on a module.
+
+    Raises ValueError where `source` is no longer what its config describes.
+    """
+    theirs = dict(source.named_modules())
+    for name, module in target.named_modules():
+        if "posenc" in name.split(".") or isinstance(module, ports.PositionPort):
+            continue
+        other = theirs.get(name)
+        if isinstance(other, ports.PositionPort):
+            continue
+        if other is None or not (isinstance(module, type(other)) or isinstance(other, type(module))):
+            raise ValueError(
+                f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}: "
+                "a model changed by hand can't be rebuilt from its config, so it was left as it is"
+            )
+        for key, parameter in other._parameters.items():
+            there = module._parameters.get(key)
+            if (parameter is None) != (there is None) or (parameter is not None and parameter.shape != there.shape):
+                raise ValueError(
+                    f"{name}.{key} has another shape than the config of this model describes: bring the config in line "
+                    "with it (resize_token_embeddings does), then patch"
+                )
+            module._parameters[key] = parameter
+        for key, buffer in other._buffers.items():
+            # Id buffers as long as the old table are the only ones that differ.
+            if buffer is not None and key in module._buffers and buffer.shape == module._buffers[key].shape:
+                module._buffers[key] = buffer
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(source.device)
+        for key, value in vars(other).items():
+            if type(value) in (bool, int, float, str) or key == "_gradient_checkpointing_func":
+                setattr(module, key, value)
+    if hasattr(source, "generation_config"):
+        target.generation_config = copy.deepcopy(source.generation_config)
+    target.name_or_path = source.name_or_path

@@ -1,0 +1,102 @@
+"""Hosts and encodings of the matrix, and what every test runs under."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+import transformers
+
+import hf_posenc
+
+ROOT = Path(__file__).parents[1]
+LENGTH = 24
+"""The hosts' own longest length."""
+
+HOSTS = {
+    "bert": (
+        "Bert",
+        dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=LENGTH),
+    ),
+    "distilbert": ("DistilBert", dict(dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=LENGTH)),
+    "gpt2": ("GPT2", dict(n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, bos_token_id=1, eos_token_id=2, pad_token_id=0)),
+}
+"""Name -> prefix of its class names, and a tiny config."""
+HEADS = {"bert": "ForMaskedLM", "distilbert": "ForMaskedLM", "gpt2": "LMHeadModel"}
+OTHER_HEADS = dict.fromkeys(HOSTS, "ForTokenClassification")
+ENCODINGS = ("alibi", "counter", "learned", "none", "normalized", "relative", "rope", "sinusoidal")
+VOCABULARY = 61
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Uninitialised memory is NaN, so that whoever reads it fails."""
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
+
+
+def _poisoned(function):
+    def poisoned(*args, **kwargs):
+        tensor = function(*args, **kwargs)
+        if tensor.is_floating_point() and tensor.device.type != "meta":
+            with torch.no_grad():
+                tensor.fill_(torch.nan)
+        return tensor
+
+    return poisoned
+
+
+def randomize(model, std=0.3, seed=0):
+    """Draw all parameters anew, so that nothing stays at a start value which would hide a fault."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    return model
+
+
+def randomize_encoding(model, seed=1):
+    """Draw the encoding's own parameters from N(0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "posenc." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def stock(host, head="Model", seed=0, **changes):
+    """A tiny random model of a host, in eval mode, with weights changed after init."""
+    prefix, sizes = HOSTS[host]
+    config = getattr(transformers, f"{prefix}Config")(vocab_size=VOCABULARY, **{**sizes, **changes})
+    torch.manual_seed(seed)
+    return randomize(getattr(transformers, prefix + head)(config), seed=seed).eval()
+
+
+def patched(host, encoding, head="Model", seed=0, max_length=None, **changes):
+    """The same, patched, the encoding's parameters drawn from N(0, 1)."""
+    return randomize_encoding(hf_posenc.patch(stock(host, head, seed, **changes), encoding, max_length=max_length))
+
+
+def tokens(batch=2, length=11, seed=0):
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def first(output):
+    """The main tensor of a model's output: logits or hidden states."""
+    return output[0]
+
+
+def run_python(code, *arguments, timeout=300):
+    """Run code in a new interpreter; its standard output. Fails with its standard error."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
