@@ -187,6 +187,8 @@ def begin_forward(names: list[str], stack: PreTrainedModel, args: tuple, kwargs:
     )
     length = shape[-1]
     past = 0 if cache is None else cache.get_seq_length()
+    # A static cache counts in place: its first layer would move the number under our feet.
+    past = past.clone() if isinstance(past, Tensor) else past
     _check_length(stack, length, past, cache)
     if ids is None:
         ids, start = positions_of(length, past, mask, device)

@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import transformers
+from memory import poison_empty
 
 import hf_posenc
 
@@ -28,27 +29,13 @@ HOSTS = {
 }
 """Name -> prefix of its class names, and a tiny config."""
 HEADS = {"bert": "ForMaskedLM", "distilbert": "ForMaskedLM", "gpt2": "LMHeadModel"}
-OTHER_HEADS = dict.fromkeys(HOSTS, "ForTokenClassification")
 ENCODINGS = ("alibi", "counter", "learned", "none", "normalized", "relative", "rope", "sinusoidal")
 VOCABULARY = 61
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Uninitialised memory is NaN, so that whoever reads it fails."""
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
-
-
-def _poisoned(function):
-    def poisoned(*args, **kwargs):
-        tensor = function(*args, **kwargs)
-        if tensor.is_floating_point() and tensor.device.type != "meta":
-            with torch.no_grad():
-                tensor.fill_(torch.nan)
-        return tensor
-
-    return poisoned
+    poison_empty(monkeypatch.setattr)
 
 
 def randomize(model, std=0.3, seed=0):
