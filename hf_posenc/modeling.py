@@ -406,10 +406,13 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def fingerprint(stack: PreTrainedModel) -> str:
-    """A short hash of up to 64 values of each host parameter: another one means that the body was changed."""
+    """A short hash of up to 64 values of each parameter of the body, which is what all heads have in common: the parts
+    that hold a table or an attention, and the input embeddings. Another hash means that the body was changed."""
+    found = ports.find(stack)
+    parts = {path.partition(".")[0] for path in (*found.tables, *found.attentions)}
     digest = hashlib.sha256()
     for name, parameter in sorted(stack.named_parameters()):
-        if not name.startswith("posenc."):
+        if name.partition(".")[0] in parts or parameter is stack.get_input_embeddings().weight:
             flat = parameter.detach().flatten()
             sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
             digest.update(name.encode() + sample.numpy().tobytes())
