@@ -56,15 +56,16 @@ class KeyRotatingCache:
         return getattr(self.cache, name)
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        _, key = self.context.encoding.rotate(None, key, self.context)
-        return self.cache.update(key, value, *args, **kwargs)
+        rotated: Any
+        _, rotated = self.context.encoding.rotate(None, key, self.context)
+        return self.cache.update(rotated, value, *args, **kwargs)
 
 
-def rotating(cache: Cache | None, context: PositionContext) -> Any:
+def rotating(cache: Any, context: PositionContext) -> Any:
     """The cache, such that new self-attention keys are rotated before they are stored."""
     if isinstance(cache, EncoderDecoderCache):
         twin = copy.copy(cache)
-        twin.self_attention_cache = KeyRotatingCache(cache.self_attention_cache, context)
+        twin.self_attention_cache = KeyRotatingCache(cache.self_attention_cache, context)  # type: ignore[assignment]
         return twin
     return KeyRotatingCache(cache, context)
 
@@ -88,8 +89,8 @@ def refusal(implementation: str, biased: bool) -> str | None:
 def attend(
     implementation: str,
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
+    query: Any,
+    key: Any,
     value: Tensor,
     attention_mask: Any,
     *,
@@ -139,10 +140,7 @@ def score_bias(query: Tensor, key: Tensor, context: PositionContext) -> Tensor |
     """All that the encoding adds to the scaled scores, broadcastable to `[B, H, Q, K]`, or None."""
     encoding = context.encoding
     length = key.shape[2]
-    if context.consecutive:
-        bias = _toeplitz_bias(query.shape[2], length, context)
-    else:
-        bias = _general_bias(length, context)
+    bias = _toeplitz_bias(query.shape[2], length, context) if context.consecutive else _general_bias(length, context)
     content = encoding.score_bias(query, key, context)
     if content is not None:
         bias = content if bias is None else bias + content
@@ -177,7 +175,9 @@ def biased_mask(
         return mask if bias is None else _merged(bias.to(query.dtype), mask, causal, context)
 
     # Without a mask, an implementation masks the future by itself; beside a bias it would not.
-    causal = mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    causal = (
+        mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    )
     verbs = context.encoding.acts_by()
     if "distance_bias" not in verbs and "score_bias" not in verbs:
         return mask

@@ -37,7 +37,10 @@ class Report:
             f"{self.model_class}: {self.encoding}" + (f" ({options})" if options else ""),
             f"  usable length: {'no limit' if self.max_length is None else f'{self.max_length} tokens'}",
         ]
-        lines += [f"  {verb}: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "") for verb, paths in self.enters.items()]
+        lines += [
+            f"  {verb}: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
+            for verb, paths in self.enters.items()
+        ]
         lines += [f"  ignored: {note}" for note in self.ignored]
         if self.host_kept:
             lines.append("  the host's own positions are kept: unpatch brings them back")
@@ -54,9 +57,8 @@ def inspect(model: PreTrainedModel | str | os.PathLike[str]) -> Report:
         ValueError: a model whose sources of position hf_posenc can't take over.
     """
     if not isinstance(model, PreTrainedModel):
-        config = AutoConfig.from_pretrained(model)
         with init_empty_weights():
-            model = AutoModel.from_config(config)
+            return inspect(AutoModel.from_config(AutoConfig.from_pretrained(model)))
     config = model.config
     stacks = {name: module for name, module in model.named_modules() if hasattr(module, "posenc")}
     if not stacks:

@@ -65,7 +65,7 @@ class PositionEmbedding(PreTrainedModel):
             if type(hidden_size) is not int or hidden_size < 1:
                 raise ValueError(f"hidden_size={hidden_size!r}: allowed is an integer above 0")
             given = {"type": encoding} if isinstance(encoding, str) else encoding
-            config = PositionEmbeddingConfig(
+            config = PositionEmbeddingConfig(  # type: ignore[call-arg]
                 position_encoding={**given, **options} if isinstance(given, dict) else given,
                 hidden_size=hidden_size,
                 max_length=max_length,

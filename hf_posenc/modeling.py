@@ -10,7 +10,7 @@ import os
 import sys
 import types
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -44,8 +44,11 @@ def split(position_encoding: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return canonical(position_encoding), placement
 
 
-class PosEncConfigMixin:
+class PosEncConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
     """What a derived config adds to the host's: `position_encoding`, checked and canonical."""
+
+    if TYPE_CHECKING:
+        position_encoding: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -58,8 +61,8 @@ class PosEncConfigMixin:
         given = kwargs.pop("position_encoding", None)
         saved = config_dict.get("position_encoding")
         if given is not None and saved is not None:
-            given = {"type": given} if isinstance(given, str) else given
-            wanted, there = encoding_class(given.get("type")).type, encoding_class(saved.get("type")).type
+            given, saved = ({"type": each} if isinstance(each, str) else each for each in (given, saved))
+            wanted, there = (encoding_class(dict(each).get("type")).type for each in (given, saved))
             if wanted != there:
                 raise ValueError(
                     f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
@@ -94,10 +97,11 @@ class HostState(nn.Module):
             nn.init.normal_(table, std=0.02)
 
 
-class PosEncModelMixin:
+class PosEncModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
     """What a derived model adds to the host's class."""
 
     host_class: type[PreTrainedModel]
+    config: Any
 
     def post_init(self) -> None:
         # Before the host's post_init, so that new parameters are initialised, tied and counted with the others.
@@ -126,10 +130,7 @@ class PosEncModelMixin:
                 )
             ports.lend(self, found, module)
         elif not any(hasattr(module, "posenc") for module in self.modules()):
-            raise ValueError(
-                f"{self.host_class.__name__} has no ports for a position encoding: neither a position table nor an "
-                "attention of Transformers' interface was found in it"
-            )
+            raise ports.none_found(self.host_class)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (PositionEncoding, HostState)):
@@ -214,7 +215,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"there is no class {name.removeprefix(PREFIX)!r} in Transformers to derive {name!r} from")
 
 
-def derive(host: type) -> type:
+def derive(host: Any) -> Any:
     """The derived class of a host's config or model class, published here under its name so that it can be pickled."""
     name = PREFIX + host.__name__
     if name not in globals():
@@ -332,6 +333,9 @@ def patch(
     chosen, placement = split({**given, **options} if isinstance(given, dict) else given)
     max_length = placement["max_length"] if max_length is None else max_length
     stack = model.base_model
+    found = ports.find(stack)
+    if not found:
+        raise ports.none_found(type(model))
     length = getattr(model.config, ports.LENGTH_FIELD, None)
     host = {
         "name_or_path": _public_name(model.config.name_or_path),
@@ -339,8 +343,7 @@ def patch(
         "kept": keep_host,
         "fingerprint": fingerprint(stack),
     }
-    found = ports.find(stack)
-    if max_length is None and found and encoding_class(chosen["type"]).needs_max_length(ports.geometry(stack, found, length)):
+    if max_length is None and encoding_class(chosen["type"]).needs_max_length(ports.geometry(stack, found, length)):
         max_length = length
     chosen, placement = split({**chosen, "max_length": max_length, "host": host})
 
@@ -383,8 +386,7 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     if not host or not host["kept"]:
         base = (host or {}).get("name_or_path") or "the model it was made from"
         raise ValueError(
-            f"the host's own positions were not kept in this model: take them from {base!r}, "
-            "or patch with keep_host=True"
+            f"the host's own positions were not kept in this model: take them from {base!r}, or patch with keep_host=True"
         )
     config = copy.deepcopy(model.config)
     config.__class__ = type(model).host_class.config_class
@@ -405,7 +407,7 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     return stock
 
 
-def fingerprint(stack: PreTrainedModel) -> str:
+def fingerprint(stack: Any) -> str:
     """A short hash of up to 64 values of each parameter of the body, which is what all heads have in common: the parts
     that hold a table or an attention, and the input embeddings. Another hash means that the body was changed."""
     found = ports.find(stack)
@@ -437,12 +439,12 @@ def _refuse_wrapped(model: Any) -> None:
         raise ValueError("the model has parameters on the meta device: load its weights first")
 
 
-def _public_name(name_or_path: str) -> str:
+def _public_name(name_or_path: Any) -> str:
     """A Hub id as it is; of a local folder its last part, since the path means nothing elsewhere."""
     return os.path.basename(os.path.normpath(name_or_path)) if os.path.isdir(name_or_path) else name_or_path
 
 
-def _shell(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def _shell(cls: Any, config: Any) -> Any:
     """A model whose parameters are on the meta device and whose computed buffers are real."""
     with init_empty_weights(include_buffers=False):
         return cls(config)

@@ -30,7 +30,7 @@ class PositionPort(nn.Module):
     While `encoding.strength` is below 1 the rest comes from the host's own table, if that is kept.
     """
 
-    def __init__(self, stack: PreTrainedModel, key: str, rows: int) -> None:
+    def __init__(self, stack: Any, key: str, rows: int) -> None:
         super().__init__()
         # In a tuple, so that the stack is not registered as a child of its own part.
         self._stack = (stack,)
@@ -80,7 +80,7 @@ class Ports:
         return bool(self.tables or self.attentions)
 
 
-def find(stack: PreTrainedModel) -> Ports:
+def find(stack: nn.Module) -> Ports:
     """The ports of a stack that is not patched yet; stacks within it that are patched already are passed over.
 
     Raises ValueError where only some of the sources of position could be taken over.
@@ -123,6 +123,14 @@ def find(stack: PreTrainedModel) -> Ports:
     return Ports(tables, attentions)
 
 
+def none_found(host: type[PreTrainedModel]) -> ValueError:
+    """The refusal of a host without ports."""
+    return ValueError(
+        f"{host.__name__} has no ports for a position encoding: neither a position table nor an attention of "
+        "Transformers' interface was found in it"
+    )
+
+
 def _is_self_attention(name: str, module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     if "ALL_ATTENTION_FUNCTIONS" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
@@ -130,7 +138,7 @@ def _is_self_attention(name: str, module: nn.Module) -> bool:
     return not CROSS_ATTENTION.search(name) and not getattr(module, "is_cross_attention", False)
 
 
-def geometry(stack: PreTrainedModel, ports: Ports, max_length: int | None) -> Geometry:
+def geometry(stack: Any, ports: Ports, max_length: int | None) -> Geometry:
     """The sizes that an encoding for this stack is built with."""
     config = stack.config
     first = next(iter(ports.attentions.values()))
@@ -144,7 +152,7 @@ def geometry(stack: PreTrainedModel, ports: Ports, max_length: int | None) -> Ge
     )
 
 
-def lend(stack: PreTrainedModel, ports: Ports, encoding: PositionEncoding) -> None:
+def lend(stack: Any, ports: Ports, encoding: PositionEncoding) -> None:
     """Put the encoding into the stack: as `posenc`, behind its tables and in front of its attentions."""
     stack.posenc = encoding
     for name, table in ports.tables.items():
@@ -153,7 +161,7 @@ def lend(stack: PreTrainedModel, ports: Ports, encoding: PositionEncoding) -> No
     attention.register(stack.config._attn_implementation)
     rotates = "rotate" in encoding.acts_by()
     for module in ports.attentions.values():
-        module.config = attention.AttentionConfigView(module.config)
+        module.config = attention.AttentionConfigView(module.config)  # type: ignore[assignment]
         names = _argument_names(module)
         if rotates and "past_key_values" in names:
             module.register_forward_pre_hook(partial(rotate_into_cache, names), with_kwargs=True)
@@ -174,7 +182,7 @@ def rotate_into_cache(names: list[str], module: nn.Module, args: tuple, kwargs: 
     return call.changed(past_key_values=attention.rotating(cache, context), keys_are_rotated=True)
 
 
-def begin_forward(names: list[str], stack: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> Any:
+def begin_forward(names: list[str], stack: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Pre-hook of a stack: makes the positions of this forward pass and hands them down.
 
     Explicit `position_ids` win; else they come from the attention mask (`positions_of`).
@@ -210,7 +218,7 @@ def _rises_by_one(ids: Tensor) -> bool:
     return torch.equal(ids, ids[:, :1] + torch.arange(ids.shape[1]))
 
 
-def _check_length(stack: PreTrainedModel, length: int, past: Any, cache: Any) -> None:
+def _check_length(stack: Any, length: int, past: Any, cache: Any) -> None:
     limit = stack.posenc.geometry.max_length
     if limit is None:
         return

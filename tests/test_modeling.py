@@ -1,16 +1,14 @@
 """Derived classes, loading, undoing, own encodings, and what is refused."""
 
 import json
-import sys
-import types
 from typing import Annotated
 
 import pytest
 import torch
 import transformers
-from conftest import ENCODINGS, HEADS, HOSTS, LENGTH, first, patched, randomize, run_python, stock, tokens
+from conftest import ENCODINGS, HEADS, HOSTS, LENGTH, first, patched, run_python, stock, tokens
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, DynamicCache
 
 import hf_posenc
 from hf_posenc import attention
@@ -69,7 +67,9 @@ def test_from_scratch():
     assert type(model) is hf_posenc.PosEncBertForMaskedLM and first(model(tokens(1, 600))).isfinite().all()
     with pytest.raises(ValueError, match="not kept"):
         hf_posenc.unpatch(model)
-    learned = AutoModel.from_config(hf_posenc.PosEncBertConfig(**{**config.to_dict(), "position_encoding": {"type": "learned", "max_length": 9}}))
+    learned = AutoModel.from_config(
+        hf_posenc.PosEncBertConfig(**{**config.to_dict(), "position_encoding": {"type": "learned", "max_length": 9}})
+    )
     assert learned.posenc.weight.std().item() == pytest.approx(0.02, rel=0.2)
     with pytest.raises(ValueError, match="learned.*max_length"):
         AutoModel.from_config(hf_posenc.PosEncBertConfig(position_encoding="learned"))
@@ -257,7 +257,9 @@ def test_packed_sequences(encoding):
 @every_host
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_own_distance_bias(host, implementation):
-    model = hf_posenc.patch(stock(host, num_hidden_layers=1) if host != "distilbert" else stock(host, n_layers=1), "test-window", width=3)
+    model = hf_posenc.patch(
+        stock(host, num_hidden_layers=1) if host != "distilbert" else stock(host, n_layers=1), "test-window", width=3
+    )
     model.set_attn_implementation(implementation)
     ids = tokens(1, 20)
     before = first(model(ids))
@@ -323,7 +325,9 @@ def test_learned_from_the_host_changes_nothing(host):
     new = hf_posenc.patch(model, "learned", init="host")
     assert torch.equal(first(new(tokens())), first(model(tokens())))
     longer = hf_posenc.patch(model, "learned", init="host", max_length=LENGTH + 8)
-    assert torch.equal(first(longer(tokens())), first(model(tokens()))) and first(longer(tokens(1, LENGTH + 8))).isfinite().all()
+    assert (
+        torch.equal(first(longer(tokens())), first(model(tokens()))) and first(longer(tokens(1, LENGTH + 8))).isfinite().all()
+    )
 
 
 def test_ids_beyond_a_table():
@@ -387,15 +391,18 @@ def test_patching_twice():
         hf_posenc.patch(patched("bert", "alibi"), "rope")
 
 
+SMALL = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, vocab_size=61)
+
+
 @pytest.mark.parametrize(
     ("host", "config", "reason"),
     [
         ("ResNet", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "no ports"),
-        ("Llama", dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, vocab_size=61), "rotary_emb"),
+        ("Llama", SMALL, "rotary_emb"),
         ("T5", dict(d_model=32, num_layers=1, num_heads=4, d_kv=8, d_ff=32, vocab_size=61), "relative_attention_bias"),
-        ("Roberta", dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, vocab_size=61), "way of its own"),
+        ("Roberta", SMALL, "way of its own"),
     ],
-)  # fmt: skip
+)
 def test_hosts_that_are_not_taken_over_yet(host, config, reason):
     model = getattr(transformers, f"{host}Model")(getattr(transformers, f"{host}Config")(**config))
     with pytest.raises(ValueError, match=reason):
@@ -404,7 +411,9 @@ def test_hosts_that_are_not_taken_over_yet(host, config, reason):
 
 def test_wrapped_models(tmp_path):
     model = stock("bert")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     distributed = torch.nn.parallel.DistributedDataParallel(model)
     torch.distributed.destroy_process_group()
     cases = {
@@ -499,7 +508,9 @@ def test_missing_and_unexpected_weights(tmp_path, encoding):
 
 def test_a_backend_that_would_drop_the_bias(monkeypatch):
     """flash attention takes no bias: refused by name, the model left as it was; rotations pass."""
-    monkeypatch.setitem(attention.ALL_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", transformers.modeling_utils.sdpa_attention_forward)
+    monkeypatch.setitem(
+        attention.ALL_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", transformers.modeling_utils.sdpa_attention_forward
+    )
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", sdpa_mask)
@@ -525,6 +536,7 @@ def test_calling_around_the_hooks_is_an_error():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Transformers' own flex path
 @pytest.mark.parametrize("host", ["bert", "distilbert"])
 @pytest.mark.parametrize("encoding", ["alibi", "relative", "rope", "learned"])
 def test_flex_attention(host, encoding):

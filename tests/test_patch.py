@@ -177,7 +177,9 @@ def test_outputs_and_gradients(host, encoding):
     for implementation in ("eager", "sdpa"):
         for each in (model, reference):
             each.set_attn_implementation(implementation)
-        ours, theirs = (m(ids, output_hidden_states=True, output_attentions=implementation == "eager") for m in (model, reference))
+        ours, theirs = (
+            m(ids, output_hidden_states=True, output_attentions=implementation == "eager") for m in (model, reference)
+        )
         assert [h.shape for h in ours.hidden_states] == [h.shape for h in theirs.hidden_states]
         if implementation == "eager":
             assert [a.shape for a in ours.attentions] == [a.shape for a in theirs.attentions]

@@ -23,11 +23,11 @@ class Above:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes which an encoding is built for. What the surroundings don't have is None."""
+    """The sizes which an encoding is built for. Beside no attention the heads are 0; max_length None is no limit."""
 
     hidden_size: int
-    num_attention_heads: int | None = None
-    head_dim: int | None = None
+    num_attention_heads: int = 0
+    head_dim: int = 0
     max_length: int | None = None
     is_causal: bool = False
 
@@ -64,9 +64,7 @@ class PositionContext:
         return keys.index_copy(1, new, self.positions)
 
 
-def positions_of(
-    length: int, past: int | Tensor, attention_mask: Tensor | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def positions_of(length: int, past: int | Tensor, attention_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """The positions `[1 or B, L]` of new tokens without explicit ids, and the index `[1 or B, 1]` of position 0.
 
     Position 0 is the first token that a 2-D attention mask `[B, K]` shows, and the last shown one has the last position,
@@ -97,7 +95,7 @@ class PositionEncoding(nn.Module):
     one or more of the verbs `embed`, `rotate`, `distance_bias`, `score_bias`; each does nothing here.
     """
 
-    type: ClassVar[str] = ""
+    type: ClassVar[str] = ""  # type: ignore[assignment]  # shadows Module.type(dtype), which only a whole model is asked for
     aliases: ClassVar[tuple[str, ...]] = ()
     geometry: Geometry
     strength: float
@@ -131,9 +129,7 @@ class PositionEncoding(nn.Module):
         """Vectors to add to token embeddings: `[..., L]` integers -> `[..., L, D]`."""
         return None
 
-    def rotate(
-        self, query: Tensor | None, key: Tensor | None, context: PositionContext
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
         """Queries and *new* keys, `[B, H, L, E]`, turned by their positions before keys enter the cache.
 
         Where a host stores its keys before its queries are at hand, the two come in separate calls: either may be None.
@@ -219,9 +215,9 @@ def canonical(encoding: Any) -> dict[str, Any]:
     return {"type": cls.type, **cls.checked_options({key: value for key, value in encoding.items() if key != "type"})}
 
 
-def encoding_class(name: str) -> type[PositionEncoding]:
+def encoding_class(name: Any) -> type[PositionEncoding]:
     """The class registered under a name or alias. Raises ValueError with the names there are."""
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(
             f"unknown position encoding {name!r}; registered: {_listed(list_encodings())}. "
             "If it is one of your own, import the module that defines its class first"

@@ -19,7 +19,7 @@ class Normalized(PositionEncoding, type="normalized"):
         return geometry.is_causal
 
     def embed(self, positions: Tensor) -> Tensor:
-        if self.geometry.is_causal:
+        if self.geometry.is_causal and self.geometry.max_length is not None:
             last = positions.new_tensor(self.geometry.max_length - 1)
         else:
             last = positions.amax(dim=-1, keepdim=True)

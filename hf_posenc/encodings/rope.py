@@ -26,15 +26,13 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
-        if geometry.head_dim is not None and geometry.head_dim % 2:
+        if geometry.head_dim % 2:
             raise ValueError(
                 f"'rope' turns pairs of features, but this host's head_dim is {geometry.head_dim}, an odd number: "
                 "choose an encoding which embeds or biases"
             )
 
-    def rotate(
-        self, query: Tensor | None, key: Tensor | None, context: PositionContext
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
         cos, sin = context.once("rope", lambda: self._cos_sin(context.positions))
         return self._turn(query, cos, sin), self._turn(key, cos, sin)
 

@@ -1,0 +1,455 @@
+"""The embedding layer by itself: what it adds, where, and that it lives as any model does.
+
+Shapes: B batch, L tokens, D hidden_size.
+"""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from conftest import run_python
+from torch import nn
+from transformers import AutoConfig, AutoModel
+
+import hf_posenc
+from hf_posenc.encodings import list_encodings
+
+D, MAX = 6, 20
+LAYERS = {
+    "sinusoidal": dict(encoding="sinusoidal"),
+    "concatenated": dict(encoding={"type": "sinusoidal", "layout": "concatenated"}, base=50.0),
+    "learned scale": dict(encoding="sinusoidal", scale="learned"),
+    "learned": dict(encoding="learned", max_length=MAX),
+    "learned from sinusoids": dict(encoding="absolute", max_length=MAX, init="sinusoidal"),
+    "normalized": dict(encoding="normalized"),
+    "counter": dict(encoding="counter"),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+# A fraction of the text so far is another number once the text goes on.
+every_layer_but_normalized = pytest.mark.parametrize("name", [name for name in LAYERS if name != "normalized"])
+
+
+def make(name, **changes):
+    """A layer of the list, its parameters drawn from N(0, 1)."""
+    layer = hf_posenc.PositionEmbedding(**{"hidden_size": D, **LAYERS[name], **changes})
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layer.eval()
+
+
+def embeds(*shape, seed=0):
+    return torch.randn(*shape, D, generator=torch.Generator().manual_seed(seed))
+
+
+def vectors(layer, name, positions):
+    """PE of one text `[L]` -> `[L, D]`, by the papers' formulas."""
+    rows = []
+    for position in positions:
+        if name.startswith("learned") and name != "learned scale":
+            rows.append(layer.posenc.weight[position].tolist())
+        elif name == "counter":
+            rows.append([position] + [0.0] * (D - 1))
+        elif name == "normalized":
+            rows.append([position / max(*positions, 1)] + [0.0] * (D - 1))
+        else:
+            angles = [position / (50 if name == "concatenated" else 10000) ** (2 * i / D) for i in range(D // 2)]
+            sines, cosines = [math.sin(a) for a in angles], [math.cos(a) for a in angles]
+            pairs = [value for pair in zip(sines, cosines, strict=True) for value in pair]
+            factor = layer.posenc.factor.item() if name == "learned scale" else 1.0
+            rows.append([factor * value for value in (sines + cosines if name == "concatenated" else pairs)])
+    return torch.tensor(rows)
+
+
+def test_every_encoding_that_embeds_is_tested():
+    tested = {make(name).posenc.type for name in LAYERS}
+    assert tested == {name for name, cls in list_encodings().items() if "embed" in cls.acts_by()}
+
+
+# What is added.
+
+
+@every_layer
+def test_formula(name):
+    layer, inputs = make(name), embeds(2, 9)
+    torch.testing.assert_close(layer(inputs), inputs + vectors(layer, name, range(9)), atol=1e-6, rtol=1e-6)
+
+
+@every_layer
+@pytest.mark.parametrize("past_length", [0, 4])
+def test_position_ids_win(name, past_length):
+    layer, inputs = make(name), embeds(2, 4)
+    rows = [[7, 3, 3, 0], [1, 12, 5, 2]]
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]).repeat(1, 1 + past_length // 4)
+    expected = inputs + torch.stack([vectors(layer, name, row) for row in rows])
+    actual = layer(inputs, position_ids=torch.tensor(rows), attention_mask=mask, past_length=past_length)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+    # One row for all texts, with a batch dimension or without.
+    for ids in (torch.tensor(rows[1]), torch.tensor(rows[1:]), torch.tensor(rows[1:], dtype=torch.int32)):
+        expected = inputs + vectors(layer, name, rows[1])
+        torch.testing.assert_close(layer(inputs, position_ids=ids), expected, atol=1e-6, rtol=1e-6)
+
+
+@every_layer
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool])
+def test_padding_changes_nothing(name, side, dtype):
+    layer, texts, width = make(name), [embeds(5), embeds(2, seed=1), embeds(1, seed=2)], 7
+    batch, mask = embeds(3, width, seed=3), torch.zeros(3, width, dtype=dtype)
+    for row, text in enumerate(texts):
+        place = slice(width - len(text), width) if side == "left" else slice(0, len(text))
+        batch[row, place], mask[row, place] = text, 1
+    outputs = layer(batch, attention_mask=mask)
+    assert outputs.isfinite().all()
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(outputs[row][mask[row].bool()], layer(text[None])[0], atol=1e-6, rtol=1e-6)
+
+
+@every_layer
+def test_padding_up_to_max_length(name):
+    """The padding needs no positions beyond the table."""
+    layer, mask = make(name, max_length=MAX), torch.zeros(2, MAX, dtype=torch.long)
+    mask[0, -1:], mask[1, :1] = 1, 1
+    assert layer(embeds(2, MAX), attention_mask=mask).isfinite().all()
+
+
+@every_layer
+def test_4d_mask_means_from_the_start(name):
+    layer, inputs = make(name), embeds(2, 5)
+    assert torch.equal(layer(inputs, attention_mask=torch.zeros(2, 1, 5, 5)), layer(inputs))
+
+
+@every_layer_but_normalized
+@pytest.mark.parametrize("padding", [0, 3])
+def test_chunks_equal_the_whole(name, padding):
+    layer, inputs = make(name), embeds(2, 11)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :padding] = 0
+    whole = layer(inputs, attention_mask=mask)
+    for bounds in ((0, 4, 5, 11), (0, 10, 11)):
+        chunks = [
+            layer(inputs[:, start:stop], attention_mask=mask[:, :stop] if padding else None, past_length=start)
+            for start, stop in zip(bounds, bounds[1:], strict=False)
+        ]
+        torch.testing.assert_close(torch.cat(chunks, dim=1), whole, atol=1e-6, rtol=1e-6)
+
+
+@every_layer
+@pytest.mark.parametrize("length", [1, 3, MAX])
+def test_a_short_input_takes_the_first_rows(name, length):
+    layer = make(name, max_length=MAX)
+    added = layer(torch.zeros(1, length, D))
+    torch.testing.assert_close(added, vectors(layer, name, range(length))[None], atol=1e-6, rtol=1e-6)
+
+
+@every_layer
+@pytest.mark.parametrize(("length", "past_length"), [(8, 0), (3, 5), (1, 7)])
+def test_max_length_is_a_promise(name, length, past_length):
+    layer = make(name, max_length=7)
+    with pytest.raises(ValueError, match="8 positions are more than max_length=7: crop"):
+        layer(embeds(1, length), past_length=past_length)
+    assert layer(embeds(1, 7 - past_length), past_length=past_length).shape == (1, 7 - past_length, D)
+
+
+@pytest.mark.parametrize("name", ["sinusoidal", "learned scale", "normalized", "counter"])
+def test_no_max_length_means_no_limit(name):
+    assert make(name)(embeds(1, 3000)).isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [0.5, 3, "learned"])
+def test_scale(scale):
+    layer = hf_posenc.PositionEmbedding("sinusoidal", D, scale=scale)
+    factor = 2.0 if scale == "learned" else scale
+    if scale == "learned":
+        assert layer.posenc.factor.item() == 1.0
+        nn.init.constant_(layer.posenc.factor, 2.0)
+    plain = vectors(None, "sinusoidal", range(4))
+    torch.testing.assert_close(layer(torch.zeros(1, 4, D))[0], factor * plain, atol=1e-6, rtol=1e-6)
+
+
+def test_dropout_acts_on_the_sum_in_training_alone():
+    layer, inputs = make("learned", dropout=0.5), embeds(4, MAX)
+    expected = inputs + layer.posenc.weight
+    assert torch.equal(layer(inputs), expected)
+    torch.manual_seed(0)
+    trained = layer.train()(inputs)
+    dropped = trained == 0
+    assert 0.4 < dropped.double().mean() < 0.6
+    torch.testing.assert_close(trained[~dropped], 2 * expected[~dropped])
+    assert torch.equal(make("learned").train()(inputs), expected)
+
+
+# In which shape, dtype and place.
+
+
+@every_layer
+def test_sequence_first_is_transposed(name):
+    inputs, mask = embeds(3, 5), torch.ones(3, 5, dtype=torch.long)
+    mask[0, :2], mask[1, 3:] = 0, 0
+    layer, other = make(name), make(name, batch_first=False)
+    for arguments in ({}, {"attention_mask": mask}, {"position_ids": torch.tensor([[4, 0, 1, 9, 2]])}):
+        expected = layer(inputs, **arguments)
+        assert torch.equal(other(inputs.transpose(0, 1), **arguments), expected.transpose(0, 1))
+
+
+@pytest.mark.parametrize("name", ["sinusoidal", "learned"])
+def test_before_a_torch_encoder(name):
+    """Sequence-first and batch-first, and with the positions the order of the tokens becomes visible."""
+    torch.manual_seed(0)
+    first, second = (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 12, batch_first=flag), 2, enable_nested_tensor=False).eval()
+        for flag in (True, False)
+    )
+    second.load_state_dict(first.state_dict())
+    inputs, order = embeds(2, 5), torch.tensor([3, 0, 4, 1, 2])
+    expected = first(make(name)(inputs))
+    actual = second(make(name, batch_first=False)(inputs.transpose(0, 1))).transpose(0, 1)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(first(inputs[:, order]), first(inputs)[:, order], atol=1e-5, rtol=1e-5)
+    assert (first(make(name)(inputs[:, order])) - expected[:, order]).abs().max() > 1e-2
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_output_has_the_dtype_of_the_input(name, dtype):
+    layer, inputs = make(name), embeds(2, 5).to(dtype)
+    expected = inputs.double() + vectors(layer, name, range(5)).double()
+    tolerance = 8 * torch.finfo(dtype).eps + 1e-6
+    for each in (layer, copy.deepcopy(layer).to(dtype)):
+        output = each(inputs)
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["learned", "learned scale"])
+def test_device_and_dtype_arguments(name):
+    for dtype in (torch.bfloat16, torch.float64):
+        layer = hf_posenc.PositionEmbedding(hidden_size=D, dtype=dtype, **LAYERS[name])
+        assert {parameter.dtype for parameter in layer.parameters()} == {dtype}
+    layer = hf_posenc.PositionEmbedding(hidden_size=D, device="meta", **LAYERS[name])
+    assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}
+    tokens = hf_posenc.TokenPositionEmbedding(10, hidden_size=D, device="meta", dtype=torch.bfloat16, **LAYERS[name])
+    assert {(parameter.device.type, parameter.dtype) for parameter in tokens.parameters()} == {("meta", torch.bfloat16)}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_layer
+def test_on_a_gpu(name):
+    layer, inputs = make(name), embeds(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    expected = layer(inputs, attention_mask=mask)
+    actual = make(name, device="cuda")(inputs.cuda(), attention_mask=mask.cuda())
+    torch.testing.assert_close(actual.cpu(), expected, atol=1e-6, rtol=1e-6)
+
+
+@every_layer
+def test_gradients_reach_every_parameter(name):
+    layer, inputs, upstream = make(name).train(), embeds(2, 5).requires_grad_(), embeds(2, 5, seed=1)
+    layer(inputs).backward(upstream)
+    assert torch.equal(inputs.grad, upstream)
+    for parameter in layer.parameters():
+        if name == "learned scale":
+            expected = (vectors(None, "sinusoidal", range(5)) * upstream).sum()
+        else:
+            expected = nn.functional.pad(upstream.sum(0), (0, 0, 0, MAX - 5))
+        torch.testing.assert_close(parameter.grad, expected, atol=1e-5, rtol=1e-5)
+    assert len(list(layer.parameters())) == name.startswith("learned")
+
+
+# Saved, copied, compiled.
+
+
+def test_reload_in_a_new_process(tmp_path):
+    """Through the Auto classes, with nothing but hf_posenc imported beside transformers."""
+    expected = {}
+    for name in LAYERS:
+        layer = make(name, max_length=MAX, dropout=0.25)
+        layer.save_pretrained(tmp_path / name)
+        expected[name] = {"output": layer(embeds(2, 9)), "config": layer.config.position_encoding}
+        expected[name]["half"] = layer.to(torch.bfloat16)(embeds(2, 9).bfloat16())
+    first = make("learned", batch_first=False)
+    first.save_pretrained(tmp_path / "sequence first")
+    expected["sequence first"] = {"output": first(embeds(2, 9)), "config": first.config.position_encoding}
+    torch.save({"inputs": embeds(2, 9), "expected": expected}, tmp_path / "expected.pt")
+    run_python(RELOAD, tmp_path)
+
+
+RELOAD = """
+import sys, warnings
+warnings.simplefilter("error")
+import torch, hf_posenc
+from transformers import AutoModel
+from memory import poison_empty
+poison_empty(setattr)
+
+path = sys.argv[1]
+saved = torch.load(path + "/expected.pt")
+inputs = saved["inputs"]
+for name, expected in saved["expected"].items():
+    layer = AutoModel.from_pretrained(path + "/" + name)
+    assert type(layer) is hf_posenc.PositionEmbedding and not layer.training, name
+    assert layer.config.position_encoding == expected["config"], name
+    assert torch.equal(layer(inputs), expected["output"]), name
+    again = hf_posenc.PositionEmbedding.from_pretrained(path + "/" + name)
+    assert torch.equal(again(inputs), expected["output"]), name
+    if "half" in expected:
+        assert layer.dropout.p == 0.25 and layer.config.max_length == 20
+        half = AutoModel.from_pretrained(path + "/" + name, dtype=torch.bfloat16)
+        assert {p.dtype for p in half.parameters()} <= {torch.bfloat16}, name
+        assert torch.equal(half(inputs.bfloat16()), expected["half"]), name
+"""
+
+
+def test_config_is_checked_and_canonical():
+    config = AutoConfig.for_model("posenc-embedding", position_encoding="absolute", hidden_size=D, max_length=5)
+    assert config.position_encoding == {"type": "learned", "init": "normal", "std": 0.02}
+    layer = AutoModel.from_config(config)
+    assert type(layer) is hf_posenc.PositionEmbedding and layer.posenc.weight.shape == (5, D)
+    with pytest.raises(ValueError, match="'sinusoidal' has no option 'theta'"):
+        AutoConfig.for_model("posenc-embedding", position_encoding={"type": "sinusoidal", "theta": 3})
+
+
+def test_another_encoding_than_was_saved(tmp_path):
+    make("learned").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'learned'.*'counter'|'counter'.*'learned'"):
+        AutoModel.from_pretrained(tmp_path, position_encoding="counter")
+    assert AutoModel.from_pretrained(tmp_path, position_encoding={"type": "absolute"}).posenc.type == "learned"
+
+
+@every_layer
+def test_copies(name):
+    layer, inputs = make(name), embeds(2, 9)
+    expected = layer(inputs)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(inputs), expected)
+        for parameter in twin.parameters():
+            nn.init.zeros_(parameter)
+    assert torch.equal(layer(inputs), expected)
+
+
+@every_layer
+def test_compiles_as_one_graph(name):
+    torch._dynamo.reset()
+    layer, inputs = make(name), embeds(2, 9)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    for arguments in ({}, {"attention_mask": mask}, {"position_ids": torch.arange(9) + 2}):
+        assert torch.equal(compiled(inputs, **arguments), layer(inputs, **arguments))
+    with pytest.raises(ValueError, match="max_length"):
+        torch.compile(make(name, max_length=8), backend="eager")(inputs)
+
+
+# Token ids to hidden states.
+
+
+@every_layer
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_token_position_embedding(name, batch_first):
+    torch.manual_seed(0)
+    options = {"hidden_size": D, "batch_first": batch_first, "padding_idx": 0, **LAYERS[name]}
+    layer = hf_posenc.TokenPositionEmbedding(10, **options).eval()
+    ids, mask = torch.tensor([[0, 0, 3, 9], [4, 4, 1, 2]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    given = ids if batch_first else ids.T
+
+    def expected(rows):
+        added = torch.stack([vectors(layer.positions, name, row) for row in rows])
+        return layer.tokens.weight[ids] + added
+
+    for arguments, rows in (
+        ({}, [range(4)] * 2),
+        ({"attention_mask": mask}, [[0, 0, 0, 1], range(4)]),
+        ({"position_ids": torch.tensor([[3, 1, 2, 2]])}, [[3, 1, 2, 2]] * 2),
+        ({"past_length": 2}, [range(2, 6)] * 2),
+    ):
+        output = layer(given, **arguments)
+        output = output if batch_first else output.transpose(0, 1)
+        shown = mask.bool() if "attention_mask" in arguments else torch.ones(2, 4, dtype=torch.bool)
+        torch.testing.assert_close(output[shown], expected(rows)[shown], atol=1e-6, rtol=1e-6)
+
+    assert not layer.tokens.weight[0].any()
+    layer(given).square().sum().backward()
+    assert not layer.tokens.weight.grad[0].any()
+    assert all(parameter.grad.any() for parameter in layer.parameters())
+
+
+def test_token_position_embedding_drops_out_the_sum():
+    layer = hf_posenc.TokenPositionEmbedding(10, "counter", D, dropout=1.0)
+    assert not layer.train()(torch.tensor([[1, 2, 3]])).any()
+    assert layer.eval()(torch.tensor([[1, 2, 3]])).any()
+
+
+def test_token_position_embedding_keeps_its_promise():
+    layer = hf_posenc.TokenPositionEmbedding(10, "learned", D, max_length=3)
+    with pytest.raises(ValueError, match="4 positions are more than max_length=3"):
+        layer(torch.tensor([[1, 2, 3, 4]]))
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("kind", ["alibi", "none", "relative", "rope", "rotary"])
+def test_encodings_that_do_not_embed_belong_into_a_model(kind):
+    with pytest.raises(ValueError, match=r"hf_posenc\.patch\(model, '"):
+        hf_posenc.PositionEmbedding(kind, D)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(encoding="sinusoidal"), "hidden_size=None"),
+        (dict(encoding="sinusoidal", hidden_size=0), "hidden_size=0"),
+        (dict(encoding="sinusoidal", hidden_size=True), "hidden_size=True"),
+        (dict(encoding="sinusoidal", hidden_size=8.0), "hidden_size=8.0"),
+        (dict(encoding="learned", hidden_size=8), "give max_length"),
+        (dict(encoding="learned", hidden_size=8, max_length=0), "max_length=0"),
+        (dict(encoding="learned", hidden_size=8, max_length=-1), "max_length=-1"),
+        (dict(encoding="learned", hidden_size=8, max_length=2.5), "max_length=2.5"),
+        (dict(encoding="sinusoidal", hidden_size=8, max_length=True), "max_length=True"),
+        (dict(encoding="sinusoidal", hidden_size=8, dropout=1.5), "1.5"),
+        (dict(encoding="sinusoidal", hidden_size=8, rows=5), "no option 'rows'"),
+        (dict(encoding={"type": "sinusoidal", "base": 0.5}, hidden_size=8), "sinusoidal.base=0.5"),
+        (dict(encoding="sinusodial", hidden_size=8), "unknown position encoding 'sinusodial'"),
+        (dict(encoding=None, hidden_size=8), "a name or a dict"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        hf_posenc.PositionEmbedding(**arguments)
+
+
+@pytest.mark.parametrize("shape", [(5, D), (2, 5, D + 1), (2, 5, 1), (1, 2, 5, D)])
+def test_wrong_input_shapes(shape):
+    with pytest.raises(ValueError, match=rf"shape \({', '.join(map(str, shape))}\): expected .*{D}"):
+        make("sinusoidal")(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("batch", "arguments"),
+    [
+        (1, {"position_ids": torch.zeros(2, 5, dtype=torch.long)}),
+        (2, {"position_ids": torch.zeros(3, 5, dtype=torch.long)}),
+        (2, {"position_ids": torch.zeros(2, 1, dtype=torch.long)}),
+        (2, {"position_ids": torch.zeros(4, dtype=torch.long)}),
+        (1, {"attention_mask": torch.ones(3, 5)}),
+        (2, {"attention_mask": torch.ones(3, 5)}),
+        (2, {"attention_mask": torch.ones(2, 4)}),
+        (2, {"attention_mask": torch.ones(2, 5), "past_length": 3}),
+    ],
+)
+def test_positions_and_masks_that_do_not_fit_the_input(batch, arguments):
+    """Broadcasting would return another shape than came in, or positions counted from the wrong end."""
+    with pytest.raises(ValueError, match="position_ids|attention_mask"):
+        make("sinusoidal")(embeds(batch, 5), **arguments)
+
+
+@pytest.mark.parametrize("ids", [[[0, MAX]], [[-1, 0]]])
+def test_position_ids_beyond_the_table(ids):
+    low, high = min(ids[0]), max(ids[0])
+    with pytest.raises(ValueError, match=f"from {low} to {high} don't fit a learned table of {MAX} rows"):
+        make("learned")(embeds(1, 2), position_ids=torch.tensor(ids))
+    assert make("learned")(embeds(1, 2), position_ids=torch.tensor([[0, MAX - 1]])).isfinite().all()

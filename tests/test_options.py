@@ -1,0 +1,527 @@
+"""Options and names of encodings, the versions we work with, and the rules of the house which a test can hold."""
+
+import ast
+import math
+import re
+import sys
+from importlib import metadata
+from typing import Annotated, Any, ClassVar, Literal, Optional
+
+import pytest
+import torch
+from conftest import ENCODINGS, ROOT, run_python
+
+import hf_posenc
+from hf_posenc import requirements
+from hf_posenc.encodings import Above, Geometry, PositionEncoding, base, build, canonical, encoding_class, list_encodings
+
+GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+
+def define(code, module="a_notebook"):
+    """Run a class definition as a notebook cell would; its namespace."""
+    namespace = {"__name__": module, "PositionEncoding": PositionEncoding}
+    exec(compile(code, "<cell>", "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+# Names.
+
+
+def test_list_encodings():
+    listed = hf_posenc.list_encodings()
+    assert tuple(listed) == ENCODINGS
+    for name, cls in listed.items():
+        assert issubclass(cls, hf_posenc.PositionEncoding) and cls.type == name and cls.__doc__
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("none", {"type": "none"}),
+        ("nope", {"type": "none"}),
+        ("alibi", {"type": "alibi"}),
+        ("counter", {"type": "counter"}),
+        ("normalized", {"type": "normalized"}),
+        ("absolute", {"type": "learned", "init": "normal", "std": 0.02}),
+        ({"type": "learnable", "std": 1}, {"type": "learned", "init": "normal", "std": 1.0}),
+        ({"type": "rotary", "layout": "interleaved"}, {"type": "rope", "theta": 10000.0, "layout": "interleaved"}),
+        ("relative", {"type": "relative", "max_distance": 128}),
+        ("sinusoidal", {"type": "sinusoidal", "base": 10000.0, "layout": "interleaved", "scale": 1.0}),
+    ],
+)
+def test_canonical(given, expected):
+    before = dict(given) if isinstance(given, dict) else given
+    actual = canonical(given)
+    assert actual == expected and [type(v) for v in actual.values()] == [type(v) for v in expected.values()]
+    assert canonical(actual) == actual and given == before
+    assert type(build(actual, GEOMETRY)) is encoding_class(given if isinstance(given, str) else given["type"])
+
+
+@pytest.mark.parametrize("given", ["sinusodial", {"type": "sinusodial"}, "PositionEncoding", ""])
+def test_unknown_encoding(given):
+    with pytest.raises(ValueError, match="unknown position encoding") as error:
+        canonical(given)
+    assert all(repr(name) in str(error.value) for name in ENCODINGS)
+    assert "import the module that defines its class" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given", [None, 3, ["alibi"], {}, {"base": 3.0}, {"type": None}, {"type": ["alibi"]}, hf_posenc.PositionEncoding]
+)
+def test_what_is_no_encoding(given):
+    with pytest.raises(ValueError, match="a name or a dict") as error:
+        canonical(given)
+    assert all(repr(name) in str(error.value) for name in ENCODINGS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "verbs"),
+    [
+        ("none", ()),
+        ("sinusoidal", ("embed",)),
+        ("learned", ("embed",)),
+        ("normalized", ("embed",)),
+        ("counter", ("embed",)),
+        ("relative", ("distance_bias",)),
+        ("alibi", ("distance_bias",)),
+        ("rope", ("rotate",)),
+    ],
+)
+def test_acts_by(kind, verbs):
+    assert encoding_class(kind).acts_by() == verbs
+
+
+def test_acts_by_of_an_own_encoding():
+    class Both(PositionEncoding, type="both"):
+        def score_bias(self, query, key, context): ...
+
+        def embed(self, positions): ...
+
+    class More(Both, type="more"):
+        def rotate(self, query, key, context): ...
+
+    assert PositionEncoding.acts_by() == ()
+    assert Both.acts_by() == ("embed", "score_bias")
+    assert More.acts_by() == ("embed", "rotate", "score_bias")
+
+
+# Options.
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_unknown_option(name):
+    allowed = encoding_class(name).option_types()
+    with pytest.raises(ValueError, match=rf"'{name}' has no option 'bass', 'wrong'; it takes") as error:
+        canonical({"type": name, "wrong": 1, "bass": 2})
+    assert all(repr(option) in str(error.value) for option in allowed)
+    if not allowed:
+        assert "no options" in str(error.value)
+
+
+WRONG = [
+    ("sinusoidal", "base", "10000", "a finite number above 1"),
+    ("sinusoidal", "base", True, "a finite number above 1"),
+    ("sinusoidal", "base", None, "a finite number above 1"),
+    ("sinusoidal", "base", [10000.0], "a finite number above 1"),
+    ("sinusoidal", "base", 1, "a finite number above 1"),
+    ("sinusoidal", "base", 1.0, "a finite number above 1"),
+    ("sinusoidal", "base", -5.0, "a finite number above 1"),
+    ("sinusoidal", "base", math.nan, "a finite number above 1"),
+    ("sinusoidal", "base", math.inf, "a finite number above 1"),
+    pytest.param("sinusoidal", "base", 10**400, "a finite number above 1", id="beyond all floats"),
+    ("sinusoidal", "scale", math.nan, "a finite number or 'learned'"),
+    ("sinusoidal", "scale", "learnt", "a finite number or 'learned'"),
+    ("sinusoidal", "scale", False, "a finite number or 'learned'"),
+    ("sinusoidal", "layout", "halves", "'interleaved' or 'concatenated'"),
+    ("sinusoidal", "layout", 0, "'interleaved' or 'concatenated'"),
+    ("learned", "std", 0.0, "a finite number above 0"),
+    ("learned", "std", -math.inf, "a finite number above 0"),
+    ("learned", "init", "zeros", "'normal' or 'sinusoidal' or 'host'"),
+    ("relative", "max_distance", True, "an integer above 0"),
+    ("relative", "max_distance", 5.0, "an integer above 0"),
+    ("relative", "max_distance", 0, "an integer above 0"),
+    ("relative", "max_distance", None, "an integer above 0"),
+    ("rope", "theta", 1, "a finite number above 1"),
+    ("rope", "layout", "interleave", "'half' or 'interleaved'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "option", "value", "allowed"), WRONG)
+def test_wrong_types_and_ranges(kind, option, value, allowed):
+    with pytest.raises(ValueError) as error:
+        canonical({"type": kind, option: value})
+    assert str(error.value) == f"{kind}.{option}={value!r}: allowed is {allowed}"
+
+
+@pytest.mark.parametrize("kind", ["sinusoidal", "rotary"])
+def test_options_are_checked_by_the_constructor_too(kind):
+    with pytest.raises(ValueError, match="allowed is a finite number"):
+        encoding_class(kind)(GEOMETRY, **{"theta" if kind == "rotary" else "base": "7"})
+
+
+def taking(annotation):
+    """An encoding with one option, a required one."""
+
+    class Own(PositionEncoding, type="own"):
+        option: annotation
+
+    return Own
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "expected"),
+    [
+        (int, -3, -3),
+        (float, 2, 2.0),
+        (float, -1.5, -1.5),
+        (bool, True, True),
+        (str, "", ""),
+        (Any, {"a": [1]}, {"a": [1]}),
+        (int | None, None, None),
+        (Optional[int], 3, 3),
+        (Literal["a", 1, None], 1, 1),
+        (Literal["a", 1, None], None, None),
+        (Annotated[int, Above(2)], 3, 3),
+        (Annotated[float, Above(2)], 3, 3.0),
+        (Annotated[float | None, Above(0)], None, None),
+        (Annotated[float | None, Above(0)], 1, 1.0),
+        (Annotated[float | Literal["auto"], Above(0)], "auto", "auto"),
+        (Annotated[float | Literal["auto"], Above(0)], 3, 3.0),
+        (tuple[float, ...], [1.5, 2.5], (1.5, 2.5)),
+        (tuple[float, ...], (1.5,), (1.5,)),
+        (tuple[float, ...], [], ()),
+        (tuple[float, ...], [100, 2.5], (100.0, 2.5)),
+        (tuple[str, ...] | None, ["a", "b"], ("a", "b")),
+        (tuple[int, str], [1, "a"], (1, "a")),
+    ],
+    ids=str,
+)
+def test_values_arrive_in_the_annotated_type(annotation, value, expected):
+    taking(annotation)
+    actual = canonical({"type": "own", "option": value})
+    assert actual == {"type": "own", "option": expected} and type(actual["option"]) is type(expected)
+    if isinstance(expected, tuple):
+        assert [type(item) for item in actual["option"]] == [type(item) for item in expected]
+    module = build(actual, GEOMETRY)
+    assert module.option == expected and f"option={expected!r}" in repr(module)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value"),
+    [
+        (int, 3.0),
+        (int, True),
+        (int, "3"),
+        (int, None),
+        (float, True),
+        (float, math.nan),
+        (float, -math.inf),
+        (float, "1.0"),
+        (bool, 1),
+        (bool, "False"),
+        (str, 1),
+        (int | None, False),
+        (int | None, 1.0),
+        (Literal["a", 1], True),
+        (Literal["a", 1], 1.0),
+        (Literal["a", 1], "b"),
+        (Annotated[int, Above(2)], 2),
+        (Annotated[float, Above(2)], 2.0),
+        (Annotated[float | None, Above(0)], 0),
+        (Annotated[float | Literal["auto"], Above(0)], 0),
+        (Annotated[float | Literal["auto"], Above(0)], "manual"),
+        (tuple[float, ...], 3.0),
+        (tuple[float, ...], ["a"]),
+        (tuple[float, ...], [1.0, math.inf]),
+        (tuple[float, ...], [True]),
+        (tuple[str, ...], "ab"),
+        (tuple[int, str], [1, 2]),
+        (tuple[int, str], [1]),
+    ],
+    ids=str,
+)
+def test_values_of_another_type_are_refused(annotation, value):
+    taking(annotation)
+    with pytest.raises(ValueError, match=rf"own\.option={re.escape(repr(value))}: allowed is "):
+        canonical({"type": "own", "option": value})
+
+
+# Own encodings.
+
+
+def test_own_encoding_by_one_class():
+    """As in the docstring of PositionEncoding: usable by name, alias and dict at once."""
+
+    class Window(hf_posenc.PositionEncoding, type="window", aliases=("near",)):
+        """Nothing further than `width` tokens away is seen."""
+
+        width: Annotated[int, Above(0)] = 128
+
+        def distance_bias(self, distance):
+            return torch.where(distance.abs() > self.width, -torch.inf, 0.0)[None]
+
+    assert list_encodings()["window"] is Window and "near" not in list_encodings()
+    assert canonical("near") == {"type": "window", "width": 128}
+    module = build(canonical({"type": "window", "width": 2}), GEOMETRY)
+    assert module.distance_bias(torch.arange(-3, 4)).tolist() == [[-torch.inf, 0.0, 0.0, 0.0, 0.0, 0.0, -torch.inf]]
+    with pytest.raises(ValueError, match=r"window\.width=0: allowed is an integer above 0"):
+        canonical({"type": "window", "width": 0})
+
+
+def test_inherited_options():
+    class Parent(PositionEncoding, type="parent"):
+        first: int = 1
+        second: float = 2.0
+        constant: ClassVar[int] = 3
+        plain = 4
+
+    class Child(Parent, type="child", aliases=("kid",)):
+        third: str = "c"
+        first: int = 10
+
+    assert canonical("parent") == {"type": "parent", "first": 1, "second": 2.0}
+    assert canonical({"type": "kid", "second": 5}) == {"type": "child", "first": 10, "second": 5.0, "third": "c"}
+    assert list(Child.option_types()) == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("annotation", [ClassVar[int], ClassVar], ids=str)
+def test_class_variables_are_no_options(annotation):
+    class Own(PositionEncoding, type="own"):
+        shared: annotation = 3
+        width: int = 4
+
+    assert Own.option_types() == {"width": int} and canonical("own") == {"type": "own", "width": 4}
+    with pytest.raises(ValueError, match="no option 'shared'; it takes 'width'"):
+        canonical({"type": "own", "shared": 1})
+
+
+def test_attributes_of_the_base_class_are_no_options():
+    for name in ("geometry", "strength", "aliases"):
+        with pytest.raises(ValueError, match=f"no option '{name}'"):
+            canonical({"type": "alibi", name: 1})
+
+
+def test_a_class_without_a_type_is_not_registered():
+    class Parent(PositionEncoding, type="parent"):
+        pass
+
+    class Helper(Parent):
+        pass
+
+    assert list_encodings()["parent"] is Parent
+    assert Helper not in list_encodings().values()
+
+
+def test_missing_required_option():
+    class Needy(PositionEncoding, type="needy"):
+        width: int
+        depth: int
+        height: int = 1
+
+    with pytest.raises(ValueError, match="'needy' needs the option 'width', 'depth'"):
+        canonical("needy")
+    with pytest.raises(ValueError, match="'needy' needs the option 'depth'"):
+        canonical({"type": "needy", "width": 2})
+    assert canonical({"type": "needy", "width": 2, "depth": 3}) == {"type": "needy", "width": 2, "depth": 3, "height": 1}
+
+
+@pytest.mark.parametrize("name", ["type", "max_length", "host"])
+def test_an_option_cannot_bear_the_name_of_what_stands_beside_it(name):
+    """In `position_encoding` it would be taken for the name, the promised length or the host, and be lost."""
+    with pytest.raises(ValueError, match=repr(name)):
+        define(f"class Own(PositionEncoding, type='own'):\n    {name}: int = 1")
+
+
+CELL = """
+class Mine(PositionEncoding, type="mine", aliases=("my",)):
+    width: int = {width}
+"""
+
+
+def test_a_cell_run_again_replaces_its_class():
+    first = define(CELL.format(width=1))["Mine"]
+    second = define(CELL.format(width=2))["Mine"]
+    assert first is not second
+    assert encoding_class("mine") is encoding_class("my") is second
+    assert canonical("my") == {"type": "mine", "width": 2}
+
+
+def test_options_of_a_cell_with_postponed_annotations():
+    cell = define("from __future__ import annotations\n" + CELL.format(width=3))
+    assert canonical("mine") == {"type": "mine", "width": 3} and cell["Mine"].option_types() == {"width": int}
+
+
+@pytest.mark.parametrize("name", ["mine", "my"])
+@pytest.mark.parametrize("place", ["type", "alias"])
+def test_another_class_under_a_taken_name(name, place):
+    first = define(CELL.format(width=1))["Mine"]
+    names = f"type={name!r}" if place == "type" else f"type='another', aliases=({name!r},)"
+    with pytest.raises(ValueError, match=rf"{name!r} is taken by a_notebook\.Mine: give Other another"):
+        define(f"class Other(PositionEncoding, {names}): ...")
+    with pytest.raises(ValueError, match="is taken by a_notebook"):
+        define(CELL.format(width=1), module="another_notebook")
+    assert encoding_class("mine") is encoding_class("my") is first and "another" not in list_encodings()
+
+
+@pytest.mark.parametrize("name", ["alibi", "rotary", "nope"])
+def test_names_of_the_package_are_taken(name):
+    with pytest.raises(ValueError, match=rf"{name!r} is taken by hf_posenc\.encodings\."):
+        define(f"class Mine(PositionEncoding, type={name!r}): ...")
+
+
+def test_an_encoding_is_an_ordinary_module():
+    """Hashable, with parameters and a repr; the constructor takes options as keywords."""
+
+    class Own(PositionEncoding, type="own"):
+        width: int = 2
+
+        def __init__(self, geometry, **options):
+            super().__init__(geometry, **options)
+            self.weight = torch.nn.Parameter(torch.zeros(self.width))
+
+    module = Own(GEOMETRY, width=3)
+    parent = torch.nn.Sequential(module)
+    assert {module} and [p.shape for p in parent.parameters()] == [(3,)] and module.geometry is GEOMETRY
+    assert "Own(width=3)" in repr(parent) and module.strength == 1.0
+
+
+# Versions.
+
+
+@pytest.fixture
+def stated(monkeypatch):
+    """The dependencies of pyproject.toml, whether the package is installed or not."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    monkeypatch.setattr(metadata, "requires", lambda name: project["dependencies"] if name == "hf-posenc" else None)
+    return {requirements.Requirement(text).name: text for text in project["dependencies"]}
+
+
+def install(monkeypatch, **versions):
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or real(name))
+
+
+@pytest.mark.parametrize("package", ["transformers", "torch"])
+@pytest.mark.parametrize("version", ["1.0.0", "99.0"])
+def test_versions_out_of_range(stated, monkeypatch, package, version):
+    install(monkeypatch, **{package: version})
+    with pytest.raises(ImportError) as error:
+        requirements.check()
+    message, specifier = str(error.value), requirements.Requirement(stated[package]).specifier
+    assert f"{version} is installed" in message and f'pip install "{package}{specifier}"' in message
+    assert f"works with {package}{specifier}" in message
+
+
+def test_versions_in_range(stated, monkeypatch):
+    """Nightly and local builds count too."""
+    requirements.check()
+    install(monkeypatch, torch="2.14.0.dev20260101+cu130", transformers="5.24.0rc1")
+    requirements.check()
+
+
+def test_a_source_tree_without_metadata(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    install(monkeypatch, torch="1.0")
+    requirements.check()
+
+
+# The rules of the house.
+
+ORDER = [
+    {"requirements", "encodings"},
+    {"embedding", "attention"},
+    {"ports"},
+    {"modeling"},
+    {"extension", "distillation", "diagnostics", "benchmark"},
+    {"plots", "hub"},
+    {"cli"},
+]
+"""A room imports from those to its left alone. A new room needs a place here."""
+
+PACKAGE = ROOT / "hf_posenc"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def imported(path):
+    """Absolute names of all modules a file imports, wherever in it; for `from a import b` both a and a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def rooms(names):
+    return {name.split(".")[1] for name in names if name.startswith("hf_posenc.")} & set().union(*ORDER)
+
+
+def rank(room):
+    return next(index for index, group in enumerate(ORDER) if room in group)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_import_order(path):
+    names = imported(path)
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert room in set().union(*ORDER), f"{room} has no place in ORDER"
+    assert "hf_posenc" not in names or rooms(names), f"{path.name} imports the package as a whole"
+    for other in rooms(names):
+        assert other == room or rank(other) < rank(room), f"{room} imports {other}"
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name == "encodings"], ids=lambda path: path.name)
+def test_encodings_know_nothing_of_hosts(path):
+    allowed = {"hf_posenc", "torch", *sys.stdlib_module_names}
+    others = {name for name in imported(path) if name.partition(".")[0] not in allowed}
+    assert path.name == "rope.py" and all(n.startswith("transformers.modeling_rope_utils") for n in others) or not others
+    assert path.name != "base.py" or not {n for n in imported(path) if n.startswith("hf_posenc")}
+
+
+def test_scripts_use_the_public_api_alone():
+    for path in (ROOT / "scripts").rglob("*.py"):
+        inner = {name for name in imported(path) if name.startswith("hf_posenc.")}
+        allowed = {f"hf_posenc.{name}" for name in hf_posenc.__all__}
+        assert inner <= allowed, path.name
+
+
+@pytest.mark.parametrize("name", hf_posenc.__all__)
+def test_public_names(name):
+    assert getattr(hf_posenc, name).__doc__
+
+
+def test_unknown_public_name():
+    with pytest.raises(AttributeError, match="'hf_posenc' has no attribute 'pach'"):
+        _ = hf_posenc.pach
+
+
+def test_importing_builds_no_class():
+    """And imports no host's modeling file; the Auto classes know the derived names nevertheless."""
+    run_python(
+        """
+import sys
+import hf_posenc
+from hf_posenc import modeling
+hosts = [n for n in sys.modules if n.startswith("transformers.models.") and ".modeling_" in n and ".auto." not in n]
+assert not hosts, hosts
+made = {n for n, v in vars(modeling).items() if isinstance(v, type) and n.startswith("PosEnc")}
+assert made == {"PosEncConfigMixin", "PosEncModelMixin"}, made
+assert "hf_posenc.embedding" not in sys.modules and "hf_posenc.diagnostics" not in sys.modules
+from transformers import AutoConfig
+assert type(AutoConfig.for_model("posenc-bert")).__name__ == "PosEncBertConfig"
+assert "transformers.models.bert.modeling_bert" not in sys.modules
+"""
+    )
