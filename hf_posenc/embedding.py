@@ -83,7 +83,7 @@ class PositionEmbedding(PreTrainedModel):
         self.dropout = nn.Dropout(config.dropout)
         self.post_init()
         if device is not None or dtype is not None:
-            self.to(device=device, dtype=dtype)
+            self.to(device=device, dtype=dtype)  # type: ignore[call-arg]
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PositionEncoding):

@@ -60,9 +60,9 @@ class PosEncConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type:
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         given = kwargs.pop("position_encoding", None)
         saved = config_dict.get("position_encoding")
-        if given is not None and saved is not None:
-            given, saved = ({"type": each} if isinstance(each, str) else each for each in (given, saved))
-            wanted, there = (encoding_class(dict(each).get("type")).type for each in (given, saved))
+        given = {"type": given} if isinstance(given, str) else given
+        if isinstance(given, dict) and isinstance(saved, dict):
+            wanted, there = (encoding_class(each.get("type")).type for each in (given, saved))
             if wanted != there:
                 raise ValueError(
                     f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
@@ -129,6 +129,7 @@ class PosEncModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: i
                     {f"{key}.weight": (host["max_length"], t.embedding_dim) for key, t in found.tables.items()}
                 )
             ports.lend(self, found, module)
+            self._check_attention()
         elif not any(hasattr(module, "posenc") for module in self.modules()):
             raise ports.none_found(self.host_class)
 
@@ -353,7 +354,6 @@ def patch(
     if max_length is not None:
         setattr(config, ports.LENGTH_FIELD, max_length)
     patched = _shell(derive(type(model)), config)
-    patched._check_attention()
     _share(model, patched)
     for module in patched.modules():
         if isinstance(module, ports.PositionPort):

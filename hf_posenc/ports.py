@@ -158,7 +158,6 @@ def lend(stack: Any, ports: Ports, encoding: PositionEncoding) -> None:
     for name, table in ports.tables.items():
         owner, _, attribute = name.rpartition(".")
         setattr(stack.get_submodule(owner), attribute, PositionPort(stack, f"{name}.weight", table.num_embeddings))
-    attention.register(stack.config._attn_implementation)
     rotates = "rotate" in encoding.acts_by()
     for module in ports.attentions.values():
         module.config = attention.AttentionConfigView(module.config)  # type: ignore[assignment]

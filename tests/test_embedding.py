@@ -146,12 +146,12 @@ def test_a_short_input_takes_the_first_rows(name, length):
 
 
 @every_layer
-@pytest.mark.parametrize(("length", "past_length"), [(8, 0), (3, 5), (1, 7)])
+@pytest.mark.parametrize(("length", "past_length"), [(8, 0), (3, 5), (2, 6)])
 def test_max_length_is_a_promise(name, length, past_length):
     layer = make(name, max_length=7)
     with pytest.raises(ValueError, match="8 positions are more than max_length=7: crop"):
         layer(embeds(1, length), past_length=past_length)
-    assert layer(embeds(1, 7 - past_length), past_length=past_length).shape == (1, 7 - past_length, D)
+    assert layer(embeds(1, length - 1), past_length=past_length).shape == (1, length - 1, D)
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "learned scale", "normalized", "counter"])
@@ -311,6 +311,14 @@ def test_config_is_checked_and_canonical():
     assert type(layer) is hf_posenc.PositionEmbedding and layer.posenc.weight.shape == (5, D)
     with pytest.raises(ValueError, match="'sinusoidal' has no option 'theta'"):
         AutoConfig.for_model("posenc-embedding", position_encoding={"type": "sinusoidal", "theta": 3})
+
+
+def test_a_config_takes_no_arguments_beside_it():
+    """They would be swallowed."""
+    config = make("sinusoidal").config
+    for arguments in ({"base": 3.0}, {"hidden_size": 9}, {"max_length": 3}, {"dropuot": 0.5}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(arguments))):
+            hf_posenc.PositionEmbedding(config, **arguments)
 
 
 def test_another_encoding_than_was_saved(tmp_path):

@@ -75,7 +75,8 @@ def test_sinusoidal_follows_the_shape_of_its_positions(shape):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sinusoidal_at_huge_positions(layout):
     """float32 angles are off by 0.7 here; what is left is the rounding of the result."""
-    positions = [10**5, 10**6 + 1, 10**7 - 1, 10**7]
+    # The last has no float32 of its own.
+    positions = [10**5, 10**6 + 1, 10**7, 2**24 + 1]
     actual = make("sinusoidal", 64, layout=layout).embed(torch.tensor(positions)).float()
     torch.testing.assert_close(actual.double(), sinusoid_table(positions, 64, 10000.0, layout), atol=1e-7, rtol=0)
 
@@ -235,12 +236,9 @@ def test_counter_formula(size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
-@pytest.mark.parametrize("max_length", [None, 50])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_normalized_formula(size, max_length, is_causal):
+@pytest.mark.parametrize(("is_causal", "max_length"), [(False, None), (False, 50), (True, 50)])
+def test_normalized_formula(size, is_causal, max_length):
     """By each text's own length; a causal stack doesn't know it and takes the longest."""
-    if is_causal and max_length is None:
-        pytest.skip("patch asks for max_length here")
     rows = [[0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 1, 1]]
     actual = make("normalized", size, max_length=max_length, is_causal=is_causal).embed(torch.tensor(rows))
     expected = [[[p / (49 if is_causal else max(row))] + [0.0] * (size - 1) for p in row] for row in rows]
@@ -287,6 +285,18 @@ def test_learned_sinusoidal_start(size):
     weight = make("learned", size, max_length=40, init="sinusoidal").weight
     assert weight.requires_grad and weight.dtype == torch.float32
     torch.testing.assert_close(weight.detach().double(), sinusoid_table(range(40), size), atol=1e-7, rtol=0)
+
+
+def test_learned_leaves_loaded_weights_alone():
+    """Transformers marks what came from a checkpoint; the rest is filled anew."""
+    encoding = make("learned", 6, max_length=4, init="sinusoidal")
+    torch.nn.init.zeros_(encoding.weight)
+    encoding.weight._is_hf_initialized = True
+    encoding.reset_parameters()
+    assert not encoding.weight.any()
+    encoding.weight._is_hf_initialized = False
+    encoding.reset_parameters()
+    torch.testing.assert_close(encoding.weight.detach().double(), sinusoid_table(range(4), 6), atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("rows", [4, 10, 17])
@@ -440,7 +450,7 @@ def test_rope_formula(layout, positions, theta):
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_rope_angles_are_not_in_the_dtype_of_the_states(layout):
-    encoding, positions = make("rope", head_dim=6, layout=layout), [[2001, 30_003, 100_000, 10**7]]
+    encoding, positions = make("rope", head_dim=6, layout=layout), [[2001, 100_000, 10**7, 2**24 + 1]]
     states = random(1, 1, 4, 6)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.03)):
         rotated, _ = encoding.rotate(states.to(dtype), None, context_of(encoding, torch.tensor(positions)))
@@ -527,6 +537,30 @@ def test_rope_strength_turns_by_a_part_of_the_angle():
 def test_rope_needs_pairs():
     with pytest.raises(ValueError, match="head_dim is 7"):
         make("rope", head_dim=7)
+
+
+# Whatever the default dtype.
+
+
+@pytest.mark.parametrize("kind", ["alibi", "counter", "normalized", "rope", "sinusoidal"])
+def test_the_default_dtype_does_not_matter(kind):
+    """Integers above 256 and most angles have no bfloat16 of their own."""
+    encoding, positions = make(kind), torch.arange(250, 400)[None]
+    states, context = random(1, 4, 150, 8), context_of(encoding, positions)
+
+    def results():
+        context.computed.clear()
+        found = [encoding.embed(positions), encoding.distance_bias(positions[0]), encoding.rotate(states, None, context)[0]]
+        return [result.double() for result in found if result is not None]
+
+    expected, before = results(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        actual = results()
+    finally:
+        torch.set_default_dtype(before)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=1e-6)
 
 
 # What an encoding doesn't do.

@@ -5,7 +5,7 @@ import math
 import re
 import sys
 from importlib import metadata
-from typing import Annotated, Any, ClassVar, Literal, Optional
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -185,7 +185,7 @@ def taking(annotation):
         (str, "", ""),
         (Any, {"a": [1]}, {"a": [1]}),
         (int | None, None, None),
-        (Optional[int], 3, 3),
+        (int | None, 3, 3),
         (Literal["a", 1, None], 1, 1),
         (Literal["a", 1, None], None, None),
         (Annotated[int, Above(2)], 3, 3),
@@ -454,32 +454,32 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__
 
 
 def imported(path):
-    """Absolute names of all modules a file imports, wherever in it; for `from a import b` both a and a.b."""
+    """What a file imports, wherever in it: `import a.b` -> a.b, `from a import b` -> a.b."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: relative import"
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
-def rooms(names):
-    return {name.split(".")[1] for name in names if name.startswith("hf_posenc.")} & set().union(*ORDER)
+def ours(path):
+    return {name for name in imported(path) if name.partition(".")[0] == "hf_posenc"}
 
 
 def rank(room):
-    return next(index for index, group in enumerate(ORDER) if room in group)
+    return next((index for index, group in enumerate(ORDER) if room in group), None)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_import_order(path):
-    names = imported(path)
     room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    assert room in set().union(*ORDER), f"{room} has no place in ORDER"
-    assert "hf_posenc" not in names or rooms(names), f"{path.name} imports the package as a whole"
-    for other in rooms(names):
+    assert rank(room) is not None, f"{room} has no place in ORDER"
+    for name in ours(path):
+        other = name.split(".")[1] if "." in name else None
+        assert rank(other) is not None, f"{path.name} imports {name}, which is no room"
         assert other == room or rank(other) < rank(room), f"{room} imports {other}"
 
 
@@ -487,15 +487,26 @@ def test_import_order(path):
 def test_encodings_know_nothing_of_hosts(path):
     allowed = {"hf_posenc", "torch", *sys.stdlib_module_names}
     others = {name for name in imported(path) if name.partition(".")[0] not in allowed}
-    assert path.name == "rope.py" and all(n.startswith("transformers.modeling_rope_utils") for n in others) or not others
-    assert path.name != "base.py" or not {n for n in imported(path) if n.startswith("hf_posenc")}
+    if path.name == "rope.py":
+        others = {name for name in others if not name.startswith("transformers.modeling_rope_utils")}
+    assert not others
+    if path.name == "base.py":
+        assert not ours(path)
+
+
+def test_modules_bear_names_of_their_own():
+    """Neither that of a public function, which would hide it, nor one of the standard library."""
+    names = {path.stem for path in MODULES if path.parent == PACKAGE} | {"encodings"}
+    assert not names & ({*hf_posenc.__all__, "utils"} | sys.stdlib_module_names - {"encodings"})
 
 
 def test_scripts_use_the_public_api_alone():
     for path in (ROOT / "scripts").rglob("*.py"):
-        inner = {name for name in imported(path) if name.startswith("hf_posenc.")}
-        allowed = {f"hf_posenc.{name}" for name in hf_posenc.__all__}
-        assert inner <= allowed, path.name
+        used = {name.removeprefix("hf_posenc.") for name in ours(path) if name != "hf_posenc"}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_posenc":
+                used.add(node.attr)
+        assert all(name in hf_posenc.__all__ or name.startswith("PosEnc") for name in used), path.name
 
 
 @pytest.mark.parametrize("name", hf_posenc.__all__)

@@ -1,0 +1,148 @@
+"""The scripts: what the evaluation measures, and distillation from end to end on a tiny model."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, VOCABULARY, stock, tokens
+from transformers import AutoModel, BertTokenizer
+
+import hf_posenc
+
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import corpus  # noqa: E402
+import distill  # noqa: E402
+import retrieval  # noqa: E402
+
+WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
+
+
+@pytest.fixture(scope="module")
+def data():
+    return corpus.split()
+
+
+def test_leaks_are_removed():
+    summary = "Parser for command line options"
+    document = (
+        "Parser for command line options. A parser for the command line options of scripts. Use getopt.getopt here.\n"
+        "This line is about module getopt. It supports long names, too.\n\nArguments follow the conventions of Unix."
+    )
+    assert corpus.without_leaks(document, "getopt", summary) == "Arguments follow the conventions of Unix."
+
+
+def test_evaluation_and_training_are_disjoint(data):
+    modules, training = data
+    assert len(modules) >= 100 and len({module.summary for module in modules}) == len(modules)
+    evaluated = {key for module in modules for key in corpus._sentence_keys(f"{module.summary}. {module.document}")}
+    assert len(evaluated) > 1000
+    assert not any(corpus._sentence_keys(text) & evaluated for text in training)
+    for module in modules:
+        query = set(corpus._words(module.summary))
+        for sentence in corpus._sentences(module.document):
+            assert len(query & set(corpus._words(sentence))) / len(query) < corpus.NEAR_COPY, (module.name, sentence)
+        assert not any(line.strip() == module.name for line in module.document.splitlines())
+
+
+def test_scores_by_hand():
+    similarity = torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.7, 0.1], [0.5, 0.5, 0.5]])
+    score = retrieval.score(similarity, samples=200)
+    # Ranks 1, 2 and, all three being tied, 3.
+    assert score.recall_at_1 == pytest.approx(1 / 3) and score.mrr == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
+    assert score.mrr_interval[0] < score.mrr < score.mrr_interval[1]
+    assert retrieval.score(torch.eye(5)).recall_at_1_interval == (1.0, 1.0)
+
+
+def test_pooling_ignores_padding():
+    model, ids = stock("bert"), tokens(1, 9)
+    mask = torch.ones_like(ids)
+    mask[:, 6:] = 0
+    padded = retrieval.pooled(model, {"input_ids": ids, "attention_mask": mask})
+    alone = retrieval.pooled(model, {"input_ids": ids[:, :6], "attention_mask": mask[:, :6]})
+    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_embeddings_keep_the_order_of_the_texts(tiny):
+    tokenizer, model = BertTokenizer.from_pretrained(tiny / "model"), AutoModel.from_pretrained(tiny / "model")
+    texts = [" ".join(WORDS[i : i + 2 + (7 * i) % 5]) for i in range(20)]
+    together = retrieval.embed(model, tokenizer, texts, 16, "all")
+    for i in (0, 7, 19):
+        torch.testing.assert_close(together[i : i + 1], retrieval.embed(model, tokenizer, texts[i : i + 1], 16, "one"))
+
+
+def test_loss_is_zero_for_the_teacher_and_ignores_padding():
+    hidden, mask = torch.randn(2, 5, 8), torch.tensor([[1.0, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    assert distill.distillation_loss(hidden, hidden, mask) == pytest.approx(0.0, abs=1e-6)
+    other = hidden.clone()
+    other[0, 3:] = 100.0
+    assert distill.distillation_loss(other, hidden, mask) == pytest.approx(0.0, abs=1e-6)
+    assert distill.distillation_loss(-hidden, hidden, mask) == pytest.approx(4.0, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder with a tiny BERT, its tokenizer, and a few lines of text."""
+    path = tmp_path_factory.mktemp("tiny")
+    stock("bert").save_pretrained(path / "model")
+    (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    BertTokenizer(str(path / "vocab.txt")).save_pretrained(path / "model")
+    (path / "texts.txt").write_text("\n".join(" ".join(WORDS[i : i + 12]) for i in range(40)))
+    return path
+
+
+def run(tiny, output, *arguments, launcher=(), expect=0):
+    command = [sys.executable, *launcher, str(SCRIPTS / "distill.py"), "--model_name_or_path", str(tiny / "model")]
+    command += ["--output_dir", str(output), "--train_file", str(tiny / "texts.txt")]
+    command += ["--max_train_steps", "4", "--fade_steps", "2", "--min_seq_length", "6", "--max_seq_length", "12"]
+    command += ["--per_device_train_batch_size", "4", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"HF_DATASETS_CACHE": str(output) + "-cache", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert (done.returncode == 0) == (expect == 0), done.stderr[-3000:]
+    return done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["alibi", '{"type": "rope", "theta": 500}', "learned"])
+def test_distill(tiny, tmp_path, encoding):
+    run(tiny, tmp_path / "out", "--position_encoding", encoding)
+    record = json.loads((tmp_path / "out" / "distillation.json").read_text())
+    assert len(record["losses"]) == 4 and record["processes"] == 1
+    assert record["teacher_checksum"]["before"] == record["teacher_checksum"]["after"]
+    model = AutoModel.from_pretrained(tmp_path / "out")
+    assert type(model).__name__ == "PosEncBertModel" and model(tokens()).last_hidden_state.isfinite().all()
+    assert BertTokenizer.from_pretrained(tmp_path / "out")("w3 w4").input_ids == [2, 8, 9, 3]
+    with pytest.warns(UserWarning, match="trained"):
+        hf_posenc.unpatch(model)
+
+
+def test_distill_in_two_processes(tiny, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29511")
+    run(tiny, tmp_path / "out", "--position_encoding", "relative", launcher=launcher)
+    record = json.loads((tmp_path / "out" / "distillation.json").read_text())
+    assert record["processes"] == 2 and len(record["losses"]) == 4
+    assert AutoModel.from_pretrained(tmp_path / "out")(tokens()).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--position_encoding", "alibbi"), "unknown position encoding 'alibbi'"),
+        (("--position_encoding", "alibi", "--fade_steps", "9"), "--fade_steps 9 must be below --max_train_steps 4"),
+        (("--position_encoding", "alibi", "--min_seq_length", "20"), "--min_seq_length 20"),
+        (("--position_encoding", "alibi", "--learning_rate", "inf"), "the loss is nan at step 2"),
+    ],
+)
+def test_distill_refuses(tiny, tmp_path, arguments, words):
+    assert words in run(tiny, tmp_path / "out", *arguments, expect=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_distill_without_text(tiny, tmp_path):
+    (tmp_path / "empty.csv").write_text("words\nsome\n")
+    error = run(tiny, tmp_path / "out", "--position_encoding", "alibi", "--train_file", str(tmp_path / "empty.csv"), expect=1)
+    assert "no `text`" in error
