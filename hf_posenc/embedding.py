@@ -3,16 +3,68 @@
 Shapes: B batch, L tokens, D hidden_size.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.encodings import Geometry, PositionEncoding, build, canonical, positions_of
+from hf_posenc.encodings import (
+    Geometry,
+    PositionEncoding,
+    build,
+    canonical,
+    checked_max_length,
+    merged,
+    positions_of,
+)
 
 
-class PositionEmbeddingConfig(PreTrainedConfig):
+class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
+    """A config whose `position_encoding` can't be exchanged on loading."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if "position_encoding" in kwargs:
+            encoding = merged(config_dict.get("position_encoding"), kwargs.pop("position_encoding"))
+            config_dict = {**config_dict, "position_encoding": encoding}
+        return super().from_dict(config_dict, **kwargs)
+
+
+class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
+    """A model which fills its encodings' parameters, and whose checkpoints don't lose them without a word."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, PositionEncoding):
+            with torch.no_grad():
+                module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        for kind, remedy in (
+            ("missing_keys", "the file is incomplete or was never patched: load it as what it is, then hf_posenc.patch"),
+            ("unexpected_keys", "its config asks for another encoding than its weights were saved with: restore the config"),
+        ):
+            keys = sorted(key for key in info[kind] if "posenc." in key)
+            if keys:
+                raise ValueError(f"{pretrained_model_name_or_path}: {kind} {', '.join(keys[:4])}; {remedy}")
+        return (model, info) if wanted else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        for module in self.modules():
+            if isinstance(module, PositionEncoding) and module.strength != 1.0:
+                raise ValueError(
+                    f"the {module.type!r} encoding is at strength {module.strength}, which is not saved: "
+                    "set posenc.strength = 1.0 first"
+                )
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+
+class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
     """Config of a `PositionEmbedding`: its arguments of the same names."""
 
     model_type = "posenc-embedding"
@@ -24,11 +76,14 @@ class PositionEmbeddingConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        if type(self.hidden_size) is not int or self.hidden_size < 1:
+            raise ValueError(f"hidden_size={self.hidden_size!r}: allowed is an integer above 0")
+        checked_max_length(self.max_length)
         if self.position_encoding is not None:
             self.position_encoding = canonical(self.position_encoding)
 
 
-class PositionEmbedding(PreTrainedModel):
+class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
     """Adds the vectors of a position encoding to token embeddings, then drops out (Vaswani et al., 2017, section 5.4).
 
     It saves and loads like any model, `save_pretrained`, `from_pretrained`, `AutoModel.from_pretrained`.
@@ -61,13 +116,14 @@ class PositionEmbedding(PreTrainedModel):
     ) -> None:
         if isinstance(encoding, PositionEmbeddingConfig):
             config = encoding
+            given = {"hidden_size": hidden_size, "max_length": max_length, **options}
+            if beside := [name for name, value in given.items() if value is not None]:
+                raise ValueError(f"a config says all; {', '.join(beside)} beside it would be ignored: set it in the config")
         else:
-            if type(hidden_size) is not int or hidden_size < 1:
-                raise ValueError(f"hidden_size={hidden_size!r}: allowed is an integer above 0")
-            given = {"type": encoding} if isinstance(encoding, str) else encoding
+            chosen = {"type": encoding} if isinstance(encoding, str) else encoding
             config = PositionEmbeddingConfig(  # type: ignore[call-arg]
-                position_encoding={**given, **options} if isinstance(given, dict) else given,
-                hidden_size=hidden_size,
+                position_encoding=canonical({**chosen, **options} if isinstance(chosen, dict) else chosen),
+                hidden_size=hidden_size,  # type: ignore[arg-type]
                 max_length=max_length,
                 dropout=dropout,
                 batch_first=batch_first,
@@ -81,14 +137,26 @@ class PositionEmbedding(PreTrainedModel):
                 f"attention: hf_posenc.patch(model, {chosen['type']!r})"
             )
         self.dropout = nn.Dropout(config.dropout)
+        # Transformers neither saves a model without any tensor nor knows its dtype.
+        self.register_buffer("zero", torch.zeros(()))
         self.post_init()
         if device is not None or dtype is not None:
             self.to(device=device, dtype=dtype)  # type: ignore[call-arg]
 
+    zero: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.zero.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.zero.device
+
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, PositionEncoding):
-            with torch.no_grad():
-                module.reset_parameters()
+        super()._init_weights(module)
+        if module is self:
+            nn.init.zeros_(self.zero)
 
     def forward(
         self,
@@ -113,11 +181,18 @@ class PositionEmbedding(PreTrainedModel):
             raise ValueError(
                 f"inputs_embeds has shape {tuple(embeds.shape)}: expected [batch, length, {self.config.hidden_size}]"
             )
-        length, limit = past_length + embeds.shape[1], self.config.max_length
-        if limit is not None and length > limit:
-            raise ValueError(f"{length} positions are more than max_length={limit}: crop the input, or make a longer layer")
+        batch, length = embeds.shape[:2]
+        total, limit = past_length + length, self.config.max_length
+        if past_length < 0:
+            raise ValueError(f"past_length={past_length}: allowed is an integer from 0")
+        if limit is not None and total > limit:
+            raise ValueError(f"{total} positions are more than max_length={limit}: crop the input, or make a longer layer")
         if position_ids is None:
-            position_ids, _ = positions_of(embeds.shape[1], past_length, mask, embeds.device)
+            if mask is not None and mask.ndim != 4 and mask.shape not in ((1, total), (batch, total)):
+                raise ValueError(f"attention_mask has shape {tuple(mask.shape)}: expected [{batch}, {total}]")
+            position_ids, _ = positions_of(length, past_length, mask, embeds.device)
+        elif position_ids.shape not in ((length,), (1, length), (batch, length)):
+            raise ValueError(f"position_ids have shape {tuple(position_ids.shape)}: expected [{batch}, {length}]")
         return self.dropout(embeds + self.posenc.embed(position_ids).to(embeds.dtype))
 
 

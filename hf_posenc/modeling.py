@@ -19,7 +19,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import attention, ports
-from hf_posenc.encodings import PositionEncoding, build, canonical, encoding_class
+from hf_posenc.embedding import EncodingConfigMixin, EncodingModelMixin
+from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
+from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
+from hf_posenc.encodings import build, canonical, checked_max_length, encoding_class
 
 PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
 PLACEMENT = ("max_length", "host")
@@ -36,15 +39,14 @@ def split(position_encoding: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         position_encoding = {key: value for key, value in position_encoding.items() if key not in PLACEMENT}
     else:
         placement = {}
-    max_length, host = placement.setdefault("max_length", None), placement.setdefault("host", None)
-    if max_length is not None and (type(max_length) is not int or max_length < 1):
-        raise ValueError(f"max_length={max_length!r}: allowed is None (no limit) or an integer above 0")
+    placement["max_length"] = checked_max_length(placement.get("max_length"))
+    host = placement.setdefault("host", None)
     if host is not None and set(host) != {"name_or_path", "max_length", "kept", "fingerprint"}:
         raise ValueError(f"position_encoding['host'] is written by patch and not to be edited, but reads {host!r}")
     return canonical(position_encoding), placement
 
 
-class PosEncConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
+class PosEncConfigMixin(EncodingConfigMixin):
     """What a derived config adds to the host's: `position_encoding`, checked and canonical."""
 
     if TYPE_CHECKING:
@@ -55,23 +57,6 @@ class PosEncConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type:
         if self.position_encoding is not None:
             encoding, placement = split(self.position_encoding)
             self.position_encoding = {**encoding, **placement}
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        given = kwargs.pop("position_encoding", None)
-        saved = config_dict.get("position_encoding")
-        given = {"type": given} if isinstance(given, str) else given
-        if isinstance(given, dict) and isinstance(saved, dict):
-            wanted, there = (encoding_class(each.get("type")).type for each in (given, saved))
-            if wanted != there:
-                raise ValueError(
-                    f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
-                    f"then model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})"
-                )
-            given = {**saved, **given}
-        if given is not None:
-            config_dict = {**config_dict, "position_encoding": given}
-        return super().from_dict(config_dict, **kwargs)
 
 
 # The models.
@@ -97,7 +82,7 @@ class HostState(nn.Module):
             nn.init.normal_(table, std=0.02)
 
 
-class PosEncModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
+class PosEncModelMixin(EncodingModelMixin):
     """What a derived model adds to the host's class."""
 
     host_class: type[PreTrainedModel]
@@ -134,9 +119,8 @@ class PosEncModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: i
             raise ports.none_found(self.host_class)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (PositionEncoding, HostState)):
-            with torch.no_grad():
-                module.reset_parameters()
+        if isinstance(module, HostState):
+            module.reset_parameters()
         else:
             super()._init_weights(module)
 
@@ -150,25 +134,7 @@ class PosEncModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: i
                 loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
                 model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
                 return (patch(model, encoding), *info) if info else patch(model, encoding)
-        wanted = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        for kind, remedy in (
-            ("missing_keys", "the file is incomplete or was never patched: load it as what it is, then hf_posenc.patch"),
-            ("unexpected_keys", "its config asks for another encoding than its weights were saved with: restore the config"),
-        ):
-            keys = sorted(key for key in info[kind] if "posenc." in key)
-            if keys:
-                raise ValueError(f"{pretrained_model_name_or_path}: {kind} {', '.join(keys[:4])}; {remedy}")
-        return (model, info) if wanted else model
-
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        for module in self.modules():
-            if isinstance(module, PositionEncoding) and module.strength != 1.0:
-                raise ValueError(
-                    f"the {module.type!r} encoding is at strength {module.strength}, which is not saved: "
-                    "set posenc.strength = 1.0 first"
-                )
-        return super().save_pretrained(save_directory, *args, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         before = self.config._attn_implementation
@@ -204,10 +170,6 @@ def _hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def __getattr__(name: str) -> Any:
     """`PosEnc<HostClass>` for any config or model class of Transformers, made once and then an ordinary attribute."""
-    if name in ("PositionEmbedding", "PositionEmbeddingConfig"):
-        from hf_posenc import embedding
-
-        return getattr(embedding, name)
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     host = getattr(transformers, name.removeprefix(PREFIX), None)
@@ -309,7 +271,8 @@ def patch(
     """The same model with another position encoding, of class `PosEnc<HostClass>`.
 
     Parameter objects are shared with `model`, not copied: training, freezing or moving one moves the other. `model`
-    itself stays usable and unchanged. Mode, requires_grad, dtype, device, tied weights and generation_config carry over.
+    itself stays usable and unchanged. Mode, requires_grad, dtype, device, tied weights and generation_config carry over;
+    hooks stay with `model`.
 
     Args:
         model: any Transformers model in which all sources of position can be taken over.
@@ -483,7 +446,8 @@ def _share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             if buffer is not None:
                 module._buffers[key] = buffer.to(source.device)
         for key, value in vars(other).items():
-            if type(value) in (bool, int, float, str) or key == "_gradient_checkpointing_func":
+            # What users set: dropout probabilities, mode, checkpointing. Names with _ are Transformers' own books.
+            if key == "_gradient_checkpointing_func" or (type(value) in (bool, int, float, str) and key[0] != "_"):
                 setattr(module, key, value)
     if hasattr(source, "generation_config"):
         target.generation_config = copy.deepcopy(source.generation_config)

@@ -120,6 +120,12 @@ def find(stack: nn.Module) -> Ports:
                 f"{type(stack).__name__}.{name} counts its positions in a way of its own (a {type(table).__name__} of "
                 f"{getattr(table, 'num_embeddings', '?')} rows for {LENGTH_FIELD}={rows}). It was left as it is"
             )
+    arguments = inspect.signature(type(stack).forward).parameters
+    if "position_ids" not in arguments or all(a.kind is not a.VAR_KEYWORD for a in arguments.values()):
+        raise ValueError(
+            f"{type(stack).__name__}.forward doesn't take position_ids and further keyword arguments, by which positions "
+            "would reach its layers. It was left as it is"
+        )
     return Ports(tables, attentions)
 
 
@@ -189,6 +195,8 @@ def begin_forward(names: list[str], stack: Any, args: tuple, kwargs: dict[str, A
     call = _Call(names, args, kwargs)
     cache, mask, ids = call["past_key_values"], call["attention_mask"], call["position_ids"]
     embeds = call["inputs_embeds"]
+    if embeds is None and call["input_ids"] is None:
+        return None  # the host says what is missing
     shape, device = (
         (embeds.shape[:-1], embeds.device) if embeds is not None else (call["input_ids"].shape, call["input_ids"].device)
     )
@@ -201,7 +209,7 @@ def begin_forward(names: list[str], stack: Any, args: tuple, kwargs: dict[str, A
         ids, start = positions_of(length, past, mask, device)
         consecutive = True
     else:
-        ids = ids.reshape(-1, length)
+        ids = ids.reshape(-1, length).long()
         start, consecutive = past - ids[:, :1], _rises_by_one(ids)
     context = PositionContext(stack.posenc, positions=ids, past=past, start=start, consecutive=consecutive)
     changes: dict[str, Any] = {"position_ids": ids, attention.CONTEXT: context}

@@ -100,7 +100,9 @@ def _read(path: Path, root: Path) -> Module | None:
     summary, _, rest = docstring.strip().partition("\n")
     # "name -- what it does" and "name: what it does" are about the second half.
     last = re.escape(name.rpartition(".")[2])
-    summary = re.sub(rf"^\s*(the\s+)?({re.escape(name)}|{last})(\.py)?\s*(--?|:|–)\s*", "", summary, flags=re.IGNORECASE).strip()
+    summary = re.sub(
+        rf"^\s*(the\s+)?({re.escape(name)}|{last})(\.py)?\s*(--?|:|–)\s*", "", summary, flags=re.IGNORECASE
+    ).strip()
     texts = [rest, *_docstrings(tree)]
     if not any(texts):
         return None

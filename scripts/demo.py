@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoTokenizer
 import hf_posenc
 from retrieval import Score, bag_of_words, evaluate
 
-STEPS, FADE_STEPS = 260, 200
+STEPS, FADE_STEPS = 340, 240
 MAX_SEQ_LENGTH = 256
 TARGET = 0.9
 """The part of the original's MRR that the distilled model must reach."""
@@ -96,8 +96,9 @@ def table(scores: dict[str, Score]) -> Table:
     """The closing table; intervals are 95 % bootstrap intervals over queries."""
     queries = scores["original"].queries
     result = Table(title=f"{queries} one-line summaries find their module's documentation ({MAX_SEQ_LENGTH} tokens)")
-    for column, justify in (("model", "left"), ("R@1 [95 %]", "right"), ("MRR [95 %]", "right"), ("of original's MRR", "right")):
-        result.add_column(column, justify=justify)
+    result.add_column("model")
+    for column in ("R@1 [95 %]", "MRR [95 %]", "of original's MRR"):
+        result.add_column(column, justify="right")
     for name, each in scores.items():
         result.add_row(
             name,
@@ -117,7 +118,10 @@ def draw(scores: dict[str, Score], losses: list[float], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     names, values = list(scores), [each.mrr for each in scores.values()]
-    errors = [[each.mrr - each.mrr_interval[0] for each in scores.values()], [e.mrr_interval[1] - e.mrr for e in scores.values()]]
+    errors = [
+        [each.mrr - each.mrr_interval[0] for each in scores.values()],
+        [e.mrr_interval[1] - e.mrr for e in scores.values()],
+    ]
     left.barh(names, values, xerr=errors, color=["#bbbbbb", "#4477aa", "#ee6677", "#228833"], capsize=3)
     left.invert_yaxis()
     left.set_xlabel("mean reciprocal rank, 95 % interval")

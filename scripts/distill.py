@@ -51,7 +51,9 @@ def parse_arguments() -> argparse.Namespace:
     if not 0 <= arguments.fade_steps < arguments.max_train_steps:
         parser.error(f"--fade_steps {arguments.fade_steps} must be below --max_train_steps {arguments.max_train_steps}")
     if not 2 < arguments.min_seq_length <= arguments.max_seq_length:
-        parser.error(f"--min_seq_length {arguments.min_seq_length} must be from 3 to --max_seq_length {arguments.max_seq_length}")
+        parser.error(
+            f"--min_seq_length {arguments.min_seq_length} must be from 3 to --max_seq_length {arguments.max_seq_length}"
+        )
     return arguments
 
 
@@ -89,8 +91,8 @@ def distillation_loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
     """
     tokens = (1 - F.cosine_similarity(student, teacher, dim=-1)) * mask
     weights = mask[..., None]
-    means = [(hidden * weights).sum(1) / weights.sum(1) for hidden in (student, teacher)]
-    return tokens.sum() / mask.sum() + (1 - F.cosine_similarity(*means, dim=-1)).mean()
+    ours, theirs = ((hidden * weights).sum(1) / weights.sum(1) for hidden in (student, teacher))
+    return tokens.sum() / mask.sum() + (1 - F.cosine_similarity(ours, theirs, dim=-1)).mean()
 
 
 def set_strength(model: PreTrainedModel, strength: float) -> None:

@@ -11,9 +11,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import transformers
-from memory import poison_empty
 
 import hf_posenc
+from memory import poison_empty
 
 ROOT = Path(__file__).parents[1]
 LENGTH = 24

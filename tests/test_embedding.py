@@ -9,11 +9,11 @@ import pickle
 
 import pytest
 import torch
-from conftest import run_python
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 import hf_posenc
+from conftest import run_python
 from hf_posenc.encodings import list_encodings
 
 D, MAX = 6, 20
@@ -302,6 +302,45 @@ for name, expected in saved["expected"].items():
         assert {p.dtype for p in half.parameters()} <= {torch.bfloat16}, name
         assert torch.equal(half(inputs.bfloat16()), expected["half"]), name
 """
+
+
+class ParentConfig(PreTrainedConfig):
+    model_type = "parent"
+
+
+class Parent(PreTrainedModel):
+    """A model of one's own with the layer in it."""
+
+    config_class = ParentConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.linear = nn.Linear(D, D)
+        self.positions = hf_posenc.PositionEmbedding("learned", D, max_length=MAX, init="sinusoidal")
+        self.post_init()
+
+
+def test_in_a_model_of_ones_own(tmp_path):
+    """Weights are loaded where there are some; a checkpoint without positions gets those of the start."""
+    parent = Parent(ParentConfig())
+    nn.init.normal_(parent.positions.posenc.weight)
+    parent.save_pretrained(tmp_path / "whole")
+    loaded = Parent.from_pretrained(tmp_path / "whole")
+    assert torch.equal(loaded.positions.posenc.weight, parent.positions.posenc.weight)
+
+    weights = {name: value for name, value in parent.state_dict().items() if name.startswith("linear")}
+    parent.save_pretrained(tmp_path / "part", state_dict=weights)
+    loaded = Parent.from_pretrained(tmp_path / "part")
+    assert torch.equal(loaded.linear.weight, parent.linear.weight)
+    expected = vectors(None, "sinusoidal", range(MAX))
+    torch.testing.assert_close(loaded.positions.posenc.weight.detach(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_incomplete_file(tmp_path):
+    """A table which is missing is no table to go on with, any more than in a patched model."""
+    make("learned").save_pretrained(tmp_path, state_dict={"other": torch.zeros(1)})
+    with pytest.raises(ValueError, match="posenc.weight"):
+        AutoModel.from_pretrained(tmp_path)
 
 
 def test_config_is_checked_and_canonical():

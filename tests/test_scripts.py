@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, VOCABULARY, stock, tokens
 from transformers import AutoModel, BertTokenizer
 
 import hf_posenc
+from conftest import ROOT, VOCABULARY, stock, tokens
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))

@@ -10,8 +10,10 @@ from hf_posenc.encodings.base import (
     PositionEncoding,
     build,
     canonical,
+    checked_max_length,
     encoding_class,
     list_encodings,
+    merged,
     positions_of,
 )
 
@@ -25,7 +27,9 @@ __all__ = [
     "PositionEncoding",
     "build",
     "canonical",
+    "checked_max_length",
     "encoding_class",
     "list_encodings",
+    "merged",
     "positions_of",
 ]

@@ -18,7 +18,7 @@ class ALiBi(PositionEncoding, type="alibi"):
     """
 
     def distance_bias(self, distance: Tensor) -> Tensor:
-        slopes = torch.tensor(alibi_slopes(self.geometry.num_attention_heads), device=distance.device)
+        slopes = torch.tensor(alibi_slopes(self.geometry.num_attention_heads), dtype=torch.float32, device=distance.device)
         return -slopes[:, None] * distance.abs()
 
 

@@ -3,10 +3,11 @@
 Shapes: B batch, L tokens, Q queries, K keys, H heads, D hidden_size, E head_dim, N any number of distances.
 """
 
+import contextlib
 import inspect
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -61,7 +62,7 @@ class PositionContext:
         if self.consecutive:
             return keys
         new = torch.arange(self.positions.shape[1], device=keys.device) + self.past
-        return keys.index_copy(1, new, self.positions)
+        return keys.expand(len(self.positions), -1).index_copy(1, new, self.positions.to(keys.dtype))
 
 
 def positions_of(length: int, past: int | Tensor, attention_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -105,16 +106,21 @@ class PositionEncoding(nn.Module):
         super().__init_subclass__(**kwargs)
         if type is None:
             return
-        names = (type, *aliases)
-        for name in names:
+        own = (cls.__module__, cls.__qualname__)
+        for name in (type, *aliases):
             taken = _REGISTRY.get(name)
-            if taken and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+            if taken and (taken.__module__, taken.__qualname__) != own:
                 raise ValueError(
                     f"the encoding name {name!r} is taken by {taken.__module__}.{taken.__qualname__}: "
                     f"give {cls.__qualname__} another `type`"
                 )
         cls.type, cls.aliases = type, aliases
-        _REGISTRY.update(dict.fromkeys(names, cls))
+        if reserved := RESERVED & set(cls.option_types()):
+            raise ValueError(f"{cls.__qualname__} can't name an option {_listed(sorted(reserved))}: those are hf_posenc's own")
+        # A notebook cell that is run again replaces its class, under all names it had.
+        for name in [name for name, taken in _REGISTRY.items() if (taken.__module__, taken.__qualname__) == own]:
+            del _REGISTRY[name]
+        _REGISTRY.update(dict.fromkeys((type, *aliases), cls))
 
     def __init__(self, geometry: Geometry, **options: Any) -> None:
         super().__init__()
@@ -171,7 +177,7 @@ class PositionEncoding(nn.Module):
             if issubclass(base, PositionEncoding) and base is not PositionEncoding:
                 names.update(dict.fromkeys(inspect.get_annotations(base)))
         hints = get_type_hints(cls, include_extras=True)
-        return {name: hints[name] for name in names if get_origin(hints[name]) is not ClassVar}
+        return {name: hints[name] for name in names if ClassVar not in (hints[name], get_origin(hints[name]))}
 
     @classmethod
     def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +198,7 @@ class PositionEncoding(nn.Module):
 
 
 _REGISTRY: dict[str, type[PositionEncoding]] = {}
+RESERVED = {"type", "aliases", "geometry", "strength", "max_length", "host", "inject", "where", "keep_host", "submodel"}
 
 
 def list_encodings() -> dict[str, type[PositionEncoding]]:
@@ -242,15 +249,44 @@ def _listed(names: Any) -> str:
     return ", ".join(map(repr, names))
 
 
+def checked_max_length(max_length: Any) -> int | None:
+    """The value, or a ValueError which says what is allowed."""
+    if max_length is None or (type(max_length) is int and max_length > 0):
+        return max_length
+    raise ValueError(f"max_length={max_length!r}: allowed is None (no limit) or an integer above 0")
+
+
+def merged(saved: Any, given: Any) -> Any:
+    """`position_encoding` as saved, with what was given on loading. Raises ValueError for another type than was saved."""
+    given = {"type": given} if isinstance(given, str) else given
+    if not isinstance(given, dict) or not isinstance(saved, dict):
+        return saved if given is None else given
+    there, wanted = encoding_class(saved.get("type")).type, encoding_class(given.get("type")).type
+    if there != wanted:
+        raise ValueError(
+            f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
+            f"then model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})"
+        )
+    return {**saved, **given}
+
+
 def _checked(name: str, value: Any, annotation: Any) -> Any:
-    """The value, in the annotated type (an int becomes a float). Raises ValueError with what is allowed."""
-    if _fits(value, annotation):
-        return value
-    if type(value) is int and _fits(float(value), annotation):
-        return float(value)
-    if isinstance(value, list) and _fits(tuple(value), annotation):
-        return tuple(value)
+    """The value, in the annotated type (ints become floats, lists tuples). Raises ValueError with what is allowed."""
+    for candidate in _readings(value):
+        if _fits(candidate, annotation):
+            return candidate
     raise ValueError(f"{name}={value!r}: allowed is {_described(annotation)}")
+
+
+def _readings(value: Any) -> Iterator[Any]:
+    """The value, and what JSON or a hasty hand may have meant by it."""
+    yield value
+    if type(value) is int:
+        with contextlib.suppress(OverflowError):
+            yield float(value)
+    if isinstance(value, (list, tuple)):
+        yield tuple(value)
+        yield tuple(reading for item in value for reading in list(_readings(item))[-1:])
 
 
 def _fits(value: Any, annotation: Any) -> bool:
@@ -259,13 +295,16 @@ def _fits(value: Any, annotation: Any) -> bool:
         return True
     if origin is Annotated:
         bounds = [extra.bound for extra in args[1:] if isinstance(extra, Above)]
-        return _fits(value, args[0]) and (value is None or all(value > bound for bound in bounds))
+        return _fits(value, args[0]) and (not isinstance(value, (int, float)) or all(value > bound for bound in bounds))
     if origin in (Union, types.UnionType):
         return any(_fits(value, arg) for arg in args)
     if origin is Literal:
         return any(type(value) is type(arg) and value == arg for arg in args)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
+        if not isinstance(value, tuple):
+            return False
+        kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
+        return len(kinds) == len(value) and all(map(_fits, value, kinds))
     if annotation is float:
         return type(value) is float and math.isfinite(value)
     if annotation is None:
@@ -284,6 +323,6 @@ def _described(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin is tuple:
-        return f"a tuple of {_described(args[0])}"
+        return f"a tuple of {', '.join(_described(arg) for arg in args if arg is not Ellipsis)}"
     plain = {float: "a finite number", int: "an integer", bool: "True or False", str: "a string", type(None): "None"}
     return plain.get(annotation, str(annotation))

@@ -22,6 +22,6 @@ class Normalized(PositionEncoding, type="normalized"):
         if self.geometry.is_causal and self.geometry.max_length is not None:
             last = positions.new_tensor(self.geometry.max_length - 1)
         else:
-            last = positions.amax(dim=-1, keepdim=True)
+            last = F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True)  # the 0 in front serves an empty input
         fraction = positions.double() / last.clamp(min=1)
         return F.pad(fraction[..., None], (0, self.geometry.hidden_size - 1))
