@@ -139,6 +139,8 @@ def _upcast_eager(
 def score_bias(query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
     """All that the encoding adds to the scaled scores, broadcastable to `[B, H, Q, K]`, or None."""
     encoding = context.encoding
+    if encoding.strength == 0.0:
+        return None
     length = key.shape[2]
     bias = _toeplitz_bias(query.shape[2], length, context) if context.consecutive else _general_bias(length, context)
     content = encoding.score_bias(query, key, context)

@@ -10,6 +10,7 @@ import os
 import sys
 import types
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +42,8 @@ def split(position_encoding: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         placement = {}
     placement["max_length"] = checked_max_length(placement.get("max_length"))
     host = placement.setdefault("host", None)
-    if host is not None and set(host) != {"name_or_path", "max_length", "kept", "fingerprint"}:
+    keys = {"name_or_path": str, "max_length": int, "kept": bool, "fingerprint": str}
+    if host is not None and (not isinstance(host, dict) or {key: type(value) for key, value in host.items()} != keys):
         raise ValueError(f"position_encoding['host'] is written by patch and not to be edited, but reads {host!r}")
     return canonical(position_encoding), placement
 
@@ -106,7 +108,9 @@ class PosEncModelMixin(EncodingModelMixin):
             encoding, placement = split(self.config.position_encoding)
             geometry = ports.geometry(self, found, placement["max_length"])
             if geometry.max_length is None and encoding_class(encoding["type"]).needs_max_length(geometry):
-                raise ValueError(f"{encoding['type']!r} has a longest length here: give max_length in position_encoding")
+                length = getattr(self.config, ports.LENGTH_FIELD)
+                geometry = replace(geometry, max_length=length)
+                self.config.position_encoding["max_length"] = length
             module = build(encoding, geometry)
             host = placement["host"]
             if host and host["kept"]:
@@ -300,20 +304,18 @@ def patch(
     found = ports.find(stack)
     if not found:
         raise ports.none_found(type(model))
-    length = getattr(model.config, ports.LENGTH_FIELD, None)
+    length = getattr(model.config, ports.LENGTH_FIELD)
     host = {
         "name_or_path": _public_name(model.config.name_or_path),
         "max_length": length,
         "kept": keep_host,
         "fingerprint": fingerprint(stack),
     }
-    if max_length is None and encoding_class(chosen["type"]).needs_max_length(ports.geometry(stack, found, length)):
-        max_length = length
     chosen, placement = split({**chosen, "max_length": max_length, "host": host})
 
     config = copy.deepcopy(model.config)
     config.__class__ = derive(type(model.config))
-    config.position_encoding = {**chosen, **placement}
+    config.position_encoding = {**chosen, **placement}  # a table's length is settled where it is built
     if max_length is not None:
         setattr(config, ports.LENGTH_FIELD, max_length)
     patched = _shell(derive(type(model)), config)

@@ -71,8 +71,8 @@ def test_from_scratch():
         hf_posenc.PosEncBertConfig(**{**config.to_dict(), "position_encoding": {"type": "learned", "max_length": 9}})
     )
     assert learned.posenc.weight.std().item() == pytest.approx(0.02, rel=0.2)
-    with pytest.raises(ValueError, match="learned.*max_length"):
-        AutoModel.from_config(hf_posenc.PosEncBertConfig(position_encoding="learned"))
+    table = AutoModel.from_config(hf_posenc.PosEncBertConfig(**{**config.to_dict(), "position_encoding": "learned"}))
+    assert table.config.position_encoding["max_length"] == len(table.posenc.weight) == 512  # the host's own
 
 
 @every_host
@@ -476,6 +476,8 @@ def test_another_type_on_load(tmp_path):
         (["rope"], "a name or a dict"),
         ({"type": "rope", "max_length": "long"}, "max_length='long'"),
         ({"type": "rope", "host": {"kept": True}}, "not to be edited"),
+        ({"type": "rope", "host": 7}, "not to be edited"),
+        ({"type": "rope", "max_length": -1}, "max_length=-1"),
     ],
 )
 def test_malformed_config(tmp_path, value, words):
