@@ -146,3 +146,15 @@ def test_distill_without_text(tiny, tmp_path):
     (tmp_path / "empty.csv").write_text("words\nsome\n")
     error = run(tiny, tmp_path / "out", "--position_encoding", "alibi", "--train_file", str(tmp_path / "empty.csv"), expect=1)
     assert "no `text`" in error
+
+
+def test_the_readme_shows_the_kept_results():
+    """The table, and the figures behind it, are those of one run."""
+    shown, kept = (ROOT / "README.md").read_text(), json.loads((SCRIPTS / "results" / "demo.json").read_text())
+    table = (SCRIPTS / "results" / "demo.txt").read_text().rstrip()
+    assert table in shown
+    for name, score in kept["scores"].items():
+        (row,) = [line for line in table.splitlines() if f"│ {name} " in line]
+        assert f"{score['recall_at_1']:.3f} [" in row and f"{score['mrr']:.3f} [" in row
+    assert kept["share_of_the_originals_mrr"] >= 0.9
+    assert kept["teacher_checksum"]["before"] == kept["teacher_checksum"]["after"]
