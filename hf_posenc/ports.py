@@ -209,6 +209,8 @@ def begin_forward(names: list[str], stack: Any, args: tuple, kwargs: dict[str, A
         ids, start = positions_of(length, past, mask, device)
         consecutive = True
     else:
+        if ids.shape[-1] != length:
+            raise ValueError(f"position_ids have shape {tuple(ids.shape)}, but the input has {length} tokens: give one for each")
         ids = ids.reshape(-1, length).long()
         start, consecutive = past - ids[:, :1], _rises_by_one(ids)
     context = PositionContext(stack.posenc, positions=ids, past=past, start=start, consecutive=consecutive)

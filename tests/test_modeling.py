@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, DynamicCache
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, DynamicCache, StaticCache
 
 import hf_posenc
 from conftest import ENCODINGS, HEADS, HOSTS, LENGTH, first, patched, run_python, stock, tokens
@@ -219,6 +219,22 @@ def test_generate(encoding, implementation):
     assert torch.equal(both[1:], expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_static_cache_compiles_as_one_graph(encoding):
+    model = patched("gpt2", encoding, "LMHeadModel")
+    ids = tokens(2, 10)
+    with torch.no_grad():
+        full = model(ids).logits
+        torch._dynamo.reset()
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        model(ids[:, :8], past_key_values=cache)
+        step = torch.compile(model, fullgraph=True, backend="eager")
+        for index in (8, 9):
+            logits = step(ids[:, index : index + 1], past_key_values=cache).logits
+            torch.testing.assert_close(logits[:, 0], full[:, index], atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("encoding", ["rope", "relative"])
 def test_cross_attention_is_left_alone(encoding):
     """A decoder with cross-attention, cached: only its self-attention knows positions."""
@@ -325,6 +341,8 @@ def test_ids_beyond_a_table():
     for model in (patched("bert", "learned"), patched("gpt2", "learned")):
         with pytest.raises(ValueError, match=f"{LENGTH} rows"):
             model(tokens(1, 2), position_ids=torch.tensor([[0, LENGTH]]))
+        with pytest.raises(ValueError, match=r"position_ids have shape \(1, 2\).*3 tokens"):
+            model(tokens(1, 3), position_ids=torch.tensor([[0, 1]]))
 
 
 def test_distilbert_fills_a_sinusoidal_table_of_its_own():
