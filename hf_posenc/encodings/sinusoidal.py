@@ -70,9 +70,7 @@ def frequencies(size: int, base: float, device: torch.device | None = None) -> T
 def sinusoids(positions: Tensor, size: int, base: float, layout: str = "interleaved") -> Tensor:
     """Integer positions `[..., L]` -> float64 sines and cosines `[..., L, size]`."""
     angles = positions.to(torch.float64)[..., None] * frequencies(size, base, positions.device)
-    sines, cosines = angles.sin(), angles.cos()[..., : size // 2]
+    sines, cosines = angles.sin(), angles.cos()
     if layout == "concatenated":
-        return torch.cat([sines, cosines], dim=-1)
-    table = torch.empty(*positions.shape, size, dtype=torch.float64, device=positions.device)
-    table[..., 0::2], table[..., 1::2] = sines, cosines
-    return table
+        return torch.cat([sines, cosines[..., : size // 2]], dim=-1)
+    return torch.stack([sines, cosines], dim=-1).flatten(-2)[..., :size]
