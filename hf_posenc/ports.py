@@ -210,7 +210,7 @@ def begin_forward(names: list[str], stack: Any, args: tuple, kwargs: dict[str, A
         consecutive = True
     else:
         if ids.shape[-1] != length:
-            raise ValueError(f"position_ids have shape {tuple(ids.shape)}, but the input has {length} tokens: give one for each")
+            raise ValueError(f"position_ids have shape {tuple(ids.shape)}, but the input has {length} tokens: give each one")
         ids = ids.reshape(-1, length).long()
         start, consecutive = past - ids[:, :1], _rises_by_one(ids)
     context = PositionContext(stack.posenc, positions=ids, past=past, start=start, consecutive=consecutive)
