@@ -231,7 +231,7 @@ def _check_length(stack: Any, length: int, past: Any, cache: Any) -> None:
     limit = stack.posenc.geometry.max_length
     if limit is None:
         return
-    if isinstance(past, Tensor):
+    if cache is not None and cache.is_compileable:
         # A static cache counts on its device; its size is known without asking.
         total, what = cache.get_max_length(), "a static cache of"
     else:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, DynamicCac
 import hf_posenc
 from conftest import ENCODINGS, HEADS, HOSTS, LENGTH, first, patched, run_python, stock, tokens
 from hf_posenc import attention
-from hf_posenc.encodings import Above
+from hf_posenc.encodings import Above, PositionContext
 
 every_host = pytest.mark.parametrize("host", HOSTS)
 
@@ -235,6 +235,31 @@ def test_a_static_cache_compiles_as_one_graph(encoding):
             torch.testing.assert_close(logits[:, 0], full[:, index], atol=2e-5, rtol=1e-4)
 
 
+def test_a_static_cache_keeps_the_promise():
+    """Its size is checked, which is known without reading a counter on a GPU."""
+    model = patched("gpt2", "alibi", "LMHeadModel", max_length=12)
+    with pytest.raises(ValueError, match="a static cache of 16 tokens is longer than max_length=12"):
+        model(tokens(1, 5), past_key_values=StaticCache(config=model.config, max_cache_len=16))
+    model(tokens(1, 5), past_key_values=StaticCache(config=model.config, max_cache_len=12))
+
+
+def test_each_mask_gets_the_bias():
+    """Hosts may hand different masks to different layers in one forward."""
+    module = patched("bert", "alibi").encoder.layer[0].attention.self
+    states = torch.zeros(1, 4, 5, 8)
+    context = PositionContext(
+        patched("bert", "alibi").posenc,
+        torch.arange(5)[None],
+        past=0,
+        start=torch.zeros(1, 1, dtype=torch.long),
+        consecutive=True,
+    )
+    every, some = torch.ones(1, 1, 5, 5, dtype=torch.bool), torch.eye(5, dtype=torch.bool)[None, None]
+    merged = [attention.biased_mask(module, states, states, mask, context, None) for mask in (every, some, every)]
+    assert merged[0] is merged[2] and (merged[0] > -10).all()
+    assert torch.equal((merged[1] > -10), some.expand(1, 4, 5, 5))
+
+
 @pytest.mark.parametrize("encoding", ["rope", "relative"])
 def test_cross_attention_is_left_alone(encoding):
     """A decoder with cross-attention, cached: only its self-attention knows positions."""
@@ -410,6 +435,7 @@ SMALL = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, interme
         ("Llama", SMALL, "rotary_emb"),
         ("T5", dict(d_model=32, num_layers=1, num_heads=4, d_kv=8, d_ff=32, vocab_size=61), "relative_attention_bias"),
         ("Roberta", SMALL, "way of its own"),
+        ("CTRL", dict(n_embd=32, n_layer=1, n_head=4, dff=32, vocab_size=61), "no position table"),
     ],
 )
 def test_hosts_that_are_not_taken_over_yet(host, config, reason):
