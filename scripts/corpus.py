@@ -75,8 +75,8 @@ def split() -> tuple[list[Module], list[str]]:
 def without_leaks(document: str, name: str, summary: str) -> str:
     """The document without the query sentence, lines that name the module, and near copies of the query."""
     query = set(_words(summary))
-    parts = re.escape(name).replace(r"\.", r"\.")
-    named = re.compile(rf"(?<![\w]){parts}(?![\w])|\bmodule\s+{re.escape(name.rpartition('.')[2])}\b", re.IGNORECASE)
+    last = re.escape(name.rpartition(".")[2])
+    named = re.compile(rf"(?<![\w]){re.escape(name)}(?![\w])|\bmodule\s+{last}\b", re.IGNORECASE)
     lines = [line for line in document.splitlines() if not named.search(line)]
     kept = []
     for sentence in _sentences("\n".join(lines)):
