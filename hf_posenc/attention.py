@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from hf_posenc.encodings import PositionContext
+from hf_posenc.encodings import PositionContext, PositionEncoding
 
 PREFIX = "hf_posenc_"
 CONTEXT = "position_context"
@@ -47,8 +47,8 @@ class AttentionConfigView:
 class KeyRotatingCache:
     """A cache as one attention module sees it: keys are turned by their positions as they enter, once for all steps."""
 
-    def __init__(self, cache: Cache, context: PositionContext) -> None:
-        self.cache, self.context = cache, context
+    def __init__(self, cache: Cache, module: nn.Module, context: PositionContext) -> None:
+        self.cache, self.module, self.context = cache, module, context
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "cache":
@@ -57,17 +57,30 @@ class KeyRotatingCache:
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rotated: Any
-        _, rotated = self.context.encoding.rotate(None, key, self.context)
+        _, rotated = rotate(self.module, None, key, self.context)
         return self.cache.update(rotated, value, *args, **kwargs)
 
 
-def rotating(cache: Any, context: PositionContext) -> Any:
+def rotating(cache: Any, module: nn.Module, context: PositionContext) -> Any:
     """The cache, such that new self-attention keys are rotated before they are stored."""
     if isinstance(cache, EncoderDecoderCache):
         twin = copy.copy(cache)
-        twin.self_attention_cache = KeyRotatingCache(cache.self_attention_cache, context)  # type: ignore[assignment]
+        twin.self_attention_cache = KeyRotatingCache(cache.self_attention_cache, module, context)  # type: ignore[assignment]
         return twin
-    return KeyRotatingCache(cache, context)
+    return KeyRotatingCache(cache, module, context)
+
+
+def encodings_of(module: nn.Module, context: PositionContext) -> list[PositionEncoding]:
+    """What acts in one attention: the stack's encoding, and the attention's own."""
+    own = getattr(module, "posenc", None)
+    return [context.encoding] if own is None else [context.encoding, own]
+
+
+def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
+    """Queries and new keys, turned by all that acts in this attention."""
+    for encoding in encodings_of(module, context):
+        query, key = encoding.rotate(query, key, context)
+    return query, key
 
 
 def register(implementation: str) -> None:
@@ -76,9 +89,14 @@ def register(implementation: str) -> None:
         AttentionInterface.register(PREFIX + implementation, functools.partial(attend, implementation))
 
 
-def refusal(implementation: str, biased: bool) -> str | None:
+def biases(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
+    """Whether an encoding adds anything to scores."""
+    return not {"distance_bias", "score_bias"}.isdisjoint(encoding.acts_by())
+
+
+def refusal(implementation: str, encoding: type[PositionEncoding]) -> str | None:
     """Why an implementation can't carry an encoding, or None."""
-    if biased and not implementation.startswith(("eager", "sdpa", "flex_attention")):
+    if biases(encoding) and not implementation.startswith(("eager", "sdpa", "flex_attention")):
         return (
             f"attn_implementation={implementation!r} takes no score bias, so the encoding would be lost: "
             "use 'sdpa', 'flex_attention' or 'eager'"
@@ -104,19 +122,19 @@ def attend(
             f"{type(module).__name__} was called without positions: call the model itself, not model.forward or a part "
             "of it, so that its hooks run"
         )
-    encoding = position_context.encoding
     if keys_are_rotated:
-        query, _ = encoding.rotate(query, None, position_context)
+        query, _ = rotate(module, query, None, position_context)
     else:
-        query, key = encoding.rotate(query, key, position_context)
+        query, key = rotate(module, query, key, position_context)
+    context = position_context.scaled(query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"])
     if implementation == "flex_attention":
-        bias = score_bias(query, key, position_context)
+        bias = score_bias(module, query, key, context)
         if bias is not None:
             # flex reads position_bias[b, h, q, k] without broadcasting.
             shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
             kwargs["position_bias"] = bias.to(query.dtype).expand(shape)
     else:
-        attention_mask = biased_mask(module, query, key, attention_mask, position_context, kwargs.get("is_causal"))
+        attention_mask = biased_mask(module, query, key, attention_mask, context, kwargs.get("is_causal"))
     return host_function(module, implementation)(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -126,7 +144,12 @@ def host_function(module: nn.Module, implementation: str) -> Callable[..., tuple
         return ALL_ATTENTION_FUNCTIONS[implementation]
     if getattr(module, "reorder_and_upcast_attn", False):
         return _upcast_eager
-    return sys.modules[type(module).__module__].eager_attention_forward
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is not None:
+        return own
+    from transformers.models.bert import modeling_bert  # for a host that wrote its attention out
+
+    return modeling_bert.eager_attention_forward
 
 
 def _upcast_eager(
@@ -136,30 +159,38 @@ def _upcast_eager(
     return module._upcast_and_reordered_attn(query, key, value, mask)
 
 
-def score_bias(query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-    """All that the encoding adds to the scaled scores, broadcastable to `[B, H, Q, K]`, or None."""
-    encoding = context.encoding
-    if encoding.strength == 0.0:
-        return None
-    length = key.shape[2]
-    bias = _toeplitz_bias(query.shape[2], length, context) if context.consecutive else _general_bias(length, context)
-    content = encoding.score_bias(query, key, context)
-    if content is not None:
-        bias = content if bias is None else bias + content
-    return bias if bias is None or encoding.strength == 1.0 else bias * encoding.strength
+def score_bias(module: nn.Module, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
+    """All that is added to the scaled scores of this attention, broadcastable to `[B, H, Q, K]`, or None."""
+    total = None
+    for encoding in encodings_of(module, context):
+        if encoding.strength == 0.0:
+            continue
+        bias = _distance_bias(encoding, query.shape[2], key.shape[2], context)
+        content = encoding.score_bias(query, key, context)
+        for term in (bias, content):
+            if term is not None:
+                term = term if encoding.strength == 1.0 else term * encoding.strength
+                total = term if total is None else total + term
+    return total
 
 
-def _toeplitz_bias(queries: int, keys: int, context: PositionContext) -> Tensor | None:
+def _distance_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
+    if context.consecutive:
+        return _toeplitz_bias(encoding, queries, keys, context)
+    return _general_bias(encoding, keys, context)
+
+
+def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
     """`[1, H, Q, K]` from one value for each of the Q + K - 1 distances."""
     distance = torch.arange(1 - queries, keys, device=context.positions.device) - context.past
-    bias = context.encoding.distance_bias(distance)
+    bias = encoding.distance_bias(distance)
     return None if bias is None else bias.unfold(-1, keys, 1).flip(1)[None]
 
 
-def _general_bias(keys: int, context: PositionContext) -> Tensor | None:
+def _general_bias(encoding: PositionEncoding, keys: int, context: PositionContext) -> Tensor | None:
     """`[1 or B, H, Q, K]` for positions which jump: packed sequences, ids given by hand."""
-    distance = context.key_positions(keys)[:, None, :] - context.positions[:, :, None]
-    bias = context.encoding.distance_bias(distance.flatten())
+    distance = context.distances(keys)
+    bias = encoding.distance_bias(distance.flatten())
     return None if bias is None else bias.unflatten(-1, distance.shape).movedim(0, 1)
 
 
@@ -173,18 +204,19 @@ def biased_mask(
     """
 
     def compute() -> Tensor | None:
-        bias = score_bias(query, key, context)
+        bias = score_bias(module, query, key, context)
         return mask if bias is None else _merged(bias.to(query.dtype), mask, causal, context)
 
     # Without a mask, an implementation masks the future by itself; beside a bias it would not.
     causal = (
         mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     )
-    verbs = context.encoding.acts_by()
-    if "distance_bias" not in verbs and "score_bias" not in verbs:
+    biasing = [encoding for encoding in encodings_of(module, context) if biases(encoding)]
+    if not biasing:
         return mask
-    trained = torch.is_grad_enabled() and any(p.requires_grad for p in context.encoding.parameters())
-    if trained or "score_bias" in verbs:
+    trained = torch.is_grad_enabled() and any(p.requires_grad for encoding in biasing for p in encoding.parameters())
+    shared = biasing == [context.encoding] and "score_bias" not in context.encoding.acts_by()
+    if trained or not shared:
         return compute()
     # The mask is compared by identity: hosts hand the same one to all layers of a kind.
     seen = context.once("masks", list)

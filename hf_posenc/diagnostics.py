@@ -15,7 +15,7 @@ from hf_posenc.encodings import encoding_class
 class Report:
     """What `inspect` found.
 
-    encoding: canonical name; "learned" for a stock model with a position table.
+    encoding: canonical name; for a stock model what its own positions amount to ("learned", MPNet's "learned+t5").
     options: the encoding's options.
     enters: where positions enter, as dotted paths of modules, by verb.
     max_length: the longest usable input in tokens; None: no limit.
@@ -60,25 +60,22 @@ def inspect(model: PreTrainedModel | str | os.PathLike[str]) -> Report:
         with init_empty_weights():
             return inspect(AutoModel.from_config(AutoConfig.from_pretrained(model)))
     config = model.config
-    stacks = {name: module for name, module in model.named_modules() if hasattr(module, "posenc")}
+    stacks = {name: module for name, module in model.named_modules() if ports.is_patched(module)}
     if not stacks:
         return _stock_report(model)
     chosen = config.position_encoding
     cls = encoding_class(chosen["type"])
-    enters: dict[str, list[str]] = {verb: [] for verb in cls.acts_by()}
-    for stack_name, stack in stacks.items():
-        for name, module in stack.named_modules(prefix=stack_name):
-            embeds = isinstance(module, ports.PositionPort)
-            attends = isinstance(vars(module).get("config"), ports.attention.AttentionConfigView)
-            for verb, paths in enters.items():
-                if (embeds and verb == "embed") or (attends and verb != "embed"):
-                    paths.append(name)
     host = chosen["host"]
     return Report(
         model_class=type(model).__name__,
         encoding=chosen["type"],
         options={name: chosen[name] for name in cls.option_types()},
-        enters={verb: tuple(paths) for verb, paths in enters.items()},
+        enters={
+            verb: tuple(
+                f"{name}.{path}".lstrip(".") for name, stack in stacks.items() for path in stack._posenc_entrances[verb]
+            )
+            for verb in cls.acts_by()
+        },
         max_length=chosen["max_length"],
         host_kept=bool(host and host["kept"]),
         ignored=_ignored(config),
@@ -91,10 +88,10 @@ def _stock_report(model: PreTrainedModel) -> Report:
         raise ValueError(f"no source of position that hf_posenc knows was found in {type(model).__name__}")
     return Report(
         model_class=type(model).__name__,
-        encoding="learned",
+        encoding="learned+t5" if found.biases else "learned",
         options={},
-        enters={"embed": tuple(found.tables)},
-        max_length=getattr(model.config, ports.LENGTH_FIELD),
+        enters={"embed": tuple(found.tables)} | ({"distance_bias": tuple(found.biases)} if found.biases else {}),
+        max_length=getattr(model.config, ports.LENGTH_FIELD) - found.offset,
         host_kept=False,
         ignored=_ignored(model.config),
     )

@@ -131,9 +131,9 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
         super().__init__(config)
         chosen = canonical(config.position_encoding)
         self.posenc = build(chosen, Geometry(hidden_size=config.hidden_size, max_length=config.max_length))
-        if "embed" not in self.posenc.acts_by():
+        if self.posenc.acts_by() != ("embed",):
             raise ValueError(
-                f"{chosen['type']!r} makes no vectors that could be added to embeddings; it belongs into a model's "
+                f"{chosen['type']!r} doesn't act by vectors alone that could be added to embeddings; it belongs into a model's "
                 f"attention: hf_posenc.patch(model, {chosen['type']!r})"
             )
         self.dropout = nn.Dropout(config.dropout)

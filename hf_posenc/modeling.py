@@ -19,15 +19,16 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc import attention, ports
+from hf_posenc import attention, lending, ports
 from hf_posenc.embedding import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
-from hf_posenc.encodings import build, canonical, checked_max_length, encoding_class
+from hf_posenc.encodings import PositionEncoding, canonical, checked_max_length, encoding_class
 
 PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
-PLACEMENT = ("max_length", "host")
-"""What stands beside the options in `position_encoding`: the promised length, and what to restore of the host."""
+PLACEMENT = ("inject", "max_length", "host")
+"""What stands beside the options in `position_encoding`: where vectors are added, the promised length, and what to
+restore of the host."""
 
 
 # The config.
@@ -41,11 +42,20 @@ def split(position_encoding: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     else:
         placement = {}
     placement["max_length"] = checked_max_length(placement.get("max_length"))
+    inject = placement.setdefault("inject", "input")
+    if inject not in lending.INJECT:
+        raise ValueError(f"inject={inject!r}: allowed is {', '.join(map(repr, lending.INJECT))}")
     host = placement.setdefault("host", None)
     keys = {"name_or_path": str, "max_length": int, "kept": bool, "fingerprint": str}
     if host is not None and (not isinstance(host, dict) or {key: type(value) for key, value in host.items()} != keys):
         raise ValueError(f"position_encoding['host'] is written by patch and not to be edited, but reads {host!r}")
-    return canonical(position_encoding), placement
+    chosen = canonical(position_encoding)
+    if inject != "input" and "embed" not in encoding_class(chosen["type"]).acts_by():
+        raise ValueError(
+            f"inject={inject!r} says where vectors are added, but {chosen['type']!r} makes none: leave it out, or take an "
+            "encoding which embeds"
+        )
+    return chosen, {key: placement[key] for key in PLACEMENT}
 
 
 class PosEncConfigMixin(EncodingConfigMixin):
@@ -65,7 +75,7 @@ class PosEncConfigMixin(EncodingConfigMixin):
 
 
 class HostState(nn.Module):
-    """The host's own position tables, kept as buffers under their original keys, for `unpatch`."""
+    """The host's own tables of positions, kept as buffers under their original keys, for `unpatch`."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -96,7 +106,7 @@ class PosEncModelMixin(EncodingModelMixin):
         super().post_init()
 
     def _lend_encoding(self) -> None:
-        if hasattr(self, "posenc"):
+        if ports.is_patched(self):
             return
         if self.config.position_encoding is None:
             raise ValueError(
@@ -106,20 +116,19 @@ class PosEncModelMixin(EncodingModelMixin):
         found = ports.find(self)
         if found:
             encoding, placement = split(self.config.position_encoding)
-            geometry = ports.geometry(self, found, placement["max_length"])
+            geometry = ports.geometry(self, found, placement["max_length"], placement["inject"])
             if geometry.max_length is None and encoding_class(encoding["type"]).needs_max_length(geometry):
-                length = getattr(self.config, ports.LENGTH_FIELD)
+                length = getattr(self.config, ports.LENGTH_FIELD) - found.offset
                 geometry = replace(geometry, max_length=length)
                 self.config.position_encoding["max_length"] = length
-            module = build(encoding, geometry)
+            lending.lend(self, found, encoding, geometry, placement["inject"])
             host = placement["host"]
             if host and host["kept"]:
-                module.host = HostState(
-                    {f"{key}.weight": (host["max_length"], t.embedding_dim) for key, t in found.tables.items()}
-                )
-            ports.lend(self, found, module)
+                tables = {f"{key}.weight": (host["max_length"], table.embedding_dim) for key, table in found.tables.items()}
+                biases = {f"{key}.weight": tuple(table.weight.shape) for key, table in found.biases.items()}
+                self.posenc.host = HostState({**tables, **biases})
             self._check_attention()
-        elif not any(hasattr(module, "posenc") for module in self.modules()):
+        elif not any(map(ports.is_patched, self.modules())):
             raise ports.none_found(self.host_class)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -151,10 +160,10 @@ class PosEncModelMixin(EncodingModelMixin):
 
     def _check_attention(self) -> None:
         for module in self.modules():
-            if isinstance(module, PosEncModelMixin) and hasattr(module, "posenc"):
+            if ports.is_patched(module):
                 implementation = module.config._attn_implementation
-                biased = {"distance_bias", "score_bias"} & set(module.posenc.acts_by())
-                if reason := attention.refusal(implementation, bool(biased)):
+                encoding = encoding_class(module.config.position_encoding["type"])
+                if reason := attention.refusal(implementation, encoding):
                     raise ValueError(reason)
                 attention.register(implementation)
 
@@ -269,6 +278,7 @@ def patch(
     encoding: str | dict[str, Any],
     *,
     max_length: int | None = None,
+    inject: str = "input",
     keep_host: bool = True,
     **options: Any,
 ) -> PreTrainedModel:
@@ -280,11 +290,15 @@ def patch(
 
     Args:
         model: any Transformers model in which all sources of position can be taken over.
-        encoding: a name or alias (`hf_posenc.list_encodings()`), or `{"type": name, **options}`.
+        encoding: a name or alias (`hf_posenc.list_encodings()`), a composition of several (`"sinusoidal+alibi"`), or
+            `{"type": name, **options}`.
         max_length: the longest input in tokens, checked on every forward and written to the config's length field.
             None: no limit for computed encodings, the host's own length for tables.
+        inject: where the vectors of an encoding which embeds are added: to the "input", to the hidden state that enters
+            "every_layer", or to what leaves each layer's attention block ("after_attention").
         keep_host: keep the host's position table as non-trained buffers `posenc.host.*`, for `unpatch`.
-        **options: of the encoding (`alibi` has none, `rope` has theta and layout, …).
+        **options: of the encoding (`alibi` has none, `rope` has theta and layout, …); of a composition's part as
+            `part__option`.
 
     Raises:
         ValueError: unknown encoding or option, a wrong value, or a host that can't be patched; `model` is untouched.
@@ -298,6 +312,8 @@ def patch(
     if not type(model).__module__.startswith("transformers."):
         raise ValueError(f"{type(model).__name__} is not a class of Transformers itself, so no class can be derived from it")
     given = {"type": encoding} if isinstance(encoding, str) else encoding
+    if isinstance(given, dict) and inject != "input":
+        given = {**given, "inject": inject}
     chosen, placement = split({**given, **options} if isinstance(given, dict) else given)
     max_length = placement["max_length"] if max_length is None else max_length
     stack = model.base_model
@@ -311,27 +327,33 @@ def patch(
         "kept": keep_host,
         "fingerprint": fingerprint(stack),
     }
-    chosen, placement = split({**chosen, "max_length": max_length, "host": host})
+    chosen, placement = split({**chosen, **placement, "max_length": max_length, "host": host})
 
     config = copy.deepcopy(model.config)
     config.__class__ = derive(type(model.config))
     config.position_encoding = {**chosen, **placement}  # a table's length is settled where it is built
     if max_length is not None:
-        setattr(config, ports.LENGTH_FIELD, max_length)
+        setattr(config, ports.LENGTH_FIELD, max_length + found.offset)
     patched = _shell(derive(type(model)), config)
     _share(model, patched)
-    for module in patched.modules():
-        if isinstance(module, ports.PositionPort):
-            table = model.base_model.get_parameter(module.key)
-            (owner,) = module._stack
+    table = next(iter(found.tables.values())).weight
+    for owner in patched.modules():
+        if isinstance(vars(owner)["_modules"].get("posenc"), PositionEncoding):
             owner.posenc.to_empty(device=table.device)
             owner.posenc.to(table.dtype)
             with torch.no_grad():
-                owner.posenc.reset_parameters()
-                owner.posenc.adopt(table)
-                if keep_host:
-                    module.kept.copy_(table)
+                for module in owner.posenc.modules():
+                    if isinstance(module, PositionEncoding):
+                        module.reset_parameters()
             owner.posenc.train(owner.training)
+    with torch.no_grad():
+        for port in patched.modules():
+            if isinstance(port, lending.Port):
+                (owner,) = port._stack
+                if isinstance(port, lending.PositionPort):
+                    owner.posenc.adopt(model.base_model.get_parameter(port.key)[port.offset :])
+                if keep_host:
+                    port.kept.copy_(model.base_model.get_parameter(port.key))
     return patched
 
 
@@ -360,7 +382,7 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     stock = _shell(type(model).host_class, config)
     _share(model, stock)
     for module in model.modules():
-        if isinstance(module, ports.PositionPort):
+        if isinstance(module, lending.Port):
             owner, _, name = module.key.rpartition(".")
             stock.base_model.get_submodule(owner).register_parameter(name, nn.Parameter(module.kept.clone()))
     if fingerprint(stock.base_model) != host["fingerprint"]:
@@ -422,10 +444,10 @@ def _share(source: PreTrainedModel, target: PreTrainedModel) -> None:
     """
     theirs = dict(source.named_modules())
     for name, module in target.named_modules():
-        if "posenc" in name.split(".") or isinstance(module, ports.PositionPort):
+        if "posenc" in name.split(".") or isinstance(module, lending.Port):
             continue
         other = theirs.get(name)
-        if isinstance(other, ports.PositionPort):
+        if isinstance(other, lending.Port):
             continue
         if other is None or not (isinstance(module, type(other)) or isinstance(other, type(module))):
             raise ValueError(

@@ -19,17 +19,49 @@ ROOT = Path(__file__).parents[1]
 LENGTH = 24
 """The hosts' own longest length."""
 
+BERT = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=48,
+    max_position_embeddings=LENGTH,
+    pad_token_id=0,
+)
 HOSTS = {
-    "bert": (
-        "Bert",
-        dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=LENGTH),
-    ),
+    "bert": ("Bert", BERT),
     "distilbert": ("DistilBert", dict(dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=LENGTH)),
+    **{
+        name: (prefix, dict(BERT, max_position_embeddings=LENGTH + 2, pad_token_id=1, type_vocab_size=2))
+        for name, prefix in {"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"}.items()
+    },
+    "electra": ("Electra", dict(BERT, embedding_size=16)),
+    "albert": ("Albert", dict(BERT, embedding_size=16)),
+    "mpnet": ("MPNet", dict(BERT, max_position_embeddings=LENGTH + 2, pad_token_id=1)),
+    "ernie": ("Ernie", BERT),
+    "data2vec-text": ("Data2VecText", dict(BERT, max_position_embeddings=LENGTH + 2, pad_token_id=1)),
+    "megatron-bert": ("MegatronBert", BERT),
+    "layoutlm": ("LayoutLM", dict(BERT, max_2d_position_embeddings=16)),
     "gpt2": ("GPT2", dict(n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, bos_token_id=1, eos_token_id=2, pad_token_id=0)),
 }
 """Name -> prefix of its class names, and a tiny config."""
-HEADS = {"bert": "ForMaskedLM", "distilbert": "ForMaskedLM", "gpt2": "LMHeadModel"}
-ENCODINGS = ("alibi", "counter", "learned", "none", "normalized", "relative", "rope", "sinusoidal")
+OFFSETS = dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet", "data2vec-text"), 2)
+"""Hosts whose first token has another position id than 0."""
+HEADS = dict.fromkeys(HOSTS, "ForMaskedLM") | {"gpt2": "LMHeadModel"}
+ENCODINGS = (
+    "alibi",
+    "counter",
+    "learned",
+    "none",
+    "normalized",
+    "relative",
+    "relative_key_query",
+    "rope",
+    "shaw",
+    "sinusoidal",
+    "t5",
+    "learned+shaw",
+    "sinusoidal+alibi",
+)
 VOCABULARY = 61
 
 
@@ -68,6 +100,11 @@ def stock(host, head="Model", seed=0, **changes):
 def patched(host, encoding, head="Model", seed=0, max_length=None, **changes):
     """The same, patched, the encoding's parameters drawn from N(0, 1)."""
     return randomize_encoding(hf_posenc.patch(stock(host, head, seed, **changes), encoding, max_length=max_length))
+
+
+def backends(model):
+    """The attention implementations a model can run with here."""
+    return ("eager", "sdpa") if model._supports_sdpa else ("eager",)
 
 
 def tokens(batch=2, length=11, seed=0):

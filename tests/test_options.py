@@ -442,6 +442,7 @@ ORDER = [
     {"requirements", "encodings"},
     {"embedding", "attention"},
     {"ports"},
+    {"lending"},
     {"modeling"},
     {"extension", "distillation", "diagnostics", "benchmark"},
     {"plots", "hub"},

@@ -11,12 +11,12 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_posenc
-from conftest import ENCODINGS, HEADS, HOSTS, LENGTH, first, patched, randomize, run_python, stock, tokens
+from conftest import ENCODINGS, HEADS, HOSTS, LENGTH, OFFSETS, backends, first, patched, randomize, run_python, stock, tokens
 
 PAIRS = [(host, encoding) for host in HOSTS for encoding in ENCODINGS]
 every_pair = pytest.mark.parametrize(("host", "encoding"), PAIRS)
-# Each encoding on one host, each host on three encodings.
-SOME = [(list(HOSTS)[i % 3], encoding) for i, encoding in enumerate(ENCODINGS)]
+# Each host on three encodings, and so each encoding on two hosts or more.
+SOME = [(host, ENCODINGS[(3 * i + k) % len(ENCODINGS)]) for i, host in enumerate(HOSTS) for k in range(3)]
 some_pairs = pytest.mark.parametrize(
     ("host", "encoding"), [pytest.param(*pair, marks=() if pair in SOME else pytest.mark.slow) for pair in PAIRS]
 )
@@ -32,7 +32,7 @@ def padded(ids, lengths, side):
     return out, mask
 
 
-@every_pair
+@some_pairs
 def test_patch_keeps_the_host(host, encoding):
     model = stock(host, HEADS[host]).train()
     frozen = next(iter(model.base_model.parameters()))
@@ -40,13 +40,14 @@ def test_patch_keeps_the_host(host, encoding):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
     new = hf_posenc.patch(model, encoding)
-    if encoding not in ("learned", "relative"):
+    if not any("posenc." in name for name, _ in new.named_parameters()):
         assert torch.equal(torch.get_rng_state(), random_state)
 
     theirs, ours = dict(model.named_parameters()), dict(new.named_parameters())
     shared = set(theirs) & set(ours)
     assert all(theirs[name] is ours[name] for name in shared)
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in set(theirs) - shared} <= {"position_embeddings", "wpe"}
+    left_out = {name.rpartition(".")[0].rpartition(".")[2] for name in set(theirs) - shared}
+    assert left_out <= {"position_embeddings", "wpe", "relative_attention_bias"}
     assert all("posenc." in name for name in set(ours) - shared)
     assert type(new).__name__ == "PosEnc" + type(model).__name__ and isinstance(new, type(model))
     assert type(new.base_model).__name__ == "PosEnc" + type(model.base_model).__name__
@@ -91,37 +92,41 @@ def test_encoding_makes_order_visible(host, encoding):
 @every_pair
 def test_length_promise(host, encoding):
     model = patched(host, encoding)
-    long = tokens(1, LENGTH + 9)
-    if encoding == "learned" or (encoding == "normalized" and host == "gpt2"):
-        assert model.config.max_position_embeddings == LENGTH
+    long, offset = tokens(1, LENGTH + 9), OFFSETS.get(host, 0)
+    if encoding.startswith("learned") or (encoding == "normalized" and host == "gpt2"):
+        assert model.config.max_position_embeddings == LENGTH + offset
         with pytest.raises(ValueError, match=rf"{LENGTH + 9} tokens.*max_length={LENGTH}.*truncat"):
             model(long)
     else:
         assert first(model(long)).isfinite().all()
     promised = patched(host, encoding, max_length=LENGTH + 9)
-    assert promised.config.max_position_embeddings == LENGTH + 9
+    assert promised.config.max_position_embeddings == LENGTH + 9 + offset
     assert first(promised(long)).isfinite().all()
     with pytest.raises(ValueError, match=rf"{LENGTH + 10} tokens.*max_length={LENGTH + 9}"):
         promised(tokens(1, LENGTH + 10))
 
 
 @every_pair
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_padding_changes_nothing(host, encoding, implementation, side):
+@torch.no_grad()
+def test_padding_changes_nothing(host, encoding):
     model = patched(host, encoding)
-    model.set_attn_implementation(implementation)
     ids, lengths = tokens(3), [11, 7, 4]
-    batch, mask = padded(ids, lengths, side)
-    outputs = first(model(batch, attention_mask=mask))
-    for row, length in enumerate(lengths):
-        alone = first(model(ids[row : row + 1, :length]))[0]
-        torch.testing.assert_close(outputs[row][mask[row].bool()], alone, atol=2e-5, rtol=1e-4)
+    for implementation in backends(model):
+        model.set_attn_implementation(implementation)
+        alone = [first(model(ids[row : row + 1, :length]))[0] for row, length in enumerate(lengths)]
+        for side in ("right", "left"):
+            batch, mask = padded(ids, lengths, side)
+            outputs = first(model(batch, attention_mask=mask))
+            for row, expected in enumerate(alone):
+                torch.testing.assert_close(outputs[row][mask[row].bool()], expected, atol=2e-5, rtol=1e-4)
 
 
 @every_pair
+@torch.no_grad()
 def test_backends_agree(host, encoding):
     model = patched(host, encoding)
+    if len(backends(model)) < 2:
+        pytest.skip(f"{host} has one implementation of attention")
     ids, mask = tokens(2), torch.ones(2, 11, dtype=torch.long)
     mask[1, 6:] = 0
     for attention_mask in (None, mask):
@@ -133,14 +138,15 @@ def test_backends_agree(host, encoding):
 
 
 @every_pair
+@torch.no_grad()
 def test_positions_given_by_hand(host, encoding):
     """Consecutive ids are what is computed without ids; ids that jump follow the same formula."""
     model = patched(host, encoding)
-    ids = tokens(2)
-    arange = torch.arange(11)[None]
+    ids, offset = tokens(2), OFFSETS.get(host, 0)
+    arange = torch.arange(11)[None] + offset
     assert torch.equal(first(model(ids, position_ids=arange)), first(model(ids)))
     # A batch of jumping ids equals its rows, and their order along the row doesn't matter to an encoder.
-    jumps = torch.stack([torch.arange(11) * 2, torch.arange(11).flip(0)])
+    jumps = torch.stack([torch.arange(11) * 2, torch.arange(11).flip(0)]) + offset
     whole = first(model(ids, position_ids=jumps, attention_mask=torch.ones_like(ids)))
     for row in range(2):
         alone = first(model(ids[row : row + 1], position_ids=jumps[row : row + 1], attention_mask=torch.ones(1, 11)))
@@ -151,7 +157,7 @@ def test_positions_given_by_hand(host, encoding):
         torch.testing.assert_close(moved, first(model(ids))[:, order], atol=2e-5, rtol=1e-4)
 
 
-@every_pair
+@some_pairs
 def test_copies(host, encoding):
     model = patched(host, encoding, HEADS[host])
     expected = first(model(tokens()))
@@ -168,11 +174,11 @@ def test_copies(host, encoding):
     assert model.config._attn_implementation == "sdpa"
 
 
-@every_pair
+@some_pairs
 def test_outputs_and_gradients(host, encoding):
     model = patched(host, encoding, HEADS[host])
     ids, reference = tokens(), stock(host, HEADS[host])
-    for implementation in ("eager", "sdpa"):
+    for implementation in backends(model):
         for each in (model, reference):
             each.set_attn_implementation(implementation)
         ours, theirs = (
@@ -194,6 +200,10 @@ def test_outputs_and_gradients(host, encoding):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(host, encoding, reentrant):
     model = patched(host, encoding, HEADS[host], **dropout_free(host)).train()
+    if not model.supports_gradient_checkpointing:
+        pytest.skip(f"{host} has no gradient checkpointing")
+    if host == "megatron-bert":
+        pytest.skip("its layers lose the positions in their second run, which is an error: see below")
     ids = tokens()
 
     def gradients():
@@ -212,12 +222,16 @@ def test_gradient_checkpointing(host, encoding, reentrant):
 
 
 def dropout_free(host):
-    names = {
-        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-        "distilbert": ("dropout", "attention_dropout"),
-        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    }
-    return dict.fromkeys(names[host], 0.0)
+    names = {"distilbert": ("dropout", "attention_dropout"), "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    return dict.fromkeys(names.get(host, ("hidden_dropout_prob", "attention_probs_dropout_prob")), 0.0)
+
+
+def test_a_layer_that_would_lose_its_positions():
+    """Megatron-BERT's layers get no keyword arguments, so a second run of one can't know the positions: no wrong gradients."""
+    model = patched("megatron-bert", "alibi", "ForMaskedLM").train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(RuntimeError, match="gradient checkpointing"):
+        model(tokens(), labels=tokens()).loss.backward()
 
 
 @some_pairs
@@ -228,7 +242,7 @@ def test_half_precision(host, encoding):
     outputs = half(tokens())
     assert first(outputs).dtype == torch.bfloat16
     assert torch.nn.functional.cosine_similarity(first(outputs).float().flatten(), expected.flatten(), dim=0) > 0.99
-    half.set_attn_implementation("eager")
+    half.set_attn_implementation(backends(half)[0])
     assert first(half(tokens())).dtype == torch.bfloat16
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert first(patched(host, encoding)(tokens())).isfinite().all()
@@ -317,6 +331,7 @@ def test_save_and_reload(host, encoding, reloaded):
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
 def test_gpt2_decoding(encoding, side, static):
     """Cached decoding, in chunks and token by token, equals the full forward on logits."""
     model = patched("gpt2", encoding, "LMHeadModel")
@@ -342,7 +357,10 @@ def test_on_a_gpu(host, encoding):
     model = patched(host, encoding)
     ids, lengths = tokens(3), [11, 7, 4]
     batch, mask = padded(ids, lengths, "left")
-    by_hand = {"position_ids": torch.arange(11).flip(0)[None], "attention_mask": torch.ones(3, 11, dtype=torch.long)}
+    by_hand = {
+        "position_ids": torch.arange(11).flip(0)[None] + OFFSETS.get(host, 0),
+        "attention_mask": torch.ones(3, 11, dtype=torch.long),
+    }
     expected = first(model(batch, attention_mask=mask)), first(model(ids, **by_hand))
     new = hf_posenc.patch(hf_posenc.unpatch(model).cuda(), model.config.position_encoding["type"])
     new.load_state_dict(model.state_dict())

@@ -14,6 +14,7 @@ from hf_posenc.encodings.base import (
     encoding_class,
     list_encodings,
     merged,
+    options_of,
     positions_of,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "encoding_class",
     "list_encodings",
     "merged",
+    "options_of",
     "positions_of",
 ]

@@ -6,9 +6,10 @@ Shapes: B batch, L tokens, Q queries, K keys, H heads, D hidden_size, E head_dim
 import contextlib
 import inspect
 import math
+import re
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -41,6 +42,7 @@ class PositionContext:
     past: how many keys were cached before them; an int, or a 0-dim tensor for static caches.
     start: `[1 or B, 1]`, the index of the key at position 0; cached keys are taken to rise by one from there.
     consecutive: True when the new positions rise by one too, so that distances follow from indices alone.
+    scaling: the factor on QKᵀ in the attention that asks.
     """
 
     encoding: "PositionEncoding"
@@ -49,6 +51,11 @@ class PositionContext:
     start: Tensor
     consecutive: bool
     computed: dict[Any, Any] = field(default_factory=dict)
+    scaling: float = 1.0
+
+    def scaled(self, scaling: float) -> "PositionContext":
+        """The same forward pass as an attention with this scaling sees it."""
+        return replace(self, scaling=scaling)
 
     def once(self, key: Any, compute: Callable[[], Any]) -> Any:
         """`compute()`, evaluated once in this forward pass. Only for what needs no gradient."""
@@ -63,6 +70,10 @@ class PositionContext:
             return keys
         new = torch.arange(self.positions.shape[1], device=keys.device) + self.past
         return keys.expand(len(self.positions), -1).index_copy(1, new, self.positions.to(keys.dtype))
+
+    def distances(self, keys: int) -> Tensor:
+        """`[1 or B, Q, K]`: key position - query position."""
+        return self.key_positions(keys)[:, None, :] - self.positions[:, :, None]
 
 
 def positions_of(length: int, past: int | Tensor, attention_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -94,27 +105,39 @@ class PositionEncoding(nn.Module):
     `self.geometry`. Parameters are made in `__init__` (after `super().__init__`) and filled in `reset_parameters`,
     with functions of `torch.nn.init` or with `fill_`, so that loaded weights are left alone. A subclass overrides
     one or more of the verbs `embed`, `rotate`, `distance_bias`, `score_bias`; each does nothing here.
+
+    With `per_layer = True` each attention gets an instance, and parameters, of its own; else all share the stack's.
+    Aliases may carry options: `aliases={"near": {"width": 8}}`.
     """
 
     type: ClassVar[str] = ""  # type: ignore[assignment]  # shadows Module.type(dtype), which only a whole model is asked for
-    aliases: ClassVar[tuple[str, ...]] = ()
+    aliases: ClassVar[dict[str, dict[str, Any]]] = {}
+    per_layer: ClassVar[bool] = False
     geometry: Geometry
     strength: float
     """How far the encoding is in force: 1.0, except while a model is being converted (see `PositionPort`)."""
 
-    def __init_subclass__(cls, type: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls, type: str | None = None, aliases: tuple[str, ...] | dict[str, dict[str, Any]] = (), **kwargs: Any
+    ) -> None:
         super().__init_subclass__(**kwargs)
         if type is None:
             return
         own = (cls.__module__, cls.__qualname__)
         for name in (type, *aliases):
+            if not re.fullmatch(r"[A-Za-z0-9]+([_-][A-Za-z0-9]+)*", name) or name in RESERVED:
+                raise ValueError(
+                    f"{name!r} can't be the name of an encoding: allowed are letters, digits and single _ or - between them, "
+                    f"but not {_listed(sorted(RESERVED))}"
+                )
             taken = _REGISTRY.get(name)
             if taken and (taken.__module__, taken.__qualname__) != own:
                 raise ValueError(
                     f"the encoding name {name!r} is taken by {taken.__module__}.{taken.__qualname__}: "
                     f"give {cls.__qualname__} another `type`"
                 )
-        cls.type, cls.aliases = type, aliases
+        cls.type = type
+        cls.aliases = aliases if isinstance(aliases, dict) else {name: {} for name in aliases}
         if reserved := RESERVED & set(cls.option_types()):
             raise ValueError(f"{cls.__qualname__} can't name an option {_listed(sorted(reserved))}: those are hf_posenc's own")
         # A notebook cell that is run again replaces its class, under all names it had.
@@ -157,6 +180,16 @@ class PositionEncoding(nn.Module):
         """Take what is wanted of the host's own position table, `[rows, D]`, after `reset_parameters`."""
 
     @classmethod
+    def for_stack(cls, geometry: Geometry, **options: Any) -> "PositionEncoding":
+        """What the stack owns of this encoding, and all its attentions share; it may do nothing."""
+        return PositionEncoding(geometry) if cls.per_layer else cls(geometry, **options)
+
+    @classmethod
+    def for_attention(cls, geometry: Geometry, **options: Any) -> "PositionEncoding | None":
+        """What each attention owns of this encoding, if anything."""
+        return cls(geometry, **options) if cls.per_layer else None
+
+    @classmethod
     def needs_max_length(cls, geometry: Geometry) -> bool:
         """True where positions beyond a longest length have no meaning (a table, say)."""
         return False
@@ -168,6 +201,11 @@ class PositionEncoding(nn.Module):
         return tuple(verb for verb in verbs if getattr(cls, verb) is not getattr(PositionEncoding, verb))
 
     # Options.
+
+    @classmethod
+    def preset(cls, name: str) -> dict[str, Any]:
+        """The options that a name stands for: those of an alias, or none."""
+        return cls.aliases.get(name, {})
 
     @classmethod
     def option_types(cls) -> dict[str, Any]:
@@ -219,11 +257,15 @@ def canonical(encoding: Any) -> dict[str, Any]:
             f"names: {_listed(list_encodings())}"
         )
     cls = encoding_class(encoding["type"])
-    return {"type": cls.type, **cls.checked_options({key: value for key, value in encoding.items() if key != "type"})}
+    return {"type": cls.type, **cls.checked_options({**cls.preset(encoding["type"]), **options_of(encoding)})}
 
 
 def encoding_class(name: Any) -> type[PositionEncoding]:
-    """The class registered under a name or alias. Raises ValueError with the names there are."""
+    """The class registered under a name or alias, or of a composition `"a+b"`. Raises ValueError with the names there are."""
+    if isinstance(name, str) and "+" in name:
+        from hf_posenc.encodings.composition import composed
+
+        return composed(name)
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(
             f"unknown position encoding {name!r}; registered: {_listed(list_encodings())}. "
@@ -233,9 +275,13 @@ def encoding_class(name: Any) -> type[PositionEncoding]:
 
 
 def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
-    """The module for a canonical dict."""
-    options = {key: value for key, value in encoding.items() if key != "type"}
-    return _REGISTRY[encoding["type"]](geometry, **options)
+    """The module for a canonical dict, all in one."""
+    return encoding_class(encoding["type"])(geometry, **options_of(encoding))
+
+
+def options_of(encoding: dict[str, Any]) -> dict[str, Any]:
+    """A canonical dict without its type."""
+    return {key: value for key, value in encoding.items() if key != "type"}
 
 
 def fill_(tensor: Tensor, values: Tensor) -> None:
@@ -267,7 +313,8 @@ def merged(saved: Any, given: Any) -> Any:
             f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
             f"then model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})"
         )
-    return {**saved, **given}
+    parts = {key: {**saved[key], **value} for key, value in given.items() if isinstance(value, dict) and key in saved}
+    return {**saved, **given, **parts}
 
 
 def _checked(name: str, value: Any, annotation: Any) -> Any:

@@ -39,6 +39,11 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
 
     def adopt(self, table: Tensor) -> None:
         if self.init == "host":
+            if table.shape[1] != self.weight.shape[1]:
+                raise ValueError(
+                    f"learned.init='host': the host's table has {table.shape[1]} columns, but vectors of "
+                    f"{self.weight.shape[1]} are added here: choose init='normal' or 'sinusoidal'"
+                )
             rows = min(len(table), len(self.weight))
             with torch.no_grad():
                 self.weight[:rows].copy_(table[:rows])

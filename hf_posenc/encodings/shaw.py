@@ -1,0 +1,54 @@
+"""Self-attention with relative position representations: https://arxiv.org/abs/1803.02155"""
+
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.encodings.base import Above, Geometry, PositionContext, PositionEncoding
+
+
+class Shaw(
+    PositionEncoding,
+    type="shaw",
+    aliases={"relative_key": {"terms": "keys"}, "relative_key_query": {"terms": "keys+queries"}},
+):
+    """scores[h, i, j] = q_i · (k_j + a_ij) · scaling, a_ij = weight[clip(j - i, -max_distance, max_distance)]
+    (Shaw et al., 2018, equations 3 and 4). Each layer has vectors of its own, shared by its heads.
+
+    With terms="keys+queries" k_j · a_ij · scaling is added, too (https://arxiv.org/abs/2009.13658, method 4; BERT's
+    relative_key_query in Transformers v4). Distances are clipped: there is no longest length.
+
+    Options:
+        max_distance: further than this, all distances count as equal.
+        terms: "keys" (what is added belongs to the keys) or "keys+queries".
+    """
+
+    max_distance: Annotated[int, Above(0)] = 128
+    terms: Literal["keys", "keys+queries"] = "keys"
+    per_layer = True
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        self.weight = nn.Parameter(torch.empty(2 * self.max_distance + 1, geometry.head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        index = context.once((self.type, self.max_distance, "index"), lambda: self._index(key.shape[2], context))
+        # One product for each distance there is, then picked by distance: no [Q, K, E] tensor.
+        bias = _picked(query @ self.weight.to(query.dtype).T, index)
+        if self.terms == "keys+queries":
+            bias = bias + _picked(key @ self.weight.to(key.dtype).T, index.transpose(1, 2)).transpose(2, 3)
+        return bias * context.scaling
+
+    def _index(self, keys: int, context: PositionContext) -> Tensor:
+        """The row of `weight` for each query and key, `[1 or B, Q, K]`."""
+        return context.distances(keys).clamp(-self.max_distance, self.max_distance) + self.max_distance
+
+
+def _picked(products: Tensor, index: Tensor) -> Tensor:
+    """`[B, H, L, R]` products with R rows -> those that `index` `[1 or B, L, M]` names: `[B, H, L, M]`."""
+    return products.gather(-1, index[:, None].expand(*products.shape[:3], -1))
