@@ -47,21 +47,9 @@ HOSTS = {
 OFFSETS = dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet", "data2vec-text"), 2)
 """Hosts whose first token has another position id than 0."""
 HEADS = dict.fromkeys(HOSTS, "ForMaskedLM") | {"gpt2": "LMHeadModel"}
-ENCODINGS = (
-    "alibi",
-    "counter",
-    "learned",
-    "none",
-    "normalized",
-    "relative",
-    "relative_key_query",
-    "rope",
-    "shaw",
-    "sinusoidal",
-    "t5",
-    "learned+shaw",
-    "sinusoidal+alibi",
-)
+ENCODINGS = ("alibi", "counter", "learned", "none", "normalized", "relative", "rope", "shaw", "sinusoidal", "t5")
+VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi")
+"""The matrix: every encoding, and what is made of several."""
 VOCABULARY = 61
 
 

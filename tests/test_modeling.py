@@ -61,7 +61,7 @@ def test_from_scratch():
         position_encoding={"type": "rotary", "theta": 500}, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
         intermediate_size=48,
     )  # fmt: skip
-    expected = {"type": "rope", "theta": 500.0, "layout": "half", "max_length": None, "host": None}
+    expected = {"type": "rope", "theta": 500.0, "layout": "half", "inject": "input", "max_length": None, "host": None}
     assert config.position_encoding == expected and config.model_type == "posenc-bert"
     model = AutoModelForMaskedLM.from_config(config)
     assert type(model) is hf_posenc.PosEncBertForMaskedLM and first(model(tokens(1, 600))).isfinite().all()
@@ -122,7 +122,7 @@ def test_unpatch_after_training_says_so(host, tmp_path):
     for trained in (model.eval(), AutoModel.from_pretrained(tmp_path / "trained")):
         with pytest.warns(UserWarning, match="no longer those which were patched"):
             again = hf_posenc.unpatch(trained)
-        old = stock(host).get_parameter(table_of(host))
+        old = stock(host, HEADS[host]).base_model.get_parameter(table_of(host))
         assert torch.equal(again.base_model.get_parameter(table_of(host)), old)
     hf_posenc.unpatch(AutoModel.from_pretrained(tmp_path / "untrained"))
 
@@ -354,12 +354,16 @@ def test_strength_fades_from_the_hosts_positions(encoding, tmp_path):
 @every_host
 def test_learned_from_the_host_changes_nothing(host):
     model = stock(host)
-    new = hf_posenc.patch(model, "learned", init="host")
-    assert torch.equal(first(new(tokens())), first(model(tokens())))
-    longer = hf_posenc.patch(model, "learned", init="host", max_length=LENGTH + 8)
-    assert (
-        torch.equal(first(longer(tokens())), first(model(tokens()))) and first(longer(tokens(1, LENGTH + 8))).isfinite().all()
-    )
+    kind, options = ("learned+t5", {"learned__init": "host"}) if host == "mpnet" else ("learned", {"init": "host"})
+    new = hf_posenc.patch(model, kind, **options)
+    longer = hf_posenc.patch(model, kind, max_length=LENGTH + 8, **options)
+    if host == "mpnet":  # which has T5's relative biases beside its table
+        for each in (new, longer):
+            each.posenc.t5.weight.data.copy_(model.encoder.relative_attention_bias.weight)
+    written_out = host in ("mpnet", "megatron-bert")
+    for each in (new, longer):
+        torch.testing.assert_close(first(each(tokens())), first(model(tokens())), rtol=0, atol=1e-5 if written_out else 0)
+    assert first(longer(tokens(1, LENGTH + 8))).isfinite().all()
 
 
 def test_ids_beyond_a_table():
@@ -434,7 +438,9 @@ SMALL = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, interme
         ("ResNet", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "no ports"),
         ("Llama", SMALL, "rotary_emb"),
         ("T5", dict(d_model=32, num_layers=1, num_heads=4, d_kv=8, d_ff=32, vocab_size=61), "relative_attention_bias"),
-        ("Roberta", SMALL, "way of its own"),
+        ("OPT", dict(hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=61), "way of its own"),
+        ("MegatronBert", dict(SMALL, is_decoder=True), "as an encoder only"),
+        ("IBert", SMALL, "attention interface"),
         ("CTRL", dict(n_embd=32, n_layer=1, n_head=4, dff=32, vocab_size=61), "no position table"),
     ],
 )

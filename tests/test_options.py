@@ -92,6 +92,10 @@ def test_what_is_no_encoding(given):
         ("relative", ("distance_bias",)),
         ("alibi", ("distance_bias",)),
         ("rope", ("rotate",)),
+        ("t5", ("distance_bias",)),
+        ("shaw", ("score_bias",)),
+        ("sinusoidal+rope+alibi", ("embed", "rotate", "distance_bias")),
+        ("none+shaw", ("score_bias",)),
     ],
 )
 def test_acts_by(kind, verbs):

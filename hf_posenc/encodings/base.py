@@ -236,6 +236,8 @@ class PositionEncoding(nn.Module):
 
 
 _REGISTRY: dict[str, type[PositionEncoding]] = {}
+compose: list[Callable[[str], type[PositionEncoding]]] = []
+"""Makes the class of a composition `"a+b"`; given by composition.py, which builds on this module."""
 RESERVED = {"type", "aliases", "geometry", "strength", "max_length", "host", "inject", "where", "keep_host", "submodel"}
 
 
@@ -263,9 +265,7 @@ def canonical(encoding: Any) -> dict[str, Any]:
 def encoding_class(name: Any) -> type[PositionEncoding]:
     """The class registered under a name or alias, or of a composition `"a+b"`. Raises ValueError with the names there are."""
     if isinstance(name, str) and "+" in name:
-        from hf_posenc.encodings.composition import composed
-
-        return composed(name)
+        return compose[0](name)
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(
             f"unknown position encoding {name!r}; registered: {_listed(list_encodings())}. "

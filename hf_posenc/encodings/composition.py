@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hf_posenc.encodings.base import Geometry, PositionContext, PositionEncoding, encoding_class
+from hf_posenc.encodings.base import Geometry, PositionContext, PositionEncoding, compose, encoding_class
 
 
 class Composition(PositionEncoding):
@@ -126,6 +126,9 @@ def composed(name: str) -> type[PositionEncoding]:
         body = {"__module__": __name__, "__doc__": Composition.__doc__, "type": canonical, "parts": parts}
         known = globals()[canonical] = type(canonical, (Composition,), body)
     return known
+
+
+compose[:] = [composed]
 
 
 def __getattr__(name: str) -> Any:
