@@ -10,12 +10,13 @@ import dataclasses
 import logging
 import warnings
 from collections import defaultdict
+from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
 from tqdm.auto import tqdm
-from transformers import CONFIG_MAPPING, AutoModel
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 
 import hf_posenc
 
@@ -34,12 +35,13 @@ SIZES = (
 )
 
 
-def tiny(kind: str, generator: torch.Generator) -> torch.nn.Module | None:
+def tiny(kind: str, generator: torch.Generator) -> PreTrainedModel | None:
     """A tiny random model of a type, or None where these sizes don't make one that reads token ids."""
     try:
         config_class = CONFIG_MAPPING[kind]
         known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-        config = config_class(**{name: value for name, value in SIZES.items() if name in known})
+        sizes: dict[str, Any] = {name: value for name, value in SIZES.items() if name in known}
+        config = config_class(**sizes)
         with init_empty_weights(include_buffers=True):
             empty = AutoModel.from_config(config)
         if sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers())) > MOST_VALUES:
@@ -53,7 +55,7 @@ def tiny(kind: str, generator: torch.Generator) -> torch.nn.Module | None:
     return model
 
 
-def movements(model: torch.nn.Module, generator: torch.Generator) -> dict[str, float]:
+def movements(model: PreTrainedModel, generator: torch.Generator) -> dict[str, float]:
     """Encoding -> the largest change of an output, each compared with the same token's, when the input is permuted."""
     ids = torch.randint(3, VOCABULARY, (1, LENGTH), generator=generator)
     order = torch.randperm(LENGTH, generator=generator)

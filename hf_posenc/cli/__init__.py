@@ -1,0 +1,58 @@
+"""`hf-posenc list | inspect | patch | push`: the API from a shell. One subcommand, one file, which registers by existing."""
+
+import importlib
+import pkgutil
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from typer.core import TyperGroup
+except ImportError as error:
+    raise SystemExit(f'hf-posenc needs typer and rich ({error}): pip install "hf-posenc[cli]"') from None
+
+import hf_posenc
+
+console = Console(soft_wrap=True)
+
+
+class Group(TyperGroup):
+    """Says what is wrong in one line, without a traceback; the exit code is 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError) as error:
+            Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] {_plain(error)}", highlight=False)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Any position encoding in any Transformers model.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(hf_posenc.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+def _plain(error: BaseException) -> str:
+    return str(error).replace("[", r"\[")
+
+
+for _module in pkgutil.iter_modules(__path__):
+    if _module.name != "__main__":
+        importlib.import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,3 @@
+from hf_posenc.cli import app
+
+app(prog_name="hf-posenc")
