@@ -118,10 +118,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """The host's attention function, with queries and keys rotated and the bias of the encoding in its mask."""
     if position_context is None:
-        raise RuntimeError(
-            f"{type(module).__name__} was called without positions: call the model itself, not model.forward or a part "
-            "of it, so that its hooks run"
-        )
+        raise RuntimeError(f"{type(module).__name__} was called without positions: call the model itself, not a part of it")
     if keys_are_rotated:
         query, _ = rotate(module, query, None, position_context)
     else:

@@ -1,7 +1,7 @@
 """What is put into a host's ports, and how the positions of a forward pass reach it.
 
-A pre-hook on the stack makes one `PositionContext` for each forward pass; it goes down to the attentions as a keyword
-argument, handed on where a host's modules don't do it themselves.
+The stack's forward makes one `PositionContext`; it goes down to the attentions as a keyword argument, handed on where a
+host's modules don't do it themselves.
 """
 
 import inspect
@@ -123,8 +123,7 @@ def lend(stack: Any, ports: Ports, encoding: dict[str, Any], geometry: Geometry,
     stack._posenc_entrances = {verb: embeds_at if verb == "embed" else tuple(ports.attentions) for verb in cls.acts_by()}
     # BERT cuts missing token types from a buffer as long as its old table, so they are given from shapes instead.
     needs_token_types = any(name.endswith("token_type_ids") for name, _ in stack.named_buffers())
-    begin = partial(begin_forward, _argument_names(stack), ports.offset, needs_token_types, hops.get(stack, ()))
-    stack.register_forward_pre_hook(begin, with_kwargs=True)
+    stack._posenc_begin = partial(begin_forward, _argument_names(stack), ports.offset, needs_token_types, hops.get(stack, ()))
 
 
 def _replace(stack: Any, name: str, port: Port) -> None:
@@ -246,7 +245,7 @@ def begin_forward(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Pre-hook of a stack: makes the positions of this forward pass and hands them down.
+    """The arguments for a stack's forward, with the positions of this forward pass in them.
 
     Explicit `position_ids`, counted as the host counts them, win; else they come from the attention mask (`positions_of`).
     """
@@ -254,7 +253,7 @@ def begin_forward(
     cache, mask, ids = call["past_key_values"], call["attention_mask"], call["position_ids"]
     embeds = call["inputs_embeds"]
     if embeds is None and call["input_ids"] is None:
-        return None  # the host says what is missing
+        return args, kwargs  # the host says what is missing
     shape, device = (
         (embeds.shape[:-1], embeds.device) if embeds is not None else (call["input_ids"].shape, call["input_ids"].device)
     )
@@ -284,7 +283,8 @@ def _from_zero(stack: Any, ids: Tensor, offset: int) -> Tensor:
     """Ids in the host's own count, whose first token has the id `offset`, and padding the one before -> positions."""
     if offset == 0:
         return ids
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel() and ids.min() < offset - 1:
+    # Worth reading values even on a GPU: ids from 0 would be silently wrong, and ids given by hand are rare here.
+    if not torch.compiler.is_compiling() and ids.numel() and ids.min() < offset - 1:
         raise ValueError(
             f"position_ids begin at {int(ids.min())}, but {type(stack).__name__} counts its first token as {offset} and "
             f"padding as {offset - 1}, patched or not: add {offset} to ids that count from 0"

@@ -5,11 +5,13 @@
 """
 
 import copy
+import functools
 import hashlib
 import os
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -216,6 +218,7 @@ def _derive_model(name: str, host: type[PreTrainedModel]) -> type:
         "__module__": __name__,
         "__doc__": f"{host.__name__} with the position encoding of its config (see `hf_posenc.patch`).",
         "__init__": _with_derived_children(host),
+        "forward": _with_positions(host),
         "config_class": derive(host.config_class),
         "host_class": host,
     }
@@ -239,6 +242,18 @@ def _with_derived_children(host: type[PreTrainedModel]) -> types.FunctionType:
     )
     copied.__kwdefaults__, copied.__doc__, copied.__annotations__ = init.__kwdefaults__, init.__doc__, init.__annotations__
     return copied
+
+
+def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
+    """The host's `forward`, which in a stack gets the positions. Not a hook: some tools call `model.forward` itself."""
+
+    @functools.wraps(host.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "posenc" in self._modules:
+            args, kwargs = self._posenc_begin(self, args, kwargs)
+        return host.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def register_auto_classes() -> None:
@@ -289,7 +304,8 @@ def patch(
     hooks stay with `model`.
 
     Args:
-        model: any Transformers model in which all sources of position can be taken over.
+        model: any Transformers model in which all sources of position can be taken over; or a SentenceTransformer with
+            one, which comes back as a SentenceTransformer. A max_length is then its max_seq_length, too.
         encoding: a name or alias (`hf_posenc.list_encodings()`), a composition of several (`"sinusoidal+alibi"`), or
             `{"type": name, **options}`.
         max_length: the longest input in tokens, checked on every forward and written to the config's length field.
@@ -303,6 +319,11 @@ def patch(
     Raises:
         ValueError: unknown encoding or option, a wrong value, or a host that can't be patched; `model` is untouched.
     """
+    if _holds_a_model(model):
+        change = functools.partial(
+            patch, encoding=encoding, max_length=max_length, inject=inject, keep_host=keep_host, **options
+        )
+        return _changed_within(model, change)
     _refuse_wrapped(model)
     if isinstance(model, PosEncModelMixin):
         raise ValueError(
@@ -366,6 +387,8 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: the model isn't patched, or its positions were not kept (the error names the base model).
     """
+    if _holds_a_model(model):
+        return _changed_within(model, unpatch)
     _refuse_wrapped(model)
     if not isinstance(model, PosEncModelMixin):
         raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
@@ -392,6 +415,32 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
             stacklevel=2,
         )
     return stock
+
+
+def _holds_a_model(model: Any) -> bool:
+    """Whether this is a row of modules whose first one holds a Transformers model: a SentenceTransformer."""
+    return isinstance(model, nn.Sequential) and len(model) > 0 and isinstance(getattr(model[0], "model", None), PreTrainedModel)
+
+
+def _changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedModel]) -> Any:
+    """A twin of a SentenceTransformer with its model changed and a tokenizer of its own; it shares all else.
+
+    Its max_seq_length is its tokenizer's model_max_length. A promised length is taken over, and one beyond the model's is
+    cut; where the model has no limit, the length stays what it was.
+    """
+    first = outer[0]
+    model = change(first.model)
+    twin, holder = copy.copy(outer), copy.copy(first)
+    holder._modules = {**first._modules, "model": model}
+    twin._modules = {**outer._modules, next(iter(outer._modules)): holder}
+    holder.processor = copy.deepcopy(first.processor)
+    if isinstance(model, PosEncModelMixin):
+        length = model.config.position_encoding["max_length"]
+    else:
+        length = min(first.max_seq_length, getattr(model.config, ports.LENGTH_FIELD) - ports.find(model).offset)
+    if length is not None:
+        holder.max_seq_length = length
+    return twin
 
 
 def fingerprint(stack: Any) -> str:

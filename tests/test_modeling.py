@@ -586,10 +586,12 @@ def test_a_backend_that_would_drop_the_bias(monkeypatch):
         hf_posenc.patch(model, "alibi")
 
 
-def test_calling_around_the_hooks_is_an_error():
-    model = patched("bert", "alibi")
+@pytest.mark.parametrize("host", ["bert", "mpnet"])
+def test_only_a_part_has_no_positions(host):
+    model = patched(host, "alibi")
+    assert torch.equal(first(model.forward(tokens())), first(model(tokens())))
     with pytest.raises(RuntimeError, match="without positions"):
-        model.forward(tokens())
+        model.encoder(model.embeddings(tokens(), position_ids=torch.arange(11)[None]))
 
 
 @pytest.mark.slow
