@@ -11,6 +11,7 @@ from hf_posenc import modeling as _modeling  # noqa: E402
 from hf_posenc.diagnostics import inspect  # noqa: E402
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
+from hf_posenc.hub import push_to_hub  # noqa: E402
 from hf_posenc.modeling import patch, unpatch  # noqa: E402
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "inspect",
     "list_encodings",
     "patch",
+    "push_to_hub",
     "unpatch",
 ]
 

@@ -8,6 +8,7 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from hf_posenc import ports
+from hf_posenc.embedding import PositionEmbedding
 from hf_posenc.encodings import encoding_class
 
 
@@ -60,6 +61,10 @@ def inspect(model: PreTrainedModel | str | os.PathLike[str]) -> Report:
         with init_empty_weights():
             return inspect(AutoModel.from_config(AutoConfig.from_pretrained(model)))
     config = model.config
+    if isinstance(model, PositionEmbedding):
+        options = {name: value for name, value in config.position_encoding.items() if name != "type"}
+        kind = config.position_encoding["type"]
+        return Report(type(model).__name__, kind, options, {"embed": ("posenc",)}, config.max_length, False, ())
     stacks = {name: module for name, module in model.named_modules() if ports.is_patched(module)}
     if not stacks:
         return _stock_report(model)

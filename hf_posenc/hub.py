@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc.diagnostics import Report, inspect
-from hf_posenc.embedding import PositionEmbedding
 from hf_posenc.encodings import encoding_class
 
 TASKS = {
@@ -64,7 +63,7 @@ def push_to_hub(
     validate_repo_id("" if repo_id is None else repo_id)
     if not (token or get_token()):
         raise ValueError("there is no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=…")
-    report, api = _report(model), HfApi(token=token)
+    report, api = inspect(model), HfApi(token=token)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder)
@@ -106,13 +105,6 @@ def _refuse_unless_whole(model: Any) -> None:
         raise ValueError("the model has PEFT adapters in it: push model.merge_and_unload(), or the adapters alone with peft")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"a PreTrainedModel of Transformers is needed, not {model!r:.80}")
-
-
-def _report(model: PreTrainedModel) -> Report:
-    if not isinstance(model, PositionEmbedding):
-        return inspect(model)
-    options = {name: value for name, value in model.config.position_encoding.items() if name != "type"}
-    return Report(type(model).__name__, model.posenc.type, options, {"embed": ("posenc",)}, model.config.max_length, False, ())
 
 
 def _base_model(model: PreTrainedModel, api: HfApi) -> str | None:
