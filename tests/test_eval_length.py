@@ -1,0 +1,193 @@
+"""Evaluation by length: what is put where, what is compared, and what chance would give."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import BertTokenizer
+
+import hf_posenc
+from conftest import ROOT, stock
+
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import corpus  # noqa: E402
+import eval_length  # noqa: E402
+from retrieval import embed  # noqa: E402
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+HAYSTACK = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9))}." for n in range(60))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Every letter and sign is a token, inside of words, too."""
+    path = tmp_path_factory.mktemp("tokenizer") / "vocab.txt"
+    signs = [*LETTERS, *(f"##{letter}" for letter in LETTERS), ".", "?"]
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *signs]))
+    return BertTokenizer(str(path))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return stock("bert", vocab_size=59)
+
+
+def size(tokenizer, text):
+    return len(tokenizer(text)["input_ids"])
+
+
+@pytest.mark.parametrize("length", [32, 200, 10_000])
+def test_cut(tokenizer, length):
+    text = eval_length.cut(tokenizer, HAYSTACK, length)
+    assert HAYSTACK.startswith(text) and size(tokenizer, text) == min(length, size(tokenizer, HAYSTACK))
+
+
+def test_facts_have_one_answer():
+    drawn = eval_length.facts(200, random.Random(1))
+    assert len({question for _, question in drawn}) == 200
+    whose = [re.match(r"(\w+) keeps the \w+ (\w+) in the \w+\.$", fact).groups() for fact, _ in drawn]
+    assert len(set(whose)) == 200
+    for (_, question), (name, thing) in zip(drawn, whose, strict=True):
+        assert name in question and thing in question
+    assert eval_length.facts(20, random.Random(1)) == drawn[:20] or len(eval_length.facts(20, random.Random(1))) == 20
+
+
+@pytest.mark.parametrize("length", [150, 300, 500])
+def test_needles_lie_where_they_say(tokenizer, length):
+    depths = []
+    for seed in range(12):
+        group = eval_length.needles(tokenizer, HAYSTACK, length, 4, random.Random(seed))
+        facts = [fact for fact, _ in eval_length.facts(4, random.Random(seed))]
+        for needle, fact in zip(group, facts, strict=True):
+            assert size(tokenizer, needle.document) <= length
+            assert [other in needle.document for other in facts] == [other == fact for other in facts]
+            before, after = needle.document.split(fact)
+            assert len(tokenizer(before, add_special_tokens=False)["input_ids"]) == needle.depth
+            assert HAYSTACK.startswith(before) and (before == "" or before.rstrip().endswith("."))
+            assert after.strip() in HAYSTACK
+        assert len({needle.depth for needle in group}) == 1
+        depths.append(group[0].depth)
+    assert len(set(depths)) > 5 and max(depths) > 0.5 * (length - 60)
+
+
+def test_no_fact_is_in_the_corpus():
+    modules, training = corpus.split()
+    texts = [*training, *(module.document for module in modules)]
+    fact = re.compile(rf"({'|'.join(eval_length.NAMES)}) keeps the", re.IGNORECASE)
+    assert len(texts) > 1000 and not any(fact.search(text) for text in texts)
+
+
+def test_long_documents_are_long(tokenizer, monkeypatch):
+    modules = [corpus.Module(f"m{i}", f"summary {i}", HAYSTACK[: 400 + 40 * i]) for i in range(12)]
+    monkeypatch.setattr(eval_length, "split", lambda: (modules, []))
+    sizes = [size(tokenizer, module.document) for module in modules]
+    least = sorted(sizes)[-4]
+    natural = eval_length.long_documents(tokenizer, least, 3)
+    assert all(document in [m.document for m in modules] for _, document in natural) and len(set(natural)) == 3
+    more = eval_length.long_documents(tokenizer, least, 6)
+    assert len(more) == 6 and all(size(tokenizer, document) >= least for _, document in more)
+    by_summary = {module.summary: module.document for module in modules}
+    assert all(by_summary[summary] in document for summary, document in more)
+    assert len({summary for summary, _ in more}) == 6
+    with pytest.raises(SystemExit, match=r"there are \d+ documents of at least"):
+        eval_length.long_documents(tokenizer, least, 12)
+
+
+def test_chunks_are_the_windows(tokenizer, model):
+    texts = [HAYSTACK[:90], HAYSTACK[:200], "a b"]
+    chunks = eval_length.embed_chunks(model, tokenizer, texts, 20, "chunks")
+    for text, actual in zip(texts, chunks, strict=True):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        windows = [[2, *ids[i : i + 18], 3] for i in range(0, len(ids), 18)]
+        assert len(actual) == len(windows)
+        for window, vector in zip(windows, actual, strict=True):
+            with torch.no_grad():
+                mean = model(torch.tensor([window])).last_hidden_state[0].mean(0)
+            torch.testing.assert_close(vector, mean / mean.norm(), atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_that_ends_before(tokenizer, model):
+    queries, documents = ["a b c.", "x y z."], [HAYSTACK[:200], HAYSTACK[100:400]]
+    truncated, mean, best = eval_length.methods("tiny", model, tokenizer, 100, 200)
+    assert [truncated.name, mean.name, best.name] == [
+        "tiny, truncated at 24",
+        "tiny, chunked by 24, mean",
+        "tiny, chunked by 24, max",
+    ]
+    asked = embed(model, tokenizer, queries, 24, "queries")
+    torch.testing.assert_close(
+        truncated.similarity(queries, documents, ""), asked @ embed(model, tokenizer, documents, 24, "documents").T
+    )
+    for row, document in enumerate(documents):
+        (chunks,) = eval_length.embed_chunks(model, tokenizer, [document], 24, "")
+        average = chunks.mean(0) / chunks.mean(0).norm()
+        torch.testing.assert_close(mean.similarity(queries, documents, "")[:, row], asked @ average)
+        torch.testing.assert_close(best.similarity(queries, documents, "")[:, row], (asked @ chunks.T).max(1).values)
+    (whole,) = eval_length.methods("longer", hf_posenc.patch(model, "alibi"), tokenizer, 100, 200)
+    assert whole.name == "longer"
+
+
+@pytest.mark.parametrize("candidates", [2, 6])
+def test_who_sees_nothing_is_at_the_level_of_chance(candidates):
+    equal = [torch.full((candidates, candidates), 0.5) for _ in range(3)]
+    score = eval_length.score_needles(equal)
+    assert (score.recall_at_1, score.mrr) == pytest.approx(eval_length.chance(candidates))
+    generator = torch.Generator().manual_seed(0)
+    drawn = eval_length.score_needles([torch.rand(candidates, candidates, generator=generator) for _ in range(4000)])
+    assert (drawn.recall_at_1, drawn.mrr) == pytest.approx(eval_length.chance(candidates), abs=0.02)
+    assert eval_length.score_needles([torch.eye(candidates)] * 2).recall_at_1_interval == (1.0, 1.0)
+
+
+def test_scores_by_hand():
+    similarity = torch.tensor([[0.9, 0.1, 0.0], [0.7, 0.7, 0.1], [0.6, 0.5, 0.4]])
+    score = eval_length.score_needles([similarity])
+    # Right; a draw with one other; third.
+    assert score.recall_at_1 == pytest.approx((1 + 1 / 2 + 0) / 3)
+    assert score.mrr == pytest.approx((1 + (1 + 1 / 2) / 2 + 1 / 3) / 3) and score.queries == 3
+
+
+def test_from_end_to_end(tokenizer, model, tmp_path):
+    model.save_pretrained(tmp_path / "stock")
+    hf_posenc.patch(model, "alibi").save_pretrained(tmp_path / "alibi")
+    for name in ("stock", "alibi"):
+        tokenizer.save_pretrained(tmp_path / name)
+    arguments = ["--lengths", "64", "560", "--documents", "3", "--haystacks", "6", "--candidates", "2"]
+    models = [f"stock={tmp_path / 'stock'}", f"alibi={tmp_path / 'alibi'}"]
+    command = [sys.executable, str(SCRIPTS / "eval_length.py"), *models, *arguments, "--output_dir", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "out" / "length.json").read_text())
+    names = [
+        "bag of words",
+        "stock, truncated at 24",
+        "stock, chunked by 24, mean",
+        "stock, chunked by 24, max",
+        "alibi",
+    ]
+    assert found["settings"]["lengths"] == [64, 560] and found["chance"]["candidates"] == [0.5, 0.75]
+    for length in ("64", "560"):
+        assert list(found["scores"]["retrieval"][length]) == names
+    assert list(found["scores"]["needle beyond"]) == ["560"]
+    beyond = found["scores"]["needle beyond"]["560"]
+    assert beyond["stock, truncated at 24"]["recall_at_1"] == 0.5 and beyond["bag of words"]["recall_at_1"] > 0.5
+    assert (tmp_path / "out" / "length.png").stat().st_size > 10_000
+    shown = (tmp_path / "out" / "length.txt").read_text()
+    assert "chance" in shown and "behind the first 512 tokens" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("--lengths", "16"), "32 tokens or more"), (("--candidates", "1"), "2 or more"), (("--documents", "1"), "2 or more")],
+)
+def test_bad_arguments(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(sys, "argv", ["eval_length.py", "model", "--output_dir", "out", *arguments])
+    with pytest.raises(SystemExit):
+        eval_length.parse_arguments()
+    assert words in capsys.readouterr().err
