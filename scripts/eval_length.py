@@ -7,7 +7,7 @@ is put at a random depth into a long document; a question is to find the documen
 document with other facts. Facts are drawn at random from the same lists; no training text has one. Facts behind the first
 512 tokens are scored apart, and the level of chance stands beside.
 
-A model that ends before the longest length is shown in three ways: truncated, and chunked into windows of its own length
+A model that ends before the longest length is shown in three ways: truncated, and chunked into even pieces that fit it,
 whose embeddings are averaged ("mean"), or compared each, the best counting ("max"). A bag of words sees all of the text.
 
 Shapes: N queries, M documents, C chunks, D hidden_size.
@@ -15,6 +15,7 @@ Shapes: N queries, M documents, C chunks, D hidden_size.
 
 import argparse
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import hf_posenc
 from corpus import split
-from retrieval import Score, embed, pooled, score
+from retrieval import Score, embed, score
 
 LENGTHS = (128, 256, 512, 1024, 2048)
 BOUNDARY = 512
@@ -169,20 +170,19 @@ def needles(tokenizer: Any, haystack: str, length: int, candidates: int, choose:
     return [Needle(f"{before}{sentence} {after}", question, depth) for sentence, question in drawn]
 
 
-@torch.no_grad()
+def chunk(tokenizer: Any, text: str, window: int) -> list[str]:
+    """A text in as few pieces as fit `window` tokens each, special ones included; all about as long, so that none is a rag."""
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    pieces = max(1, math.ceil(len(offsets) / (window - tokenizer.num_special_tokens_to_add())))
+    edges = [round(i * len(offsets) / pieces) for i in range(pieces + 1)]
+    return [text[offsets[low][0] : offsets[high - 1][1]] for low, high in zip(edges, edges[1:], strict=False) if low < high]
+
+
 def embed_chunks(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str], window: int, title: str) -> list[Tensor]:
-    """For each text the embeddings of its windows of this many tokens, `[C, D]`, in order."""
-    model.eval()
-    encoded = tokenizer(list(texts), truncation=True, max_length=window, return_overflowing_tokens=True)
-    owners = torch.tensor(encoded.pop("overflow_to_sample_mapping"))
-    order = sorted(range(len(owners)), key=lambda i: len(encoded["input_ids"][i]))
-    parts = []
-    for start in tqdm(range(0, len(order), 16), desc=title, unit="batch", leave=False):
-        chosen = {key: [encoded[key][i] for i in order[start : start + 16]] for key in ("input_ids", "attention_mask")}
-        batch = tokenizer.pad(chosen, return_tensors="pt").to(model.device)
-        parts.append(pooled(model, batch).float().cpu())
-    embeddings = torch.cat(parts)[torch.tensor(order).argsort()]
-    return [embeddings[owners == index] for index in range(len(texts))]
+    """For each text the embeddings of its chunks of at most this many tokens, `[C, D]`, in order."""
+    chunks = [chunk(tokenizer, text, window) for text in texts]
+    embeddings = embed(model, tokenizer, [piece for pieces in chunks for piece in pieces], window, title)
+    return list(embeddings.split([len(pieces) for pieces in chunks]))
 
 
 def methods(name: str, model: PreTrainedModel, tokenizer: Any, length: int, longest: int) -> list[Method]:
@@ -190,19 +190,14 @@ def methods(name: str, model: PreTrainedModel, tokenizer: Any, length: int, long
     limit = hf_posenc.inspect(model).max_length
     if limit is None or limit >= longest:
         return [Method(name, lambda queries, documents, title: _whole(model, tokenizer, length, queries, documents, title))]
-    window = min(limit, length)
     kept: dict[tuple, tuple[Tensor, list[Tensor]]] = {}
 
     def chunks(queries: Sequence[str], documents: Sequence[str], title: str) -> tuple[Tensor, list[Tensor]]:
         key = (*queries, *documents)
         if key not in kept:
             asked = embed(model, tokenizer, queries, limit, f"{title}: queries")
-            kept[key] = asked, embed_chunks(model, tokenizer, documents, window, f"{title}: chunks")
+            kept[key] = asked, embed_chunks(model, tokenizer, documents, limit, f"{title}: chunks")
         return kept[key]
-
-    def first(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
-        asked, parts = chunks(queries, documents, title)
-        return asked @ torch.stack([part[0] for part in parts]).T
 
     def mean(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
         asked, parts = chunks(queries, documents, title)
@@ -214,7 +209,7 @@ def methods(name: str, model: PreTrainedModel, tokenizer: Any, length: int, long
         return torch.stack([(asked @ part.T).amax(1) for part in parts], dim=1)
 
     return [
-        Method(f"{name}, truncated at {limit}", first),
+        Method(f"{name}, truncated at {limit}", lambda q, d, title: _whole(model, tokenizer, limit, q, d, title)),
         Method(f"{name}, chunked by {limit}, mean", mean),
         Method(f"{name}, chunked by {limit}, max", best),
     ]
@@ -354,7 +349,12 @@ def draw(results: dict, arguments: dict, path: Path) -> None:
         axis.annotate("chance", (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="grey")
         axis.set_xscale("log", base=2)
         axis.set_xticks(arguments["lengths"], [str(length) for length in arguments["lengths"]])
-        axis.set(title=title.format(**arguments), xlabel="tokens", ylim=(0, 1))
+        axis.set(
+            title=title.format(**arguments),
+            xlabel="tokens",
+            ylim=(0, 1.04),
+            xlim=(arguments["lengths"][0] * 0.85, arguments["lengths"][-1] * 1.18),
+        )
         axis.title.set_fontsize(9)
         axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*_legend(axes), loc="outside lower center", ncols=3, frameon=False, fontsize=9)

@@ -100,16 +100,19 @@ def test_long_documents_are_long(tokenizer, monkeypatch):
         eval_length.long_documents(tokenizer, least, 12)
 
 
-def test_chunks_are_the_windows(tokenizer, model):
-    texts = [HAYSTACK[:90], HAYSTACK[:200], "a b"]
+def test_chunks_are_even_and_whole(tokenizer, model):
+    texts = [HAYSTACK[:90], HAYSTACK[:200], "a b", HAYSTACK[:75]]
     chunks = eval_length.embed_chunks(model, tokenizer, texts, 20, "chunks")
     for text, actual in zip(texts, chunks, strict=True):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        windows = [[2, *ids[i : i + 18], 3] for i in range(0, len(ids), 18)]
-        assert len(actual) == len(windows)
-        for window, vector in zip(windows, actual, strict=True):
+        pieces = eval_length.chunk(tokenizer, text, 20)
+        ids = [tokenizer(piece)["input_ids"] for piece in pieces]
+        assert [i for piece in ids for i in piece[1:-1]] == tokenizer(text, add_special_tokens=False)["input_ids"]
+        lengths = [len(piece) for piece in ids]
+        assert max(lengths) <= 20 and max(lengths) - min(lengths) <= 1
+        assert len(pieces) == -(-len([i for piece in ids for i in piece[1:-1]]) // 18) == len(actual)
+        for piece, vector in zip(ids, actual, strict=True):
             with torch.no_grad():
-                mean = model(torch.tensor([window])).last_hidden_state[0].mean(0)
+                mean = model(torch.tensor([piece])).last_hidden_state[0].mean(0)
             torch.testing.assert_close(vector, mean / mean.norm(), atol=1e-5, rtol=1e-4)
 
 
