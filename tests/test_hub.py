@@ -74,6 +74,16 @@ push(alibi, "me/bad-token", token="hf_bad")
 push(alibi, "you/model")
 alibi.push_to_hub("me/own-method")
 torch.save(alibi(tokens(length=9))[0], folder / "own-method.pt")
+
+from typer.testing import CliRunner
+from hf_posenc.cli import app
+
+masked.save_pretrained(folder / "saved")
+tokenizer.save_pretrained(folder / "saved")
+done = CliRunner().invoke(app, ["push", str(folder / "saved"), "me/from-shell", "--private", "--message", "From a shell"])
+results["shell"] = [done.exit_code, done.stdout.strip()]
+done = CliRunner().invoke(app, ["push", str(folder / "saved"), "you/model"])
+results["refused"] = [done.exit_code, done.stderr]
 (folder / "results.json").write_text(json.dumps(results))
 """
 
@@ -131,6 +141,17 @@ def pushed(tmp_path_factory):
         run(LOAD, folder, hub, "another-home")
         results, loaded = (json.loads((folder / name).read_text()) for name in ("results.json", "loaded.json"))
         yield SimpleNamespace(repos=hub.repos, results=results, loaded=loaded, errors=errors, log=log)
+
+
+def test_from_a_shell(pushed):
+    code, shown = pushed.results["shell"]
+    assert code == 0 and shown.endswith("/me/from-shell"), shown
+    repo = pushed.repos[f"{USER}/from-shell"]
+    assert repo.private and repo.commits[-1].message == "From a shell"
+    assert json.loads(repo.commits[-1].files["config.json"])["architectures"] == ["PosEncBertForMaskedLM"]
+    assert {"model.safetensors", "tokenizer.json", "README.md"} <= set(repo.commits[-1].files)
+    code, error = pushed.results["refused"]
+    assert code == 1 and "Error: 403" in error and "Traceback" not in error
 
 
 def card_of(repo):
