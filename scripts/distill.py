@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, get_scheduler
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 import hf_posenc
 
@@ -168,6 +169,7 @@ def main() -> None:
     if accelerator.is_main_process:
         arguments.output_dir.mkdir(parents=True, exist_ok=True)
         student.save_pretrained(arguments.output_dir)
+        tokenizer.model_max_length = hf_posenc.inspect(student).max_length or VERY_LARGE_INTEGER
         tokenizer.save_pretrained(arguments.output_dir)
         record = {
             "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},

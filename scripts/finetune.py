@@ -33,14 +33,13 @@ from transformers import (
     PreTrainedModel,
     get_scheduler,
 )
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 import hf_posenc
 
 FILE_KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json"}
 DEFAULT_MAX_LENGTH = 512
 """Tokens that texts are cut to where the model itself has no limit."""
-UNLIMITED = int(1e30)
-"""How Transformers writes a tokenizer's `model_max_length` where there is none."""
 
 
 def position_encoding(text: str) -> Any:
@@ -323,7 +322,7 @@ def main(argv: list[str] | None = None) -> None:
         if tokenizer.is_fast:
             # Else the cut of the training texts would stay in tokenizer.json.
             tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.model_max_length = report.max_length or UNLIMITED
+        tokenizer.model_max_length = report.max_length or VERY_LARGE_INTEGER
         tokenizer.save_pretrained(arguments.output_dir)
         record = {
             **metrics,

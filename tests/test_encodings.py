@@ -14,11 +14,15 @@ from transformers.models.distilbert.modeling_distilbert import create_sinusoidal
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention, RoFormerSinusoidalPositionalEmbedding
+from transformers.models.t5.configuration_t5 import T5Config
+from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posenc
-from hf_posenc.encodings import Geometry, PositionContext, PositionEncoding, build, canonical, positions_of
+from conftest import ENCODINGS
+from hf_posenc.encodings import Geometry, PositionContext, PositionEncoding, build, canonical, encoding_class, positions_of
 
 LAYOUTS = ["interleaved", "concatenated"]
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
@@ -566,7 +570,7 @@ def test_the_default_dtype_does_not_matter(kind):
 # What an encoding doesn't do.
 
 
-@pytest.mark.parametrize("kind", ["alibi", "counter", "learned", "none", "normalized", "relative", "rope", "sinusoidal"])
+@pytest.mark.parametrize("kind", [*ENCODINGS, "learned+shaw", "sinusoidal+rope+t5"])
 def test_verbs_an_encoding_lacks_do_nothing(kind):
     encoding = make(kind, max_length=10)
     query, key, context = random(1, 4, 2, 8), random(1, 4, 2, 8), context_of(encoding, torch.arange(2)[None])
@@ -653,3 +657,216 @@ def test_positions_count_from_the_first_shown_token(mask, past, dtype):
 def test_positions_without_a_2d_mask_are_those_of_the_keys(mask, past):
     positions, start = positions_of(4, past, mask, torch.device("cpu"))
     assert positions.tolist() == [[3, 4, 5, 6]] and start.tolist() == [[0]]
+
+
+# T5.
+
+BUCKETS = [(32, 128), (4, 5), (8, 200), (12, 13), (64, 1000)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), BUCKETS)
+def test_t5_agrees_with_transformers(num_buckets, max_distance, is_causal):
+    """Its buckets at any distance, and its bias of new queries after cached keys."""
+    encoding = make("t5", is_causal=is_causal, num_buckets=num_buckets, max_distance=max_distance)
+    distance = torch.cat([torch.arange(-3000, 3001), torch.tensor([-(10**9), 10**9])])
+    expected = T5Attention._relative_position_bucket(distance, not is_causal, num_buckets, max_distance)
+    assert torch.equal(encoding.bucket(distance), expected) and not encoding.bucket(distance).is_floating_point()
+    assert set(expected.tolist()) == set(range(num_buckets)) - ({num_buckets // 2} if not is_causal else set())
+
+    config = T5Config(
+        d_model=16,
+        num_heads=4,
+        is_decoder=is_causal,
+        relative_attention_num_buckets=num_buckets,
+        relative_attention_max_distance=max_distance,
+    )
+    theirs = T5Attention(config, has_relative_attention_bias=True)
+    with torch.no_grad():
+        encoding.weight.copy_(theirs.relative_attention_bias.weight.normal_())
+    bias = theirs.compute_bias(5, 40, torch.device("cpu"), past_seen_tokens=35)[0]
+    index = torch.arange(40)[None, :] - torch.arange(35, 40)[:, None]
+    assert torch.equal(encoding.distance_bias(index.flatten()).unflatten(-1, (5, 40)), bias)
+
+
+def test_t5_agrees_with_mpnet():
+    distance = torch.arange(-600, 601)
+    assert torch.equal(make("t5").bucket(distance), MPNetEncoder.relative_position_bucket(distance))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_t5_gradient_reaches_each_used_bucket(is_causal):
+    encoding = make("t5", heads=3, num_buckets=8, max_distance=20, is_causal=is_causal).double()
+    distance, upstream = torch.arange(-30, 31), random(3, 61)
+    encoding.distance_bias(distance).backward(upstream)
+    expected = torch.zeros(8, 3, dtype=torch.float64)
+    for column, bucket in enumerate(encoding.bucket(distance).tolist()):
+        expected[bucket] += upstream[:, column]
+    torch.testing.assert_close(encoding.weight.grad, expected, atol=1e-12, rtol=0)
+    assert encoding.weight.grad.any(1).sum() == (8 if is_causal else 7)
+
+
+def test_t5_start_shows_the_order():
+    torch.manual_seed(0)
+    weight = make("t5", hidden_size=64, heads=100).weight.detach()
+    assert weight.shape == (32, 100) and weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(2, 128), (30, 128), (33, 128), (32, 32), (32, 20), (4, 4)])
+def test_t5_of_wrong_sizes(num_buckets, max_distance):
+    words = rf"t5\.num_buckets={num_buckets}, t5\.max_distance={max_distance}: allowed is a multiple of 4, and a distance above"
+    with pytest.raises(ValueError, match=words):
+        make("t5", num_buckets=num_buckets, max_distance=max_distance)
+
+
+# Shaw.
+
+
+def shaw_scores(query, key, weight, max_distance, terms, scaling, queries_at, keys_at):
+    """e_ij of equation 4, entry by entry: query `[B, H, Q, E]`, key `[B, H, K, E]`, positions as lists `[B][Q]`, `[B][K]`."""
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    entries = []
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(queries):
+                for j in range(keys):
+                    distance = keys_at[b][j] - queries_at[b][i]
+                    vector = weight[max(-max_distance, min(max_distance, distance)) + max_distance]
+                    entry = (query[b, h, i] * (key[b, h, j] + vector)).sum()
+                    if terms == "keys+queries":
+                        entry = entry + (key[b, h, j] * vector).sum()
+                    entries.append(entry * scaling)
+    return torch.stack(entries).reshape(batch, heads, queries, keys)
+
+
+# Positions of new tokens, how many keys are cached before them, whether they rise by one; and the positions of all keys.
+SHAW_POSITIONS = {
+    "from 0": ([[0, 1, 2, 3]] * 2, 0, True, [[0, 1, 2, 3]] * 2),
+    "one row for all": ([[0, 1, 2, 3]], 0, True, [[0, 1, 2, 3]] * 2),
+    "left padding": ([[0, 0, 1, 2], [0, 1, 2, 3]], 0, True, [[-1, 0, 1, 2], [0, 1, 2, 3]]),
+    "cached": ([[5, 6, 7], [3, 4, 5]], 5, True, [[0, 1, 2, 3, 4, 5, 6, 7], [-2, -1, 0, 1, 2, 3, 4, 5]]),
+    "jumping": ([[9, 2, 2, 30]], 0, False, [[9, 2, 2, 30]] * 2),
+    "jumping by row": ([[9, 2, 2, 30], [3, 2, 1, 0]], 0, False, [[9, 2, 2, 30], [3, 2, 1, 0]]),
+    "jumping after a cache": ([[7, 3], [2, 20]], 3, False, [[4, 5, 6, 7, 3], [-1, 0, 1, 2, 20]]),
+}
+
+
+@pytest.mark.parametrize("terms", ["keys", "keys+queries"])
+@pytest.mark.parametrize("max_distance", [1, 3, 40])
+@pytest.mark.parametrize(("positions", "past", "consecutive", "keys_at"), SHAW_POSITIONS.values(), ids=SHAW_POSITIONS)
+def test_shaw_scores_and_gradients(terms, max_distance, positions, past, consecutive, keys_at):
+    encoding = make("shaw", head_dim=6, max_distance=max_distance, terms=terms).double()
+    with torch.no_grad():
+        encoding.weight.copy_(random(2 * max_distance + 1, 6, seed=9))
+    query = random(2, 3, len(positions[0]), 6).requires_grad_()
+    key = random(2, 3, len(keys_at[0]), 6, seed=1).requires_grad_()
+    # Padding before position 0 is at position 0 itself as a query, so a row's start comes from its keys.
+    start = torch.tensor([[-row[0]] for row in keys_at[: len(positions)]])
+    context = context_of(encoding, torch.tensor(positions), past, start, consecutive).scaled(0.7)
+    upstream = random(2, 3, len(positions[0]), len(keys_at[0]), seed=2)
+    results = []
+    for scores in (
+        lambda: query @ key.mT * 0.7 + encoding.score_bias(query, key, context),
+        lambda: shaw_scores(query, key, encoding.weight, max_distance, terms, 0.7, positions * 2, keys_at),
+    ):
+        leaves = (query, key, encoding.weight)
+        for leaf in leaves:
+            leaf.grad = None
+        result = scores()
+        result.backward(upstream)
+        results.append([result, *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+
+
+def test_shaw_start_shows_the_order():
+    torch.manual_seed(0)
+    weight = make("shaw", head_dim=64).weight.detach()
+    assert weight.shape == (257, 64) and weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+# Compositions.
+
+
+def test_a_composition_sums_what_its_parts_add():
+    kind = "counter+t5+relative+shaw+sinusoidal"
+    torch.manual_seed(0)
+    whole, positions = make(kind), torch.tensor([[4, 5, 9]])
+    parts = {name: make(name) for name in kind.split("+")}
+    for name, part in parts.items():
+        part.load_state_dict(getattr(whole, name).state_dict())
+    torch.testing.assert_close(whole.embed(positions), parts["counter"].embed(positions) + parts["sinusoidal"].embed(positions))
+    distance = torch.arange(-9, 10)
+    expected = parts["t5"].distance_bias(distance) + parts["relative"].distance_bias(distance)
+    torch.testing.assert_close(whole.distance_bias(distance), expected)
+    states, context = random(1, 4, 3, 8, dtype=torch.float32), context_of(whole, positions).scaled(0.3)
+    assert torch.equal(whole.score_bias(states, states, context), parts["shaw"].score_bias(states, states, context))
+    assert {name.partition(".")[0] for name, _ in whole.named_parameters()} == {"t5", "relative", "shaw"}
+
+
+def test_a_composition_rotates_in_the_order_of_its_name():
+    class Swap(PositionEncoding, type="test-swap"):
+        """Doesn't commute with rotations."""
+
+        def rotate(self, query, key, context):
+            return tuple(None if states is None else states.flip(-1) * 2 for states in (query, key))
+
+    query, key, positions = random(1, 4, 3, 8), random(1, 4, 3, 8, seed=1), torch.tensor([[1, 2, 30]])
+    rope, swap = make("rope"), make("test-swap")
+    for kind, parts in (("rope+test-swap", (rope, swap)), ("test-swap+none+rope", (swap, rope))):
+        whole = make(kind)
+        context = context_of(whole, positions)
+        expected = query, key
+        for part in parts:
+            expected = part.rotate(*expected, context_of(part, positions))
+        assert all(map(torch.equal, whole.rotate(query, key, context), expected))
+        assert torch.equal(whole.rotate(query, None, context)[0], expected[0])
+        assert torch.equal(whole.rotate(None, key, context)[1], expected[1])
+    assert not torch.equal(make("rope+test-swap").rotate(query, key, context)[0], expected[0])
+
+
+def test_strength_of_a_composition_is_that_of_its_parts():
+    """A rotation reads its strength itself: it can't be scaled from without."""
+    whole = make("alibi+rope+sinusoidal")
+    assert [part.strength for part in whole.children()] == [1.0, 1.0, 1.0]
+    whole.strength = 0.25
+    assert [part.strength for part in (whole, *whole.children())] == [0.25] * 4
+    rope, states, positions = make("rope"), random(1, 4, 2, 8), torch.tensor([[3, 40]])
+    rope.strength = 0.25
+    expected = rope.rotate(states, None, context_of(rope, positions))[0]
+    assert torch.equal(whole.rotate(states, None, context_of(whole, positions))[0], expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_composition_needs_a_longest_length_if_a_part_does(is_causal):
+    geometry = Geometry(16, 4, 8, None, is_causal)
+    assert encoding_class("alibi+learned").needs_max_length(geometry)
+    assert not encoding_class("alibi+rope").needs_max_length(geometry)
+    assert encoding_class("alibi+normalized").needs_max_length(geometry) == is_causal
+
+
+def test_a_composition_adopts_the_host_table():
+    whole, table = make("alibi+learned", max_length=7, learned__init="host"), random(5, 16, dtype=torch.float32)
+    whole.adopt(table)
+    assert torch.equal(whole.learned.weight[:5], table)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stack", "attention"),
+    [
+        ("shaw", set(), {"weight"}),
+        ("t5", {"weight"}, None),
+        ("learned+shaw", {"learned.weight"}, {"shaw.weight"}),
+        ("shaw+t5+alibi", {"t5.weight"}, {"shaw.weight"}),
+        ("alibi+sinusoidal", set(), None),
+        ("learned+t5", {"learned.weight", "t5.weight"}, None),
+    ],
+)
+def test_who_owns_what(kind, stack, attention):
+    """What all layers share is the stack's, what each has of its own the attention's; nothing is in both."""
+    geometry = Geometry(16, 4, 8, 10)
+    options = {key: value for key, value in canonical(kind).items() if key != "type"}
+    assert set(encoding_class(kind).for_stack(geometry, **options).state_dict()) == stack
+    own = encoding_class(kind).for_attention(geometry, **options)
+    assert (own if own is None else set(own.state_dict())) == attention

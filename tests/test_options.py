@@ -1,7 +1,10 @@
 """Options and names of encodings, the versions we work with, and the rules of the house which a test can hold."""
 
 import ast
+import copy
+import json
 import math
+import pickle
 import re
 import sys
 from importlib import metadata
@@ -336,13 +339,6 @@ def test_missing_required_option():
     assert canonical({"type": "needy", "width": 2, "depth": 3}) == {"type": "needy", "width": 2, "depth": 3, "height": 1}
 
 
-@pytest.mark.parametrize("name", ["type", "max_length", "host"])
-def test_an_option_cannot_bear_the_name_of_what_stands_beside_it(name):
-    """In `position_encoding` it would be taken for the name, the promised length or the host, and be lost."""
-    with pytest.raises(ValueError, match=repr(name)):
-        define(f"class Own(PositionEncoding, type='own'):\n    {name}: int = 1")
-
-
 CELL = """
 class Mine(PositionEncoding, type="mine", aliases=("my",)):
     width: int = {width}
@@ -394,6 +390,151 @@ def test_an_encoding_is_an_ordinary_module():
     parent = torch.nn.Sequential(module)
     assert {module} and [p.shape for p in parent.parameters()] == [(3,)] and module.geometry is GEOMETRY
     assert "Own(width=3)" in repr(parent) and module.strength == 1.0
+
+
+# Compositions.
+
+LEARNED, SHAW = {"init": "normal", "std": 0.02}, {"max_distance": 128, "terms": "keys"}
+BOTH = {"max_distance": 128, "terms": "keys+queries"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("alibi+none", {"type": "alibi+none", "alibi": {}, "none": {}}),
+        ("absolute+rotary", {"type": "learned+rope", "learned": LEARNED, "rope": {"theta": 10000.0, "layout": "half"}}),
+        ("absolute+relative_key", {"type": "learned+shaw", "learned": LEARNED, "shaw": SHAW}),
+        ("absolute+relative_key_query", {"type": "learned+shaw", "learned": LEARNED, "shaw": BOTH}),
+        ("relative_key_query+absolute", {"type": "shaw+learned", "shaw": BOTH, "learned": LEARNED}),
+        (
+            {"type": "relative_key_query+alibi+t5", "t5": {"num_buckets": 8}, "shaw__max_distance": 5},
+            {
+                "type": "shaw+alibi+t5",
+                "shaw": {"max_distance": 5, "terms": "keys+queries"},
+                "alibi": {},
+                "t5": {"num_buckets": 8, "max_distance": 128},
+            },
+        ),
+        ({"type": "none+relative_key_query", "shaw__terms": "keys"}, {"type": "none+shaw", "none": {}, "shaw": SHAW}),
+        # Dict and keywords side by side, a part called by an alias.
+        (
+            {"type": "none+shaw", "shaw": {"max_distance": 3}, "relative_key__terms": "keys+queries"},
+            {"type": "none+shaw", "none": {}, "shaw": {"max_distance": 3, "terms": "keys+queries"}},
+        ),
+        (
+            {"type": "none+learned", "absolute": {"std": 1}},
+            {"type": "none+learned", "none": {}, "learned": {**LEARNED, "std": 1.0}},
+        ),
+    ],
+    ids=str,
+)
+def test_canonical_compositions(given, expected):
+    before = copy.deepcopy(given)
+    actual = canonical(given)
+    assert actual == expected and list(actual) == list(expected) and given == before
+    assert canonical(actual) == canonical(json.loads(json.dumps(actual))) == actual
+    module = build(actual, GEOMETRY)
+    assert type(module) is encoding_class(actual["type"]) and module.type == actual["type"]
+    assert [name for name, _ in module.named_children()] == actual["type"].split("+")
+    for name, part in module.named_children():
+        assert {option: getattr(part, option) for option in part.option_types()} == actual[name]
+
+
+@pytest.mark.parametrize(("alias", "terms"), [("relative_key", "keys"), ("relative_key_query", "keys+queries")])
+def test_an_alias_may_carry_options(alias, terms):
+    assert canonical(alias) == {"type": "shaw", "max_distance": 128, "terms": terms}
+    assert canonical({"type": alias, "max_distance": 5}) == {"type": "shaw", "max_distance": 5, "terms": terms}
+    other = "keys" if terms != "keys" else "keys+queries"
+    assert canonical({"type": alias, "terms": other})["terms"] == other
+    assert encoding_class(alias).aliases[alias] == {"terms": terms}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("alibi+alibbi", "unknown position encoding 'alibbi'"),
+        ("alibi+", "unknown position encoding ''"),
+        ("alibi + rope", "unknown position encoding 'alibi '"),
+        ("alibi+rope+alibi", r"'alibi\+rope\+alibi' has the same encoding twice"),
+        ("absolute+learned", "the same encoding twice"),
+        ("relative_key+relative_key_query", "the same encoding twice"),
+        ({"type": "sinusoidal+alibi", "base": 3.0}, r"'sinusoidal\+alibi' has no part 'base'.*sinusoidal__option=… or alibi__"),
+        ({"type": "sinusoidal+alibi", "rope": {"theta": 3.0}}, "has no part 'rope'"),
+        ({"type": "sinusoidal+alibi", "rope__theta": 3.0}, "has no part 'rope'"),
+        ({"type": "sinusoidal+alibi", "sinusoidal__bass": 3.0}, "'sinusoidal' has no option 'bass'; it takes 'base'"),
+        ({"type": "sinusoidal+alibi", "sinusoidal": {"bass": 3.0}}, "'sinusoidal' has no option 'bass'"),
+        ({"type": "sinusoidal+alibi", "alibi__slope": 1}, "'alibi' has no option 'slope'; it takes no options"),
+        ({"type": "sinusoidal+alibi", "sinusoidal": 3.0}, r"sinusoidal\+alibi\['sinusoidal'\]=3.0: allowed is a dict"),
+        ({"type": "sinusoidal+alibi", "sinusoidal": None}, r"\['sinusoidal'\]=None: allowed is a dict"),
+        ({"type": "sinusoidal+alibi", "sinusoidal__base": "3"}, r"^sinusoidal\.base='3': allowed is a finite number above 1"),
+        ({"type": "alibi+absolute", "absolute": {"std": 0}}, r"^learned\.std=0: allowed is a finite number above 0"),
+    ],
+    ids=str,
+)
+def test_wrong_compositions(given, words):
+    with pytest.raises(ValueError, match=words):
+        canonical(given)
+
+
+def test_compositions_are_not_listed():
+    assert encoding_class("alibi+rope") is encoding_class("alibi+rotary") is not encoding_class("rope+alibi")
+    assert not any("+" in name for name in list_encodings())
+
+
+def test_a_composition_is_pickled_into_a_new_process(tmp_path):
+    """Where nobody has asked for it yet."""
+    module = build(canonical({"type": "learned+shaw+t5", "t5__num_buckets": 8}), GEOMETRY)
+    (tmp_path / "whole.pickle").write_bytes(pickle.dumps(module))
+    torch.save(module.state_dict(), tmp_path / "weights.pt")
+    code = (
+        "import pickle, sys, torch, pathlib;"
+        "folder = pathlib.Path(sys.argv[1]);"
+        "module = pickle.loads((folder / 'whole.pickle').read_bytes());"
+        "weights = torch.load(folder / 'weights.pt');"
+        "assert module.state_dict().keys() == weights.keys();"
+        "assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items());"
+        "print(module.type, type(module).__qualname__, module.t5.num_buckets, module.strength)"
+    )
+    assert run_python(code, tmp_path).split() == ["learned+shaw+t5", "learned+shaw+t5", "8", "1.0"]
+
+
+def test_a_cell_run_again_replaces_its_class_in_compositions():
+    define(CELL.format(width=1))
+    first = encoding_class("my+alibi")
+    assert first is encoding_class("mine+alibi") and canonical("my+alibi")["mine"] == {"width": 1}
+    second_part = define(CELL.format(width=2))["Mine"]
+    second = encoding_class("mine+alibi")
+    assert second is not first and second.parts["mine"] is second_part
+    assert canonical("alibi+mine")["mine"] == canonical("mine+alibi")["mine"] == {"width": 2}
+    module = build(canonical("mine+alibi"), GEOMETRY)
+    assert type(module.mine) is second_part
+
+
+@pytest.mark.parametrize("name", ["a+b", "a__b", "", "a.b", "a b", "_a", "a_", "a--b", "ä"])
+def test_names_which_would_not_fit_into_compositions(name):
+    for names in (f"type={name!r}", f"type='own', aliases=({name!r},)"):
+        with pytest.raises(ValueError, match=rf"{re.escape(repr(name))} can't be the name of an encoding: allowed are letters"):
+            define(f"class Own(PositionEncoding, {names}): ...")
+    assert name not in base._REGISTRY and "own" not in base._REGISTRY
+
+
+RESERVED = ["type", "aliases", "geometry", "strength", "max_length", "host", "inject", "where", "keep_host", "submodel"]
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_reserved_names(name):
+    with pytest.raises(ValueError, match=rf"{name!r} can't be the name of an encoding.*'submodel'"):
+        define(f"class Own(PositionEncoding, type={name!r}): ...")
+    with pytest.raises(ValueError, match=rf"Own can't name an option '{name}': those are hf_posenc's own"):
+        define(f"class Own(PositionEncoding, type='own'):\n    {name}: int = 1")
+    assert name not in base._REGISTRY and "own" not in base._REGISTRY
+
+
+def test_names_of_two_words():
+    for name in ("two_words", "two-words", "sinusoidal_2d", "A1"):
+        define(f"class Own{name.replace('-', 'x')}(PositionEncoding, type={name!r}): ...")
+        assert canonical(f"{name}+alibi") == {"type": f"{name}+alibi", name: {}, "alibi": {}}
+        assert build(canonical(f"alibi+{name}"), GEOMETRY).type == f"alibi+{name}"
 
 
 # Versions.

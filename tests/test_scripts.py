@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 from transformers import AutoModel, BertTokenizer
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 import hf_posenc
-from conftest import ROOT, VOCABULARY, stock, tokens
+from conftest import LENGTH, ROOT, VOCABULARY, stock, tokens
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -115,7 +116,9 @@ def test_distill(tiny, tmp_path, encoding):
     assert record["teacher_checksum"]["before"] == record["teacher_checksum"]["after"]
     model = AutoModel.from_pretrained(tmp_path / "out")
     assert type(model).__name__ == "PosEncBertModel" and model(tokens()).last_hidden_state.isfinite().all()
-    assert BertTokenizer.from_pretrained(tmp_path / "out")("w3 w4").input_ids == [2, 8, 9, 3]
+    tokenizer = BertTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("w3 w4").input_ids == [2, 8, 9, 3]
+    assert tokenizer.model_max_length == (LENGTH if encoding == "learned" else VERY_LARGE_INTEGER)
     with pytest.warns(UserWarning, match="trained"):
         hf_posenc.unpatch(model)
 
