@@ -14,10 +14,12 @@ Shapes: N queries, M documents, C chunks, D hidden_size.
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +39,7 @@ from retrieval import Score, embed, score
 
 LENGTHS = (128, 256, 512, 1024, 2048)
 BOUNDARY = 512
-"""Tokens that a BERT-style model sees; needles behind them are scored apart."""
+"""Tokens that a BERT-style model sees, special ones included; needles behind them are scored apart."""
 TIE = 1e-5
 NAMES = [
     "Alba",
@@ -119,14 +121,16 @@ def cut(tokenizer: Any, text: str, length: int) -> str:
     """The beginning of a text that fits `length` tokens, special ones included."""
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
     room = length - tokenizer.num_special_tokens_to_add()
+    if room < 1:
+        raise SystemExit(f"{length} tokens leave no room for text beside {tokenizer.num_special_tokens_to_add()} special ones")
     return text if len(offsets) <= room else text[: offsets[room - 1][1]]
 
 
-def long_documents(tokenizer: Any, least: int, count: int, seed: int = 0) -> list[tuple[str, str]]:
+def long_documents(tokenizer: Any, least: int, count: int) -> list[tuple[str, str]]:
     """(summary, documentation) of `count` evaluation modules with at least this many tokens.
 
-    Where there are too few, neighbouring shorter modules are joined to one document, with the summary of one of them.
-    Raises SystemExit where that isn't enough.
+    Where there are too few, neighbouring shorter modules are joined to one document, with the summary of the first, so
+    that however short it is cut, what the summary is about stays in it. Raises SystemExit where that isn't enough.
     """
     modules, _ = split()
     sizes = [len(tokenizer(module.document, verbose=False)["input_ids"]) for module in modules]
@@ -134,13 +138,13 @@ def long_documents(tokenizer: Any, least: int, count: int, seed: int = 0) -> lis
     if len(found) >= count:
         step = len(found) / count
         return [found[int(i * step)] for i in range(count)]
-    choose, group, total = random.Random(seed), [], 0
+    group, total = [], 0
     for module, size in zip(modules, sizes, strict=True):
         if size < least and len(found) < count:
             group.append(module)
             total += size - tokenizer.num_special_tokens_to_add()
             if total >= least:
-                found.append((choose.choice(group).summary, "\n\n".join(member.document for member in group)))
+                found.append((group[0].summary, "\n\n".join(member.document for member in group)))
                 group, total = [], 0
     if len(found) < count:
         raise SystemExit(f"there are {len(found)} documents of at least {least} tokens, not --documents {count}")
@@ -157,17 +161,31 @@ def facts(count: int, choose: random.Random) -> list[tuple[str, str]]:
     ]
 
 
-def needles(tokenizer: Any, haystack: str, length: int, candidates: int, choose: random.Random) -> list[Needle]:
-    """The same document with each of some facts, at one random depth (between sentences), within `length` tokens."""
+def needles(
+    tokenizer: Any, haystack: str, length: int, candidates: int, choose: random.Random, part: tuple[int, int] = (0, 1)
+) -> list[Needle]:
+    """The same document with each of some facts, at one random depth (between sentences), within `length` tokens.
+
+    `part` (i, n) draws the depth from the i-th of n equal parts. No fact lies across the boundary: it is wholly before or
+    wholly behind what a model of BOUNDARY tokens sees. Raises SystemExit where the facts leave no room for the document.
+    """
     drawn = facts(candidates, choose)
     room = max(len(tokenizer(sentence, add_special_tokens=False)["input_ids"]) for sentence, _ in drawn)
+    if length - room <= tokenizer.num_special_tokens_to_add():
+        raise SystemExit(f"--lengths {length}: a fact takes up to {room} tokens here, which leaves none for a document")
     text = cut(tokenizer, haystack, length - room)
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-    wanted = offsets[choose.randrange(len(offsets))][0]
-    place = max((m.end() for m in re.finditer(r"(?<=[.!?:])\s+|\n\s*\n", text) if m.end() <= wanted), default=0)
-    depth = sum(end <= place for _, end in offsets)
+    wanted = offsets[int((part[0] + choose.random()) / part[1] * len(offsets))][0]
+    ends, last = [end for _, end in offsets], seen(tokenizer)
+    places = [0, *(m.end() for m in re.finditer(r"(?<=[.!?:])\s+|\n\s*\n", text) if m.end() <= wanted)]
+    depth, place = max((d, p) for p in places if not (d := bisect_right(ends, p)) < last < d + room)
     before, after = text[:place], text[place:]
     return [Needle(f"{before}{sentence} {after}", question, depth) for sentence, question in drawn]
+
+
+def seen(tokenizer: Any) -> int:
+    """How many tokens of a text a model of BOUNDARY tokens sees, beside the special ones."""
+    return BOUNDARY - tokenizer.num_special_tokens_to_add()
 
 
 def chunk(tokenizer: Any, text: str, window: int) -> list[str]:
@@ -264,10 +282,18 @@ def evaluate(
     candidates: int,
     seed: int,
 ) -> dict[str, dict[int, dict[str, dict]]]:
-    """Task -> length -> method -> score, for "retrieval", "needle" and, behind the boundary, "needle beyond"."""
-    tokenizer = next(iter(models.values()))[1]
+    """Task -> length -> method -> score, for "retrieval", "needle" and, behind the boundary, "needle beyond".
+
+    Raises SystemExit for models whose tokenizers differ: the same text would be within a length for one of them alone.
+    """
+    (first, (_, tokenizer)), *others = models.items()
+    if not tokenizer.is_fast:
+        raise SystemExit(f"{first} has a slow tokenizer, which doesn't tell where a token begins: a fast one is needed")
+    for name, (_, other) in others:
+        if other.get_vocab() != tokenizer.get_vocab():
+            raise SystemExit(f"{name} has another vocabulary than {first}: evaluate it in a run of its own")
     longest = max(lengths)
-    pairs = long_documents(tokenizer, longest, max(documents, haystacks), seed)
+    pairs = long_documents(tokenizer, longest, max(documents, haystacks))
     results: dict[str, dict[int, dict[str, dict]]] = {"retrieval": {}, "needle": {}, "needle beyond": {}}
     for length in tqdm(lengths, desc="lengths", unit="length"):
         ways = [way for name, (model, own) in models.items() for way in methods(name, model, own, length, longest)]
@@ -275,7 +301,11 @@ def evaluate(
         queries = [query for query, _ in pairs[:documents]]
         texts = [cut(tokenizer, document, length) for _, document in pairs[:documents]]
         choose = random.Random(f"{seed} {length}")
-        groups = [needles(tokenizer, document, length, candidates, choose) for _, document in pairs[:haystacks]]
+        # Depths spread evenly, so that neither side of the boundary is left to a few documents by chance.
+        groups = [
+            needles(tokenizer, document, length, candidates, choose, part=(i, haystacks))
+            for i, (_, document) in enumerate(pairs[:haystacks])
+        ]
         for way in ways:
             title = f"{way.name} at {length}"
             found = score(way.similarity(queries, texts, title))
@@ -283,7 +313,7 @@ def evaluate(
             questions = [needle.question for group in groups for needle in group]
             everything = way.similarity(questions, [needle.document for group in groups for needle in group], title)
             blocks = [everything[i : i + candidates, i : i + candidates] for i in range(0, len(questions), candidates)]
-            for task, here in (("needle", lambda d: d < BOUNDARY), ("needle beyond", lambda d: d >= BOUNDARY)):
+            for task, here in (("needle", lambda d: d < seen(tokenizer)), ("needle beyond", lambda d: d >= seen(tokenizer))):
                 chosen = [block for block, group in zip(blocks, groups, strict=True) if here(group[0].depth)]
                 if chosen:
                     results[task].setdefault(length, {})[way.name] = asdict(score_needles(chosen))
@@ -295,6 +325,8 @@ def chance(candidates: int) -> tuple[float, float]:
     return 1 / candidates, sum(1 / k for k in range(1, candidates + 1)) / candidates
 
 
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Okabe and Ito's, which colour-blind readers can tell apart."""
 TASKS = {
     "retrieval": ("mrr", "retrieval of {documents} documents by their summary: MRR", "documents"),
     "needle": ("recall_at_1", "a fact within the first 512 tokens, among {candidates}: R@1", "candidates"),
@@ -307,10 +339,12 @@ def tables(results: dict, arguments: dict) -> list[Table]:
     """One for each task; the level of chance stands in its last row."""
     made = []
     for task, (figure, title, among) in TASKS.items():
+        if not results[task]:
+            continue
         table = Table("method", title=title.format(**arguments))
         names = list(dict.fromkeys(name for by_name in results[task].values() for name in by_name))
-        for length in results[task]:
-            table.add_column(f"{length} [95 %]", justify="right")
+        for length, by_name in results[task].items():
+            table.add_column(f"{length} [95 %]\nN = {next(iter(by_name.values()))['queries']}", justify="right")
         for name in names:
             table.add_row(name, *(_cell(by_name.get(name), figure) for by_name in results[task].values()))
         level = chance(arguments[among])[figure == "mrr"]
@@ -335,15 +369,18 @@ def draw(results: dict, arguments: dict, path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(TASKS), figsize=(13, 4.2), sharey=True, constrained_layout=True)
     names = list(dict.fromkeys(name for task in TASKS for by_name in results[task].values() for name in by_name))
-    colours = dict(zip(names, pyplot.get_cmap("tab10").colors * 2, strict=False))  # type: ignore[attr-defined]
+    styles = dict(zip(names, itertools.product(("-", "--", ":", "-."), PALETTE), strict=False))
     for axis, (task, (kind, title, among)) in zip(axes, TASKS.items(), strict=True):
         for name in names:
             points = [(length, by_name[name]) for length, by_name in results[task].items() if name in by_name]
             if points:
                 x = [length for length, _ in points]
-                low, high = zip(*(found[f"{kind}_interval"] for _, found in points), strict=True)
-                axis.plot(x, [found[kind] for _, found in points], marker="o", color=colours[name], label=name)
-                axis.fill_between(x, low, high, color=colours[name], alpha=0.12)
+                (line, colour), (low, high) = (
+                    styles[name],
+                    zip(*(found[f"{kind}_interval"] for _, found in points), strict=True),
+                )
+                axis.plot(x, [found[kind] for _, found in points], line, marker="o", color=colour, label=name)
+                axis.fill_between(x, low, high, color=colour, alpha=0.12)
         level = chance(arguments[among])[kind == "mrr"]
         axis.axhline(level, color="grey", linestyle=":", linewidth=1)
         axis.annotate("chance", (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="grey")
@@ -382,6 +419,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--lengths {min(arguments.lengths)}: a fact needs 32 tokens or more around it")
     if arguments.candidates < 2 or arguments.haystacks < 1 or arguments.documents < 2:
         parser.error("--documents and --candidates are 2 or more, --haystacks 1 or more")
+    if arguments.candidates > len(NAMES) * len(OBJECTS):
+        parser.error(f"--candidates {arguments.candidates}: there are {len(NAMES) * len(OBJECTS)} different facts")
     return arguments
 
 
@@ -390,8 +429,10 @@ def main() -> None:
     models = {}
     for given in arguments.models:
         name, _, path = given.rpartition("=")
-        path = path or given
-        models[name or path] = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+        name = name or path
+        if name in models:
+            raise SystemExit(f"two models are called {name!r}: give one another name, as name=folder")
+        models[name] = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
     settings = {"lengths": sorted(set(arguments.lengths))} | {
         name: getattr(arguments, name) for name in ("documents", "haystacks", "candidates", "seed")
     }

@@ -22,6 +22,8 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, set_seed
 from datasets import ClassLabel, Dataset, disable_progress_bars, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from huggingface_hub import get_token
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from sklearn.metrics import accuracy_score, f1_score
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -107,6 +109,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--push_to_hub and --hub_model_id go together: give both or neither")
     if parsed.hub_private_repo and not parsed.push_to_hub:
         parser.error("--hub_private_repo goes with --push_to_hub")
+    if parsed.push_to_hub:
+        # What push_to_hub itself would refuse, but only after the training.
+        try:
+            validate_repo_id(parsed.hub_model_id)
+        except HFValidationError as error:
+            parser.error(f"--hub_model_id {parsed.hub_model_id}: {error}")
+        if not get_token():
+            parser.error("there is no token for the Hub: run `hf auth login`, or set HF_TOKEN")
     return parsed
 
 

@@ -1,10 +1,8 @@
 """Evaluation by length: what is put where, what is compared, and what chance would give."""
 
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 
 import pytest
@@ -49,6 +47,14 @@ def test_cut(tokenizer, length):
     assert HAYSTACK.startswith(text) and size(tokenizer, text) == min(length, size(tokenizer, HAYSTACK))
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_cut_without_room(tokenizer, length):
+    with pytest.raises(SystemExit, match=f"{length} tokens leave no room for text beside 2 special ones"):
+        eval_length.cut(tokenizer, HAYSTACK, length)
+    with pytest.raises(SystemExit, match="--lengths 40: a fact takes up to .* leaves none for a document"):
+        eval_length.needles(tokenizer, HAYSTACK, 40, 4, random.Random(0))
+
+
 def test_facts_have_one_answer():
     drawn = eval_length.facts(200, random.Random(1))
     assert len({question for _, question in drawn}) == 200
@@ -56,7 +62,40 @@ def test_facts_have_one_answer():
     assert len(set(whose)) == 200
     for (_, question), (name, thing) in zip(drawn, whose, strict=True):
         assert name in question and thing in question
-    assert eval_length.facts(20, random.Random(1)) == drawn[:20] or len(eval_length.facts(20, random.Random(1))) == 20
+    assert eval_length.facts(200, random.Random(1)) == drawn != eval_length.facts(200, random.Random(2))
+
+
+def test_needles_depend_on_the_seed_alone(tokenizer):
+    first, again, other = (eval_length.needles(tokenizer, HAYSTACK, 300, 4, random.Random(seed)) for seed in (3, 3, 4))
+    assert first == again != other
+
+
+def test_depths_are_spread_over_their_parts(tokenizer):
+    depths = [
+        eval_length.needles(tokenizer, HAYSTACK, 500, 2, random.Random(seed), part=(i, 4))[0].depth
+        for i in range(4)
+        for seed in range(8)
+    ]
+    # A fact goes to the end of the sentence before the token drawn; a sentence has ten tokens.
+    size_of_part = (500 - 2 - 40) / 4
+    for place, depth in enumerate(depths):
+        assert (place // 8) * size_of_part - 30 <= depth <= (place // 8 + 1) * size_of_part + 5
+    assert all(len(set(depths[i : i + 8])) > 3 for i in range(0, 32, 8))
+
+
+def test_no_fact_lies_across_the_boundary(tokenizer):
+    long = f"{HAYSTACK} {HAYSTACK}"
+    sides, last = set(), eval_length.seen(tokenizer)
+    assert last == 510
+    for seed in range(40):
+        group = eval_length.needles(tokenizer, long, 700, 3, random.Random(seed), part=(3, 4))
+        visible = tokenizer(eval_length.cut(tokenizer, group[0].document, eval_length.BOUNDARY), add_special_tokens=False)
+        for needle in group:
+            fact = re.search(r"[A-Z]\w+ keeps [^.]+\.", needle.document)
+            end = needle.depth + len(tokenizer(fact.group(), add_special_tokens=False)["input_ids"])
+            assert end <= len(visible["input_ids"]) or needle.depth >= len(visible["input_ids"])
+        sides.add(group[0].depth < last)
+    assert sides == {True, False}
 
 
 @pytest.mark.parametrize("length", [150, 300, 500])
@@ -94,7 +133,7 @@ def test_long_documents_are_long(tokenizer, monkeypatch):
     more = eval_length.long_documents(tokenizer, least, 6)
     assert len(more) == 6 and all(size(tokenizer, document) >= least for _, document in more)
     by_summary = {module.summary: module.document for module in modules}
-    assert all(by_summary[summary] in document for summary, document in more)
+    assert all(document.startswith(by_summary[summary]) for summary, document in more)
     assert len({summary for summary, _ in more}) == 6
     with pytest.raises(SystemExit, match=r"there are \d+ documents of at least"):
         eval_length.long_documents(tokenizer, least, 12)
@@ -156,17 +195,24 @@ def test_scores_by_hand():
     assert score.mrr == pytest.approx((1 + (1 + 1 / 2) / 2 + 1 / 3) / 3) and score.queries == 3
 
 
-def test_from_end_to_end(tokenizer, model, tmp_path):
-    model.save_pretrained(tmp_path / "stock")
-    hf_posenc.patch(model, "alibi").save_pretrained(tmp_path / "alibi")
-    for name in ("stock", "alibi"):
+def run(monkeypatch, *arguments):
+    """The script's main, here, where the standard library is already read."""
+    monkeypatch.setattr(sys, "argv", ["eval_length.py", *map(str, arguments)])
+    eval_length.main()
+
+
+@pytest.fixture
+def folders(tokenizer, model, tmp_path):
+    for name, each in (("stock", model), ("alibi", hf_posenc.patch(model, "alibi"))):
+        each.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    arguments = ["--lengths", "64", "560", "--documents", "3", "--haystacks", "6", "--candidates", "2"]
-    models = [f"stock={tmp_path / 'stock'}", f"alibi={tmp_path / 'alibi'}"]
-    command = [sys.executable, str(SCRIPTS / "eval_length.py"), *models, *arguments, "--output_dir", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "out" / "length.json").read_text())
+    return tmp_path
+
+
+def test_from_end_to_end(folders, monkeypatch):
+    arguments = ["--lengths", "64", "1000", "--documents", "3", "--haystacks", "6", "--candidates", "2"]
+    run(monkeypatch, f"stock={folders / 'stock'}", f"alibi={folders / 'alibi'}", *arguments, "--output_dir", folders / "out")
+    found = json.loads((folders / "out" / "length.json").read_text())
     names = [
         "bag of words",
         "stock, truncated at 24",
@@ -174,20 +220,47 @@ def test_from_end_to_end(tokenizer, model, tmp_path):
         "stock, chunked by 24, max",
         "alibi",
     ]
-    assert found["settings"]["lengths"] == [64, 560] and found["chance"]["candidates"] == [0.5, 0.75]
-    for length in ("64", "560"):
+    assert found["settings"]["lengths"] == [64, 1000] and found["chance"]["candidates"] == [0.5, 0.75]
+    for length in ("64", "1000"):
         assert list(found["scores"]["retrieval"][length]) == names
-    assert list(found["scores"]["needle beyond"]) == ["560"]
-    beyond = found["scores"]["needle beyond"]["560"]
+    assert list(found["scores"]["needle beyond"]) == ["1000"]
+    within, beyond = found["scores"]["needle"]["1000"], found["scores"]["needle beyond"]["1000"]
+    counts = [each["alibi"]["queries"] for each in (within, beyond)]
+    assert sum(counts) == 12 and min(counts) >= 4
     assert beyond["stock, truncated at 24"]["recall_at_1"] == 0.5 and beyond["bag of words"]["recall_at_1"] > 0.5
-    assert (tmp_path / "out" / "length.png").stat().st_size > 10_000
-    shown = (tmp_path / "out" / "length.txt").read_text()
-    assert "chance" in shown and "behind the first 512 tokens" in shown
+    assert (folders / "out" / "length.png").stat().st_size > 10_000
+    shown = (folders / "out" / "length.txt").read_text()
+    assert "chance" in shown and "behind the first 512 tokens" in shown and f"N = {counts[1]}" in shown
+    run(monkeypatch, f"alibi={folders / 'alibi'}", *arguments, "--output_dir", folders / "again")
+    again = json.loads((folders / "again" / "length.json").read_text())["scores"]
+    assert all(again[task][n]["alibi"] == by[n]["alibi"] for task, by in found["scores"].items() for n in by)
+
+
+def test_a_task_without_a_case_is_left_out(folders, monkeypatch):
+    arguments = ["--lengths", "64", "--documents", "3", "--haystacks", "2", "--candidates", "2"]
+    run(monkeypatch, folders / "alibi", *arguments, "--output_dir", folders / "out")
+    assert "behind the first" not in (folders / "out" / "length.txt").read_text()
+
+
+def test_models_that_cannot_be_compared(folders, tokenizer, monkeypatch):
+    out = ("--output_dir", folders / "out")
+    with pytest.raises(SystemExit, match="two models are called 'same'"):
+        run(monkeypatch, f"same={folders / 'stock'}", f"same={folders / 'alibi'}", *out)
+    (folders / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS]))
+    BertTokenizer(str(folders / "vocab.txt")).save_pretrained(folders / "alibi")
+    with pytest.raises(SystemExit, match="b has another vocabulary than a"):
+        run(monkeypatch, f"a={folders / 'stock'}", f"b={folders / 'alibi'}", *out)
+    assert not (folders / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("--lengths", "16"), "32 tokens or more"), (("--candidates", "1"), "2 or more"), (("--documents", "1"), "2 or more")],
+    [
+        (("--lengths", "16"), "32 tokens or more"),
+        (("--candidates", "1"), "2 or more"),
+        (("--candidates", "301"), "there are 300 different facts"),
+        (("--documents", "1"), "2 or more"),
+    ],
 )
 def test_bad_arguments(monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(sys, "argv", ["eval_length.py", "model", "--output_dir", "out", *arguments])

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY
+from hub_server import TOKEN, USER, serve
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -58,11 +59,12 @@ def tiny(tmp_path_factory):
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     torch.manual_seed(0)
     # As they start from scratch, since these are to learn something.
-    BertModel(BertConfig(vocab_size=VOCABULARY, **BERT, **NO_DROPOUT["bert"])).save_pretrained(path / "bert")
+    sizes = BERT | NO_DROPOUT["bert"] | {"vocab_size": VOCABULARY}
+    BertModel(BertConfig(**sizes, problem_type="multi_label_classification")).save_pretrained(path / "bert")
     (path / "vocab.txt").write_text("\n".join(vocabulary))
     BertTokenizer(str(path / "vocab.txt")).save_pretrained(path / "bert")
     gpt2 = HOSTS["gpt2"][1] | NO_DROPOUT["gpt2"] | {"pad_token_id": None}
-    GPT2Model(GPT2Config(vocab_size=VOCABULARY, **gpt2)).save_pretrained(path / "gpt2")
+    GPT2Model(GPT2Config(vocab_size=VOCABULARY, **gpt2)).bfloat16().save_pretrained(path / "gpt2")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="[CLS]").save_pretrained(path / "gpt2")
@@ -97,11 +99,11 @@ def train(*arguments, **options):
     return json.loads((arguments[1] / "all_results.json").read_text())
 
 
-def train_apart(tiny, output, launcher=(), batch=8):
+def train_apart(tiny, output, *more, launcher=(), batch=8, **settings):
     """Run the script in processes of its own; its all_results.json and its standard output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"HF_DATASETS_CACHE": str(output) + "-cache", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(SCRIPTS / "finetune.py"), *arguments_for(tiny, output, batch=batch)]
+    environment |= {"HF_DATASETS_CACHE": str(output) + "-cache", "OMP_NUM_THREADS": "1", **settings}
+    command = [sys.executable, *launcher, str(SCRIPTS / "finetune.py"), *arguments_for(tiny, output, *more, batch=batch)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((output / "all_results.json").read_text()), done.stdout
@@ -117,12 +119,17 @@ def answers(path, texts):
 
 @pytest.fixture(scope="module")
 def one_process(tiny, tmp_path_factory):
+    """A run on one process which pushes what it has trained: its output folder, its record, what it said, the Hub's repos."""
     output = tmp_path_factory.mktemp("one") / "out"
-    return output, *train_apart(tiny, output)
+    with serve() as hub:
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        settings["HF_HOME"] = str(output) + "-home"
+        push = ("--push_to_hub", "--hub_model_id", f"{USER}/classifier", "--hub_private_repo")
+        return output, *train_apart(tiny, output, *push, **settings), hub.repos
 
 
 def test_metrics_are_those_of_the_saved_model(tiny, one_process):
-    output, record, shown = one_process
+    output, record, shown, _ = one_process
     with (tiny / "data" / "validation.csv").open() as file:
         texts, expected = zip(*[(row["text"], row["label"]) for row in csv.DictReader(file)], strict=True)
     given = answers(output, texts)
@@ -139,10 +146,19 @@ def test_metrics_are_those_of_the_saved_model(tiny, one_process):
     assert json.loads((output / "tokenizer.json").read_text())["truncation"] is None
 
 
+def test_the_hub_has_what_was_saved(one_process):
+    output, _, _, repos = one_process
+    ((name, repo),) = repos.items()
+    files = repo.commits[-1].files
+    assert name == f"{USER}/classifier" and repo.private and "text-classification" in files["README.md"].decode()
+    for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        assert files[file] == (output / file).read_bytes(), file
+
+
 def test_two_processes_do_what_one_does(tiny, one_process, tmp_path):
-    output, alone, _ = one_process
+    _, alone, _, _ = one_process
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29517")
-    record, shown = train_apart(tiny, tmp_path / "out", launcher, batch=4)
+    record, shown = train_apart(tiny, tmp_path / "out", launcher=launcher, batch=4)
     assert record["processes"] == 2 and shown.count("eval_accuracy:") == shown.count("usable length:") == 1
     assert record["losses"] == pytest.approx(alone["losses"], abs=1e-3)
     assert {key: record[key] for key in record if key.startswith("eval_")} == {
@@ -193,7 +209,9 @@ def test_decoder_without_pad_token_and_without_limit(tiny, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.pad_token == tokenizer.eos_token == "[CLS]" and tokenizer.model_max_length == int(1e30)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert model.config.pad_token_id == 2 and model.config.position_encoding["max_length"] is None
+    assert (
+        model.dtype == torch.float32 and model.config.pad_token_id == 2 and model.config.position_encoding["max_length"] is None
+    )
     together = model(**tokenizer([text for text, _ in rows(9)], padding=True, return_tensors="pt")).logits.argmax(-1)
     assert [model.config.id2label[i] for i in together.tolist()] == answers(tmp_path / "out", [text for text, _ in rows(9)])
 
@@ -221,6 +239,8 @@ def test_names_of_a_data_sets_own_classes():
         (("--push_to_hub",), "--push_to_hub and --hub_model_id go together"),
         (("--hub_model_id", "me/it"), "--push_to_hub and --hub_model_id go together"),
         (("--hub_private_repo",), "goes with --push_to_hub"),
+        (("--push_to_hub", "--hub_model_id", "me/no/such"), "--hub_model_id me/no/such: Repo id must be"),
+        (("--push_to_hub", "--hub_model_id", "me/it"), "there is no token for the Hub"),
         (("--dataset_name", "imdb"), "give one of the two"),
         (("--dataset_config_name", "plain"), "goes with --dataset_name"),
         (("--position_encoding", "{rope}"), "'{rope}' is no JSON"),
@@ -228,7 +248,9 @@ def test_names_of_a_data_sets_own_classes():
         (("--num_train_epochs", "1.5"), "'1.5': allowed is an integer from 1 on"),
     ],
 )
-def test_arguments_refused(tiny, tmp_path, capsys, more, words):
+def test_arguments_refused(tiny, tmp_path, capsys, monkeypatch, more, words):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     with pytest.raises(SystemExit):
         finetune.parse_arguments(arguments_for(tiny, tmp_path / "out", *more))
     assert words in capsys.readouterr().err
