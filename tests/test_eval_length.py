@@ -267,3 +267,14 @@ def test_bad_arguments(monkeypatch, capsys, arguments, words):
     with pytest.raises(SystemExit):
         eval_length.parse_arguments()
     assert words in capsys.readouterr().err
+
+
+def test_the_readme_shows_the_kept_results():
+    shown = (ROOT / "README.md").read_text()
+    scores = json.loads((SCRIPTS / "results" / "length.json").read_text())["scores"]
+    by_task = {"needle beyond": ("recall_at_1", "R@1"), "retrieval": ("mrr", "MRR")}
+    for task, (figure, name) in by_task.items():
+        found = {way: f"{score[figure]:.3f}" for way, score in scores[task]["2048"].items()}
+        (line,) = [part for part in shown.split("\n- ") if f"({name}): truncated" in part]
+        for way in ("minilm, truncated at 512", "minilm, chunked by 512, mean", "minilm, chunked by 512, max", "minilm-alibi"):
+            assert found[way] in line, (task, way)
