@@ -326,3 +326,9 @@ def test_the_real_reviews():
     train, validation = reviews.split(reviews.read(path))
     assert (len(train), len(validation)) == (10_476, 2_273)
     assert {review.label for review in train} == {review.label for review in validation} == {"fresh", "rotten"}
+
+
+def test_the_readme_shows_the_kept_results():
+    shown = (ROOT / "README.md").read_text()
+    for name, record in json.loads((SCRIPTS / "results" / "finetune.json").read_text()).items():
+        assert f"| {name} | {record['eval_accuracy']:.3f} | {record['eval_macro_f1']:.3f} |" in shown
