@@ -440,6 +440,10 @@ def _changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedMo
         length = min(first.max_seq_length, getattr(model.config, ports.LENGTH_FIELD) - ports.find(model).offset)
     if length is not None:
         holder.max_seq_length = length
+    # As sentence-transformers' own merge does: what the card says of the given model isn't true of this one.
+    twin._model_card_text = None
+    twin.model_card_data = twin.model_card_data_class(local_files_only=True)
+    twin.model_card_data.register_model(twin)
     return twin
 
 

@@ -1,5 +1,9 @@
 """Patched models in other tools: pipelines, Trainer, sentence-transformers, PEFT."""
 
+import json
+import logging
+import re
+import shutil
 import warnings
 from importlib.resources import files
 
@@ -9,6 +13,7 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertTokenizer,
     Trainer,
     TrainerCallback,
@@ -17,7 +22,7 @@ from transformers import (
 )
 
 import hf_posenc
-from conftest import LENGTH, OFFSETS, first, patched, randomize_encoding, run_python, stock, tokens
+from conftest import LENGTH, OFFSETS, ROOT, first, patched, randomize_encoding, run_python, stock, tokens
 
 WORDS = [f"w{i}" for i in range(56)]
 
@@ -37,27 +42,48 @@ def minilm():
 # Pipelines.
 
 
-def test_fill_mask(tokenizer, tmp_path):
-    model = patched("bert", "sinusoidal+alibi", "ForMaskedLM")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    text = "w1 w2 [MASK] w3"
-    ids = tokenizer(text, return_tensors="pt")
-    expected = tokenizer.convert_ids_to_tokens(int(model(**ids).logits[0, 3].argmax()))
-    for fill in (pipeline("fill-mask", model=str(tmp_path)), pipeline("fill-mask", model=model, tokenizer=tokenizer)):
-        assert fill(text)[0]["token_str"] == expected
+TASKS = {
+    "fill-mask": ("ForMaskedLM", "w1 w2 [MASK] w3"),
+    "text-classification": ("ForSequenceClassification", "w5 w4 w3"),
+    "feature-extraction": ("Model", "w3 w4 w5"),
+}
+PIPELINES = """
+import json, sys, hf_posenc
+from transformers import pipeline
+for folder, task, text in json.loads(sys.argv[1]):
+    print(json.dumps(pipeline(task, model=folder)(text)))
+"""
 
 
-def test_features_of_a_long_text(minilm, tmp_path):
-    """Beyond MiniLM's 512 tokens, once the tokenizer knows the new length."""
-    from transformers import AutoTokenizer
+def test_pipelines_in_memory_and_in_a_new_process(tokenizer, tmp_path):
+    asked, expected = [], []
+    for host in ("bert", "roberta"):
+        for task, (head, text) in TASKS.items():
+            model, folder = patched(host, "sinusoidal+alibi", head), tmp_path / host / task
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            asked.append((str(folder), task, text))
+            expected.append(pipeline(task, model=model, tokenizer=tokenizer)(text))
+            if task == "fill-mask":
+                ids = tokenizer(text, return_tensors="pt")
+                assert expected[-1][0]["token"] == int(model(**ids).logits[0, 3].argmax())
+    shown = run_python(PIPELINES, json.dumps(asked)).splitlines()
+    assert [json.loads(line) for line in shown[-len(asked) :]] == expected
 
-    model = hf_posenc.patch(AutoModel.from_pretrained(minilm), "alibi", max_length=1024)
-    tokenizer = AutoTokenizer.from_pretrained(minilm, model_max_length=hf_posenc.inspect(model).max_length)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    features = pipeline("feature-extraction", model=str(tmp_path), return_tensors=True)("position " * 700)
-    assert features.shape[1:] == (702, 384) and features.isfinite().all()
+
+def test_features_of_a_long_text(minilm, tmp_path, caplog, monkeypatch):
+    """Beyond MiniLM's 512 tokens: the tokenizer knows the new length, so it neither warns nor cuts."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    hf_posenc.patch(AutoModel.from_pretrained(minilm), "alibi", max_length=1024).save_pretrained(tmp_path)
+    text, cut, warned = "position " * 700, {"truncation": True}, "longer than the specified maximum"
+    for length, rows in ((hf_posenc.inspect(tmp_path).max_length, 702), (512, 512)):
+        AutoTokenizer.from_pretrained(minilm, model_max_length=length).save_pretrained(tmp_path)
+        extract = pipeline("feature-extraction", model=str(tmp_path), return_tensors=True)
+        caplog.clear()
+        features = extract(text)
+        assert features.shape[1:] == (702, 384) and features.isfinite().all()
+        assert (warned in caplog.text) == (length == 512)
+        assert extract(text, tokenize_kwargs=cut).shape[1] == rows
 
 
 # Trainer.
@@ -119,6 +145,18 @@ def test_trainer_with_evaluation_and_label_smoothing(tmp_path):
     run = trainer(tmp_path, "t5", label_smoothing_factor=0.1, eval_strategy="steps", eval_steps=3, load_best_model_at_end=True)
     run.train()
     assert run.evaluate()["eval_loss"] == pytest.approx(run.state.best_metric, rel=1e-5)
+
+
+def test_label_smoothing_shifts_the_labels_of_a_language_model(tmp_path):
+    """Trainer knows by the class's name which models predict the next token."""
+    host = stock("gpt2", "LMHeadModel")
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    inputs = {"input_ids": tokens(), "attention_mask": torch.ones_like(tokens()), "labels": tokens()}
+    losses = [
+        Trainer(model, arguments).compute_loss(model, dict(inputs))
+        for model in (host, hf_posenc.patch(host, "learned", init="host"))
+    ]
+    assert torch.equal(*losses)
 
 
 # sentence-transformers.
@@ -184,6 +222,50 @@ def test_sentence_transformer_from_a_patched_folder(host, tokenizer, tmp_path):
     )
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_sentence_transformer_in_training(minilm, tmp_path):
+    """The encoding is trained, the checkpoint reloads equal, and its card describes the patched model."""
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+        losses,
+    )
+
+    stock("bert", vocab_size=30522).save_pretrained(tmp_path / "stock")
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "stock")
+    before = SentenceTransformer(str(tmp_path / "stock"), device="cpu")
+    model = hf_posenc.patch(before, "relative", max_length=64)
+    start = model[0].model.posenc.weight.clone()
+    arguments = SentenceTransformerTrainingArguments(
+        str(tmp_path / "run"), max_steps=2, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    pairs = Dataset.from_dict({"anchor": ["a dog", "a man"] * 8, "positive": ["dogs", "men"] * 8})
+    loss = losses.MultipleNegativesRankingLoss(model)
+    SentenceTransformerTrainer(model, arguments, train_dataset=pairs, loss=loss).train()
+    assert not torch.equal(model[0].model.posenc.weight, start)
+    again = SentenceTransformer(str(tmp_path / "run" / "checkpoint-2"), device="cpu")
+    assert (again.encode(["a dog bit"]) == model.encode(["a dog bit"])).all() and again.max_seq_length == 64
+    card = (tmp_path / "run" / "checkpoint-2" / "README.md").read_text()
+    assert "64 tokens" in card and "PosEncBertModel" in card
+    assert before.model_card_data.model is before and "generated_from_trainer" not in before.model_card_data.tags
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_cross_encoder(minilm, tmp_path):
+    from sentence_transformers import CrossEncoder
+
+    stock("bert", "ForSequenceClassification", vocab_size=30522, num_labels=1).save_pretrained(tmp_path / "stock")
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "stock")
+    model = hf_posenc.patch(CrossEncoder(str(tmp_path / "stock"), device="cpu"), "alibi", max_length=64)
+    pair = [("a dog " * 20, "a man")]
+    scores = model.predict(pair)
+    model.save_pretrained(str(tmp_path / "saved"))
+    again = CrossEncoder(str(tmp_path / "saved"), device="cpu")
+    assert type(model) is CrossEncoder and again.max_seq_length == 64 and (again.predict(pair) == scores).all()
+
+
 # PEFT.
 
 
@@ -194,39 +276,94 @@ from peft import PeftModel, AutoPeftModelForSequenceClassification
 ids, expected = torch.load(sys.argv[3])
 base = AutoModelForSequenceClassification.from_pretrained(sys.argv[1], num_labels=3)
 model = PeftModel.from_pretrained(base, sys.argv[2]).eval()
-print(type(base).__name__, torch.allclose(model(ids).logits, expected, atol=1e-5))
 auto = AutoPeftModelForSequenceClassification.from_pretrained(sys.argv[2], num_labels=3).eval()
-print(torch.allclose(auto(ids).logits, expected, atol=1e-5))
+with torch.no_grad():
+    print(type(base).__name__, torch.equal(model(ids).logits, expected), torch.equal(auto(ids).logits, expected))
 """
+
+
+@torch.no_grad()
+def logits(model):
+    # With gradients on, a bias that is trained takes another kernel, and rounds otherwise.
+    return first(model.eval()(tokens()))
+
+
+def trained(lora):
+    optimizer = torch.optim.SGD([p for p in lora.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(2):
+        lora.train()(tokens(), labels=torch.tensor([0, 2])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lora
+
+
+def own_parameters(model):
+    """The encoding's, without PEFT's prefixes."""
+    return {name: value for name, value in model.state_dict().items() if "posenc." in name and "posenc.host." not in name}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("host", "encoding", "targets"), [("bert", "shaw", ["query", "value"]), ("mpnet", "rope", ["q", "v"])])
 def test_lora(host, encoding, targets, tmp_path):
-    """LoRA beside a patched base; the encoding's own parameters are trained, too, where they are named."""
+    """LoRA over a patched base, reloaded in a new process."""
     from peft import LoraConfig, get_peft_model
 
-    base = patched(host, encoding, "ForSequenceClassification", num_labels=3)
-    base.save_pretrained(tmp_path / "base")
+    patched(host, encoding, "ForSequenceClassification", num_labels=3).save_pretrained(tmp_path / "base")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    saved = ["posenc"] if encoding == "shaw" else None
-    lora = get_peft_model(model, LoraConfig("SEQ_CLS", r=2, target_modules=targets, modules_to_save=saved))
-    optimizer = torch.optim.SGD([p for p in lora.parameters() if p.requires_grad], lr=0.5)
-    before = first(lora.eval()(tokens()))
-    for _ in range(2):
-        lora.train()(tokens(), labels=torch.tensor([0, 2])).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = first(lora.eval()(tokens()))
+    lora = get_peft_model(model, LoraConfig("SEQ_CLS", r=2, target_modules=targets, modules_to_save=["posenc"]))
+    before, expected = logits(lora), logits(trained(lora))
     assert not torch.allclose(expected, before, atol=1e-3)
     lora.save_pretrained(tmp_path / "adapter")
     torch.save((tokens(), expected), tmp_path / "expected.pt")
     shown = run_python(LORA, tmp_path / "base", tmp_path / "adapter", tmp_path / "expected.pt").split()[-3:]
     assert shown[1:] == ["True", "True"] and shown[0].startswith("PosEnc")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("host", "encoding", "targets"),
+    [
+        ("bert", "relative", ["query", "value"]),
+        ("roberta", "learned+shaw", ["query", "value"]),
+        ("gpt2", "t5", ["c_attn"]),
+        ("mpnet", "learned", "all-linear"),
+    ],
+)
+def test_lora_trains_the_encoding_where_it_is_named(host, encoding, targets, named, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    base = patched(host, encoding, "ForSequenceClassification", num_labels=3)
+    stock_logits, start = logits(base), {name: value.clone() for name, value in own_parameters(base).items()}
+    config = LoraConfig("SEQ_CLS", r=2, target_modules=targets, modules_to_save=["posenc"] if named else None)
+    lora = trained(get_peft_model(base, config))
+    expected = logits(lora)
+    with lora.disable_adapter():
+        assert torch.equal(logits(lora), stock_logits)
     merged = lora.merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(first(again(tokens())), expected, atol=1e-4, rtol=1e-3)
+    assert start and own_parameters(merged).keys() == start.keys()
+    assert all(torch.equal(value, start[name]) != named for name, value in own_parameters(merged).items())
+    merged.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), logits(merged))
+    torch.testing.assert_close(logits(again), expected, atol=1e-4, rtol=1e-3)
+    with pytest.warns(UserWarning, match="no longer those which were patched"):
+        assert type(hf_posenc.unpatch(merged)) is type(stock(host, "ForSequenceClassification"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_adapters_by_transformers_itself(tmp_path):
+    from peft import LoraConfig
+
+    patched("bert", "relative", "ForSequenceClassification", num_labels=3).save_pretrained(tmp_path / "base")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    model.add_adapter(LoraConfig("SEQ_CLS", r=2, target_modules=["query", "value"], modules_to_save=["posenc"]))
+    expected = logits(trained(model))
+    model.save_pretrained(tmp_path / "adapter")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter", num_labels=3)
+    assert type(again) is hf_posenc.PosEncBertForSequenceClassification and torch.equal(logits(again), expected)
+    with pytest.raises(ValueError, match="patch first"):
+        hf_posenc.unpatch(model)
 
 
 def test_patch_comes_before_peft():
@@ -237,6 +374,20 @@ def test_patch_comes_before_peft():
         wrapped = get_peft_model(stock("bert"), LoraConfig(target_modules=["query"]))
     with pytest.raises(ValueError, match="patch first"):
         hf_posenc.patch(wrapped, "alibi")
+
+
+# The page.
+
+
+def test_the_page_runs(minilm, tmp_path):
+    """Its blocks as they stand, beside folders of the names which they load."""
+    shutil.copytree(minilm, tmp_path / "all-MiniLM-L6-v2")
+    stock("bert", "ForMaskedLM", vocab_size=30522, max_position_embeddings=512).save_pretrained(tmp_path / "bert-base-uncased")
+    AutoTokenizer.from_pretrained(minilm, model_max_length=512).save_pretrained(tmp_path / "bert-base-uncased")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ecosystem.md").read_text(), re.DOTALL)
+    run_python("\n".join(["import os, sys", "os.chdir(sys.argv[1])", *blocks]), tmp_path)
+    for folder in ("bert-alibi", "bert-alibi-tuned", "run/checkpoint-4", "minilm-alibi", "bert-relative-tuned"):
+        assert hf_posenc.inspect(tmp_path / folder).model_class.startswith("PosEnc")
 
 
 # A masked language model, batched by Transformers' own collator.

@@ -69,7 +69,9 @@ def tiny(tmp_path_factory):
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="[CLS]").save_pretrained(path / "gpt2")
     (path / "data").mkdir()
-    write(path / "data" / "train.csv", rows(40))
+    (text, label), *others = rows(40)
+    # The first one is to be cut.
+    write(path / "data" / "train.csv", [(" ".join([text] * LENGTH), label), *others])
     # Three labels of eleven are wrong, so that no metric is 1; batches of two leave one over.
     other = {"good": "bad", "bad": "good"}
     flipped = [(text, other[label] if i < 3 else label) for i, (text, label) in enumerate(rows(11, 40))]
