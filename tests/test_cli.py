@@ -1,18 +1,23 @@
 """The command line: thin over the API, errors in a line, nothing half written."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
 
 import pytest
 import torch
+import typer
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertTokenizer, RobertaForMaskedLM
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import ENCODINGS, LENGTH, ROOT, first, patched, run_python, stock, tokens
-from hf_posenc.cli import app
+from hf_posenc.cli import Group, app
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +35,44 @@ def folders(tmp_path_factory):
 def run(*arguments, code=0):
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == code, (done.output, done.exception)
+    assert isinstance(done.exception, SystemExit | None)
     return done.stdout if code == 0 else done.stderr
+
+
+def command(*arguments):
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
 def test_list():
     listed = json.loads(run("list", "--json"))
     assert [name for name in listed if name in ENCODINGS] == list(ENCODINGS)
-    assert listed["rope"]["options"] == {"theta": 10000.0, "layout": "half"} and listed["rope"]["aliases"] == ["rotary"]
-    assert all(listed[name]["paper"].startswith("https://") for name in ENCODINGS if name not in ("counter", "normalized"))
+    for name, kind in hf_posenc.list_encodings().items():
+        row = listed[name]
+        assert row["aliases"] == kind.aliases and tuple(row["acts_by"]) == kind.acts_by()
+        assert {option: said["default"] for option, said in row["options"].items()} == {
+            option: getattr(kind, option) for option in kind.option_types()
+        }
+    assert all(bool(listed[name]["papers"]) == (name not in ("counter", "normalized")) for name in ENCODINGS)
+    assert listed["rope"] == {
+        "title": "Rotary position embeddings",
+        "aliases": {"rotary": {}},
+        "acts_by": ["rotate"],
+        "options": {
+            "theta": {"default": 10000.0, "allowed": "a finite number above 1"},
+            "layout": {"default": "half", "allowed": "'half' or 'interleaved'"},
+        },
+        "papers": ["https://arxiv.org/abs/2104.09864"],
+    }
+
+
+def test_list_shows_all_of_it():
+    """In 80 columns, as in a pipe; wrapped, but nothing cut."""
     shown = run("list")
-    assert all(name in shown for name in ENCODINGS) and "theta" in shown
+    words = re.sub(r"[\s│]+", " ", shown)
+    for name, row in json.loads(run("list", "--json")).items():
+        assert all(word in words for word in (name, *row["aliases"], *row["acts_by"], *row["papers"]))
+        assert all(f"{option} = {said['default']!r}" in words for option, said in row["options"].items())
+    assert "terms='keys+queries'" in shown and "…" not in shown and max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "patched"])
@@ -48,6 +81,11 @@ def test_inspect(folders, name):
     assert json.loads(run("inspect", folders / name, "--json")) == json.loads(json.dumps(report))
     shown = run("inspect", folders / name)
     assert "usable length: " + ("no limit" if name == "patched" else f"{LENGTH} tokens") in shown
+
+
+def test_errors_are_shown_as_they_are(tmp_path):
+    """A path is no markup."""
+    assert f"{tmp_path}/[b]nowhere" in run("inspect", tmp_path / "[b]nowhere", code=1)
 
 
 def test_inspect_says_what_is_ignored(folders, tmp_path):
@@ -79,14 +117,33 @@ print(type(model).__name__, torch.equal(model(ids)[0], expected))
     assert run_python(code, tmp_path / "deep" / "new", tmp_path / "expected.pt").split() == ["PosEncBertForMaskedLM", "True"]
     assert AutoTokenizer.from_pretrained(tmp_path / "deep" / "new").model_max_length == 40
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["new"]
+    assert not [path for path in (tmp_path / "deep" / "new").iterdir() if path.is_dir()]
 
 
 def test_patch_without_a_limit_or_a_tokenizer(folders, tmp_path):
     run("patch", folders / "bert", '{"type": "alibi"}', "--output-dir", tmp_path / "bert")
-    assert AutoTokenizer.from_pretrained(tmp_path / "bert").model_max_length > 10**9
+    saved = json.loads((tmp_path / "bert" / "tokenizer_config.json").read_text())
+    assert saved["model_max_length"] == VERY_LARGE_INTEGER == AutoTokenizer.from_pretrained(tmp_path / "bert").model_max_length
     assert "no tokenizer" in run("patch", folders / "roberta", "t5", "--no-keep-host", "--output-dir", tmp_path / "roberta")
     model = hf_posenc.PosEncRobertaForMaskedLM.from_pretrained(tmp_path / "roberta")
     assert isinstance(model, RobertaForMaskedLM) and not model.config.position_encoding["host"]["kept"]
+
+
+def test_an_older_model_has_a_vocabulary_alone(folders, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    stock("bert", "ForMaskedLM").save_pretrained(old)
+    (old / "vocab.txt").write_bytes((folders / "vocab.txt").read_bytes())
+    assert "no tokenizer" not in run("patch", old, "learned", "--output-dir", new)
+    tokenizer = AutoTokenizer.from_pretrained(new)
+    assert tokenizer.model_max_length == LENGTH and tokenizer("a b").input_ids == [2, 5, 6, 3]
+
+
+def test_the_rest_of_a_sentence_transformer_is_not_dropped_silently(folders, tmp_path):
+    stock("bert").save_pretrained(tmp_path / "old")
+    (tmp_path / "old" / "modules.json").write_text("[]")
+    for arguments in ((tmp_path / "new",), (tmp_path / "old", "--overwrite")):
+        assert "SentenceTransformer" in run("patch", tmp_path / "old", "alibi", "--output-dir", *arguments)
+    assert "SentenceTransformer" not in run("patch", folders / "roberta", "alibi", "--output-dir", tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -94,9 +151,20 @@ def test_patch_without_a_limit_or_a_tokenizer(folders, tmp_path):
     [
         ("alibbi", (), "unknown position encoding 'alibbi'"),
         ("rope", ("--option", "thetta=3"), "has no option 'thetta'"),
-        ("rope", ("--option", "theta"), "give name=value"),
+        ("rope", ("--option", "theta=[1, 2]"), "rope.theta=[1, 2]: allowed is a finite number above 1"),
+        ("rope", ("--option", "theta"), "'theta': give name=value"),
+        ("rope", ("--option", "=3"), "'=3': give name=value"),
+        ("rope", ("--option", "theta=3", "--option", "theta=4"), "'theta=4': 'theta' is given twice"),
+        ('{"type": "rope", "theta": 3}', ("--option", "theta=4"), "'theta' is given twice"),
+        *(
+            ("rope", ("--option", f"{name}=3"), f"'{name}' is no option of an encoding; see hf-posenc patch --help")
+            for name in ("type", "max_length", "inject", "host")
+        ),
+        *(("rope", ("--option", f"{name}=3"), f"has no option '{name}'") for name in ("model", "encoding", "keep_host")),
         ("{type: rope}", (), "is no JSON"),
+        ('{"theta": 3}', (), "a position encoding is a name or a dict"),
         ("alibi", ("--inject", "every_layer"), "'alibi' makes none"),
+        ("sinusoidal", ("--inject", "output"), "inject='output'"),
         ("alibi", ("--max-length", "0"), "max_length=0"),
     ],
 )
@@ -105,34 +173,135 @@ def test_patch_refuses(folders, tmp_path, encoding, arguments, words):
     assert words in error and "Traceback" not in error and not list(tmp_path.iterdir())
 
 
+def test_patch_refuses_a_patched_model(folders, tmp_path):
+    assert "already" in run("patch", folders / "patched", "rope", "--output-dir", tmp_path / "new", code=1)
+    assert not list(tmp_path.iterdir())
+
+
+def damaged(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def mismatched(path):
+    save_file({key: value[:-1] for key, value in load_file(path).items()}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("damage", [damaged, mismatched, os.remove], ids=lambda damage: damage.__name__)
+def test_damaged_weights(folders, tmp_path, damage):
+    stock("bert", "ForMaskedLM").save_pretrained(tmp_path / "model")
+    damage(tmp_path / "model" / "model.safetensors")
+    for arguments in (
+        ("patch", tmp_path / "model", "rope", "--output-dir", tmp_path / "new"),
+        ("push", tmp_path / "model", "me/x"),
+    ):
+        assert "\nError: " in "\n" + run(*arguments, code=1) and [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_patch_keeps_what_is_there(folders, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    assert "isn't empty" in run("patch", folders / "bert", "alibi", "--output-dir", tmp_path, code=1)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    for arguments, words in ((), "isn't empty"), (("--overwrite",), "holds no model"):
+        assert words in run("patch", folders / "bert", "alibi", "--output-dir", tmp_path, *arguments, code=1)
+    assert "is a file" in run("patch", folders / "bert", "alibi", "--output-dir", notes, "--overwrite", code=1)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_patch_overwrites_a_model(folders, tmp_path):
     new = tmp_path / "new"
+    new.mkdir()
+    folder = new.stat().st_ino
     run("patch", folders / "bert", "alibi", "--output-dir", new)
-    run("patch", folders / "bert", "rope", "--output-dir", new, "--overwrite")
-    assert hf_posenc.inspect(new).encoding == "rope"
-    assert "already" in run("patch", folders / "patched", "rope", "--output-dir", tmp_path / "other", code=1)
+    (new / "checkpoint-1").mkdir()
+    (new / "notes").symlink_to(folders)
+    run("patch", folders / "roberta", "rope", "--output-dir", new, "--overwrite")
+    assert hf_posenc.inspect(new).encoding == "rope" and (folders / "vocab.txt").exists()
+    assert {path.name for path in new.iterdir()} == {"config.json", "model.safetensors"} and new.stat().st_ino == folder
+
+
+def test_patch_in_place(folders, tmp_path):
+    model = stock("bert", "ForMaskedLM")
+    model.save_pretrained(tmp_path)
+    assert "isn't empty" in run("patch", tmp_path, "rope", "--output-dir", tmp_path, code=1)
+    run("patch", tmp_path, "rope", "--output-dir", tmp_path, "--overwrite")
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert torch.equal(first(again(tokens())), first(hf_posenc.patch(model, "rope")(tokens())))
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "overwritten"])
+def test_a_full_disk_leaves_no_half_folder(folders, tmp_path, there):
+    resource = pytest.importorskip("resource")
+    if there:
+        patched("bert", "alibi").save_pretrained(tmp_path / "new")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # enough for a config, not for weights
+    try:
+        error = run("patch", folders / "bert", "rope", "--output-dir", tmp_path / "new", "--overwrite", code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in error
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert len(list(tmp_path.rglob("*"))) == len(before) + there
 
 
 def test_push_reads_the_folder_first(tmp_path):
     assert "Error" in run("push", tmp_path / "nowhere", "me/x", code=1)
 
 
-def test_as_a_command(folders):
-    def command(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "hf_posenc.cli", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=120
-        )
+def test_push_without_a_token_or_a_hub(folders, tmp_path):
+    """tests/test_hub.py has what is pushed."""
+    code = """
+import os, sys
+os.environ |= {"HF_HUB_OFFLINE": "0", "HF_HOME": sys.argv[2], "HF_ENDPOINT": "http://127.0.0.1:9"}
+os.environ.pop("HF_TOKEN", None)
+from typer.testing import CliRunner
+from hf_posenc.cli import app
+for token in {}, {"HF_TOKEN": "hf_x"}:
+    done = CliRunner(env=token).invoke(app, ["push", sys.argv[1], "me/x"])
+    print(done.exit_code, type(done.exception).__name__, done.stderr.splitlines()[-1])
+"""
+    without_token, without_hub = run_python(code, folders / "patched", tmp_path).splitlines()
+    assert without_token.startswith("1 SystemExit Error: there is no token for the Hub")
+    assert without_hub.startswith("1 SystemExit Error: ") and "Connection refused" in without_hub
 
-    done = command("inspect", folders / "nowhere")
-    assert done.returncode == 1 and done.stderr.startswith("Error:") and "Traceback" not in done.stderr
-    shown = command("--help")
-    assert shown.returncode == 0 and all(name in shown.stdout for name in ("list", "inspect", "patch", "push"))
+
+def test_a_bug_shows_where_it_is():
+    """What the user can mend is said in a line; a fault of ours isn't hidden behind one."""
+    faulty = typer.Typer(cls=Group, pretty_exceptions_enable=False)
+
+    @faulty.command()
+    def fault(kind: str):
+        raise {"missing": ImportError("pip install sentencepiece"), "bug": KeyError("unforeseen")}[kind]
+
+    faulty.callback()(lambda: None)
+    done = CliRunner().invoke(faulty, ["fault", "missing"])
+    assert done.exit_code == 1 and done.stderr == "Error: pip install sentencepiece\n"
+    assert isinstance(CliRunner().invoke(faulty, ["fault", "bug"]).exception, KeyError)
+
+
+def test_as_a_command(folders):
+    done = command("-m", "hf_posenc.cli", "inspect", folders / "nowhere")
+    assert done.returncode == 1 and done.stderr.startswith("Error:") and "Traceback" not in done.stderr and not done.stdout
+
+
+def test_help():
+    shown = run("--help")
+    assert all(name in shown for name in ("list", "inspect", "patch", "push"))
+    assert "Missing option" in run("patch", "model", "alibi", code=2)
+
+
+@pytest.mark.parametrize("name", ["list", "inspect", "patch", "push"])
+def test_help_has_an_example(name):
+    assert f"hf-posenc {name} " in run(name, "--help")
+
+
+def test_version():
+    assert run("--version") == f"{hf_posenc.__version__}\n"
 
 
 def test_without_typer():
-    code = "import sys; sys.modules['typer'] = None; import hf_posenc; print('fine'); import hf_posenc.cli"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 1 and done.stdout == "fine\n" and 'pip install "hf-posenc[cli]"' in done.stderr
+    """Which importing the package doesn't ask for."""
+    code = "import sys, hf_posenc; print('typer' in sys.modules); sys.modules['typer'] = None; import hf_posenc.cli"
+    done = command("-c", code)
+    assert done.returncode == 1 and done.stdout == "False\n" and "Traceback" not in done.stderr
+    assert 'pip install "hf-posenc[cli]"' in done.stderr

@@ -570,7 +570,7 @@ def test_the_default_dtype_does_not_matter(kind):
 # What an encoding doesn't do.
 
 
-@pytest.mark.parametrize("kind", [*ENCODINGS, "learned+shaw", "sinusoidal+rope+t5"])
+@pytest.mark.parametrize("kind", [*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+rope+t5"])
 def test_verbs_an_encoding_lacks_do_nothing(kind):
     encoding = make(kind, max_length=10)
     query, key, context = random(1, 4, 2, 8), random(1, 4, 2, 8), context_of(encoding, torch.arange(2)[None])

@@ -280,6 +280,39 @@ def test_shaw_attends_as_v4_did(terms):
         torch.testing.assert_close(actual, scores.softmax(-1), atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("beside", ["alibi", "rope"])
+@torch.no_grad()
+def test_shaw_beside_what_the_layers_share(beside):
+    """The stack's bias is added, and the stack's rotation comes first, in every layer."""
+    model = randomize_encoding(hf_posenc.patch(stock("bert"), f"{beside}+relative_key", shaw__max_distance=LENGTH - 1))
+    model.set_attn_implementation("eager")
+    output = model(tokens(), output_attentions=True, output_hidden_states=True)
+    steps = (torch.arange(11)[None, :] - torch.arange(11)[:, None]).abs()
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
+    angles = torch.arange(11)[:, None] * torch.tensor([10000.0 ** (-i / 4) for i in range(4)])
+    turn = torch.polar(torch.ones_like(angles), angles)
+    for layer, hidden, actual in zip(model.encoder.layer, output.hidden_states, output.attentions, strict=False):
+        inner = layer.attention.self
+        query, key = (project(hidden).view(2, 11, 4, 8).transpose(1, 2) for project in (inner.query, inner.key))
+        if beside == "rope":
+            query, key = (torch.complex(*states.chunk(2, dim=-1)) * turn for states in (query, key))
+            query, key = (torch.cat([states.real, states.imag], dim=-1) for states in (query, key))
+        scores = as_v4_did(query, key, inner.posenc.shaw.weight.flip(0), "relative_key", 8**-0.5)
+        if beside == "alibi":
+            scores = scores - slopes[:, None, None] * steps
+        torch.testing.assert_close(actual, scores.softmax(-1), atol=1e-6, rtol=1e-4)
+
+
+def test_shaw_names_its_rows_once_in_a_forward(monkeypatch):
+    """Not in each layer, if they agree."""
+    model, calls = patched("bert", "shaw"), []
+    kind = type(model.encoder.layer[0].attention.self.posenc)
+    monkeypatch.setattr(kind, "_index", lambda self, *args, original=kind._index: calls.append(1) or original(self, *args))
+    model(tokens())
+    model(tokens())
+    assert calls == [1, 1]
+
+
 @pytest.mark.parametrize("terms", ["relative_key", "relative_key_query"])
 @torch.no_grad()
 def test_shaw_is_scaled_as_its_layer_scales(terms):
@@ -333,6 +366,70 @@ def test_strength_of_what_layers_own(host):
     assert not torch.allclose(first(model(tokens())), first(expected(tokens())), atol=1e-3)
 
 
+# Own encodings which the matrix has none of.
+
+
+class Stretch(hf_posenc.PositionEncoding, type="test-stretch"):
+    """A rotation that each layer owns."""
+
+    per_layer = True
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        self.weight = torch.nn.Parameter(torch.empty(geometry.head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        torch.nn.init.normal_(self.weight)
+
+    def rotate(self, query, key, context):
+        factor = 1 + context.positions[:, None, :, None] * self.weight
+        return tuple(None if states is None else states * factor for states in (query, key))
+
+
+class Liking(hf_posenc.PositionEncoding, type="test-liking"):
+    """Scores by content, and so by layer."""
+
+    def score_bias(self, query, key, context):
+        return (query @ key.mT).tanh() * context.distances(key.shape[2])[:, None]
+
+
+class Nearby(hf_posenc.PositionEncoding, type="test-nearby"):
+    """-inf, of which no part can be taken."""
+
+    def distance_bias(self, distance):
+        return torch.where(distance.abs() > 2, -torch.inf, 0.0)[None]
+
+
+@pytest.mark.parametrize("kind", ["test-stretch", "test-liking"])
+@torch.no_grad()
+def test_own_encodings_by_layer(kind):
+    model = randomize_encoding(hf_posenc.patch(stock("gpt2"), kind))
+    model.set_attn_implementation("eager")
+    output = model(tokens(), output_attentions=True, output_hidden_states=True)
+    positions, future = torch.arange(11), torch.ones(11, 11).triu(1).bool()
+    for block, hidden, actual in zip(model.h, output.hidden_states, output.attentions, strict=False):
+        projected = block.attn.c_attn(block.ln_1(hidden)).split(32, dim=-1)
+        query, key = (states.view(2, 11, 4, 8).transpose(1, 2) for states in projected[:2])
+        if kind == "test-stretch":
+            query, key = (states * (1 + positions[:, None] * block.attn.posenc.weight) for states in (query, key))
+        scores = query @ key.mT * 8**-0.5
+        if kind == "test-liking":
+            scores = scores + (query @ key.mT).tanh() * (positions[None, :] - positions[:, None])
+        torch.testing.assert_close(actual, scores.masked_fill(future, -torch.inf).softmax(-1), atol=1e-5, rtol=1e-4)
+    # Keys are stored as they are turned.
+    cache = DynamicCache()
+    pieces = [first(model(tokens()[:, a:b], past_key_values=cache)) for a, b in ((0, 6), (6, 7), (7, 11))]
+    torch.testing.assert_close(torch.cat(pieces, 1), first(output), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("host", ["bert", "mpnet"])
+def test_no_part_of_minus_infinity(host):
+    model = hf_posenc.patch(stock(host), "test-nearby")
+    model.posenc.strength = 0.0
+    torch.testing.assert_close(first(model(tokens())), first(stock(host)(tokens())), atol=1e-5, rtol=1e-4)
+
+
 # Compositions in a model.
 
 
@@ -353,6 +450,7 @@ def test_options_of_a_composition_travel(tmp_path):
         "type": "sinusoidal+rope+alibi", **options, "rope": rope, "alibi": {}, "inject": "input", "max_length": 9
     }  # fmt: skip
     assert "posenc.sinusoidal.factor" in model.state_dict()
+    assert hf_posenc.inspect(model).options == {**options, "rope": rope, "alibi": {}}
     assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens(length=9))), first(model(tokens(length=9))))
     with pytest.raises(ValueError, match=r"10 tokens.*max_length=9 of this model's 'sinusoidal\+rope\+alibi'"):
         model(tokens(length=10))

@@ -436,6 +436,7 @@ def test_canonical_compositions(given, expected):
     module = build(actual, GEOMETRY)
     assert type(module) is encoding_class(actual["type"]) and module.type == actual["type"]
     assert [name for name, _ in module.named_children()] == actual["type"].split("+")
+    assert all(repr(module).count(type(part).__name__ + "(") == 1 for part in module.children())
     for name, part in module.named_children():
         assert {option: getattr(part, option) for option in part.option_types()} == actual[name]
 

@@ -1,4 +1,7 @@
-"""`hf-posenc list | inspect | patch | push`: the API from a shell. One subcommand, one file, which registers by existing."""
+"""`hf-posenc list | inspect | patch | push`: the API from a shell. One subcommand, one file, which registers by existing.
+
+Files are named after what they do (`listing`), since a public function's or a standard module's name would be hidden by them.
+"""
 
 import importlib
 import pkgutil
@@ -7,23 +10,29 @@ from typing import Annotated, Any
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from typer.core import TyperGroup
 except ImportError as error:
     raise SystemExit(f'hf-posenc needs typer and rich ({error}): pip install "hf-posenc[cli]"') from None
 
+from huggingface_hub.errors import HTTPError  # of whichever client it is built on
+from safetensors import SafetensorError
+
 import hf_posenc
 
 console = Console(soft_wrap=True)
+EXPECTED = (ValueError, OSError, ImportError, HTTPError, SafetensorError)
+"""Raised by bad input, missing extras, a full disk and an unreachable Hub. All else is a bug and shows where it is."""
 
 
 class Group(TyperGroup):
-    """Says what is wrong in one line, without a traceback; the exit code is 1."""
+    """Says what is wrong in a line, without a traceback; the exit code is 1."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError) as error:
-            Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] {_plain(error)}", highlight=False)
+        except EXPECTED as error:
+            Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False)
             raise typer.Exit(1) from None
 
 
@@ -47,10 +56,6 @@ def options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     pass
-
-
-def _plain(error: BaseException) -> str:
-    return str(error).replace("[", r"\[")
 
 
 for _module in pkgutil.iter_modules(__path__):

@@ -1,39 +1,58 @@
 """hf-posenc list"""
 
 import json
+import re
 import sys
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 import hf_posenc
 from hf_posenc.cli import app, console
+from hf_posenc.encodings.base import described as allowed
 
 
 @app.command("list")
 def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """All encodings, with their options and defaults.
+    """All encodings: aliases, what they act by, options with defaults and what is allowed, papers.
 
-    Several can be put into one model: "sinusoidal+alibi".
+    Several can be put into one model, "sinusoidal+alibi": [bold]hf-posenc list --json[/]
     """
-    rows = {name: _described(kind) for name, kind in hf_posenc.list_encodings().items()}
+    rows = {name: _row(kind) for name, kind in hf_posenc.list_encodings().items()}
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table("name", "acts by", "options", "paper")
+    table = Table("name", "acts by", "what it is, and its options", leading=1)
     for name, row in rows.items():
-        aliases = f"\n[dim]{', '.join(row['aliases'])}[/]" if row["aliases"] else ""
-        options = "\n".join(f"{option} = {default!r}" for option, default in row["options"].items())
-        table.add_row(f"[bold]{name}[/]{aliases}", "\n".join(row["acts_by"]), options, row["paper"])
+        aliases = [f"[dim]{alias}{_preset(options)}[/]" for alias, options in row["aliases"].items()]
+        options = [
+            escape(f"{option} = {said['default']!r}" if "default" in said else option) + f"[dim]: {escape(said['allowed'])}[/]"
+            for option, said in row["options"].items()
+        ]
+        table.add_row(
+            "\n".join([f"[bold]{name}[/]", *aliases]),
+            "\n".join(row["acts_by"]),
+            "\n".join([escape(row["title"]), *options, *row["papers"]]),
+        )
     console.print(table)
 
 
-def _described(kind: type[hf_posenc.PositionEncoding]) -> dict[str, Any]:
-    title = (sys.modules[kind.__module__].__doc__ or "").partition("\n")[0]
+def _preset(options: dict[str, Any]) -> str:
+    return escape("".join(f"\n  {name}={value!r}" for name, value in options.items()))
+
+
+def _row(kind: type[hf_posenc.PositionEncoding]) -> dict[str, Any]:
+    # An encoding's file begins with what it is in words; its class with a formula.
+    first = (sys.modules[kind.__module__].__doc__ or "").partition("\n")[0]
     return {
-        "aliases": list(kind.aliases),
-        "acts_by": list(kind.acts_by()),
-        "options": {option: getattr(kind, option, None) for option in kind.option_types()},
-        "paper": next((word for word in title.split() if word.startswith("https://")), "").rstrip(","),
+        "title": re.split(r":? https?://", first)[0],
+        "aliases": kind.aliases,
+        "acts_by": kind.acts_by(),
+        "options": {
+            option: ({"default": getattr(kind, option)} if hasattr(kind, option) else {}) | {"allowed": allowed(annotation)}
+            for option, annotation in kind.option_types().items()
+        },
+        "papers": re.findall(r"https?://[^\s,]+", first),
     }

@@ -1,18 +1,28 @@
 """hf-posenc patch"""
 
+import contextlib
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import transformers
 import typer
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import has_file
 
 import hf_posenc
 from hf_posenc.cli import app, console
+
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    *("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model"),  # all that older models have
+)
 
 
 @app.command("patch")
@@ -24,7 +34,7 @@ def patch(
     option: Annotated[list[str] | None, typer.Option(help="name=value, or part__name=value; may be repeated.")] = None,
     inject: Annotated[str, typer.Option(help="input, every_layer or after_attention.")] = "input",
     keep_host: Annotated[bool, typer.Option(help="Keep the host's own positions, for unpatch.")] = True,
-    overwrite: Annotated[bool, typer.Option(help="Replace what is in the output folder.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")] = False,
 ) -> None:
     """Put an encoding into a model, and save it with its tokenizer.
 
@@ -32,26 +42,23 @@ def patch(
 
     [bold]hf-posenc patch bert-base-uncased sinusoidal+alibi --option sinusoidal__base=5000 --output-dir both[/]
     """
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())) and not overwrite:
-        raise ValueError(f"{output_dir} isn't empty: choose another --output-dir, or --overwrite it")
-    chosen = _parsed(encoding) if encoding.startswith("{") else encoding
-    options = dict(_option(given) for given in option or [])
-    patched = hf_posenc.patch(load(model), chosen, max_length=max_length, inject=inject, keep_host=keep_host, **options)
-    tokenizer = load_tokenizer(model)
+    _refuse_to_lose(output_dir, overwrite)
+    chosen = _encoding(encoding, option or [])
+    patched = hf_posenc.patch(load(model), chosen, max_length=max_length, inject=inject, keep_host=keep_host)
+    tokenizer, pooling = load_tokenizer(model), has_file(model, "modules.json")
     report = hf_posenc.inspect(patched)
-    # Beside the folder, then moved: a failure leaves no half model.
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}-") as folder:
+    with _complete_or_not_at_all(output_dir) as folder:
         patched.save_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.model_max_length = report.max_length or transformers.tokenization_utils_base.VERY_LARGE_INTEGER
+            tokenizer.model_max_length = VERY_LARGE_INTEGER if report.max_length is None else report.max_length
             tokenizer.save_pretrained(folder)
-        Path(folder).chmod(0o755)
-        if output_dir.exists():
-            shutil.rmtree(output_dir)
-        shutil.copytree(folder, output_dir)
     console.print(str(report), markup=False)
-    console.print(f"saved to {output_dir}" + ("" if tokenizer else " (there was no tokenizer beside the model)"), markup=False)
+    alone = " (there was no tokenizer beside the model)" if tokenizer is None else ""
+    console.print(f"saved to {output_dir}{alone}", markup=False)
+    if pooling:
+        console.print(
+            "Its sentence-transformers modules (pooling) are not saved: hf_posenc.patch(SentenceTransformer(…), …) keeps them."
+        )
     console.print("A trained model has lost its sense of order now: fine-tune it, or distil it from its original.")
 
 
@@ -60,27 +67,67 @@ def load(model: str) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(model)
     name = (config.architectures or [""])[0]
     kind: Any = getattr(hf_posenc if name.startswith("PosEnc") else transformers, name, AutoModel) if name else AutoModel
-    return kind.from_pretrained(model)
+    try:
+        return kind.from_pretrained(model)
+    except (RuntimeError, SafetensorError) as error:  # shapes which don't fit the config, a file cut short
+        raise ValueError(f"the weights of {model} don't load: {error}") from None
 
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer beside a model, or None. (AutoTokenizer makes an empty one where there are no files.)"""
-    there = any(has_file(model, name) for name in ("tokenizer_config.json", "tokenizer.json"))
-    return AutoTokenizer.from_pretrained(model) if there else None
+    return AutoTokenizer.from_pretrained(model) if any(has_file(model, name) for name in TOKENIZER_FILES) else None
 
 
-def _option(given: str) -> tuple[str, Any]:
-    name, equals, value = given.partition("=")
-    if not name or not equals:
-        raise ValueError(f"--option {given!r}: give name=value")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
+def _encoding(given: str, options: list[str]) -> dict[str, Any]:
+    encoding = _parsed(given) if given.startswith("{") else {"type": given}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not name or not equals:
+            raise ValueError(f"--option {option!r}: give name=value")
+        if name in ("type", "max_length", "inject", "host"):
+            raise ValueError(f"--option {option!r}: {name!r} is no option of an encoding; see hf-posenc patch --help")
+        if name in encoding:
+            raise ValueError(f"--option {option!r}: {name!r} is given twice")
+        try:
+            encoding[name] = json.loads(value)
+        except json.JSONDecodeError:
+            encoding[name] = value
+    return encoding
 
 
-def _parsed(encoding: str) -> Any:
+def _parsed(encoding: str) -> dict[str, Any]:
     try:
         return json.loads(encoding)
     except json.JSONDecodeError as error:
         raise ValueError(f"{encoding!r} is no JSON: {error}") from None
+
+
+def _refuse_to_lose(output_dir: Path, overwrite: bool) -> None:
+    if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
+        return
+    if not output_dir.is_dir():
+        raise ValueError(f"{output_dir} is a file: choose another --output-dir")
+    if not overwrite:
+        raise ValueError(f"{output_dir} isn't empty: choose another --output-dir, or --overwrite it")
+    if not (output_dir / "config.json").is_file():
+        raise ValueError(f"{output_dir} holds no model, and --overwrite replaces nothing else: choose another --output-dir")
+
+
+@contextlib.contextmanager
+def _complete_or_not_at_all(output_dir: Path) -> Iterator[Path]:
+    """A folder to write to, whose files replace those of output_dir when all is written."""
+    new = not output_dir.exists()
+    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        # Inside it: the same file system, and the folder itself, which may be a mount or a shell's own, stays.
+        with tempfile.TemporaryDirectory(dir=output_dir, prefix=".") as name:
+            yield Path(name)
+            for old in output_dir.iterdir():
+                if old.name != Path(name).name:
+                    shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+            for file in Path(name).iterdir():
+                file.rename(output_dir / file.name)
+    except BaseException:
+        if new:
+            output_dir.rmdir()
+        raise

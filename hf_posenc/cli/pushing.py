@@ -20,6 +20,8 @@ def push(
 ) -> None:
     """Push a model, its tokenizer and a model card to the Hub, in one commit.
 
+    [bold]hf-posenc push bert-alibi me/bert-alibi --private[/]
+
     The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN.
     """
     model, tokenizer = load(folder), load_tokenizer(folder)

@@ -322,7 +322,7 @@ def _checked(name: str, value: Any, annotation: Any) -> Any:
     for candidate in _readings(value):
         if _fits(candidate, annotation):
             return candidate
-    raise ValueError(f"{name}={value!r}: allowed is {_described(annotation)}")
+    raise ValueError(f"{name}={value!r}: allowed is {described(annotation)}")
 
 
 def _readings(value: Any) -> Iterator[Any]:
@@ -360,16 +360,16 @@ def _fits(value: Any, annotation: Any) -> bool:
     return type(value) is annotation
 
 
-def _described(annotation: Any) -> str:
+def described(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         bounds = [f" above {extra.bound:g}" for extra in args[1:] if isinstance(extra, Above)]
-        return _described(args[0]) + "".join(bounds)
+        return described(args[0]) + "".join(bounds)
     if origin in (Union, types.UnionType):
-        return " or ".join(_described(arg) for arg in args)
+        return " or ".join(described(arg) for arg in args)
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin is tuple:
-        return f"a tuple of {', '.join(_described(arg) for arg in args if arg is not Ellipsis)}"
+        return f"a tuple of {', '.join(described(arg) for arg in args if arg is not Ellipsis)}"
     plain = {float: "a finite number", int: "an integer", bool: "True or False", str: "a string", type(None): "None"}
     return plain.get(annotation, str(annotation))
