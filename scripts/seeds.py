@@ -1,0 +1,76 @@
+"""Fine-tune several models with several seeds each, all else equal, and print the mean metrics with their intervals.
+
+    python scripts/seeds.py MiniLM=MODEL MiniLM-ALiBi=demo_output/minilm-alibi --seeds 0 1 2 --output_dir seeds -- \\
+        --train_file reviews/train.csv --validation_file reviews/validation.csv …        # the flags of finetune.py
+
+Intervals are Student's 95 % intervals of the mean over seeds: they tell how far a run depends on its seed, not how far the
+validation rows stand for others. Runs that are finished already are not run again.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tqdm.auto import tqdm
+
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Number of runs -> 97.5 % quantile of Student's t with one degree of freedom less."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="NAME=PATH")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--metrics", nargs="+", default=["eval_accuracy", "eval_macro_f1"])
+    parser.add_argument("--output_dir", type=Path, required=True)
+    argv = sys.argv[1:] if argv is None else argv
+    split = argv.index("--") if "--" in argv else len(argv)
+    arguments = parser.parse_args(argv[:split])
+    arguments.flags = argv[split + 1 :]
+    for model in arguments.models:
+        if not all(model.partition("=")):
+            parser.error(f"{model!r}: give NAME=PATH")
+    if len(set(arguments.seeds)) != len(arguments.seeds) or len(arguments.seeds) not in STUDENT:
+        parser.error(f"--seeds {arguments.seeds}: allowed are {min(STUDENT)} to {max(STUDENT)} different ones")
+    return arguments
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95 % interval."""
+    return statistics.fmean(values), STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    runs = [(*model.partition("=")[::2], seed) for model in arguments.models for seed in arguments.seeds]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, path, seed in tqdm(runs, desc="runs"):
+        folder = arguments.output_dir / f"{name}-{seed}"
+        result = folder / "all_results.json"
+        if not result.exists():
+            command = [sys.executable, str(Path(__file__).with_name("finetune.py")), "--model_name_or_path", path]
+            command += ["--seed", str(seed), "--output_dir", str(folder), *arguments.flags]
+            if code := subprocess.run(command).returncode:
+                sys.exit(code)
+        found.setdefault(name, []).append(json.loads(result.read_text()))
+    results: dict[str, Any] = {}
+    table = Table("model", *arguments.metrics, title=f"{len(arguments.seeds)} seeds, mean and 95 % interval")
+    for name, records in found.items():
+        values = {metric: [record[metric] for record in records] for metric in arguments.metrics}
+        means = {metric: interval(each) for metric, each in values.items()}
+        kept = {"seeds": arguments.seeds, "steps": records[0]["steps"], "seconds": [record["seconds"] for record in records]}
+        results[name] = {**kept, "values": values, "mean_and_half_width": means}
+        table.add_row(name, *(f"{mean:.3f} ± {half:.3f}" for mean, half in means.values()))
+    (arguments.output_dir / "seeds.json").write_text(json.dumps({"flags": arguments.flags, "models": results}, indent=2))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

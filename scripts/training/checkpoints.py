@@ -1,0 +1,137 @@
+"""Folders that are complete or not there, whatever a killed process, a full disk or a torn copy left behind.
+
+A folder is written aside, under a hidden name, synchronised to the disk, and renamed; its manifest, written last, names
+every file with its size.
+"""
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from safetensors import SafetensorError
+
+MANIFEST = "checkpoint.json"
+NAMES = re.compile(r"(step|epoch|best)_\d+")
+NOT_WRITTEN = (OSError, RuntimeError, SafetensorError)
+"""What Python, torch.save and safetensors raise where a disk is full."""
+
+
+def write(accelerator: Accelerator, folder: Path, fill: Callable[[Path], None], about: dict[str, Any]) -> None:
+    """Make `folder` hold what `fill` writes on all processes, and a manifest of it with `about`, or leave it as it is.
+
+    Raises SystemExit where it can't be written.
+    """
+    aside = folder.with_name(f".{folder.name}")
+    try:
+        if accelerator.is_main_process:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        fill(aside)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            files = {str(file.relative_to(aside)): file.stat().st_size for file in _files(aside)}
+            (aside / MANIFEST).write_text(json.dumps({**about, "files": files}, indent=2))
+            for path in (*_files(aside), aside):
+                _synchronise(path)
+            _remove(folder)
+            aside.rename(folder)
+            _synchronise(folder.parent)
+    except NOT_WRITTEN as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        last = newest(folder.parent)
+        kept = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
+        raise SystemExit(f"{folder} can't be written ({error}); {kept}") from None
+    accelerator.wait_for_everyone()
+
+
+def manifest(folder: Path) -> dict[str, Any] | None:
+    """What was said about a folder when it was written; None where a file of it is missing or cut short."""
+    try:
+        about = json.loads((folder / MANIFEST).read_text())
+        whole = all((folder / name).stat().st_size == size for name, size in about["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return about if whole else None
+
+
+def found(output_dir: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The complete checkpoints in a folder, newest first. Warns of each torn one."""
+    complete = {}
+    for folder in [*output_dir.glob("step_*"), *output_dir.glob("epoch_*")]:
+        if not folder.is_dir() or not NAMES.fullmatch(folder.name):
+            continue
+        if about := manifest(folder):
+            complete[folder] = about
+        else:
+            warnings.warn(f"{folder} is not complete, and left out", stacklevel=3)
+    return iter(sorted(complete.items(), key=lambda each: each[1]["step"], reverse=True))
+
+
+def newest(output_dir: Path) -> Path | None:
+    """The newest complete checkpoint in a folder, or None."""
+    return next((folder for folder, _ in found(output_dir)), None)
+
+
+def prune(output_dir: Path, keep_last: int | None, best: int | None) -> None:
+    """Remove what was left half-written, all but the last checkpoints, and best models that no checkpoint asks for."""
+    for leftover in output_dir.glob(".*_*"):
+        if NAMES.fullmatch(leftover.name[1:].removesuffix("-old")):
+            shutil.rmtree(leftover)
+    complete = list(found(output_dir))
+    kept, old = complete[:keep_last], complete[keep_last:] if keep_last else []
+    wanted = {best, *(about["best_step"] for _, about in kept)}
+    for folder in [*(folder for folder, _ in old), *output_dir.glob("best_*")]:
+        if not (folder.name.startswith("best_") and int(folder.name.removeprefix("best_")) in wanted):
+            _remove(folder)
+
+
+def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], None]) -> None:
+    """Put the files that `fill` writes on all processes into `output_dir`, each complete or as it was.
+
+    Raises SystemExit where they can't be written.
+    """
+    aside = output_dir / ".model"
+    try:
+        if accelerator.is_main_process:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        fill(aside)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            for file in _files(aside):
+                _synchronise(file)
+                file.replace(output_dir / file.name)
+            aside.rmdir()
+    except NOT_WRITTEN as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise SystemExit(f"the model can't be written to {output_dir} ({error}); the checkpoints are as they were") from None
+    accelerator.wait_for_everyone()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _synchronise(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Under a hidden name first, so that no half of it is ever seen."""
+    if folder.exists():
+        hidden = folder.with_name(f".{folder.name}-old")
+        shutil.rmtree(hidden, ignore_errors=True)
+        folder.rename(hidden)
+        shutil.rmtree(hidden)

@@ -1,0 +1,88 @@
+"""Models and tokenizers as the flags ask for them."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+import hf_posenc
+from training.flags import DEFAULT_MAX_LENGTH
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer that can pad. Raises SystemExit without one."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{name} has no tokenizer that can be loaded: {error}") from None
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise SystemExit(f"the tokenizer of {name} has neither a pad_token nor an eos_token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    arguments: argparse.Namespace, kind: Any, tokenizer: Any, adapt: Callable[[Any], None] = lambda config: None
+) -> PreTrainedModel:
+    """The model, its config adapted first, patched if that is asked for. Raises SystemExit for what can't be combined."""
+    chosen, name = arguments.position_encoding, arguments.model_name_or_path
+    try:
+        # A config that has an encoding already says here whether it is this one; a stock config doesn't know the key.
+        config = AutoConfig.from_pretrained(name, **({"position_encoding": chosen} if chosen else {}))
+        adapt(config)
+        if config.pad_token_id is None:
+            config.pad_token_id = tokenizer.pad_token_id
+        # float32 whatever the file has: half-precision weights lose small updates (--mixed_precision computes in half
+        # precision and updates in full).
+        if getattr(arguments, "from_scratch", False):
+            model = kind.from_config(config, dtype=torch.float32)
+            new = list(model.parameters())
+        else:
+            model, loading = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
+            new = [parameter for key, parameter in model.named_parameters() if key in loading["missing_keys"]]
+        if chosen and not hasattr(config, "position_encoding"):
+            model = hf_posenc.patch(model, chosen, max_length=arguments.max_length)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{name}: {error}") from None
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise SystemExit(
+            f"the tokenizer knows {len(tokenizer)} tokens, the model {model.get_input_embeddings().num_embeddings}: "
+            "take the tokenizer it was trained with"
+        )
+    if arguments.train_positions_only:
+        train_positions_only(model, new)
+    if arguments.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    return model
+
+
+def train_positions_only(model: PreTrainedModel, new: list[Tensor]) -> None:
+    """Freeze all but the encoding, and what the checkpoint had no weights for, such as a new classifier."""
+    encoding = [parameter for name, parameter in model.named_parameters() if "posenc." in name]
+    if not encoding:
+        raise SystemExit(
+            f"--train_positions_only: {hf_posenc.inspect(model).encoding!r} has no parameters that could be trained alone; "
+            "--position_encoding learned, t5, relative or shaw has"
+        )
+    trained = {id(parameter) for parameter in (*encoding, *new)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
+
+
+def text_length(max_length: int | None, model: PreTrainedModel, tokenizer: Any) -> int:
+    """The tokens that texts are cut to. Raises SystemExit for a --max_length that doesn't fit the model."""
+    report, special = hf_posenc.inspect(model), tokenizer.num_special_tokens_to_add()
+    if max_length is None:
+        return DEFAULT_MAX_LENGTH if report.max_length is None else report.max_length
+    if report.max_length is not None and max_length > report.max_length:
+        raise SystemExit(
+            f"--max_length {max_length} is above the usable length of {report.model_class} ({report.encoding}), "
+            f"{report.max_length} tokens: lower it, or give an unpatched model a --position_encoding"
+        )
+    if max_length <= special:
+        raise SystemExit(f"--max_length {max_length} leaves no room for text beside {special} special tokens")
+    return max_length
