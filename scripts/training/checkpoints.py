@@ -47,7 +47,7 @@ def write(accelerator: Accelerator, folder: Path, fill: Callable[[Path], None], 
         shutil.rmtree(aside, ignore_errors=True)
         last = newest(folder.parent)
         kept = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
-        raise SystemExit(f"{folder} can't be written ({error}); {kept}") from None
+        raise SystemExit(f"{folder} can't be written{_why(folder, error)}; {kept}") from None
     accelerator.wait_for_everyone()
 
 
@@ -92,8 +92,8 @@ def prune(output_dir: Path, keep_last: int | None, best: int | None) -> None:
             _remove(folder)
 
 
-def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], None]) -> None:
-    """Put the files that `fill` writes on all processes into `output_dir`, each complete or as it was.
+def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], None], last: str) -> None:
+    """Put the files that `fill` writes on all processes into `output_dir`, each complete or as it was, `last` at the end.
 
     Raises SystemExit where they can't be written.
     """
@@ -106,14 +106,20 @@ def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], N
         fill(aside)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            for file in _files(aside):
+            for file in sorted(_files(aside), key=lambda file: file.name == last):
                 _synchronise(file)
                 file.replace(output_dir / file.name)
             aside.rmdir()
     except NOT_WRITTEN as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise SystemExit(f"the model can't be written to {output_dir} ({error}); the checkpoints are as they were") from None
+        why = _why(output_dir, error)
+        raise SystemExit(f"the model can't be written to {output_dir}{why}; the checkpoints are as they were") from None
     accelerator.wait_for_everyone()
+
+
+def _why(folder: Path, error: Exception) -> str:
+    free = shutil.disk_usage(folder.parent).free // 2**20
+    return f" ({error}); the disk has {free:,} MiB free"
 
 
 def _files(folder: Path) -> list[Path]:

@@ -142,7 +142,10 @@ class Run:
         self.validation: DataLoader | None = None
         if "validation" in splits:
             batch_size = arguments.per_device_eval_batch_size
-            loader = DataLoader(Numbered(splits["validation"]), batch_size=batch_size, collate_fn=task.collate)
+            # Its own generator: evaluating draws nothing from what training draws from.
+            loader = DataLoader(
+                Numbered(splits["validation"]), batch_size=batch_size, collate_fn=task.collate, generator=torch.Generator()
+            )
             self.validation = accelerator.prepare(loader)
         accelerator.register_for_checkpointing(self.progress, self.scheduler)
         if accelerator.distributed_type in ("NO", "MULTI_CPU", "MULTI_GPU"):
@@ -157,7 +160,7 @@ class Run:
             }
             accelerator.init_trackers("hf-posenc", config=shown)
         accelerator.print(
-            f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)} on {accelerator.device}, precision "
+            f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)} on {accelerator.device.type}, precision "
             f"{accelerator.mixed_precision}: {self.steps} steps of {self.global_batch} rows "
             f"({per_device} x {accelerator.num_processes} x {arguments.gradient_accumulation_steps} accumulated)"
         )
@@ -347,7 +350,7 @@ class Run:
             "seconds": round(progress.seconds, 1),
             "tokens_per_second": round(progress.tokens / progress.seconds) if progress.seconds else None,
             "processes": self.accelerator.num_processes,
-            "device": str(self.accelerator.device),
+            "device": self.accelerator.device.type,
             "best_step": progress.best_step,
             "arguments": self._said(),
             "losses": progress.losses,
@@ -367,7 +370,7 @@ class Run:
             if accelerator.is_main_process:
                 (folder / f"{name}.json").write_text(json.dumps(record, indent=2))
 
-        checkpoints.replace(accelerator, self.output_dir, fill)
+        checkpoints.replace(accelerator, self.output_dir, fill, last=f"{name}.json")
         accelerator.print(
             f"{record['steps']} steps in {record['seconds']} s; model, tokenizer and {name}.json: {self.output_dir}"
         )

@@ -1,0 +1,144 @@
+"""What test_distributed.py runs in three processes: `torchrun --nproc_per_node 3 distributed_worker.py FOLDER`.
+
+Two of them train and write checkpoints, then all three go on from these. One launch, since starting processes costs most.
+The model, the batch and the loop are imported by the test, too, which runs them in one process.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed import DeviceMesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from conftest import patched, tokens
+from memory import poison_empty
+
+TRAINED = ("learned", "relative", "shaw", "t5", "learned+shaw")
+"""Encodings with parameters."""
+STEPS, SAVED = 5, 2
+"""How many steps there are, and after which a checkpoint is written."""
+ROWS = 6
+"""Of the global batch: as many for each of 1, 2 or 3 processes."""
+
+
+def build(encoding: str) -> Any:
+    model = patched("bert", encoding, "ForMaskedLM", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return model.train()
+
+
+def batch(rank: int = 0, processes: int = 1) -> dict[str, torch.Tensor]:
+    """A process's rows, padded on both sides in turn. Each has as many labels, so means of means are the mean."""
+    ids, labels = tokens(ROWS, 11), tokens(ROWS, 11, seed=1)
+    mask = torch.ones_like(ids)
+    mask[::2, -3:], mask[1::2, :3] = 0, 0
+    rows = slice(rank * ROWS // processes, (rank + 1) * ROWS // processes)
+    return {"input_ids": ids[rows], "attention_mask": mask[rows], "labels": labels.masked_fill(mask == 0, -100)[rows]}
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    # A key's bias has no gradient but rounding, which the usual eps would blow up to a step of its own.
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+
+
+def train(
+    model: Any,
+    optimizer: Any,
+    inputs: dict[str, torch.Tensor],
+    steps: range,
+    group: dist.ProcessGroup | None = None,
+    after: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Losses of the global batch, and the norm of each of the encoding's gradients, by step; ready for JSON."""
+    losses: list[float] = []
+    gradients: dict[str, list[float]] = {}
+    for step in steps:
+        loss = model(**inputs).loss
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            if "posenc." in name:
+                gradients.setdefault(name.removeprefix("module."), []).append(whole(parameter.grad).norm().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach()
+        if group is not None:
+            dist.all_reduce(loss, group=group)
+            loss /= group.size()
+        losses.append(loss.item())
+        after(step + 1)
+    return {"losses": losses, "gradients": gradients}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(encoding: str, mesh: DeviceMesh) -> Any:
+    model = build(encoding)
+    for layer in model.base_model.encoder.layer:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def load(model: Any, folder: Path) -> Any:
+    """The optimizer of a checkpoint, whose weights are read into `model`, in as many processes as there are now."""
+    optimizer = adamw(model)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder / "checkpoint")
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return optimizer
+
+
+def train_in_two(encoding: str, folder: Path, pair: dist.ProcessGroup) -> dict[str, Any]:
+    inputs, rank = batch(pair.rank(), pair.size()), pair.rank()
+    copied = DistributedDataParallel(build(encoding), process_group=pair)
+    ddp = train(copied, adamw(copied), inputs, range(STEPS), pair)
+
+    model = sharded(encoding, DeviceMesh.from_group(pair, "cpu"))
+    optimizer = adamw(model)
+
+    def save(step: int) -> None:
+        if step == SAVED:
+            weights, moments = get_state_dict(model, optimizer)
+            state = {"model": weights, "optimizer": moments}
+            dcp.save(state, checkpoint_id=folder / "checkpoint", process_group=pair)
+
+    fsdp = train(model, optimizer, inputs, range(STEPS), pair, save)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    model.save_pretrained(folder / "model", state_dict=state, is_main_process=rank == 0)
+    return {"processes": pair.size(), "ddp": ddp, "fsdp": fsdp}
+
+
+def resume_in_three(encoding: str, folder: Path, everyone: dist.ProcessGroup) -> dict[str, Any]:
+    model = sharded(encoding, DeviceMesh.from_group(everyone, "cpu"))
+    optimizer = load(model, folder)
+    found = train(model, optimizer, batch(everyone.rank(), everyone.size()), range(SAVED, STEPS), everyone)
+    return {"processes": everyone.size(), "fsdp": found}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    poison_empty()
+    dist.init_process_group("gloo")
+    pair, everyone, rank = dist.new_group([0, 1]), dist.group.WORLD, dist.get_rank()
+    results: dict[str, dict[str, Any]] = {}
+    for encoding in TRAINED:
+        trained = train_in_two(encoding, folder / encoding, pair) if rank < 2 else None
+        dist.barrier()
+        results[encoding] = {"trained": trained, "resumed": resume_in_three(encoding, folder / encoding, everyone)}
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,466 @@
+"""The training scripts: runs that are killed, resumed, cut over processes, refused; on tiny models, in processes of their own."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+
+from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY, randomize
+from launcher import Launcher
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from training import checkpoints, data, flags, loop, models as training_models  # noqa: E402, I001
+
+WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
+PARAMETRISED = ("learned", "relative", "relative_key_query", "t5", "learned+shaw")
+"""Encodings with parameters."""
+
+
+@pytest.fixture(scope="module")
+def launch():
+    launcher = Launcher()
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder with a tiny BERT with dropout, one without, a GPT-2 without pad token, their tokenizers, and texts."""
+    path = tmp_path_factory.mktemp("tiny")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (path / "vocab.txt").write_text("\n".join(vocabulary))
+    for name, dropout in {"bert": 0.1, "still": 0.0}.items():
+        torch.manual_seed(0)
+        config = BertConfig(**BERT, vocab_size=VOCABULARY, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+        randomize(BertForMaskedLM(config), std=0.1).save_pretrained(path / name)
+        BertTokenizer(str(path / "vocab.txt")).save_pretrained(path / name)
+    still = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    gpt2 = GPT2Config(vocab_size=VOCABULARY, **HOSTS["gpt2"][1] | {"pad_token_id": None} | still)
+    randomize(GPT2LMHeadModel(gpt2), std=0.1).save_pretrained(path / "gpt2")
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="[CLS]").save_pretrained(path / "gpt2")
+    draw = random.Random(0)
+    texts = [" ".join(draw.choice(WORDS[i % 7 :: 7]) for _ in range(3 + i % 9)) for i in range(43)]
+    (path / "train.txt").write_text("\n\n".join(texts))
+    (path / "validation.txt").write_text("\n".join(texts[::4]))
+    return path
+
+
+def line(tiny, output, *more, model="bert", train="train.txt", validation="validation.txt"):
+    """The flags of a short run; flags in `more` win."""
+    given = ["--model_name_or_path", tiny / model, "--train_file", tiny / train, "--output_dir", output]
+    given += ["--validation_file", tiny / validation] if validation else []
+    return [*given, "--max_train_steps", 8, "--learning_rate", "0.01", "--per_device_train_batch_size", 4, *more]
+
+
+def good(result):
+    codes, said = result
+    assert not any(codes), said[-3000:]
+    return said
+
+
+def record(folder, name="all_results"):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def assert_same(one, other, name="all_results"):
+    """Losses, evaluations and weights, bit for bit."""
+    for key in ("losses", "evaluations", "best_step"):
+        assert record(one, name)[key] == record(other, name)[key], key
+    expected, actual = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert expected.keys() == actual.keys() and all(torch.equal(expected[key], actual[key]) for key in expected)
+
+
+# A run that is killed.
+
+KEEPING = ("--checkpointing_steps", 3, "--eval_steps", 2, "--load_best_model_at_end", "--gradient_accumulation_steps", 2)
+LATEST = ("--resume_from_checkpoint", "latest")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory, launch):
+    """A run with dropout, masking, accumulation, evaluations and a best model, that nobody disturbs."""
+    output = tmp_path_factory.mktemp("whole") / "out"
+    good(launch("train_mlm", *line(tiny, output, "--position_encoding", "t5", *KEEPING)))
+    bests = {record(output)["best_step"]} | {checkpoints.manifest(output / name)["best_step"] for name in ("step_3", "step_6")}
+    assert {path.name for path in output.iterdir() if path.is_dir()} == {"step_3", "step_6", *(f"best_{step}" for step in bests)}
+    return output
+
+
+@pytest.mark.parametrize(
+    ("kill", "left"),
+    [
+        (("training.loop.Run._step", 2), None),
+        (("training.loop.Run._step", 6), "step_3"),
+        (("training.loop.Run._evaluate", 2), "step_3"),
+        # The files of step_3: the optimizer, random states, progress, scheduler; then those of step_6.
+        *((("torch.save", number), "step_3" if number > 4 else None) for number in range(1, 9)),
+        (("training.checkpoints._synchronise", 3), None),
+        (("training.checkpoints._synchronise", 20), "step_3"),
+        (("pathlib.Path.rename", 1), None),
+        (("training.checkpoints.prune", 2), "step_3"),
+        (("pathlib.Path.replace", 2), "step_6"),
+    ],
+)
+def test_killed_anywhere_and_resumed_a_run_is_the_same(tiny, tmp_path, launch, whole, kill, left):
+    output = tmp_path / "out"
+    arguments = line(tiny, output, "--position_encoding", "t5", *KEEPING, *LATEST)
+    codes, _ = launch("train_mlm", *arguments, kill=kill)
+    assert codes == [-signal.SIGKILL] and not (output / "all_results.json").exists()
+    assert (checkpoints.newest(output) or SimpleNamespace(name=None)).name == left
+    said = good(launch("train_mlm", *arguments))
+    assert (f"resumed from {output / left}" if left else "has no complete checkpoint: from the start") in said
+    assert_same(whole, output)
+    assert not list(output.glob(".*"))
+
+
+def test_killed_again_and_again(tiny, tmp_path, launch, whole):
+    arguments = line(tiny, tmp_path / "out", "--position_encoding", "t5", *KEEPING, *LATEST)
+    arguments += ["--checkpointing_steps", 1, "--keep_last", 2]
+    for _ in range(7):
+        codes, said = launch("train_mlm", *arguments, kill=("training.loop.Run._step", 2))
+        assert codes == [-signal.SIGKILL], said
+    good(launch("train_mlm", *arguments))
+    assert_same(whole, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").glob("step_*")) == ["step_7", "step_8"]
+
+
+@pytest.mark.parametrize("script", ["finetune", "train_clm", "distill", "stream", "packed stream", "early", "epochs"])
+def test_each_script_resumes_exactly(tiny, tmp_path, launch, script):
+    labels = [{"text": text, "label": text.split()[0][-1]} for text in (tiny / "train.txt").read_text().split("\n\n")]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, labels)))
+    name, more, model = {
+        "finetune": ("finetune", ["--train_file", tmp_path / "train.jsonl", "--validation_file", tmp_path / "train.jsonl"], "bert"),
+        "train_clm": ("train_clm", ["--position_encoding", "learned+alibi"], "gpt2"),
+        "distill": ("distill", ["--position_encoding", "relative", "--fade_steps", 4, "--min_seq_length", 4, "--max_seq_length", 9], "still"),
+        "stream": ("train_mlm", ["--streaming", "--shuffle_buffer", 7], "bert"),
+        "packed stream": ("train_mlm", ["--streaming", "--shuffle_buffer", 7, "--packing", "--max_length", 12], "bert"),
+        "early": ("train_mlm", ["--early_stopping_patience", 2, "--eval_steps", 1, "--learning_rate", 0.3], "bert"),
+        "epochs": ("train_mlm", ["--checkpointing_steps", "epoch", "--per_device_train_batch_size", 15], "bert"),
+    }[script]  # fmt: skip
+    written = "distillation" if script == "distill" else "all_results"
+    folders = [tmp_path / "whole", tmp_path / "killed"]
+    lines = [line(tiny, folder, "--checkpointing_steps", 3, *more, *LATEST, model=model) for folder in folders]
+    good(launch(name, *lines[0]))
+    assert launch(name, *lines[1], kill=("training.loop.Run._step", 5))[0] == [-signal.SIGKILL] or script == "early"
+    assert "resumed from" in good(launch(name, *lines[1]))
+    assert_same(*folders, name=written)
+    steps = record(folders[0], written)["steps"]
+    assert steps < 8 if script == "early" else steps == 8
+
+
+def test_two_processes_killed_and_resumed(tiny, tmp_path, launch):
+    folders = [tmp_path / "whole", tmp_path / "killed"]
+    lines = [line(tiny, folder, *KEEPING, *LATEST, "--position_encoding", "relative") for folder in folders]
+    good(launch("train_mlm", *lines[0], processes=2))
+    codes, _ = launch("train_mlm", *lines[1], processes=2, kill=("training.loop.Run._step", 5))
+    assert -signal.SIGKILL in codes
+    assert "resumed from" in good(launch("train_mlm", *lines[1], processes=2))
+    assert_same(*folders)
+
+
+def test_a_worker_is_killed_and_torchrun_starts_all_again(tiny, tmp_path, launch):
+    """The real launcher, with kill -9 from outside."""
+    more = ("--checkpointing_steps", 2, *LATEST, "--position_encoding", "t5", "--max_train_steps", 60)
+    good(launch("train_mlm", *line(tiny, tmp_path / "whole", *more), processes=2))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "--max_restarts", 2]
+    command += [ROOT / "scripts" / "train_mlm.py", *line(tiny, tmp_path / "out", *more)]
+    run = subprocess.Popen(
+        list(map(str, command)), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+    )
+    killed, deadline = None, time.monotonic() + 120
+    while not killed and time.monotonic() < deadline and run.poll() is None:
+        if (tmp_path / "out" / "step_4").exists():
+            children = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True).stdout.split()
+            killed = int(children[-1])
+            os.kill(killed, signal.SIGKILL)
+        time.sleep(0.005)
+    _, said = run.communicate(timeout=120)
+    assert killed and run.returncode == 0, said[-3000:]
+    assert "SIGKILL" in said or "-9" in said
+    assert_same(tmp_path / "whole", tmp_path / "out")
+
+
+# Checkpoints.
+
+
+def copy(whole, tmp_path, *names):
+    for name in names:
+        shutil.copytree(whole / name, tmp_path / "out" / name)
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("harm", ["missing", "short", "no manifest", "half a manifest"])
+def test_a_torn_checkpoint_is_skipped(tiny, tmp_path, launch, whole, harm):
+    best = f"best_{record(whole)['best_step']}"
+    output = copy(whole, tmp_path, "step_3", "step_6", *([best] if record(whole)["best_step"] <= 3 else []))
+    if harm == "missing":
+        (output / "step_6" / "optimizer.bin").unlink()
+    elif harm == "short":
+        os.truncate(output / "step_6" / "model.safetensors", 1000)
+    elif harm == "no manifest":
+        (output / "step_6" / "checkpoint.json").unlink()
+    else:
+        os.truncate(output / "step_6" / "checkpoint.json", 40)
+    said = good(launch("train_mlm", *line(tiny, output, "--position_encoding", "t5", *KEEPING, *LATEST)))
+    assert f"{output / 'step_6'} is not complete, and left out" in said and f"resumed from {output / 'step_3'}" in said
+    assert_same(whole, output)
+
+
+def test_resumed_from_a_path(tiny, tmp_path, launch, whole):
+    chosen = ("--resume_from_checkpoint", whole / "step_3")
+    said = good(launch("train_mlm", *line(tiny, tmp_path / "out", "--position_encoding", "t5", *KEEPING, *chosen)))
+    assert f"resumed from {whole / 'step_3'}, after step 3" in said
+    assert record(tmp_path / "out")["losses"] == record(whole)["losses"]
+
+
+def test_what_a_resumed_run_may_not_change(tiny, tmp_path, launch, whole):
+    output = copy(whole, tmp_path, "step_3")
+    before = sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*"))
+    for flag, value in (("learning_rate", 0.02), ("seed", 1), ("max_train_steps", 9), ("position_encoding", "alibi")):
+        codes, said = launch(
+            "train_mlm", *line(tiny, output, "--position_encoding", "t5", *KEEPING, *LATEST), f"--{flag}", value
+        )
+        assert (
+            codes == [1] and f"was written with {flag} " in said and f"this run has {value}" in said and "Traceback" not in said
+        )
+    codes, said = launch("train_mlm", *line(tiny, output, "--position_encoding", "t5", *KEEPING))
+    assert codes == [2] and f"{output / 'step_3'} is there from an earlier run" in said
+    for path in (output / "step_4", whole / f"best_{record(whole)['best_step']}"):
+        codes, said = launch("train_mlm", *line(tiny, output, *KEEPING, "--resume_from_checkpoint", path))
+        assert codes == [2] and f"--resume_from_checkpoint {path}: there is no complete checkpoint" in said
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*"))
+
+
+def test_a_full_disk(tiny, tmp_path, launch, whole):
+    """The optimizer's file is larger than the limit, the weights are not."""
+    output = copy(whole, tmp_path, "step_3")
+    arguments = line(tiny, output, "--position_encoding", "t5", *KEEPING, *LATEST, "--eval_steps", 20)
+    for manifest in output.glob("*/checkpoint.json"):
+        manifest.write_text(manifest.read_text().replace('"eval_steps": 2', '"eval_steps": 20'))
+    limit = (whole / "step_3" / "optimizer.bin").stat().st_size * 3 // 4
+    assert (whole / "step_3" / "model.safetensors").stat().st_size < limit
+    codes, said = launch("train_mlm", *arguments, largest_file=limit)
+    assert codes == [1] and "Traceback" not in said
+    assert f"{output / 'step_6'} can't be written" in said and f"the last complete checkpoint is {output / 'step_3'}" in said
+    assert [path.name for path in output.iterdir()] == ["step_3"] and checkpoints.manifest(output / "step_3")
+    good(launch("train_mlm", *arguments))
+    assert record(output)["losses"] == record(whole)["losses"]
+    codes, said = launch("train_mlm", *line(tiny, tmp_path / "other", "--max_train_steps", 1), largest_file=limit // 4)
+    assert codes == [1] and f"the model can't be written to {tmp_path / 'other'}" in said and "Traceback" not in said
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_what_is_kept_and_what_is_cleared_away(tmp_path):
+    for step, best in ((2, 1), (4, 1), (6, 5)):
+        (tmp_path / f"step_{step}").mkdir()
+        manifest = {"step": step, "best_step": best, "arguments": {}, "files": {}}
+        (tmp_path / f"step_{step}" / "checkpoint.json").write_text(json.dumps(manifest))
+    for name in ("best_1", "best_3", "best_5", ".step_8", ".step_2-old", ".mine", "step_x", "other_2"):
+        (tmp_path / name).mkdir()
+    checkpoints.prune(tmp_path, 2, 7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".mine",
+        "best_1",
+        "best_5",
+        "other_2",
+        "step_4",
+        "step_6",
+        "step_x",
+    ]
+    checkpoints.prune(tmp_path, 1, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine", "best_5", "other_2", "step_6", "step_x"]
+
+
+# Several processes.
+
+
+@pytest.mark.parametrize("encoding", PARAMETRISED)
+def test_two_processes_do_what_one_does(tiny, tmp_path, launch, encoding):
+    more = ("--position_encoding", encoding, "--eval_steps", 4, "--checkpointing_steps", 4)
+    good(launch("train_mlm", *line(tiny, tmp_path / "one", *more, "--per_device_train_batch_size", 8, model="still")))
+    for folder, batch, accumulated in (("two", 4, 1), ("accumulated", 2, 2)):
+        cut = ("--per_device_train_batch_size", batch, "--gradient_accumulation_steps", accumulated)
+        said = good(launch("train_mlm", *line(tiny, tmp_path / folder, *more, *cut, model="still"), processes=2))
+        assert said.count(f"2 processes on cpu, precision no: 8 steps of 8 rows ({batch} x 2 x {accumulated} accumulated)") == 1
+        one, two = record(tmp_path / "one"), record(tmp_path / folder)
+        assert two["processes"] == 2 and two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+        for before, after in zip(one["evaluations"], two["evaluations"], strict=True):
+            assert after == pytest.approx(before, abs=1e-4)
+    # One goes on where two stopped.
+    shutil.copytree(tmp_path / "two" / "step_4", tmp_path / "on" / "step_4")
+    more = (*more, "--per_device_train_batch_size", 8, *LATEST)
+    good(launch("train_mlm", *line(tiny, tmp_path / "on", *more, model="still")))
+    assert record(tmp_path / "on")["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    # What was trained is what is loaded.
+    first = AutoModelForMaskedLM.from_pretrained(tmp_path / "one").state_dict()
+    for name, weight in AutoModelForMaskedLM.from_pretrained(tmp_path / "two").state_dict().items():
+        torch.testing.assert_close(weight, first[name], atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("script", ["finetune", "train_clm", "distill", "stream", "stream and pack"])
+def test_two_processes_do_what_one_does_in_each_script(tiny, tmp_path, launch, script):
+    labels = [{"text": text, "label": text.split()[0][-1]} for text in (tiny / "train.txt").read_text().split("\n\n")]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, labels)))
+    name, model, more = {
+        "finetune": ("finetune", "still", ["--train_file", tmp_path / "train.jsonl", "--validation_file", tmp_path / "train.jsonl"]),
+        "train_clm": ("train_clm", "gpt2", ["--position_encoding", "rope"]),
+        "distill": ("distill", "still", ["--position_encoding", "shaw", "--fade_steps", 4, "--min_seq_length", 4, "--max_seq_length", 9]),
+        "stream": ("train_mlm", "still", ["--streaming", "--shuffle_buffer", 5]),
+        "stream and pack": ("train_clm", "gpt2", ["--streaming", "--packing", "--block_size", 12]),
+    }[script]  # fmt: skip
+    for folder, processes, batch in (("one", 1, 6), ("two", 2, 3)):
+        cut = ("--per_device_train_batch_size", batch)
+        good(launch(name, *line(tiny, tmp_path / folder, *more, *cut, model=model), processes=processes))
+    one, two = (
+        record(tmp_path / folder, "distillation" if script == "distill" else "all_results") for folder in ("one", "two")
+    )
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    (before,), (after,) = one["evaluations"][-1:], two["evaluations"][-1:]
+    assert after == pytest.approx(before, abs=1e-4)
+
+
+def test_other_processes_only_with_the_same_global_batch(tiny, tmp_path, launch, whole):
+    output = copy(whole, tmp_path, "step_3")
+    codes, said = launch("train_mlm", *line(tiny, output, "--position_encoding", "t5", *KEEPING, *LATEST), processes=2)
+    assert 1 in codes and "was written with global_batch 8, and this run has 16" in said
+
+
+# What goes wrong.
+
+
+def test_a_loss_that_is_not_finite(tiny, tmp_path, launch):
+    arguments = line(tiny, tmp_path / "out", "--checkpointing_steps", 2, "--learning_rate", "3e37", model="still")
+    codes, said = launch("train_mlm", *arguments)
+    assert codes == [1] and "the loss is nan at step 2" in said and "nothing was saved" in said and "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_row_that_ruins_the_loss(tiny, tmp_path, launch, processes):
+    """Step 5 is the first with the token whose embedding overflows: the state after step 4 stays the last."""
+    order = data.endless(Dataset.from_dict({"number": list(range(43))}), 0, 0, 1)
+    ruined = next(row["number"] for number, row in order if number == 18)
+    arguments = line_with_a_ruined_token(tiny, tmp_path, 3e38, ruined)
+    codes, said = launch("train_mlm", *arguments, "--per_device_train_batch_size", 4 // processes, processes=processes)
+    assert 1 in codes and "Traceback" not in said
+    assert "at step 5: lower --learning_rate, or look at the rows; " in said and f"{tmp_path / 'out' / 'step_4'} is the last" in said
+    kept = load_file(tmp_path / "out" / "step_4" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in kept.values()) and checkpoints.newest(tmp_path / "out").name == "step_4"
+
+
+def line_with_a_ruined_token(tiny, tmp_path, value, row):
+    """A model with `value` for the embedding of w55, which is in one row alone."""
+    model = BertForMaskedLM.from_pretrained(tiny / "still", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight[5 + 55] = value
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny / "still").save_pretrained(tmp_path / "model")
+    texts = ["w55 w55 w55" if i == row else "w1 w2 w3 w4 w5 w6 w7 w8 w9" for i in range(43)]
+    (tmp_path / "train.txt").write_text("\n".join(texts))
+    arguments = line(tiny, tmp_path / "out", "--train_file", tmp_path / "train.txt", "--train_positions_only", validation=None)
+    arguments += ["--model_name_or_path", tmp_path / "model", "--position_encoding", "t5", "--checkpointing_steps", 2]
+    return [*arguments, "--mlm_probability", 0.5]
+
+
+def test_weights_that_are_not_finite_are_not_written(tiny, tmp_path, launch):
+    codes, said = launch("train_mlm", *line_with_a_ruined_token(tiny, tmp_path, torch.inf, None))
+    assert codes == [1] and "after step 2 the weights are not finite" in said and "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_flags_refused(tiny, tmp_path, capsys):
+    wrong = {
+        "--streaming": "--streaming goes with --max_train_steps",
+        "--validation_split_percentage 5 --validation_file v.txt": "is for data without another validation file",
+        "--validation_split_percentage 100": "allowed is 1 to 99",
+        "--early_stopping_patience 2": "need validation rows",
+        "--keep_last 2": "--keep_last goes with --checkpointing_steps",
+        "--checkpointing_steps 0": "'0': allowed is an integer from 1 on",
+        "--checkpointing_steps often": "'often': allowed is an integer from 1 on",
+        "--streaming --max_train_steps 5 --checkpointing_steps epoch": "a stream has no known epochs",
+        "--streaming --max_train_steps 5 --validation_split_percentage 5": "a stream doesn't have",
+        "--learning_rate nan": "--learning_rate nan is no positive number",
+        "--with_tracking --report_to wandbb": "--report_to wandbb: installed here is",
+        "--resume_from_checkpoint nowhere": "--resume_from_checkpoint nowhere: there is no complete checkpoint",
+        "--lr_scheduler_type square": "invalid choice: 'square'",
+    }
+    for given, words in wrong.items():
+        arguments = [
+            "--model_name_or_path",
+            "m",
+            "--output_dir",
+            str(tmp_path / "out"),
+            "--train_file",
+            "t.txt",
+            *given.split(),
+        ]
+        with pytest.raises(SystemExit) as stopped:
+            flags.parse(flags.argument_parser(""), arguments)
+        assert stopped.value.code == 2 and words in capsys.readouterr().err, given
+
+
+@pytest.mark.parametrize(
+    ("script", "model", "more", "words"),
+    [
+        ("train_mlm", "bert", ("--position_encoding", "alibbi"), "unknown position encoding 'alibbi'"),
+        ("train_mlm", "gpt2", (), "has no mask_token: see train_clm.py"),
+        ("train_clm", "bert", ("--text_column", "said"), "the train data have the columns ['text'], but no `said`: see --text_column"),
+        ("train_mlm", "bert", ("--train_file", "empty.txt"), "empty.txt"),
+        ("train_mlm", "bert", ("--train_file", "blank.txt"), "the train data have no rows"),
+        ("train_mlm", "bert", ("--train_file", "blank.txt", "--streaming"), "the train data have no rows"),
+        ("train_mlm", "bert", ("--train_file", "numbers.jsonl"), "`text` is to hold strings, but a row has 1"),
+        ("train_mlm", "bert", ("--train_file", "."), "holds files of several kinds, .jsonl, .txt"),
+        ("train_mlm", "bert", ("--train_file", "nowhere.txt"), "nowhere.txt is not there"),
+        ("train_mlm", "bert", ("--train_file", "x.docx"), "none of the files that are read here: .csv, .json"),
+        ("train_mlm", "bert", ("--max_length", LENGTH + 1), "--max_length 25 is above the usable length of BertForMaskedLM"),
+        ("train_mlm", "bert", ("--max_length", 2), "--max_length 2 leaves no room for text beside 2 special tokens"),
+        ("train_mlm", "bert", ("--train_positions_only",), "'learned' has no parameters that could be trained alone"),
+        ("train_mlm", "bert", ("--position_encoding", "alibi", "--train_positions_only"), "'alibi' has no parameters"),
+        ("train_mlm", "bert", ("--packing", "--position_encoding", "alibi", "--max_length", 900), "make no block of 900 tokens"),
+        ("train_mlm", "bert", ("--model_name_or_path", "nowhere"), "nowhere"),
+        ("train_mlm", "bert", ("--mlm_probability", 1.5), "--mlm_probability 1.5: allowed is a number between 0 and 1"),
+        ("distill", "still", (), "--position_encoding is missing"),
+    ],
+)  # fmt: skip
+def test_refused_before_anything_expensive(tiny, tmp_path, launch, script, model, more, words):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "blank.txt").write_text("\n  \n\n")
+    (tmp_path / "numbers.jsonl").write_text('{"text": 1}\n{"text": 2}')
+    more = [tmp_path / each if str(each).endswith((".txt", ".jsonl", ".docx")) or each == "." else each for each in more]
+    codes, said = launch(script, *line(tiny, tmp_path / "out", *more, model=model))
+    assert codes[0] in (1, 2) and words in said and "Traceback" not in said, said[-2000:]
+    assert not (tmp_path / "out").exists() and "step/s" not in said
