@@ -333,7 +333,9 @@ def patch(
     if not type(model).__module__.startswith("transformers."):
         raise ValueError(f"{type(model).__name__} is not a class of Transformers itself, so no class can be derived from it")
     if taken := sorted({"type", *PLACEMENT} & set(options)):
-        raise ValueError(f"{taken[0]}={options[taken[0]]!r} is no option of an encoding; the encoding is patch's second argument")
+        raise ValueError(
+            f"{taken[0]}={options[taken[0]]!r} is no option of an encoding; the encoding is patch's second argument"
+        )
     given = {"type": encoding} if isinstance(encoding, str) else encoding
     if isinstance(given, dict) and inject != "input":
         given = {**given, "inject": inject}

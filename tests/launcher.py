@@ -27,13 +27,14 @@ class Launcher:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def __call__(self, script, *arguments, processes=1, kill=None, largest_file=None, **environment):
+    def __call__(self, script, *arguments, processes=1, kill=None, largest_file=None, poison=True, **environment):
         """Run a script's main; (exit codes, what the processes said). `kill` is ("module.name", n): at its n-th call."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         job = {"script": script, "arguments": list(map(str, arguments)), "processes": processes, "kill": kill, "port": port}
-        self.process.stdin.write(json.dumps({**job, "largest_file": largest_file, "environment": environment}) + "\n")
+        job |= {"largest_file": largest_file, "poison": poison, "environment": environment}
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         done = json.loads(self.process.stdout.readline())
         return done["codes"], done["said"]
@@ -89,9 +90,10 @@ def run(job, rank):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["processes"], "LOCAL_WORLD_SIZE": job["processes"]}
         os.environ.update({key: str(value) for key, value in place.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]))
-    from memory import poison_empty
+    if job["poison"]:
+        from memory import poison_empty
 
-    poison_empty()
+        poison_empty()
     if job["kill"]:
         kill_at(*job["kill"])
     if job["largest_file"]:

@@ -18,8 +18,6 @@ from safetensors import SafetensorError
 
 MANIFEST = "checkpoint.json"
 NAMES = re.compile(r"(step|epoch|best)_\d+")
-NOT_WRITTEN = (OSError, RuntimeError, SafetensorError)
-"""What Python, torch.save and safetensors raise where a disk is full."""
 
 
 def write(accelerator: Accelerator, folder: Path, fill: Callable[[Path], None], about: dict[str, Any]) -> None:
@@ -27,27 +25,66 @@ def write(accelerator: Accelerator, folder: Path, fill: Callable[[Path], None], 
 
     Raises SystemExit where it can't be written.
     """
-    aside = folder.with_name(f".{folder.name}")
-    try:
-        if accelerator.is_main_process:
+
+    def complete(aside: Path) -> None:
+        files = {str(file.relative_to(aside)): file.stat().st_size for file in _files(aside)}
+        (aside / MANIFEST).write_text(json.dumps({**about, "files": files}, indent=2))
+        for path in (*_files(aside), aside):
+            _synchronise(path)
+        _remove(folder)
+        aside.rename(folder)
+        _synchronise(folder.parent)
+
+    last = newest(folder.parent)
+    kept = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
+    _aside(accelerator, folder.with_name(f".{folder.name}"), fill, complete, f"{folder} can't be written", kept)
+
+
+def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], None], last: str) -> None:
+    """Put the files that `fill` writes on all processes into `output_dir`, each complete or as it was, `last` at the end.
+
+    Raises SystemExit where they can't be written.
+    """
+
+    def complete(aside: Path) -> None:
+        for file in sorted(_files(aside), key=lambda file: file.name == last):
+            _synchronise(file)
+            file.replace(output_dir / file.name)
+        aside.rmdir()
+
+    refusal = f"the model can't be written to {output_dir}"
+    _aside(accelerator, output_dir / ".model", fill, complete, refusal, "the checkpoints are as they were")
+
+
+def _aside(
+    accelerator: Accelerator,
+    aside: Path,
+    fill: Callable[[Path], None],
+    complete: Callable[[Path], None],
+    refusal: str,
+    kept: str,
+) -> None:
+    def attempt(write: Callable[[Path], None]) -> None:
+        try:
+            write(aside)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's, and no other
+                raise
             shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        fill(aside)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            files = {str(file.relative_to(aside)): file.stat().st_size for file in _files(aside)}
-            (aside / MANIFEST).write_text(json.dumps({**about, "files": files}, indent=2))
-            for path in (*_files(aside), aside):
-                _synchronise(path)
-            _remove(folder)
-            aside.rename(folder)
-            _synchronise(folder.parent)
-    except NOT_WRITTEN as error:
+            free = shutil.disk_usage(aside.parent).free // 2**20
+            raise SystemExit(f"{refusal} ({error}); the disk has {free:,} MiB free; {kept}") from None
+
+    def begin(aside: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
-        last = newest(folder.parent)
-        kept = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
-        raise SystemExit(f"{folder} can't be written{_why(folder, error)}; {kept}") from None
+        aside.mkdir(parents=True)
+
+    if accelerator.is_main_process:
+        attempt(begin)
+    accelerator.wait_for_everyone()
+    attempt(fill)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        attempt(complete)
     accelerator.wait_for_everyone()
 
 
@@ -90,36 +127,6 @@ def prune(output_dir: Path, keep_last: int | None, best: int | None) -> None:
     for folder in [*(folder for folder, _ in old), *output_dir.glob("best_*")]:
         if not (folder.name.startswith("best_") and int(folder.name.removeprefix("best_")) in wanted):
             _remove(folder)
-
-
-def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], None], last: str) -> None:
-    """Put the files that `fill` writes on all processes into `output_dir`, each complete or as it was, `last` at the end.
-
-    Raises SystemExit where they can't be written.
-    """
-    aside = output_dir / ".model"
-    try:
-        if accelerator.is_main_process:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        fill(aside)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            for file in sorted(_files(aside), key=lambda file: file.name == last):
-                _synchronise(file)
-                file.replace(output_dir / file.name)
-            aside.rmdir()
-    except NOT_WRITTEN as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        why = _why(output_dir, error)
-        raise SystemExit(f"the model can't be written to {output_dir}{why}; the checkpoints are as they were") from None
-    accelerator.wait_for_everyone()
-
-
-def _why(folder: Path, error: Exception) -> str:
-    free = shutil.disk_usage(folder.parent).free // 2**20
-    return f" ({error}); the disk has {free:,} MiB free"
 
 
 def _files(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,11 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
 
 def start(arguments: argparse.Namespace) -> Accelerator:
     """The Accelerator of a run, whose processes all draw the same from the seed until training starts."""
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise SystemExit(
+            "torchrun --max_restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: restarted processes would "
+            "look for each other under their old addresses, and hang (https://github.com/pytorch/pytorch/issues/135712)"
+        )
     set_seed(arguments.seed)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -171,6 +177,10 @@ def start(arguments: argparse.Namespace) -> Accelerator:
         # A part that the loss doesn't reach (the pooler of some models) is no error in several processes.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
+    # Accelerate leaves it out without a word.
+    for variable, kind in {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}.items():
+        if os.environ.get(variable, "false").lower() == "true" and accelerator.distributed_type != kind:
+            raise SystemExit(f"Accelerate offers no {kind} on {accelerator.device.type}: take scripts/accelerate/cpu.yaml")
     if not accelerator.is_main_process:
         disable_progress_bars()
     return accelerator

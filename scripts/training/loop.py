@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_scheduler
@@ -108,6 +109,20 @@ def train(
     return record
 
 
+def shard(accelerator: Accelerator, model: PreTrainedModel) -> None:
+    """Shard a model's layers, then the rest of it (FSDP2). Accelerate's own wrapping fails with tied biases, as BERT has."""
+    plugin = accelerator.state.fsdp_plugin
+    how = {
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "offload_policy": plugin.cpu_offload,
+        "reshard_after_forward": plugin.reshard_after_forward,
+    }
+    for layers in [module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList)]:
+        for layer in layers:
+            fully_shard(layer, **how)
+    fully_shard(model, **how)
+
+
 class Run:
     """A training run, its parts prepared by Accelerate."""
 
@@ -128,6 +143,8 @@ class Run:
         # A stream has no epochs that are known.
         self.steps_per_epoch = 0 if arguments.streaming else math.ceil(len(self.data) / self.global_batch)
         self.steps = arguments.max_train_steps or arguments.num_train_epochs * self.steps_per_epoch
+        if accelerator.distributed_type == "FSDP":
+            shard(accelerator, model)
         decayed = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim > 1]
         spared = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
@@ -159,10 +176,11 @@ class Run:
                 key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in self._said().items()
             }
             accelerator.init_trackers("hf-posenc", config=shown)
+        processes = f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}"
         accelerator.print(
-            f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)} on {accelerator.device.type}, precision "
-            f"{accelerator.mixed_precision}: {self.steps} steps of {self.global_batch} rows "
-            f"({per_device} x {accelerator.num_processes} x {arguments.gradient_accumulation_steps} accumulated)"
+            f"{processes} on {accelerator.device.type}, precision {accelerator.mixed_precision}: "
+            f"{self.steps} steps of {self.global_batch} rows ({per_device} x {accelerator.num_processes} x "
+            f"{arguments.gradient_accumulation_steps} accumulated)"
         )
 
     def _bare_weights(self, models: list[Any], weights: list[Any], folder: str) -> None:
