@@ -1,6 +1,8 @@
 """The training scripts: runs that are killed, resumed, cut over processes, refused; tiny models, processes of their own."""
 
+import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -8,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +19,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
     BertConfig,
@@ -26,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import hf_posenc
 from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY, randomize
 from launcher import Launcher
 
@@ -490,3 +495,219 @@ def test_refused_before_anything_expensive(tiny, tmp_path, launch, script, model
     codes, said = launch(script, *line(tiny, tmp_path / "out", *more, model=model))
     assert codes[0] in (1, 2) and words in said and "Traceback" not in said, said[-2000:]
     assert not (tmp_path / "out").exists() and "step/s" not in said
+
+
+# What the flags do.
+
+
+def test_positions_alone_are_trained(tiny, tmp_path, launch):
+    flags_given = ("--position_encoding", "t5", "--train_positions_only", "--max_train_steps", 3)
+    good(launch("train_mlm", *line(tiny, tmp_path / "out", *flags_given, model="still")))
+    before = BertForMaskedLM.from_pretrained(tiny / "still").state_dict()
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items() if "posenc" not in name)
+    fresh = good(
+        launch("train_mlm", *line(tiny, tmp_path / "none", *flags_given, "--max_train_steps", 1, "--learning_rate", 1e-30))
+    )
+    assert fresh and not torch.equal(
+        after["bert.posenc.weight"], load_file(tmp_path / "none" / "model.safetensors")["bert.posenc.weight"]
+    )
+    # A classifier that is new is trained with them.
+    more = (*flags_given, *write_labels(tiny, tmp_path))
+    good(launch("finetune", *line(tiny, tmp_path / "head", *more, model="still")))
+    after = load_file(tmp_path / "head" / "model.safetensors")
+    assert torch.equal(after["bert.encoder.layer.0.output.dense.weight"], before["bert.encoder.layer.0.output.dense.weight"])
+    assert after["classifier.bias"].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("more", ["--gradient_checkpointing", "--torch_compile", "--mixed_precision"])
+@pytest.mark.parametrize("encoding", ["t5", pytest.param("shaw", marks=pytest.mark.slow), "learned+alibi"])
+def test_what_the_machine_is_told_changes_no_result(tiny, tmp_path, launch, encoding, more):
+    if more == "--torch_compile" and encoding != "t5":
+        pytest.skip("compiled once, since it takes long")
+    values = {"--torch_compile": ("--torch_compile_backend", "aot_eager"), "--mixed_precision": ("bf16",)}
+    for folder, flags_given in (("plain", ()), ("told", (more, *values.get(more, ())))):
+        arguments = ("--position_encoding", encoding, "--max_train_steps", 2, "--checkpointing_steps", 1, *flags_given)
+        good(launch("train_mlm", *line(tiny, tmp_path / folder, *arguments, model="still", validation=None)))
+    plain, told = record(tmp_path / "plain"), record(tmp_path / "told")
+    assert told["losses"] == pytest.approx(plain["losses"], abs=2e-2 if more == "--mixed_precision" else 1e-5)
+    for file in ("model.safetensors", "step_1/model.safetensors"):
+        assert load_file(tmp_path / "told" / file).keys() == load_file(tmp_path / "plain" / file).keys()
+    arguments = ("--resume_from_checkpoint", tmp_path / "told" / "step_1", *arguments)
+    good(launch("train_mlm", *line(tiny, tmp_path / "on", *arguments, model="still", validation=None)))
+    assert record(tmp_path / "on")["losses"] == told["losses"]
+    if more != "--mixed_precision":
+        weights = load_file(tmp_path / "plain" / "model.safetensors")
+        for name, weight in load_file(tmp_path / "told" / "model.safetensors").items():
+            torch.testing.assert_close(weight, weights[name], atol=1e-3, rtol=1e-3)
+
+
+def test_losses_are_those_of_the_model(tiny, tmp_path, launch):
+    """Computed again, without the scripts: the first step's loss, of all labels in two accumulated batches."""
+    more = ("--position_encoding", "alibi", "--gradient_accumulation_steps", 2, "--max_train_steps", 1)
+    good(launch("train_clm", *line(tiny, tmp_path / "out", *more, model="gpt2", validation=None)))
+    model = hf_posenc.patch(AutoModelForCausalLM.from_pretrained(tiny / "gpt2"), "alibi").double()
+    tokenizer, texts = AutoTokenizer.from_pretrained(tiny / "gpt2"), (tiny / "train.txt").read_text().split("\n\n")
+    order = torch.randperm(43, generator=torch.Generator().manual_seed(0))[:8]
+    losses = []
+    for text in (texts[i] for i in order):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        losses += [-row[label] for row, label in zip(model(ids).logits.log_softmax(-1)[0], ids[0, 1:], strict=False)]
+    assert record(tmp_path / "out")["losses"] == [pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)]
+
+
+def test_what_is_evaluated_is_what_is_saved(tiny, tmp_path, launch):
+    good(launch("train_clm", *line(tiny, tmp_path / "out", "--position_encoding", "sinusoidal", model="gpt2")))
+    model, tokenizer = (kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    losses, right = [], []
+    for text in (tiny / "validation.txt").read_text().split("\n"):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        logits = model(ids).logits[0, :-1]
+        losses += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
+        right += (logits.argmax(-1) == ids[0, 1:]).tolist()
+    shown = record(tmp_path / "out")
+    assert shown["eval_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5) == math.log(shown["eval_perplexity"])
+    assert shown["eval_accuracy"] == sum(right) / len(right)
+
+
+def test_scripts_learn(tiny, tmp_path, launch):
+    """After w7 comes w8: a causal model finds out."""
+    (tmp_path / "train.txt").write_text("\n".join(" ".join(WORDS[i : i + 9]) for i in range(40)))
+    files = ("--train_file", tmp_path / "train.txt", "--validation_split_percentage", 20, "--max_train_steps", 120)
+    more = ("--position_encoding", "rope", "--from_scratch", "--lr_scheduler_type", "constant", "--num_train_epochs", 1)
+    good(launch("train_clm", *line(tiny, tmp_path / "out", *files, *more, model="gpt2", validation=None)))
+    shown = record(tmp_path / "out")
+    assert shown["eval_accuracy"] > 0.9 and shown["losses"][0] > 3.5
+
+
+def test_tracked(tiny, tmp_path, launch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    more = ("--with_tracking", "--report_to", "tensorboard", "--eval_steps", 4)
+    good(launch("train_mlm", *line(tiny, tmp_path / "out", *more)))
+    events = EventAccumulator(str(tmp_path / "out" / "hf-posenc"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("train_loss")]
+    assert shown == [(i + 1, pytest.approx(loss)) for i, loss in enumerate(record(tmp_path / "out")["losses"])]
+    assert [event.step for event in events.Scalars("eval_loss")] == [4, 8]
+
+
+def test_early_stopping_leaves_the_best(tiny, tmp_path, launch):
+    more = ("--early_stopping_patience", 2, "--eval_steps", 1, "--learning_rate", 0.3)
+    good(launch("train_mlm", *line(tiny, tmp_path / "out", *more)))
+    shown = record(tmp_path / "out")
+    losses = [each["eval_loss"] for each in shown["evaluations"]]
+    assert shown["best_step"] == losses.index(min(losses)) + 1 == shown["steps"] - 2 and shown["eval_loss"] == min(losses)
+    best = load_file(tmp_path / "out" / f"best_{shown['best_step']}" / "model.safetensors")
+    assert all(torch.equal(best[name], tensor) for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items())
+    assert not (tmp_path / "out" / "checkpoint.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["txt", "csv", "json", "jsonl", "parquet", "folder", "data set"])
+def test_all_kinds_of_files_hold_the_same_rows(tiny, tmp_path, launch, kind):
+    rows = Dataset.from_dict({"text": [text for text in (tiny / "train.txt").read_text().split("\n\n")]})
+    file = tmp_path / f"train.{kind}"
+    if kind in ("folder", "data set"):
+        file = tmp_path / "folder"
+        file.mkdir()
+        for number, part in enumerate((rows.select(range(20)), rows.select(range(20, 43)))):
+            part.to_json(file / f"train-{number}.jsonl")
+    elif kind == "txt":
+        file.write_text("\n".join(rows["text"]))
+    else:
+        {"csv": rows.to_csv, "json": rows.to_json, "jsonl": rows.to_json, "parquet": rows.to_parquet}[kind](file)
+    arguments = line(tiny, tmp_path / "out", "--max_train_steps", 2, validation=None)
+    at = arguments.index("--train_file")
+    arguments[at : at + 2] = ["--dataset_name" if kind == "data set" else "--train_file", file]
+    good(launch("train_mlm", *arguments))
+    good(launch("train_mlm", *line(tiny, tmp_path / "known", "--max_train_steps", 2, validation=None)))
+    assert record(tmp_path / "out")["losses"] == record(tmp_path / "known")["losses"]
+
+
+# Rows.
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rows_are_an_endless_stream_of_permutations(streamed):
+    rows = Dataset.from_dict({"number": list(range(11))})
+    source = rows.to_iterable_dataset() if streamed else rows
+    taken = [(number, row["number"]) for number, row in itertools.islice(data.endless(source, 3, 0, 5), 33)]
+    assert [number for number, _ in taken] == list(range(33))
+    epochs = [[row for _, row in taken[i : i + 11]] for i in (0, 11, 22)]
+    assert all(sorted(epoch) == list(range(11)) for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) == 3
+    for start in (0, 1, 10, 11, 12, 25):
+        later = itertools.islice(data.endless(source, 3, start, 5), 33 - start)
+        assert [(number, row["number"]) for number, row in later] == taken[start:]
+    assert taken != [(number, row["number"]) for number, row in itertools.islice(data.endless(source, 4, 0, 5), 33)]
+
+
+@pytest.mark.parametrize("model", ["bert", "gpt2"])
+def test_texts_are_cut_as_the_tokenizer_cuts_them(tiny, model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / model)
+    cut = data.Cut(tokenizer)
+    for text, length in itertools.product(("w1", "w1 w2 w3", "w1 w2 w3 nonsense w5 w6 w7"), range(3, 10)):
+        expected = tokenizer(text, truncation=True, max_length=length).input_ids
+        assert cut(tokenizer(text).input_ids, length) == expected
+
+
+def test_packed_blocks():
+    cut = SimpleNamespace(head=1, tail=1, prefix=[2], suffix=[3])
+    texts = [[10, 11, 12, 3], [13, 3], [14, 15, 16, 17, 18, 3]]
+    blocks = data.packed({"input_ids": texts}, cut, 6)["input_ids"]
+    assert blocks == [[2, 10, 11, 12, 3, 3], [2, 13, 3, 14, 15, 3], [2, 16, 17, 18, 3, 3]]
+    cut = SimpleNamespace(head=0, tail=0, prefix=[], suffix=[])
+    assert data.packed({"input_ids": texts}, cut, 5)["input_ids"] == [[10, 11, 12, 3, 13], [3, 14, 15, 16, 17]]
+
+
+def test_warned_where_texts_are_cut_or_fill_the_model(tiny, tmp_path, launch):
+    lengths = [len(text.split()) + 2 for text in (tiny / "train.txt").read_text().split("\n\n")]
+    assert max(lengths) == 13
+    usable = "is under 1.2 times that of the longest training text, 13"
+    for more, words, silent in (
+        (
+            ("--max_length", 8),
+            f"{sum(length > 8 for length in lengths)} of 43 training texts are cut to 8 tokens",
+            usable,
+        ),
+        (
+            ("--position_encoding", "alibi", "--max_length", 15),
+            f"length, 15 tokens, {usable}",
+            "training texts are cut",
+        ),
+        (("--position_encoding", "alibi", "--max_length", 16), "8 steps", "warning: "),
+        (("--position_encoding", "alibi"), "8 steps", "warning: "),
+    ):
+        said = good(launch("train_mlm", *line(tiny, tmp_path / "-".join(map(str, more)), *more, validation=None)))
+        assert words in said and silent not in said, more
+
+
+def test_masks_belong_to_rows(tiny):
+    """Whatever batch a row is in; anew in each epoch; about as many as asked for, by the usual three ways."""
+    import train_mlm
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "bert")
+    task = train_mlm.MaskedLanguageModeling(tokenizer, 0.15, seed=5)
+    ids = tokenizer(" ".join(WORDS[:40])).input_ids
+    alone, again, other = (task.collate([(number, {"input_ids": ids})]) for number in (7, 7, 8))
+    short = tokenizer("w1 w2").input_ids
+    together = task.collate([(1, {"input_ids": short}), (7, {"input_ids": ids})])
+    assert torch.equal(alone["input_ids"], again["input_ids"]) and not torch.equal(alone["labels"], other["labels"])
+    assert torch.equal(together["input_ids"][1], alone["input_ids"][0]) and torch.equal(
+        together["labels"][1], alone["labels"][0]
+    )
+    assert together["labels"][0, 4:].eq(-100).all() and together["attention_mask"][0].tolist() == [1] * 4 + [0] * 38
+    many = task.collate([(number, {"input_ids": ids}) for number in range(400)])
+    asked = many["labels"] != -100
+    assert asked[:, [0, -1]].sum() == 0 and 0.13 < asked[:, 1:-1].float().mean() < 0.17
+    assert torch.equal(many["labels"][asked], torch.tensor([ids] * 400)[asked])
+    ways = Counter(
+        "mask" if new == tokenizer.mask_token_id else "same" if new == old else "random"
+        for new, old in zip(many["input_ids"][asked].tolist(), many["labels"][asked].tolist(), strict=True)
+    )
+    assert [round(ways[way] / asked.sum().item(), 1) for way in ("mask", "random", "same")] == [0.8, 0.1, 0.1]
+
+
+def test_help_reads_well(launch):
+    for script in ("finetune", "train_mlm", "train_clm", "distill"):
+        codes, said = launch(script, "--help")
+        assert codes == [0] and "--resume_from_checkpoint latest|PATH" in said and f"scripts/{script}.py" in said

@@ -184,10 +184,13 @@ class Run:
         )
 
     def _bare_weights(self, models: list[Any], weights: list[Any], folder: str) -> None:
-        weights[:] = [self.accelerator.unwrap_model(model).state_dict() for model in models]
+        weights[:] = [self._bare(model).state_dict() for model in models]
 
     def _bare_models(self, models: list[Any], folder: str) -> None:
-        models[:] = [self.accelerator.unwrap_model(model) for model in models]
+        models[:] = [self._bare(model) for model in models]
+
+    def _bare(self, model: Any) -> Any:
+        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     def _said(self) -> dict[str, Any]:
         said = {key: str(value) if isinstance(value, Path) else value for key, value in vars(self.arguments).items()}
@@ -348,8 +351,9 @@ class Run:
 
     def _save_model(self, folder: Path) -> None:
         """The model and its tokenizer, as AutoModel and AutoTokenizer read them."""
-        model, tokenizer = self.accelerator.unwrap_model(self.model), self.tokenizer
+        model, tokenizer = self._bare(self.model), self.tokenizer
         weights = self.accelerator.get_state_dict(self.model)
+        weights = {name.replace("_orig_mod.", ""): weight for name, weight in weights.items()}  # torch.compile's
         if not self.accelerator.is_main_process:
             return
         model.save_pretrained(folder, state_dict=weights)
