@@ -15,10 +15,9 @@ The model, its tokenizer and all_results.json are written to --output_dir.
 
 import argparse
 
+import hf_posenc
 from classification import SequenceClassification, TokenClassification
 from question_answering import QuestionAnswering
-
-import hf_posenc
 from training import flags, loop, models
 from training.supervised import Supervised
 

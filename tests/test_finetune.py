@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -37,9 +38,8 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import classification  # noqa: E402
-import question_answering  # noqa: E402
-
 import finetune  # noqa: E402
+import question_answering  # noqa: E402
 import reviews  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
@@ -410,6 +410,10 @@ def test_labels_are_at_the_first_token_of_each_word(make, length):
         assert made["labels"][row] == [*labels[: length - 1], -100]
 
 
+def test_a_token_of_two_words_is_the_first_ones():
+    assert list(classification.first_tokens(["w1", "w2", "w3"], [(0, 0), (0, 5), (6, 8), (0, 0)])) == [1, None, 2]
+
+
 TAGS = ("--task", "token-classification", "--text_column", "words", "--label_column", "tags")
 
 
@@ -581,7 +585,7 @@ def quiz(tmp_path_factory):
                 row["answers"] = {"text": [more], "answer_start": [max(start - 4, 0)]}
             elif i % 4 == 2:
                 word = row["context"].split()[0]
-                row["answers"] = {"text": [text, word], "answer_start": [start, 0]}
+                row["answers"] = {"text": [word, text], "answer_start": [0, start]}
         write_json(path / f"{name}-validation.json", validation)
     return path
 
@@ -622,6 +626,13 @@ def test_answers_in_two_processes(tiny, quiz, tmp_path, launch):
     record = read(tmp_path / "two")
     assert record["processes"] == 2 and record["losses"] == pytest.approx(alone["losses"], abs=1e-5)
     assert measures(record) == pytest.approx(measures(alone), abs=1e-4)
+
+
+def test_tags_and_answers_from_streams(tiny, tags, quiz, tmp_path):
+    stream = ("--streaming", "--shuffle_buffer", 9, "--max_train_steps", 3, "--train_file")
+    for name, line in (("tags", (*TAGS, *stream, tags / "train.json")), ("quiz", (*QUIZ, *stream, quiz / "v2-train.json"))):
+        record = train(tiny, tmp_path / name, *line, data=())
+        assert record["train_samples"] is None and len(set(record["losses"])) == record["steps"] == 3
 
 
 @pytest.mark.parametrize("longest", [1, 3, 50])
@@ -820,9 +831,10 @@ def test_data_set_without_a_train_split(tiny, tmp_path):
         (("--learning_rate", "1e30", "--max_train_steps", 2), "the loss is nan at step 2|after step 2 the weights"),
     ],
 )
-def test_refused(tiny, tmp_path, more, words):
-    with pytest.raises(SystemExit, match=words):
+def test_refused(tiny, tmp_path, capsys, more, words):
+    with pytest.raises(SystemExit) as stopped:
         train(tiny, tmp_path / "out", *more)
+    assert re.search(words, f"{stopped.value} {capsys.readouterr().err}")
     assert not (tmp_path / "out" / "config.json").exists()
 
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import hf_posenc
-from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY, randomize
+from conftest import BERT, HEADS, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, randomize, stock
 from launcher import Launcher
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -379,6 +379,29 @@ def test_two_processes_do_what_one_does_in_each_script(tiny, tmp_path, launch, s
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
     (before,), (after,) = one["evaluations"][-1:], two["evaluations"][-1:]
     assert after == pytest.approx(before, abs=1e-4)
+
+
+@pytest.mark.parametrize(("host", "encoding"), [*zip(HOSTS, itertools.cycle(VARIANTS), strict=False)])
+def test_every_host_trains_in_two_processes(tiny, tmp_path, launch, host, encoding):
+    """With parameters that the loss doesn't reach, too; what is saved is what was trained."""
+    model = stock(host, HEADS[host])
+    model.save_pretrained(tmp_path / "model")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    pad = model.config.pad_token_id
+    vocabulary[0], vocabulary[pad] = vocabulary[pad], vocabulary[0]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    named = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]", "eos_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(tmp_path / "model")
+    script, kind = ("train_clm", AutoModelForCausalLM) if host == "gpt2" else ("train_mlm", AutoModelForMaskedLM)
+    more = ("--model_name_or_path", tmp_path / "model", "--position_encoding", encoding, "--max_train_steps", 2)
+    good(launch(script, *line(tiny, tmp_path / "out", *more), processes=2))
+    trained = kind.from_pretrained(tmp_path / "out")
+    assert type(trained).__name__ == f"PosEnc{HOSTS[host][0]}{HEADS[host]}"
+    assert all(math.isfinite(loss) for loss in record(tmp_path / "out")["losses"])
+    weights = trained.state_dict()
+    kept = [name for name, weight in model.named_parameters() if name in weights and torch.equal(weight, weights[name])]
+    assert all(weight.isfinite().all() for weight in weights.values()) and len(kept) < len(weights) / 4, kept
 
 
 def test_other_processes_only_with_the_same_global_batch(tiny, tmp_path, launch, whole):
