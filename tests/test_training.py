@@ -381,6 +381,26 @@ def test_two_processes_do_what_one_does_in_each_script(tiny, tmp_path, launch, s
     assert after == pytest.approx(before, abs=1e-4)
 
 
+@pytest.mark.parametrize("encoding", ["t5", "learned+shaw"])
+def test_sharded_over_two_processes(tiny, tmp_path, launch, encoding):
+    """FSDP2 as the scripts do it: trains as one process, killed and resumed, saved as a whole."""
+    more = ("--position_encoding", encoding, "--eval_steps", 4, "--checkpointing_steps", 3, *LATEST)
+    good(launch("train_mlm", *line(tiny, tmp_path / "one", *more, "--per_device_train_batch_size", 8, model="still")))
+    arguments = line(tiny, tmp_path / "two", *more, model="still")
+    codes, said = launch("sharded", *arguments, processes=2, kill=("training.loop.Run._step", 5))
+    assert -signal.SIGKILL in codes, said
+    assert "resumed from" in good(launch("sharded", *arguments, processes=2))
+    assert (tmp_path / "two" / "step_3" / "pytorch_model_fsdp_0" / "__1_0.distcp").exists()
+    one, two = record(tmp_path / "one"), record(tmp_path / "two")
+    assert two["processes"] == 2 and two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "two")
+    assert type(model).__name__ == "PosEncBertForMaskedLM"
+    expected = AutoModelForMaskedLM.from_pretrained(tmp_path / "one")
+    with torch.no_grad():
+        logits = (each(torch.arange(5, 15)[None]).logits for each in (model, expected))
+        torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize(("host", "encoding"), [*zip(HOSTS, itertools.cycle(VARIANTS), strict=False)])
 def test_every_host_trains_in_two_processes(tiny, tmp_path, launch, host, encoding):
     """With parameters that the loss doesn't reach, too; what is saved is what was trained."""

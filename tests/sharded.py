@@ -1,0 +1,24 @@
+"""train_mlm.py under Accelerate's FSDP2 on CPUs. Accelerate offers it on GPUs alone: that gate is opened, all else is real."""
+
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
+import train_mlm
+from training import flags
+
+
+def main(argv):
+    start = flags.start
+
+    def sharded(arguments):
+        accelerator = start(arguments)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
+        )
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        return accelerator
+
+    flags.start = sharded
+    train_mlm.main(argv)
