@@ -132,7 +132,7 @@ def table(scores: dict[str, Score], long: dict[int, dict[str, Score]]) -> Table:
                 f"{each.mrr:.3f} [{each.mrr_interval[0]:.3f}, {each.mrr_interval[1]:.3f}]",
                 f"{each.mrr / scores['original'].mrr:.1%}",
             )
-        result.add_row(name, *figures, *(_short(found.get(name)) for found in long.values()))
+        result.add_row(name.removeprefix("original, "), *figures, *(_short(found.get(name)) for found in long.values()))
     return result
 
 

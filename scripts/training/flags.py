@@ -17,6 +17,7 @@ from huggingface_hub import get_token
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import SchedulerType
 
+import hf_posenc
 from training import checkpoints
 
 DEFAULT_MAX_LENGTH = 512
@@ -29,12 +30,14 @@ MAX_LENGTH_HELP = (
 
 def position_encoding(text: str) -> Any:
     """A name as it is; text that starts as JSON does, read."""
-    if not text.startswith("{"):
-        return text
     try:
-        return json.loads(text)
+        chosen = json.loads(text) if text.startswith("{") else text
+        hf_posenc.PosEncBertConfig(position_encoding=chosen)  # any config checks it
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return chosen
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -151,7 +154,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         if not get_token():
             parser.error("there is no token for the Hub: run `hf auth login`, or set HF_TOKEN")
     chosen = parsed.resume_from_checkpoint
-    if chosen and chosen != "latest" and checkpoints.manifest(Path(chosen)) is None:
+    if chosen and chosen != "latest" and "arguments" not in (checkpoints.manifest(Path(chosen)) or {}):
         parser.error(f"--resume_from_checkpoint {chosen}: there is no complete checkpoint; `latest` takes the newest that is")
     if not chosen and (left := checkpoints.newest(parsed.output_dir)):
         parser.error(f"{left} is there from an earlier run: --resume_from_checkpoint latest, or another --output_dir")
