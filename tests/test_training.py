@@ -476,6 +476,13 @@ def test_weights_that_are_not_finite_are_not_written(tiny, tmp_path, launch):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_evaluation_that_is_not_finite(tiny, tmp_path, launch):
+    (tmp_path / "validation.txt").write_text("w55 " * 9 + "\nw1 w2 w3")
+    arguments = line_with_a_ruined_token(tiny, tmp_path, 3e38, None)
+    codes, said = launch("train_mlm", *arguments, "--validation_file", tmp_path / "validation.txt", "--eval_steps", 3)
+    assert codes == [1] and "eval_loss is nan at step 3" in said and "step_2 is the last good state" in said
+
+
 def test_flags_refused(tiny, tmp_path, capsys):
     wrong = {
         "--streaming": "--streaming goes with --max_train_steps",
@@ -488,6 +495,7 @@ def test_flags_refused(tiny, tmp_path, capsys):
         "--streaming --max_train_steps 5 --checkpointing_steps epoch": "a stream has no known epochs",
         "--streaming --max_train_steps 5 --validation_split_percentage 5": "a stream doesn't have",
         "--learning_rate nan": "--learning_rate nan is no positive number",
+        "--max_grad_norm 0": "--max_grad_norm 0.0 is no positive number",
         "--with_tracking --report_to wandbb": "--report_to wandbb: installed here is",
         "--resume_from_checkpoint nowhere": "--resume_from_checkpoint nowhere: there is no complete checkpoint",
         "--lr_scheduler_type square": "invalid choice: 'square'",

@@ -83,6 +83,7 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     add("--gradient_accumulation_steps", type=at_least(1), default=1, help="batches on each process that make a step")
     add("--learning_rate", type=float, default=5e-5)
     add("--weight_decay", type=float, default=0.0)
+    add("--max_grad_norm", type=float, default=1.0, help="gradients are scaled down to this norm")
     add("--num_train_epochs", type=at_least(1), default=3)
     add("--max_train_steps", type=at_least(1), help="steps in all, whatever the epochs")
     add("--lr_scheduler_type", choices=[kind.value for kind in SchedulerType], default="linear", metavar="TYPE")
@@ -137,6 +138,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         "--keep_last goes with --checkpointing_steps": parsed.keep_last and not parsed.checkpointing_steps,
         "--push_to_hub and --hub_model_id go together: give both or neither": parsed.push_to_hub != bool(parsed.hub_model_id),
         "--hub_private_repo goes with --push_to_hub": parsed.hub_private_repo and not parsed.push_to_hub,
+        f"--max_grad_norm {parsed.max_grad_norm} is no positive number": not parsed.max_grad_norm > 0,
         f"--learning_rate {parsed.learning_rate} is no positive number": not 0 < parsed.learning_rate < math.inf,
     }
     for message, wrong in together.items():

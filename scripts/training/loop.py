@@ -38,7 +38,6 @@ class Task:
 
     best_by = "eval_loss"
     greater_is_better = False
-
     dropout = True
 
     def collate(self, rows: Rows, step: int | None = None) -> Any:
@@ -273,7 +272,7 @@ class Run:
                 # Accelerate takes the mean over accumulated batches, and DDP that over processes; ours are shares.
                 accelerator.backward(share * (accelerator.num_processes * len(window)))
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                    accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         if not accelerator.optimizer_step_was_skipped:  # by fp16, where its scale was too large
@@ -309,6 +308,8 @@ class Run:
         progress, task = self.progress, self.task
         self.model.eval()
         metrics = {"step": progress.step, **task.evaluate(self.accelerator, self.model, validation)}
+        if not math.isfinite(metrics[task.best_by]):
+            self._stop(f"{task.best_by} is {metrics[task.best_by]} at step {progress.step}")
         self.accelerator.log(metrics, step=progress.step)
         progress.evaluations.append(metrics)
         better = not progress.best or (
