@@ -41,6 +41,7 @@ import classification  # noqa: E402
 import finetune  # noqa: E402
 import question_answering  # noqa: E402
 import reviews  # noqa: E402
+import seeds  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 NO_DROPOUT = {
@@ -861,7 +862,35 @@ def test_the_real_reviews():
     assert {review.label for review in train} == {review.label for review in validation} == {"fresh", "rotten"}
 
 
+def test_several_seeds(tmp_path, capsys):
+    """Finished runs are not run again; Student's interval by hand: 0.02 · 4.303 / √3."""
+    for name, values in {"a": (0.5, 0.52, 0.54), "b": (0.7, 0.7, 0.7)}.items():
+        for seed, value in enumerate(values):
+            (tmp_path / f"{name}-{seed}").mkdir()
+            found = {"eval_accuracy": value, "eval_macro_f1": 1 - value, "steps": 3, "seconds": 1.0}
+            (tmp_path / f"{name}-{seed}" / "all_results.json").write_text(json.dumps(found))
+    seeds.main(["a=nowhere", "b=nowhere", "--output_dir", str(tmp_path), "--", "--max_length", "64"])
+    shown = capsys.readouterr().out
+    assert "0.520 ± 0.050" in shown and "0.480 ± 0.050" in shown and "0.700 ± 0.000" in shown
+    kept = json.loads((tmp_path / "seeds.json").read_text())
+    assert kept["flags"] == ["--max_length", "64"] and kept["models"]["a"]["values"]["eval_accuracy"] == [0.5, 0.52, 0.54]
+    for wrong in (["a"], ["a=m", "--seeds", "1"], ["a=m", "--seeds", "1", "1"]):
+        with pytest.raises(SystemExit):
+            seeds.parse_arguments([*wrong, "--output_dir", str(tmp_path)])
+
+
+def test_a_run_of_several_that_fails_ends_them(tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        seeds.main(["a=nowhere", "--output_dir", str(tmp_path), "--", "--train_file", "nowhere.csv", "--task", "guessing"])
+    assert stopped.value.code == 2 and not (tmp_path / "seeds.json").exists()
+
+
 def test_the_readme_shows_the_kept_results():
     shown = (ROOT / "README.md").read_text()
-    for name, record in json.loads((SCRIPTS / "results" / "finetune.json").read_text()).items():
-        assert f"| {name} | {record['eval_accuracy']:.3f} | {record['eval_macro_f1']:.3f} |" in shown
+    kept = json.loads((SCRIPTS / "results" / "seeds.json").read_text())
+    for name, record in kept["models"].items():
+        figures = [f"{mean:.3f} ± {half:.3f}" for mean, half in record["mean_and_half_width"].values()]
+        assert f"| {name} | {' | '.join(figures)} |" in shown
+        assert all(len(values) == 3 for values in record["values"].values()) and record["steps"] == 328
+    for flag in kept["flags"]:
+        assert flag in shown
