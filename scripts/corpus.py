@@ -34,19 +34,22 @@ class Module:
     document: str
 
 
-def modules() -> list[Module]:
+def modules(progress: bool = True) -> list[Module]:
     """All modules of the standard library with any documentation, by name; the summary of some is empty."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(root.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(root).parts)]
-    found = (_read(path, root) for path in tqdm(paths, desc="reading the standard library", unit="file", leave=False))
+    found = (
+        _read(path, root)
+        for path in tqdm(paths, desc="reading the standard library", unit="file", leave=False, disable=not progress)
+    )
     return [module for module in found if module is not None]
 
 
 @functools.cache
-def split() -> tuple[list[Module], list[str]]:
+def split(progress: bool = True) -> tuple[list[Module], list[str]]:
     """(modules to evaluate with, training texts). Disjoint by module, and by sentence: no training text has a
     sentence of eight words or more in common with an evaluation document or query."""
-    candidates = modules()
+    candidates = modules(progress)
     summaries: dict[str, int] = {}
     for module in candidates:
         summaries[_plain(module.summary)] = summaries.get(_plain(module.summary), 0) + 1

@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.train_file or arguments.dataset_name:
         splits = data.check_texts(data.load_splits(accelerator, arguments), arguments.text_column)
     else:
-        splits = {"train": Dataset.from_dict({arguments.text_column: corpus.split()[1]})}
+        splits = {"train": Dataset.from_dict({arguments.text_column: corpus.split(progress=accelerator.is_main_process)[1]})}
     length, report = arguments.max_seq_length, hf_posenc.inspect(student)
     rows = data.tokenized(
         accelerator, splits, tokenizer, arguments.text_column, length, packing=arguments.packing, usable=report.max_length

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import hf_posenc
+from launcher import Launcher
 from memory import poison_empty
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +57,14 @@ VOCABULARY = 61
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     poison_empty(monkeypatch.setattr)
+
+
+@pytest.fixture(scope="session")
+def launch():
+    """Runs scripts in processes of their own."""
+    launcher = Launcher()
+    yield launcher
+    launcher.close()
 
 
 def randomize(model, std=0.3, seed=0):

@@ -32,7 +32,6 @@ from transformers import (
 
 from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY
 from hub_server import TOKEN, USER, serve
-from launcher import Launcher
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -127,13 +126,6 @@ def alone(tmp_path, monkeypatch):
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-@pytest.fixture(scope="module")
-def launch():
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
 
 
 def arguments_for(tiny, output, *more, model="bert", data=("--train_file", "--validation_file"), batch=8):

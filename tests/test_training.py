@@ -32,7 +32,6 @@ from transformers import (
 
 import hf_posenc
 from conftest import BERT, HEADS, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, randomize, stock
-from launcher import Launcher
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -41,13 +40,6 @@ from training import checkpoints, data, flags  # noqa: E402, I001
 WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 PARAMETRISED = ("learned", "relative", "relative_key_query", "t5", "learned+shaw")
 """Encodings with parameters."""
-
-
-@pytest.fixture(scope="module")
-def launch():
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
 
 
 @pytest.fixture(scope="module")

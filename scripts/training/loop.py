@@ -394,9 +394,9 @@ class Run:
                 (folder / f"{name}.json").write_text(json.dumps(record, indent=2))
 
         checkpoints.replace(accelerator, self.output_dir, fill, last=f"{name}.json")
-        accelerator.print(
-            f"{record['steps']} steps in {record['seconds']} s; model, tokenizer and {name}.json: {self.output_dir}"
-        )
+        speed = f"{record['tokens_per_second']:,} tokens per second" if record["tokens_per_second"] else "done before"
+        accelerator.print(f"{record['steps']} steps in {record['seconds']} s ({speed})")
+        accelerator.print(f"model, tokenizer and {name}.json: {self.output_dir}")
         if accelerator.is_main_process and arguments.push_to_hub:
             private = True if arguments.hub_private_repo else None
             finished = self.kind.from_pretrained(self.output_dir)
