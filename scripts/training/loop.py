@@ -164,10 +164,6 @@ class Run:
             )
             self.validation = accelerator.prepare(loader)
         accelerator.register_for_checkpointing(self.progress, self.scheduler)
-        if accelerator.distributed_type in ("NO", "MULTI_CPU", "MULTI_GPU"):
-            # By the model's own names, so that any number of processes can read it.
-            accelerator.register_save_state_pre_hook(self._bare_weights)
-            accelerator.register_load_state_pre_hook(self._bare_models)
         # Dropout is to differ between processes.
         set_seed(arguments.seed, device_specific=True)
         if arguments.with_tracking:
@@ -181,12 +177,6 @@ class Run:
             f"{self.steps} steps of {self.global_batch} rows ({per_device} x {accelerator.num_processes} x "
             f"{arguments.gradient_accumulation_steps} accumulated)"
         )
-
-    def _bare_weights(self, models: list[Any], weights: list[Any], folder: str) -> None:
-        weights[:] = [self._bare(model).state_dict() for model in models]
-
-    def _bare_models(self, models: list[Any], folder: str) -> None:
-        models[:] = [self._bare(model) for model in models]
 
     def _bare(self, model: Any) -> Any:
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
