@@ -9,6 +9,7 @@ Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 
 import copy
 import functools
+import hashlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from hf_posenc.encodings import PositionContext, PositionEncoding
 
-PREFIX = "hf_posenc_"
+PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
+"""Another one in each copy of this module that came with a model's own code (`portable`)."""
 CONTEXT = "position_context"
 """The one keyword argument which carries the positions from the stack to its attentions."""
 

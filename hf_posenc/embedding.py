@@ -3,25 +3,60 @@
 Shapes: B batch, L tokens, D hidden_size.
 """
 
+import os
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc import portable
 from hf_posenc.encodings import (
     Geometry,
     PositionEncoding,
     build,
     canonical,
     checked_max_length,
+    encoding_class,
     merged,
     positions_of,
 )
 
 
 class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
-    """A config whose `position_encoding` can't be exchanged on loading."""
+    """A config whose `position_encoding` can't be exchanged on loading, and which is saved with the code it needs."""
+
+    if TYPE_CHECKING:
+        position_encoding: Any
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        self.__dict__.pop("auto_map", None)
+        if self.position_encoding is not None and not os.path.isfile(save_directory):
+            cls = encoding_class(self.position_encoding["type"])
+            try:
+                files = portable.files(type(self).__module__.rpartition(".")[2].removeprefix("posenc_"), cls.kinds())
+            except ValueError as reason:
+                warnings.warn(
+                    f"{reason}. Saved without code of its own, so it loads only where hf-posenc is installed and "
+                    f"{cls.__qualname__} is imported",
+                    stacklevel=3,
+                )
+            else:
+                self.auto_map = {auto: f"{portable.ENTRY}.{name}" for auto, name in self._auto_classes().items()}
+                os.makedirs(save_directory, exist_ok=True)
+                for name, text in files.items():
+                    Path(save_directory, name).write_text(text, encoding="utf-8")
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+    def _auto_classes(self) -> dict[str, str]:
+        """Auto class -> the class it loads."""
+        raise NotImplementedError
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing to do: `save_pretrained` writes the code and names all Auto classes."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -33,6 +68,10 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 
 class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
     """A model which fills its encodings' parameters, and whose checkpoints don't lose them without a word."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing to do: `save_pretrained` writes the code and names all Auto classes."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PositionEncoding):
@@ -81,6 +120,9 @@ class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
         checked_max_length(self.max_length)
         if self.position_encoding is not None:
             self.position_encoding = canonical(self.position_encoding)
+
+    def _auto_classes(self) -> dict[str, str]:
+        return {"AutoConfig": "PositionEmbeddingConfig", "AutoModel": "PositionEmbedding"}
 
 
 class PositionEmbedding(EncodingModelMixin, PreTrainedModel):

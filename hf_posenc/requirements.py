@@ -2,22 +2,17 @@
 
 from importlib import metadata
 
-from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-CHECKED = ("transformers", "torch")
+REQUIRED = {"torch": ">=2.13,<3", "transformers": ">=5.23,<6"}
+"""As in pyproject.toml, which the code that travels with a model doesn't have."""
 
 
 def check() -> None:
     """Raises ImportError which names the version found, the range, and the remedy."""
-    try:
-        stated = metadata.requires("hf-posenc") or []
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return
-    for requirement in map(Requirement, stated):
-        if requirement.name in CHECKED:
-            found = metadata.version(requirement.name)
-            if not requirement.specifier.contains(found, prereleases=True):
-                raise ImportError(
-                    f"hf_posenc works with {requirement.name}{requirement.specifier}, but {found} is installed: "
-                    f'pip install "{requirement.name}{requirement.specifier}"'
-                )
+    for name, specifier in REQUIRED.items():
+        found = metadata.version(name)
+        if not SpecifierSet(specifier).contains(found, prereleases=True):
+            raise ImportError(
+                f'hf_posenc works with {name}{specifier}, but {found} is installed: pip install "{name}{specifier}"'
+            )

@@ -208,6 +208,11 @@ class PositionEncoding(nn.Module):
         return cls.aliases.get(name, {})
 
     @classmethod
+    def kinds(cls) -> list[Any]:
+        """The classes this encoding is made of: itself, or the parts of a composition."""
+        return [cls]
+
+    @classmethod
     def option_types(cls) -> dict[str, Any]:
         """Option name -> annotation, base classes first."""
         names: dict[str, None] = {}
@@ -264,7 +269,7 @@ def canonical(encoding: Any) -> dict[str, Any]:
 
 def encoding_class(name: Any) -> type[PositionEncoding]:
     """The class registered under a name or alias, or of a composition `"a+b"`. Raises ValueError with the names there are."""
-    if isinstance(name, str) and "+" in name:
+    if isinstance(name, str) and "+" in name and compose:
         return compose[0](name)
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(

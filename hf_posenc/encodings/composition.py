@@ -84,6 +84,10 @@ class Composition(PositionEncoding):
         return {part: kind.preset(called) for (part, kind), called in zip(cls.parts.items(), name.split("+"), strict=True)}
 
     @classmethod
+    def kinds(cls) -> list[Any]:
+        return [Composition, *(kind for part in cls.parts.values() for kind in part.kinds())]
+
+    @classmethod
     def option_types(cls) -> dict[str, Any]:
         return dict.fromkeys(cls.parts, dict)
 

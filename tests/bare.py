@@ -1,0 +1,44 @@
+"""Run as `python bare.py FOLDER`: a process in which only torch and transformers are, with what they themselves need.
+
+Loads every folder of the cases.json in FOLDER with its own code, compares, saves it again and loads that.
+"""
+
+import json
+import pickle
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+HIDDEN = {"hf_posenc", "accelerate", "datasets", "peft", "sentence_transformers", "sklearn", "typer", "rich"}
+
+
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        return None if fullname.partition(".")[0] in HIDDEN else super().find_spec(fullname, path, target)
+
+
+def main():
+    sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in sys.meta_path]
+    import torch
+    import transformers
+
+    from memory import poison_empty
+
+    poison_empty(setattr)
+    folder, seen = Path(sys.argv[1]), {}
+    for name, auto in json.loads((folder / "cases.json").read_text()).items():
+        inputs, expected = torch.load(folder / f"{name}.pt")
+        loads = getattr(transformers, auto).from_pretrained
+        model = loads(folder / name, trust_remote_code=True)
+        model.save_pretrained(folder / "again" / name)
+        again = loads(folder / "again" / name, trust_remote_code=True)
+        with torch.no_grad():
+            outputs = [each(**inputs)[0] for each in (model, again, pickle.loads(pickle.dumps(model)))]
+        seen[name] = {"class": type(model).__name__, "equal": [torch.equal(output, expected) for output in outputs]}
+    assert not HIDDEN & {name.partition(".")[0] for name in sys.modules}
+    (folder / "seen.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

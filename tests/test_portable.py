@@ -1,0 +1,350 @@
+"""The code that travels with a model: loaded with trust_remote_code=True where hf_posenc is not."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, BertModel
+
+import hf_posenc
+from conftest import HEADS, HOSTS, ROOT, VARIANTS, first, patched, run_python, tokens
+from hf_posenc import portable
+
+PACKAGE = ROOT / "hf_posenc"
+AUTO = {"ForMaskedLM": "AutoModelForMaskedLM", "LMHeadModel": "AutoModelForCausalLM", "Model": "AutoModel"}
+OWN = '''
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+
+import hf_posenc
+import slopes as unused
+from hf_posenc.encodings import Above
+from hf_posenc.encodings.alibi import ALiBi
+from slopes import slope as steepness
+
+Width = Annotated[int, Above(0)]
+SECRET = "not needed, so not taken"
+
+
+class Base(hf_posenc.PositionEncoding):
+    width: Width = 2
+
+
+class Window(Base, type="own-window", aliases=("fenster",)):
+    """Nothing further than `width` tokens away is seen."""
+
+    def distance_bias(self, distance):
+        return torch.where(distance.abs() > self.width, -5.0, steepness(math.pi) * F.relu(distance.float()))[None]
+
+
+class Steep(ALiBi, type="own-steep"):
+    def distance_bias(self, distance):
+        return 2 * super().distance_bias(distance)
+
+
+class Careless(hf_posenc.PositionEncoding, type="own-careless"):
+    def distance_bias(self, distance):
+        return unused.slope(1.0) * distance[None]
+
+
+def inside():
+    class Inside(hf_posenc.PositionEncoding, type="own-inside"):
+        def distance_bias(self, distance):
+            return distance[None]
+
+
+inside()
+
+if __name__ == "__main__":
+    raise SystemExit("a script's work travelled with a model")
+'''
+SLOPES = """
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Slope:
+    value: float = 0.5
+
+
+def slope(power: float) -> float:
+    return Slope().value / power if power > 1 else slope(2 * power)
+"""
+
+
+CELLS = [
+    "",
+    "%pip install hf-posenc",
+    "FACTOR = 2",
+    "import hf_posenc",
+    "class Cell(hf_posenc.PositionEncoding, type='own-cell'):\n    pass",
+    "FACTOR = 3",
+    "@(lambda cls: cls)\nclass Cell(hf_posenc.PositionEncoding, type='own-cell'):\n"
+    "    def distance_bias(self, distance):\n        return -FACTOR * distance.abs()[None]",
+]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """Modules of a user, beside no package."""
+    folder = tmp_path_factory.mktemp("own")
+    for name, text in {"own_encodings": OWN, "slopes": SLOPES}.items():
+        (folder / f"{name}.py").write_text(text)
+    sys.path.insert(0, str(folder))
+    import own_encodings
+
+    yield own_encodings
+    sys.path.remove(str(folder))
+
+
+def run_bare(folder):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "HF_MODULES_CACHE": str(folder / "modules")}
+    command = [sys.executable, str(ROOT / "tests" / "bare.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def bare(own, tmp_path_factory):
+    """What a process without hf_posenc saw of models that were saved here, and the folder they are in."""
+    folder, auto = tmp_path_factory.mktemp("bare"), {}
+
+    def save(name, model, **inputs):
+        model.save_pretrained(folder / name)
+        with torch.no_grad():
+            torch.save((inputs, first(model(**inputs))), folder / f"{name}.pt")
+        auto[name] = next((auto for head, auto in AUTO.items() if type(model).__name__.endswith(head)), "AutoModel")
+
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, 7:] = 0
+    ids = tokens()
+    for encoding in (*VARIANTS, "own-window", "own-steep", "own-window+learned"):
+        save(
+            f"bert-{encoding.replace('+', '-and-')}",
+            patched("bert", encoding, "ForMaskedLM"),
+            input_ids=ids,
+            attention_mask=mask,
+        )
+    for host in HOSTS:
+        save(host, patched(host, "learned+shaw", HEADS[host], max_length=16), input_ids=ids, attention_mask=mask)
+    notebook = sys.modules["notebook_main"] = types.ModuleType("notebook_main")
+    notebook.In = CELLS
+    for cell in CELLS[2:]:
+        exec(cell, vars(notebook))
+    save("cell", patched("bert", "own-cell"), input_ids=ids)
+    layer = hf_posenc.PositionEmbedding("learned", hidden_size=8, max_length=16).eval()
+    save("layer", layer, inputs_embeds=torch.randn(2, 5, 8))
+    (folder / "cases.json").write_text(json.dumps(auto))
+    run_bare(folder)
+    return json.loads((folder / "seen.json").read_text()), folder
+
+
+def test_loads_without_the_package_and_again(bare):
+    """Bit-equal when loaded, when saved and loaded again, and when pickled."""
+    seen, _ = bare
+    assert {name: each["equal"] for name, each in seen.items()} == {name: [True, True, True] for name in seen}
+    assert seen["gpt2"]["class"] == "PosEncGPT2LMHeadModel" and seen["layer"]["class"] == "PositionEmbedding"
+    assert len(seen) == len(VARIANTS) + 3 + len(HOSTS) + 2
+
+
+def test_saving_again_without_the_package_writes_the_same_folder(bare):
+    seen, folder = bare
+    for name in seen:
+        before, after = folder / name, folder / "again" / name
+        assert sorted(os.listdir(before)) == sorted(os.listdir(after))
+        assert all((after / file).read_bytes() == (before / file).read_bytes() for file in os.listdir(before)), name
+
+
+def test_only_what_is_needed_travels(bare):
+    _, folder = bare
+    common = {"attention", "base", "embedding", "lending", "modeling", "portable", "ports", "requirements"}
+    for name, encodings in {
+        "bert-alibi": {"alibi"},
+        "bert-learned": {"learned", "sinusoidal"},  # its table can start as one
+        "bert-sinusoidal-and-alibi": {"sinusoidal", "alibi", "composition"},
+        "bert-own-steep": {"alibi", "own_own_encodings"},
+        "bert-own-window": {"own_own_encodings", "own_slopes"},
+    }.items():
+        files = {path.name for path in (folder / name).glob("*.py")}
+        assert files == {f"posenc_{each}.py" for each in common | encodings} | {"modeling_posenc.py"}, name
+    assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {
+        f"posenc_{each}.py" for each in ("base", "embedding", "learned", "portable", "requirements", "sinusoidal")
+    }
+
+
+def test_copies_differ_from_the_package_in_their_imports_alone(bare):
+    _, folder = bare
+    for copy in (folder / "bert-sinusoidal-and-alibi").glob("posenc_*.py"):
+        name = copy.stem.removeprefix("posenc_")
+        original = next(path for path in (PACKAGE / f"{name}.py", PACKAGE / "encodings" / f"{name}.py") if path.exists())
+
+        def others(path):
+            """Its statements without imports."""
+            tree = ast.parse(path.read_text())
+            for node in ast.walk(tree):
+                for field in ("body", "orelse"):
+                    if isinstance(getattr(node, field, None), list):
+                        kept = [each for each in getattr(node, field) if not isinstance(each, (ast.Import, ast.ImportFrom))]
+                        setattr(node, field, kept)
+            return ast.dump(tree)
+
+        assert others(copy) == others(original), name
+
+
+def test_of_ones_own_module_only_what_its_encoding_needs(bare):
+    _, folder = bare
+    texts = {path.name: path.read_text() for path in (folder / "bert-own-window").glob("posenc_own_*.py")}
+    assert set(texts) == {"posenc_own_own_encodings.py", "posenc_own_slopes.py"}
+    text = texts["posenc_own_own_encodings.py"]
+    assert "class Window(Base" in text and "Width = " in text and "from .posenc_own_slopes import slope as steepness" in text
+    assert not any(word in text for word in ("SECRET", "Steep", "unused", "SystemExit", "ALiBi"))
+    assert "import torch" not in texts["posenc_own_slopes.py"]
+
+
+def test_config_names_every_auto_class(tmp_path):
+    patched("bert", "alibi").save_pretrained(tmp_path)
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoConfig"] == "modeling_posenc.PosEncBertConfig"
+    assert auto_map["AutoModel"] == "modeling_posenc.PosEncBertModel"
+    assert auto_map["AutoModelForMaskedLM"] == "modeling_posenc.PosEncBertForMaskedLM"
+    assert auto_map["AutoModelForSequenceClassification"] == "modeling_posenc.PosEncBertForSequenceClassification"
+
+
+def test_a_config_saved_alone_carries_the_code(tmp_path):
+    hf_posenc.PosEncBertConfig(position_encoding="alibi").save_pretrained(tmp_path / "config")
+    assert {"config.json", "modeling_posenc.py", "posenc_alibi.py"} <= set(os.listdir(tmp_path / "config"))
+    assert AutoConfig.from_pretrained(tmp_path / "config").position_encoding["type"] == "alibi"
+
+
+def test_an_unpatched_model_carries_nothing(tmp_path):
+    patched("bert", "alibi").save_pretrained(tmp_path / "patched")
+    model = hf_posenc.unpatch(AutoModel.from_pretrained(tmp_path / "patched"))
+    model.save_pretrained(tmp_path / "stock")
+    assert set(os.listdir(tmp_path / "stock")) == {"config.json", "model.safetensors"}
+    assert "auto_map" not in json.loads((tmp_path / "stock" / "config.json").read_text())
+    assert type(AutoModel.from_pretrained(tmp_path / "stock")) is BertModel
+
+
+def test_a_notebooks_cells(bare):
+    """IPython keeps them in `In`; the last definition counts, and magics are passed over."""
+    seen, folder = bare
+    text = (folder / "cell" / "posenc_own_notebook_main.py").read_text()
+    assert "FACTOR = 3" in text and "FACTOR = 2" not in text and "@(lambda cls: cls)" in text
+    assert seen["cell"]["equal"] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words"),
+    [
+        ("own-careless", "`import slopes` in own_encodings can't travel with the model: from slopes import the names"),
+        ("own-inside", r"own_encodings.inside.<locals>.Inside is not to be found"),
+        ("own-inside+alibi", "is not to be found"),
+    ],
+)
+def test_what_cant_travel_is_said_and_nothing_is_lost(own, tmp_path, encoding, words):
+    model = patched("bert", encoding)
+    with pytest.warns(UserWarning, match=words) as warned:
+        model.save_pretrained(tmp_path)
+    assert "loads only where hf-posenc is installed and" in str(warned[0].message)
+    assert set(os.listdir(tmp_path)) == {"config.json", "model.safetensors"}
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+    assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))
+
+
+BESIDE = """
+import json, sys, torch
+from pathlib import Path
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+folder, said = Path(sys.argv[1]), {}
+
+def equal(model, name):
+    inputs, expected = torch.load(folder / f"{name}.pt")
+    with torch.no_grad():
+        return torch.equal(model(**inputs)[0], expected)
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+said["untrusted"] = error_of(lambda: AutoModel.from_pretrained(folder / "bert-alibi", trust_remote_code=False))
+said["ran"] = [name for name in sys.modules if name.startswith("transformers_modules")]
+said["other versions"] = error_of(lambda: AutoModel.from_pretrained(folder / "other-versions", trust_remote_code=True))
+load = AutoModelForMaskedLM.from_pretrained
+models = {name: load(folder / name, trust_remote_code=True) for name in ("bert-alibi", "bert-t5")}
+
+import hf_posenc
+
+models["bert-shaw"] = load(folder / "bert-shaw", trust_remote_code=True)
+for trust in (None, True):
+    again = folder / "again" / "gpt2"
+    models[f"gpt2 {trust}"] = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=trust)
+said["modules"] = {name: type(model).__module__.partition(".")[0] for name, model in models.items()}
+said["equal"] = {name: equal(model, name.partition(" ")[0]) for name, model in models.items()}
+said["functions"] = len([name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("hf_posenc_")])
+said["unpatch"] = error_of(lambda: hf_posenc.unpatch(models["bert-alibi"]))
+said["patch"] = error_of(lambda: hf_posenc.patch(models["bert-alibi"], "alibi"))
+(folder / "said.json").write_text(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def beside(bare):
+    """What a process said in which the package was imported after models had been loaded with their own code."""
+    _, folder = bare
+    (folder / "other-versions").mkdir()
+    for path in (folder / "bert-alibi").iterdir():
+        content = path.read_bytes()
+        if path.name == "posenc_requirements.py":
+            assert b'">=5.23,<6"' in content
+            content = content.replace(b'">=5.23,<6"', b'">=98,<99"')
+        (folder / "other-versions" / path.name).write_bytes(content)
+    run_python(BESIDE, folder)
+    return json.loads((folder / "said.json").read_text())
+
+
+def test_without_package_and_trust_nothing_runs(beside):
+    """Transformers says so itself, and points to the folder and to trust_remote_code."""
+    assert "contains custom code" in beside["untrusted"] and "trust_remote_code=True" in beside["untrusted"]
+    assert beside["ran"] == []
+
+
+def test_other_versions_are_refused_by_name(beside):
+    """As where the model is loaded with an older Transformers."""
+    assert beside["other versions"].startswith("ImportError: hf_posenc works with transformers>=98,<99")
+
+
+def test_the_package_wins_where_it_is_imported(beside):
+    """Also over trust_remote_code=True, and also for what was saved without it."""
+    own = {"bert-alibi": "transformers_modules", "bert-t5": "transformers_modules"}
+    assert beside["modules"] == own | dict.fromkeys(("bert-shaw", "gpt2 None", "gpt2 True"), "hf_posenc")
+
+
+def test_models_that_run_their_own_code_beside_the_package(beside):
+    """Each copy has its own attention functions; patch and unpatch say why they don't take such a model."""
+    assert all(beside["equal"].values()) and beside["functions"] == 3
+    for change in ("patch", "unpatch"):
+        assert beside[change].startswith("ValueError") and "import hf_posenc first, then load it again" in beside[change]
+
+
+def test_a_copy_takes_no_strangers(monkeypatch):
+    monkeypatch.setattr(portable, "_OWN_NAME", portable.COPIED)
+
+    class Stranger(hf_posenc.PositionEncoding):
+        pass
+
+    with pytest.raises(ValueError, match="Stranger can't be added to a model's own code"):
+        portable.files("modeling", [Stranger])
