@@ -100,7 +100,7 @@ class _Extract:
 
     def __init__(self, found: dict[str, str]) -> None:
         self.found = found
-        self.statements: dict[str, dict[str, tuple[ast.stmt, str]]] = {}
+        self.statements: dict[str, dict[str, list[tuple[ast.stmt, str]]]] = {}
         self.imports: dict[str, dict[str, str]] = {}
         self.definitions: dict[str, dict[str, str]] = {}
 
@@ -109,7 +109,7 @@ class _Extract:
         return {_own_name(module): header + self._text(module) for module in self.definitions}
 
     def _text(self, module: str) -> str:
-        future, _ = self.statements[module].get("annotations", (None, ""))
+        future, _ = self.statements[module].get("annotations", [(None, "")])[0]
         first = ["from __future__ import annotations"] if getattr(future, "module", None) == "__future__" else []
         imports = "\n".join([*first, *self.imports.get(module, {}).values()])
         return "\n\n\n".join([imports, *self.definitions[module].values()]) + "\n"
@@ -117,25 +117,28 @@ class _Extract:
     def take(self, module: str, name: str) -> None:
         """A top-level name of a module, after all that it needs."""
         if module not in self.statements:
-            self.statements[module] = dict(_statements(module))
-        if name not in self.statements[module]:
+            self.statements[module] = _statements(module)
+        known = self.statements[module]
+        if name not in known:
             raise ValueError(
                 f"the source of {module}.{name} is not to be found, so it can't travel with the model: define it at the top "
                 "level of a file or of a notebook's cell"
             )
-        node, text = self.statements[module][name]
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
+        first, _ = known[name][0]
+        if isinstance(first, (ast.Import, ast.ImportFrom)):
             imports = self.imports.setdefault(module, {})
             if name not in imports:
-                imports[name] = self._import(module, name, node)
+                imports[name] = self._import(module, name, first)
             return
         definitions = self.definitions.setdefault(module, {})
+        text = "\n".join(text for _, text in known[name])
         if text in definitions:
             return
         definitions[text] = ""  # two functions may need each other
-        for used in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)}):
-            if used in self.statements[module] and self.statements[module][used][0] is not node:
-                self.take(module, used)
+        used = {each.id for node, _ in known[name] for each in ast.walk(node) if isinstance(each, ast.Name)}
+        for other in sorted(used - {name}):
+            if other in known and known[other][0][0] is not first:
+                self.take(module, other)
         del definitions[text]
         definitions[text] = text
 
@@ -169,7 +172,8 @@ class _Extract:
         package = sys.modules[PACKAGE]
         used = {
             node.attr
-            for statement, _ in self.statements[module].values()
+            for statements in self.statements[module].values()
+            for statement, _ in statements
             for node in ast.walk(statement)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
         }
@@ -196,8 +200,9 @@ def _is_installed(module: str) -> bool:
     )
 
 
-def _statements(module: str) -> Iterator[tuple[str, tuple[ast.stmt, str]]]:
-    """Name -> the last top-level statement which binds it, and its text."""
+def _statements(module: str) -> dict[str, list[tuple[ast.stmt, str]]]:
+    """Name -> the last top-level statement which binds it, and those after it which change what it holds; with texts."""
+    found: dict[str, list[tuple[ast.stmt, str]]] = {}
     for source in _sources(sys.modules.get(module)):
         try:
             tree = ast.parse(source)
@@ -208,9 +213,14 @@ def _statements(module: str) -> Iterator[tuple[str, tuple[ast.stmt, str]]]:
             if isinstance(node, ast.If) and any(getattr(each, "id", "") == "__name__" for each in ast.walk(node.test)):
                 continue  # what a script does when it is run
             first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-            text = "\n".join(lines[first - 1 : node.end_lineno])
+            statement = (node, "\n".join(lines[first - 1 : node.end_lineno]))
             for name in _bound(node):
-                yield name, (node, text)
+                kept = found.get(name, []) if isinstance(node, ast.AugAssign) else []
+                found[name] = [*kept, statement]
+            for name in _changed(node):
+                if name in found:
+                    found[name].append(statement)
+    return found
 
 
 def _sources(module: ModuleType | None) -> list[str]:
@@ -234,3 +244,12 @@ def _bound(node: ast.AST) -> Iterator[str]:
     else:
         for child in ast.iter_child_nodes(node):
             yield from _bound(child)
+
+
+def _changed(node: ast.AST) -> Iterator[str]:
+    """The names whose values a statement changes in place: `name.append(…)`, `name[…] = …`, `name.attribute = …`."""
+    places = [node.value.func] if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else []
+    places += getattr(node, "targets", [getattr(node, "target", None)])
+    for place in places:
+        if isinstance(place, (ast.Attribute, ast.Subscript)) and isinstance(place.value, ast.Name):
+            yield place.value.id

