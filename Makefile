@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all quality clean
+.PHONY: demo cards test test-all quality clean
 
 # torch first, as the constraint has it: a CPU build suffices, and a bare `torch` can pull gigabytes of CUDA.
 .venv/installed: pyproject.toml constraints.txt
@@ -14,6 +14,9 @@ BIN := .venv/bin
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py --output_dir demo_output
+
+cards: .venv/installed
+	$(BIN)/python scripts/cards.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest -m 'not slow' -n 2

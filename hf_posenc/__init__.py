@@ -8,6 +8,7 @@ _requirements.check()
 
 # After the check: older libraries lack what is imported here.
 from hf_posenc import modeling as _modeling  # noqa: E402
+from hf_posenc.cards import model_card  # noqa: E402
 from hf_posenc.diagnostics import inspect  # noqa: E402
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
@@ -21,6 +22,7 @@ __all__ = [
     "TokenPositionEmbedding",
     "inspect",
     "list_encodings",
+    "model_card",
     "patch",
     "push_to_hub",
     "unpatch",

@@ -183,7 +183,13 @@ def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context:
     """`[1, H, Q, K]` from one value for each of the Q + K - 1 distances."""
     distance = torch.arange(1 - queries, keys, device=context.positions.device) - context.past
     bias = encoding.distance_bias(distance)
-    return None if bias is None else bias.unfold(-1, keys, 1).flip(1)[None]
+    if bias is None:
+        return None
+    if torch.compiler.is_compiling():
+        # unfold takes its length as a plain int, which would make a traced graph one for this length only.
+        index = torch.arange(keys, device=distance.device) - torch.arange(queries, device=distance.device)[:, None]
+        return bias[:, index + (queries - 1)][None]
+    return bias.unfold(-1, keys, 1).flip(1)[None]
 
 
 def _general_bias(encoding: PositionEncoding, keys: int, context: PositionContext) -> Tensor | None:

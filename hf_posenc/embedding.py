@@ -3,12 +3,15 @@
 Shapes: B batch, L tokens, D hidden_size.
 """
 
+import json
 import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -69,10 +72,6 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
     """A model which fills its encodings' parameters, and whose checkpoints don't lose them without a word."""
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing to do: `save_pretrained` writes the code and names all Auto classes."""
-
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PositionEncoding):
             with torch.no_grad():
@@ -93,14 +92,30 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
                 raise ValueError(f"{pretrained_model_name_or_path}: {kind} {', '.join(keys[:4])}; {remedy}")
         return (model, info) if wanted else model
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         for module in self.modules():
             if isinstance(module, PositionEncoding) and module.strength != 1.0:
                 raise ValueError(
                     f"the {module.type!r} encoding is at strength {module.strength}, which is not saved: "
                     "set posenc.strength = 1.0 first"
                 )
-        return super().save_pretrained(save_directory, *args, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if self.should_save_on_this_rank(is_main_process):
+            _label(Path(save_directory), json.dumps(self.config.position_encoding))
+
+
+def _label(folder: Path, encoding: str) -> None:
+    """Write the encoding into the header of each weight file, so that a file by itself tells what is in it.
+
+    Transformers takes no metadata. Files of an earlier save have theirs already.
+    """
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+        if "position_encoding" not in metadata:
+            labelled = path.with_suffix(".labelled")
+            save_file(load_file(path), labelled, {**metadata, "position_encoding": encoding})
+            labelled.replace(path)
 
 
 class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):

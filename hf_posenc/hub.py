@@ -1,36 +1,44 @@
-"""What goes to the Hub: weights, config, tokenizer and a card written from the model, in one commit."""
+"""What goes to the Hub: weights, config, tokenizer, card, what was measured and its figures, in one commit."""
 
+import contextlib
 import copy
-import hashlib
+import json
 import logging
+import os
 import re
-import sys
+import shlex
+import shutil
 import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import transformers
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelCardData, get_token
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    get_token,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
+from huggingface_hub.constants import REGEX_COMMIT_OID
+from huggingface_hub.errors import DisabledRepoError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from hf_posenc.diagnostics import Report, inspect
-from hf_posenc.encodings import encoding_class
+from hf_posenc.cards import EVALUATION, INHERITED, SIGNATURE, checked_evaluation, model_card, replaceable, result_files
+from hf_posenc.commits import Change, persist
+from hf_posenc.diagnostics import inspect
 
-TASKS = {
-    "AutoModel": ("MODEL_MAPPING", "feature-extraction"),
-    "AutoModelForMaskedLM": ("MODEL_FOR_MASKED_LM_MAPPING", "fill-mask"),
-    "AutoModelForCausalLM": ("MODEL_FOR_CAUSAL_LM_MAPPING", "text-generation"),
-    "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "text-classification"),
-    "AutoModelForTokenClassification": ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", "token-classification"),
-    "AutoModelForQuestionAnswering": ("MODEL_FOR_QUESTION_ANSWERING_MAPPING", "question-answering"),
-}
-"""Auto class -> the mapping of what it loads, and the Hub's name for its task where the input is text."""
-WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-SIGNATURE = "<!-- hf_posenc.push_to_hub {}: edit this card, and later pushes leave it as it is -->\n"
+IMAGES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
+WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")
+"""What an earlier push alone has written. An older model.safetensors would be loaded instead of new shards."""
+
+logger = logging.getLogger(__name__)
 
 
 def push_to_hub(
@@ -38,32 +46,58 @@ def push_to_hub(
     repo_id: str,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    evaluation: dict[str, Any] | str | os.PathLike[str] | None = None,
+    figures: Sequence[str | os.PathLike[str]] = (),
     private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
     commit_message: str | None = None,
+    save_directory: str | os.PathLike[str] | None = None,
     token: str | None = None,
-) -> CommitInfo:
-    """Upload a model, patched or not, or a `PositionEmbedding`: weights, config, tokenizer and a card, in one commit.
+) -> CommitInfo | Path:
+    """Upload a model, patched or not, or a `PositionEmbedding`: all that belongs to it and a card, in one commit.
 
-    A README.md that was written or edited by hand stays as it is. Where nothing has changed, there is no new commit.
+    What the Hub doesn't answer, or answers with 429 or 5xx, is asked again, with longer and longer pauses. A README.md that
+    was written or edited by hand stays as it is; what an earlier push has left and this one doesn't have (shards, code,
+    figures, evaluation) goes. Where nothing has changed, there is no new commit.
+
+    Offline (HF_HUB_OFFLINE=1) nothing is sent: the files are written to a folder, and a log line says how to push it.
 
     Args:
         repo_id: "name" or "namespace/name"; made if it doesn't exist.
         tokenizer: uploaded with `model_max_length` set to the model's usable length; the object itself isn't changed.
+        evaluation: what was measured, or the JSON file that holds it: goes into the card, evaluation.json, .eval_results.
+        figures: images, uploaded beside the card under their file names.
         private: whether a new repo is private; None: the namespace's default.
+        revision: the branch, made from main if it doesn't exist; None: main. "refs/pr/N" adds to a pull request.
+        create_pr: open a pull request against `revision` instead. One that is open and holds the same is returned.
+        save_directory: the files are kept here as well. Offline, None is the repo's name in the current directory.
         token: None: that of `hf auth login` or HF_TOKEN.
 
+    Returns:
+        The commit; where there was nothing to change, the head. Offline: the folder.
+
     Raises:
-        ValueError: before anything is sent: no whole model, no tokenizer, a malformed repo_id, no token. Before any file
-            is sent: the repo exists and isn't as `private` asks.
+        ValueError: before anything is sent: no whole model, no tokenizer, a malformed evaluation, figure or repo_id, no
+            token or one in a file, a save_directory that holds something else. Before any file is sent: the repo exists
+            and isn't as `private` asks; `revision` is a tag or a commit.
         huggingface_hub.errors.HfHubHTTPError: the Hub refused, or another push came between; nothing was committed.
+        ConnectionError: the Hub can't be reached.
     """
     _refuse_unless_whole(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"a tokenizer of Transformers is needed, not {tokenizer!r}: AutoTokenizer.from_pretrained loads one")
+    if evaluation is not None:
+        evaluation = checked_evaluation(evaluation if isinstance(evaluation, dict) else _json(Path(evaluation)))
+    images = _images(figures)
     validate_repo_id("" if repo_id is None else repo_id)
-    if not (token or get_token()):
+    offline, token = is_offline_mode(), _checked(token or get_token())
+    if not (token or offline):
         raise ValueError("there is no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=…")
-    report, api = inspect(model), HfApi(token=token)
+    report = inspect(model)
+    message = commit_message or f"Upload {report.model_class} ({report.encoding})"
+    card = partial(model_card, model, evaluation=evaluation, figures=[image.name for image in images])
+    keep_in = Path(save_directory or repo_id.rpartition("/")[2])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder)
@@ -71,30 +105,45 @@ def push_to_hub(
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.model_max_length = VERY_LARGE_INTEGER if report.max_length is None else report.max_length
             tokenizer.save_pretrained(folder)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        head = api.model_info(repo_id)
+        measured = {} if evaluation is None else {EVALUATION: json.dumps(evaluation, indent=2), **result_files(evaluation)}
+        for path, text in measured.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+        for image in images:
+            shutil.copyfile(image, folder / image.name)
+        _refuse_secrets(token, folder, message)
+        if offline or save_directory is not None:
+            _keep(folder, keep_in, partial(card, repo_id), _base(model, None))
+        if offline:
+            ways = _commands(keep_in, repo_id, private, revision, create_pr)
+            logger.warning(
+                "offline, nothing was sent: %s is ready in %s. To push it later:\n  %s\n  %s", repo_id, keep_in, *ways
+            )
+            return keep_in
+        api = HfApi(token=token)
+        repo_id = persist(partial(api.create_repo, repo_id, private=private, exist_ok=True)).repo_id
+        _ensure_branch(api, repo_id, revision, create_pr)
+        head = persist(partial(api.model_info, repo_id, revision=revision))
         if private is not None and private != head.private:
             raise ValueError(
                 f"{repo_id} exists and is {'private' if head.private else 'public'}: leave private={private} out, or change "
                 f"the repo first, huggingface_hub.HfApi().update_repo_settings({repo_id!r}, private={private})"
             )
-        present = {file.rfilename for file in head.siblings or ()}
-        there = api.hf_hub_download(repo_id, "README.md", revision=head.sha) if "README.md" in present else None
-        if (kept := _replaceable(Path(there).read_text(encoding="utf-8") if there else "")) is None:
-            logging.getLogger(__name__).warning("%s: its README.md was written by hand and stays as it is", repo_id)
+
+        def read(path: str) -> str:
+            there = persist(partial(api.hf_hub_download, repo_id, path, revision=head.sha))
+            return Path(there).read_text(encoding="utf-8", errors="replace")
+
+        kept, stale = _earlier_push({file.rfilename for file in head.siblings or ()}, read, [*_files(folder), "README.md"])
+        if kept is None:
+            logger.warning("%s: its README.md was written by hand and stays as it is", repo_id)
+            (folder / "README.md").unlink(missing_ok=True)
         else:
-            card = _card(model, report, repo_id, {**kept, "base_model": _base_model(model, api)})
-            (folder / "README.md").write_text(card, encoding="utf-8")
-        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        # An older model.safetensors would be loaded instead of new shards.
-        stale = sorted(file for file in present if WEIGHTS.fullmatch(file) and file not in files)
-        # Not upload_folder, which may spread files over several commits.
-        return api.create_commit(
-            repo_id,
-            [*map(CommitOperationDelete, stale), *(CommitOperationAdd(file, path) for file, path in files.items())],
-            commit_message=commit_message or f"Upload {report.model_class} ({report.encoding})",
-            parent_commit=head.sha,
-        )
+            said = card(repo_id, metadata=_merged(_base(model, api), kept))
+            (folder / "README.md").write_text(said, encoding="utf-8")
+        additions = [CommitOperationAdd(path, folder / path) for path in _files(folder)]
+        deletions = [CommitOperationDelete(path) for path in stale]
+        return Change(api, repo_id, additions, deletions, message, revision, create_pr, head.sha).commit()
 
 
 def _refuse_unless_whole(model: Any) -> None:
@@ -107,54 +156,139 @@ def _refuse_unless_whole(model: Any) -> None:
         raise ValueError(f"a PreTrainedModel of Transformers is needed, not {model!r:.80}")
 
 
-def _base_model(model: PreTrainedModel, api: HfApi) -> str | None:
-    """The host's id, if the Hub knows it: the name of a local folder may look like one."""
-    host = (getattr(model.config, "position_encoding", None) or {}).get("host")
+def _json(path: Path) -> Any:
     try:
-        return host["name_or_path"] if host and host["name_or_path"] and api.repo_exists(host["name_or_path"]) else None
-    except HFValidationError:
-        return None
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"evaluation: {path} can't be read as JSON: {error}") from None
 
 
-def _replaceable(card: str) -> dict[str, Any] | None:
-    """The metadata to keep of a card in which nobody's words are: no card, ours as it was made, a licence and the like
-    alone. None for a card that was written by hand."""
-    own = card == _signed(card.rpartition("<!--")[0])
-    if not own and REGEX_YAML_BLOCK.sub("", card, count=1).strip():
-        return None
-    metadata = ModelCard(card).data.to_dict() if card else {}
-    kept = {key: metadata[key] for key in metadata if key not in ("base_model", "library_name", "pipeline_tag", "tags")}
-    return kept if own or kept == metadata else None
+def _images(figures: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    images = [Path(figure) for figure in figures]
+    for image in images:
+        if image.suffix.lower() not in IMAGES or not re.fullmatch(r"[\w.-]+", image.name, re.ASCII) or not image.is_file():
+            raise ValueError(
+                f"figures: {str(image)!r} must be the path of an image ({', '.join(IMAGES)}), its name of a-z, digits, _.-"
+            )
+    if len({image.name for image in images}) < len(images):
+        raise ValueError(f"figures: two of {', '.join(map(str, images))} have the same name, and they go into one folder")
+    return images
 
 
-def _signed(card: str) -> str:
-    return card + SIGNATURE.format(hashlib.sha256(card.encode()).hexdigest()[:16])
+def _checked(token: str | None) -> str | None:
+    # The client's own error for such a token shows it.
+    if token and not re.fullmatch("[!-~]+", token):
+        raise ValueError("the token has a blank or a character beyond ASCII in it: copy it anew from your account's settings")
+    return token
 
 
-def _card(model: PreTrainedModel, report: Report, repo_id: str, metadata: dict[str, Any]) -> str:
-    found = {auto: getattr(transformers, mapping).get(type(model.config), None) for auto, (mapping, _) in TASKS.items()}
-    auto = next((auto for auto, kind in found.items() if kind is type(model)), None)
-    task = TASKS[auto][1] if auto and model.main_input_name == "input_ids" else None
-    encodings = {name: encoding_class(name) for name in report.encoding.split("+")}
-    data = ModelCardData(**metadata, library_name="transformers", pipeline_tag=task, tags=["hf-posenc", *encodings])
-    lines = [f"# {repo_id.rpartition('/')[2]}", "", f"`{report.model_class}` with", ""]
-    for name, encoding in encodings.items():
-        options = report.options if len(encodings) == 1 else report.options.get(name, {})
-        papers = re.findall(r"https?://[^\s,]+", (sys.modules[encoding.__module__].__doc__ or "").partition("\n")[0])
-        said = [f"`{key}={value!r}`" for key, value in options.items()] + [f"<{paper}>" for paper in papers]
-        if not encoding.__module__.startswith("hf_posenc."):
-            said.append(f"its class `{encoding.__name__}` is not part of hf-posenc: import or define it before loading")
-        lines.append(f"- position encoding `{name}`" + (f": {', '.join(said)}" if said else ""))
-    for verb, paths in report.enters.items():
-        lines.append(f"- `{verb}` at `{paths[0]}`" + (f" and {len(paths) - 1} more" if paths[1:] else ""))
-    lines.append(f"- longest input: {'no limit' if report.max_length is None else f'{report.max_length} tokens'}")
-    lines += [f"- ignored: {note}" for note in report.ignored]
-    if report.host_kept:
-        lines.append("- `hf_posenc.unpatch(model)` brings the base model's own positions back")
-    package = type(model).__module__.partition(".")[0]
-    if package == "hf_posenc":
-        lines += ["", "```bash", "pip install hf-posenc", "```"]
-    imports = ["import hf_posenc  # Transformers then knows its models"] if package == "hf_posenc" and auto else []
-    imports.append(f"from {'transformers' if auto else package} import {auto or report.model_class}")
-    load = f'model = {auto or report.model_class}.from_pretrained("{repo_id}")'
-    return _signed("\n".join(["---", data.to_yaml(), "---", "", *lines, "", "```python", *imports, "", load, "```", "", ""]))
+def _refuse_secrets(token: str | None, folder: Path, message: str) -> None:
+    if not token:
+        return
+    texts = {path: (folder / path).read_bytes() for path in _files(folder) if not path.endswith(".safetensors")}
+    for name, text in {**texts, "commit_message": message.encode()}.items():
+        if token.encode() in text:
+            raise ValueError(f"{name} has your token for the Hub in it, and nothing was sent: take it out, and revoke it")
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _base(model: PreTrainedModel, api: HfApi | None) -> dict[str, Any]:
+    """What a card says of the host: its id, if the Hub (offline: the cache) knows it, since the name of a local folder may
+    look like one; and its licence and language, where they can be seen."""
+    name = ((getattr(model.config, "position_encoding", None) or {}).get("host") or {}).get("name_or_path")
+    try:
+        if not name or (api is None and not isinstance(try_to_load_from_cache(name, "config.json"), str)):
+            return {"base_model": None}
+        said = persist(partial(api.model_info, name)).card_data if api else None
+    except (GatedRepoError, DisabledRepoError):
+        said = None
+    except (HFValidationError, RepositoryNotFoundError):
+        return {"base_model": None}
+    return {"base_model": name, **{key: said.get(key) for key in INHERITED if said and said.get(key)}}
+
+
+def _merged(base: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a card stands over what its base says: a licence of one's own has no name or link of the other's."""
+    other = "license" in kept
+    return {**{key: value for key, value in base.items() if not (other and key.startswith("license"))}, **kept}
+
+
+def _earlier_push(
+    present: Iterable[str], read: Callable[[str], str], new: Iterable[str]
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """The metadata to keep of the card that is there, None if somebody wrote it; the files that only an earlier push can
+    have written and that the new one doesn't have."""
+    present = set(present)
+    written = {path for path in present if WRITTEN.fullmatch(path)}
+    try:
+        card = read("README.md") if "README.md" in present else ""
+        measured = read(EVALUATION) if EVALUATION in present else "null"
+    except GatedRepoError:  # who may write may still not read
+        return None, sorted(written.difference(new))
+    if (kept := replaceable(card)) is not None:
+        written.update(re.findall(r"!\[[^]]*\]\(([\w.-]+)\)", card))
+    with contextlib.suppress(ValueError):  # an evaluation.json of another make
+        written |= {EVALUATION, *result_files(checked_evaluation(json.loads(measured)))}
+    return kept, sorted((written & present).difference(new))
+
+
+def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str, Any]) -> None:
+    """Copy the folder to where it is kept, with a card."""
+    if keep_in.exists() and not keep_in.is_dir():
+        raise ValueError(f"{keep_in} is a file: choose another save_directory")
+
+    def read(path: str) -> str:
+        return (keep_in / path).read_text(encoding="utf-8", errors="replace")
+
+    present, new = _files(keep_in), [*_files(folder), "README.md"]
+    kept, stale = _earlier_push(present, read, new)
+    ours = "README.md" in present and SIGNATURE.partition("{")[0] in read("README.md")
+    if others := sorted(set(present).difference(new if ours else (), stale if ours else ())):
+        raise ValueError(
+            f"{keep_in} has something else in it than an earlier push has left there ({', '.join(others[:3])}): choose another "
+            "save_directory, or empty it"
+        )
+    if kept is None:
+        logger.warning("%s was written by hand and stays as it is", keep_in / "README.md")
+    else:
+        (folder / "README.md").write_text(card(metadata=_merged(base, kept)), encoding="utf-8")
+    keep_in.mkdir(parents=True, exist_ok=True)
+    # Renamed, not overwritten: the model may be mapped from the file that is replaced.
+    with tempfile.TemporaryDirectory(dir=keep_in, prefix=".") as near:
+        shutil.copytree(folder, near, dirs_exist_ok=True)
+        for path in stale:
+            (keep_in / path).unlink()
+        for path in _files(Path(near)):
+            (keep_in / path).parent.mkdir(exist_ok=True)
+            Path(near, path).replace(keep_in / path)
+
+
+def _commands(folder: Path, repo_id: str, private: bool | None, revision: str | None, create_pr: bool) -> tuple[str, str]:
+    """How to push the folder later: with this package, and as it is."""
+    options = [f"--revision={revision}"] * (revision is not None) + ["--create-pr"] * create_pr
+    ours = ["--private" if private else "--public"] * (private is not None) + options
+    theirs = ["--private"] * bool(private) + options
+    return (
+        shlex.join(["hf-posenc", "push", str(folder), repo_id, *ours]),
+        shlex.join(["hf", "upload", repo_id, str(folder), ".", *theirs]),
+    )
+
+
+def _ensure_branch(api: HfApi, repo_id: str, revision: str | None, create_pr: bool) -> None:
+    if revision is None or revision == "main" or revision.startswith("refs/pr/"):
+        return
+    refs = persist(partial(api.list_repo_refs, repo_id))
+    branches, tags = ({ref.name for ref in kind} for kind in (refs.branches, refs.tags))
+    if revision in branches:
+        return
+    if revision in tags or REGEX_COMMIT_OID.fullmatch(revision):
+        kind = "tag" if revision in tags else "commit"
+        raise ValueError(
+            f"revision {revision!r} is a {kind}, which stays as it is: name a branch ({', '.join(sorted(branches))})"
+        )
+    if create_pr:
+        raise ValueError(f"{repo_id} has no branch {revision!r} to open a pull request against: {', '.join(sorted(branches))}")
+    persist(partial(api.create_branch, repo_id, branch=revision, exist_ok=True))

@@ -25,6 +25,7 @@ import hf_posenc
 from eval_length import Method, cut, long_documents, methods
 from eval_length import bag_of_words as lexical
 from retrieval import Score, bag_of_words, evaluate, score
+from training import evaluation
 
 STEPS, FADE_STEPS = 340, 240
 MAX_SEQ_LENGTH = 256
@@ -65,9 +66,7 @@ def main() -> None:
 
     console.rule(f"2. Distillation, {STEPS} steps: the original teaches the patched model")
     script = Path(__file__).with_name("distill.py")
-    command = [sys.executable, str(script), "--model_name_or_path", path, "--position_encoding", "alibi"]
-    command += ["--max_length", str(MAX_LENGTH), "--max_train_steps", str(STEPS), "--fade_steps", str(FADE_STEPS)]
-    subprocess.run([*command, "--output_dir", str(checkpoint)], check=True)
+    subprocess.run([sys.executable, str(script), *distillation(path, str(checkpoint))], check=True)
 
     console.rule("3. Reloaded in a new process, and compared")
     distilled = AutoModel.from_pretrained(checkpoint)
@@ -94,12 +93,20 @@ def main() -> None:
         "teacher_checksum": record["teacher_checksum"],
     }
     (checkpoint / "results.json").write_text(json.dumps(results, indent=2))
+    evaluation.add(checkpoint, evaluation.of_demo(results))
     draw(scores, record["losses"], checkpoint / "results.png")
     console.print(table(scores, long))
     console.print(f"{seconds // 60} min {seconds % 60} s; teacher unchanged ({record['teacher_checksum']['after'][:12]}…)")
     console.print(f"checkpoint, results.json and results.png: {checkpoint}")
     if results["share_of_the_originals_mrr"] < TARGET:
         sys.exit(f"the distilled model has less than {TARGET:.0%} of the original's MRR")
+
+
+def distillation(model: str, output_dir: str) -> list[str]:
+    """The arguments of distill.py."""
+    arguments = ["--model_name_or_path", model, "--position_encoding", "alibi", "--max_length", str(MAX_LENGTH)]
+    arguments += ["--max_train_steps", str(STEPS), "--fade_steps", str(FADE_STEPS)]
+    return [*arguments, "--output_dir", output_dir]
 
 
 def evaluate_long(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[int, dict[str, Score]]:

@@ -36,6 +36,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 import hf_posenc
 from corpus import split
 from retrieval import Score, embed, score
+from training import evaluation
 
 LENGTHS = (128, 256, 512, 1024, 2048)
 BOUNDARY = 512
@@ -414,6 +415,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--candidates", type=int, default=6, help="copies of each, with another fact in each")
     add("--seed", type=int, default=0)
     add("--output_dir", type=Path, required=True)
+    add("--add_to_models", action="store_true", help=f"put the figures into each model's own {evaluation.FILE}, for its card")
     arguments = parser.parse_args()
     if min(arguments.lengths) < 32:
         parser.error(f"--lengths {min(arguments.lengths)}: a fact needs 32 tokens or more around it")
@@ -426,20 +428,27 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    models = {}
+    models, folders = {}, {}
     for given in arguments.models:
         name, _, path = given.rpartition("=")
         name = name or path
         if name in models:
             raise SystemExit(f"two models are called {name!r}: give one another name, as name=folder")
+        if arguments.add_to_models and not Path(path).is_dir():
+            raise SystemExit(f"--add_to_models writes into the models' folders, and {path} is none")
         models[name] = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+        folders[name] = Path(path)
     settings = {"lengths": sorted(set(arguments.lengths))} | {
         name: getattr(arguments, name) for name in ("documents", "haystacks", "candidates", "seed")
     }
     results = evaluate(models, **settings)
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    record = {"settings": settings, "chance": {name: chance(settings[name]) for name in ("documents", "candidates")}}
-    (arguments.output_dir / "length.json").write_text(json.dumps({**record, "scores": results}, indent=2))
+    record: dict[str, Any] = {"settings": settings}
+    record["chance"] = {name: chance(settings[name]) for name in ("documents", "candidates")}
+    record["scores"] = results
+    (arguments.output_dir / "length.json").write_text(json.dumps(record, indent=2))
+    for name, folder in folders.items() if arguments.add_to_models else ():
+        evaluation.add(folder, evaluation.of_lengths(record, name))
     draw(results, settings, arguments.output_dir / "length.png")
     with (arguments.output_dir / "length.txt").open("w") as file:
         for console in (Console(), Console(file=file, width=150)):

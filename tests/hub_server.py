@@ -1,32 +1,36 @@
-"""A small Hub on loopback, for the real huggingface_hub client (HF_HUB_DISABLE_XET=1): repos with commits on `main`.
+"""A small Hub on loopback, for the real huggingface_hub client (HF_HUB_DISABLE_XET=1).
 
 with serve() as hub:
     ...                      # a process with HF_ENDPOINT=hub.endpoint and HF_TOKEN=TOKEN pushes and loads
     hub.repos["me/model"].commits[-1].files["config.json"]
+    hub.faults.append(Fault("POST .*/me/model/commit/", refuse(503), times=2))
 """
 
 import base64
 import contextlib
 import hashlib
+import io
 import json
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import yaml
 
 USER, TOKEN = "me", "hf_good"
-LFS = (".safetensors", ".bin", ".pt")
+LFS = (".safetensors", ".bin", ".pt", ".png")
 
 
 class Refusal(Exception):
     """An answer other than 200: status, X-Error-Code (what the client turns into an exception), X-Error-Message."""
 
-    def __init__(self, status, message, code=None):
+    def __init__(self, status, message, code=None, body=None, **headers):
         super().__init__(message)
-        self.status, self.headers = status, {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        self.status, self.body = status, {"error": message} if body is None else body
+        self.headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {}) | headers
 
 
 @dataclass
@@ -47,28 +51,97 @@ class Commit:
 
 @dataclass
 class Repo:
+    """commits: those of main. branches: all lines of commits by name, pull requests as refs/pr/N. gated: its files are for
+    its owner alone."""
+
     private: bool = False
+    gated: bool = False
     commits: list[Commit] = field(default_factory=lambda: [Commit("initial commit", {".gitattributes": b"*.bin filter=lfs\n"})])
+    tags: dict[str, Commit] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.branches = {"main": self.commits}
 
     def at(self, revision):
-        """The commit that `main` or a sha names."""
-        if not (named := [commit for commit in self.commits if revision in ("main", commit.sha)]):
+        """The commit that a branch, a pull request, a tag or a sha names."""
+        if revision in self.branches:
+            return self.branches[revision][-1]
+        known = {commit.sha: commit for line in self.branches.values() for commit in line} | self.tags
+        if revision not in known:
             raise Refusal(404, f"no revision {revision}", "RevisionNotFound")
-        return named[-1]
+        return known[revision]
+
+
+@dataclass
+class Fault:
+    """What happens instead of the answer to a request, so many times. `on` is searched in "METHOD path body"; `act` gets the
+    handler and the answer."""
+
+    on: str
+    act: Callable
+    times: int = 1
+
+
+def refuse(status, message="not now", code=None, body=None, **headers):
+    def act(handler, answer):
+        raise Refusal(status, message, code, body, **headers)
+
+    return act
+
+
+def cut(handler, answer):
+    """The connection ends before the answer."""
+    handler.close_connection = True
+
+
+def lose_reply(handler, answer):
+    """What was asked for is done, and the connection ends before the reply."""
+    handler.wfile, wire = io.BytesIO(), handler.wfile
+    answer()
+    handler.wfile, handler.close_connection = wire, True
+
+
+def with_foreign_commit(then, repo_id):
+    """Before that, somebody else commits notes.txt."""
+
+    def act(handler, answer):
+        repo = handler.server.repos[repo_id]
+        repo.commits.append(Commit("by somebody else", {**repo.commits[-1].files, "notes.txt": b"theirs"}))
+        then(handler, answer)
+
+    return act
+
+
+def answered(handler, answer):
+    answer()
+
+
+def git_sha(content):
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def oid(path, content):
     """What the client compares its own file with: sha256 of LFS content, git's sha1 of anything else."""
-    kind, prefix = (hashlib.sha256, b"") if path.endswith(LFS) else (hashlib.sha1, b"blob %d\0" % len(content))
-    return kind(prefix + content).hexdigest()
+    return hashlib.sha256(content).hexdigest() if path.endswith(LFS) else git_sha(content)
+
+
+def described(path, content, sha256="sha256"):
+    """A file's size and its id in git; for LFS content also its own, under the name that the route has for it."""
+    if not path.endswith(LFS):
+        return {"size": len(content), "oid": git_sha(content)}
+    digest = hashlib.sha256(content).hexdigest()
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {len(content)}\n".encode()
+    lfs = {"size": len(content), sha256: digest, "pointerSize": len(pointer)}
+    return {"size": len(content), "oid": git_sha(pointer), "lfs": lfs}
 
 
 class Hub(ThreadingHTTPServer):
-    """repos: by id. blobs: uploaded LFS content by sha256. log: "METHOD path" of every request, in order."""
+    """repos: by id. blobs: uploaded LFS content by repo and sha256. log: "METHOD path" of every request, in order.
+    part_size: LFS content beyond it comes in parts of so many bytes."""
 
-    def __init__(self):
+    def __init__(self, part_size):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.repos, self.blobs, self.log = {}, {}, []
+        self.repos, self.blobs, self.log, self.faults, self.part_size = {}, {}, [], [], part_size
         self.lock = threading.Lock()
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         # LFS content is on another host: the client follows redirects on the same one, and would lose X-Repo-Commit.
@@ -76,8 +149,8 @@ class Hub(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def serve():
-    with Hub() as hub:
+def serve(part_size=1 << 20):
+    with Hub(part_size) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         try:
             yield hub
@@ -95,19 +168,29 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def handle_any(self):
-        self.path = self.path.partition("?")[0]
+        self.path, _, query = self.path.partition("?")
+        self.query = parse_qs(query)
         self.server.log.append(f"{self.command} {self.path}")
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
-            for method, pattern, answer in ROUTES:
-                if self.command in method.split() and (match := re.fullmatch(pattern, self.path)):
-                    with self.server.lock:
-                        return answer(self, *map(unquote, match.groups()))
-            raise Refusal(501, f"{self.command} {self.path} is not spoken here")
+            with self.server.lock:
+                answer = self.answer()
+                for fault in self.server.faults:
+                    said = f"{self.command} {self.path} {self.body.decode(errors='replace')}"
+                    if fault.times and re.search(fault.on, said):
+                        fault.times -= 1
+                        return fault.act(self, answer)
+                answer()
         except Refusal as refusal:
-            self.reply({"error": str(refusal)}, refusal.status, refusal.headers)
+            self.reply(refusal.body, refusal.status, refusal.headers)
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any
+
+    def answer(self):
+        for method, pattern, answer in ROUTES:
+            if self.command in method.split() and (match := re.fullmatch(pattern, self.path)):
+                return lambda: answer(self, *map(unquote, match.groups()))
+        raise Refusal(501, f"{self.command} {self.path} is not spoken here")
 
     def reply(self, content, status=200, headers=None):
         """bytes as they are, anything else as JSON; no body to a HEAD."""
@@ -127,10 +210,15 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(401, "Invalid username or password.")
         return given and USER
 
-    def repo(self, repo_id, write=False):
+    def repo(self, repo_id, write=False, files=False):
         user, repo = self.user(required=write), self.server.repos.get(repo_id)
-        if repo is None or (repo.private and not user):
+        owner = user is not None and repo_id.startswith(f"{user}/")
+        if repo is None or (repo.private and not owner):
             raise Refusal(404 if user else 401, "Repository not found", "RepoNotFound")
+        if write and not owner and not self.query.get("create_pr"):
+            raise Refusal(403, f"Forbidden: you may not write to {repo_id}")
+        if files and repo.gated and not owner:
+            raise Refusal(403 if user else 401, f"Access to model {repo_id} is restricted", "GatedRepo")
         return repo
 
     def create(self):
@@ -145,9 +233,8 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({"url": url})
 
     def validate_yaml(self):
-        front = re.match(r"---\n(.*?)\n---\n", json.loads(self.body)["content"], re.DOTALL)
         try:
-            yaml.safe_load(front[1] if front else "")
+            metadata(json.loads(self.body)["content"])
             self.reply({"errors": [], "warnings": []})
         except yaml.YAMLError as error:
             self.reply({"errors": [{"message": str(error)}], "warnings": []}, 400)
@@ -160,26 +247,45 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({"files": files})
 
     def lfs_batch(self, repo_id):
-        self.repo(repo_id, write=True)
-        objects, verify = json.loads(self.body)["objects"], f"{self.server.endpoint}/{repo_id}.git/info/lfs/verify"
+        self.repo(repo_id)
+        self.user()
+        objects, here = json.loads(self.body)["objects"], f"{self.server.endpoint}/{repo_id}.git/info/lfs"
         for item in objects:
-            if item["oid"] not in self.server.blobs:
-                item["actions"] = {"upload": {"href": f"{self.server.cdn}/{item['oid']}"}, "verify": {"href": verify}}
+            if (repo_id, item["oid"]) in self.server.blobs:
+                continue
+            upload, size = {"href": f"{self.server.cdn}/{repo_id}/{item['oid']}"}, self.server.part_size
+            if item["size"] > size:
+                parts = {str(n): f"{upload['href']}/{n}" for n in range(1, -(-item["size"] // size) + 1)}
+                upload = {"href": f"{here}/complete", "header": {"chunk_size": str(size), **parts}}
+            item["actions"] = {"upload": upload, "verify": {"href": f"{here}/verify"}}
         self.reply({"transfer": "basic", "objects": objects})
 
-    def lfs_put(self, sha256):
-        if hashlib.sha256(self.body).hexdigest() != sha256:
-            raise Refusal(400, "the content has another sha256")
-        self.server.blobs[sha256] = self.body
+    def lfs_put(self, repo_id, sha256):
+        self.store(repo_id, sha256, self.body)
         self.reply({})
+
+    def lfs_put_part(self, repo_id, sha256, number):
+        self.server.blobs[repo_id, sha256, int(number)] = self.body
+        self.reply({}, headers={"ETag": f'"{number}"'})
+
+    def lfs_complete(self, repo_id):
+        asked = json.loads(self.body)
+        parts = [self.server.blobs.pop((repo_id, asked["oid"], part["partNumber"])) for part in asked["parts"]]
+        self.store(repo_id, asked["oid"], b"".join(parts))
+        self.reply({})
+
+    def store(self, repo_id, sha256, content):
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise Refusal(400, "the content has another sha256")
+        self.server.blobs[repo_id, sha256] = content
 
     def lfs_verify(self, repo_id):
-        self.repo(repo_id, write=True)
-        self.uploaded(json.loads(self.body))
+        self.user()
+        self.uploaded(repo_id, json.loads(self.body))
         self.reply({})
 
-    def uploaded(self, item):
-        content = self.server.blobs.get(item["oid"])
+    def uploaded(self, repo_id, item):
+        content = self.server.blobs.get((repo_id, item["oid"]))
         if content is None or len(content) != item["size"]:
             raise Refusal(404, f"{item['oid']} was not uploaded with {item['size']} bytes")
         return content
@@ -194,41 +300,116 @@ class Handler(BaseHTTPRequestHandler):
             if key == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif key == "lfsFile":
-                files[value["path"]] = self.uploaded(value)
-            elif key == "deletedFile":
+                files[value["path"]] = self.uploaded(repo_id, value)
+            elif key == "deletedFile" and value["path"] in files:
                 del files[value["path"]]
+            elif key == "deletedFile":
+                raise Refusal(404, "A file with this name doesn't exist", "EntryNotFound")
             else:
                 raise Refusal(501, f"{key} is not spoken here")
-        repo.commits.append(Commit(header["value"]["summary"], files, parent))
-        sha = repo.commits[-1].sha
-        self.reply({"success": True, "commitOid": sha, "commitUrl": f"{self.server.endpoint}/{repo_id}/commit/{sha}"})
+        commit = Commit(header["value"]["summary"], files, parent)
+        said = {"success": True, "commitOid": commit.sha, "commitUrl": f"{self.server.endpoint}/{repo_id}/commit/{commit.sha}"}
+        if self.query.get("create_pr"):
+            number = sum(name.startswith("refs/pr/") for name in repo.branches) + 1
+            repo.branches[f"refs/pr/{number}"] = [*repo.branches[revision], commit]
+            said["pullRequestUrl"] = f"{self.server.endpoint}/{repo_id}/discussions/{number}"
+        elif revision in repo.branches:
+            repo.branches[revision].append(commit)
+        else:
+            raise Refusal(400, f"{revision} is no branch")
+        self.reply(said)
+
+    def branch(self, repo_id, name):
+        repo = self.repo(repo_id, write=True)
+        if name in repo.branches:
+            raise Refusal(409, f"the branch {name} is there already")
+        start = json.loads(self.body).get("startingPoint", "main")
+        repo.branches[name] = list(repo.branches.get(start) or [repo.at(start)])
+        self.reply({})
+
+    def tag(self, repo_id, revision):
+        repo = self.repo(repo_id, write=True)
+        repo.tags[json.loads(self.body)["tag"]] = repo.at(revision)
+        self.reply({})
+
+    def refs(self, repo_id):
+        repo, said = self.repo(repo_id), {"branches": [], "converts": [], "tags": [], "pullRequests": []}
+        heads = {name: line[-1] for name, line in repo.branches.items()}
+        for kind, refs in ("heads", heads), ("tags", repo.tags):
+            for name, commit in refs.items():
+                place = "pullRequests" if name.startswith("refs/pr/") else "tags" if kind == "tags" else "branches"
+                said[place].append({"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": commit.sha})
+        self.reply(said)
+
+    def discussions(self, repo_id):
+        requests = [
+            {
+                "title": line[-1].message,
+                "num": int(name.rpartition("/")[2]),
+                "author": {"name": USER},
+                "createdAt": "2025-01-01T00:00:00.000Z",
+                "status": "open",
+                "repo": {"name": repo_id, "type": "model"},
+                "isPullRequest": True,
+            }
+            for name, line in self.repo(repo_id).branches.items()
+            if name.startswith("refs/pr/")
+        ]
+        self.reply({"count": len(requests), "start": 0, "discussions": requests})
 
     def info(self, repo_id, revision="main"):
         repo = self.repo(repo_id)
         commit = repo.at(revision)
-        siblings = [{"rfilename": path} for path in sorted(commit.files)]
-        self.reply({"id": repo_id, "sha": commit.sha, "private": repo.private, "siblings": siblings})
+        siblings = []
+        for path, content in sorted(commit.files.items()):
+            about = described(path, content)
+            blob = {"blobId": about.pop("oid"), **about} if self.query.get("blobs") else {}
+            siblings.append({"rfilename": path, **blob})
+        said = {"id": repo_id, "sha": commit.sha, "private": repo.private, "gated": "manual" if repo.gated else False}
+        said["cardData"] = metadata(commit.files.get("README.md", b"").decode())
+        self.reply({**said, "siblings": siblings})
+
+    def entries(self, files):
+        return [{"type": "file", "path": path, **described(path, content, "oid")} for path, content in sorted(files.items())]
 
     def tree(self, repo_id, revision, folder=""):
-        files = self.repo(repo_id).at(revision).files
-        inside = {path: content for path, content in files.items() if path.startswith(folder and f"{folder}/")}
+        start = folder and f"{folder}/"
+        inside = {
+            path: data for path, data in self.repo(repo_id, files=True).at(revision).files.items() if path.startswith(start)
+        }
         if not inside:
             raise Refusal(404, f"no folder {folder}", "EntryNotFound")
-        self.reply([{"type": "file", "path": path, "size": len(data), "oid": oid(path, data)} for path, data in inside.items()])
+        if self.query.get("recursive") in (["true"], ["True"], ["1"]):
+            return self.reply(self.entries(inside))
+        folders = sorted({start + path[len(start) :].partition("/")[0] for path in inside if "/" in path[len(start) :]})
+        here = {path: data for path, data in inside.items() if "/" not in path[len(start) :]}
+        said = [{"type": "directory", "path": path, "oid": git_sha(path.encode()), "size": 0} for path in folders]
+        self.reply(said + self.entries(here))
+
+    def paths_info(self, repo_id, revision):
+        files, asked = self.repo(repo_id).at(revision).files, parse_qs(self.body.decode())["paths"]
+        self.reply(self.entries({path: files[path] for path in asked if path in files}))
 
     def resolve(self, repo_id, revision, path):
-        commit = self.repo(repo_id).at(revision)
+        commit = self.repo(repo_id, files=True).at(revision)
         headers = {"X-Repo-Commit": commit.sha}
         if (content := commit.files.get(path)) is None:
-            raise Refusal(404, f"no file {path}", "EntryNotFound")
+            raise Refusal(404, f"no file {path}", "EntryNotFound", **headers)
         etag = oid(path, content)
         if not path.endswith(LFS):
             return self.reply(content, headers=headers | {"ETag": f'"{etag}"'})
-        headers |= {"Location": f"{self.server.cdn}/{etag}", "X-Linked-ETag": f'"{etag}"', "X-Linked-Size": str(len(content))}
+        self.server.blobs[repo_id, etag] = content
+        there = f"{self.server.cdn}/{repo_id}/{etag}"
+        headers |= {"Location": there, "X-Linked-ETag": f'"{etag}"', "X-Linked-Size": str(len(content))}
         self.reply(b"", 302, headers)
 
-    def cdn(self, sha256):
-        self.reply(self.server.blobs[sha256], headers={"ETag": f'"{sha256}"'})
+    def cdn(self, repo_id, sha256):
+        self.reply(self.server.blobs[repo_id, sha256], headers={"ETag": f'"{sha256}"'})
+
+
+def metadata(card):
+    front = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
+    return yaml.safe_load(front[1] if front else "") or {}
 
 
 REPO = r"([\w.-]+(?:/[\w.-]+)?)"
@@ -238,12 +419,19 @@ ROUTES = (
     ("POST", "/api/validate-yaml", Handler.validate_yaml),
     ("POST", f"/api/models/{REPO}/preupload/([^/]+)", Handler.preupload),
     ("POST", f"/{REPO}.git/info/lfs/objects/batch", Handler.lfs_batch),
-    ("PUT", "/cdn/([0-9a-f]{64})", Handler.lfs_put),
+    ("POST", f"/{REPO}.git/info/lfs/complete", Handler.lfs_complete),
     ("POST", f"/{REPO}.git/info/lfs/verify", Handler.lfs_verify),
+    ("PUT", f"/cdn/{REPO}/([0-9a-f]{{64}})", Handler.lfs_put),
+    ("PUT", f"/cdn/{REPO}/([0-9a-f]{{64}})/([0-9]+)", Handler.lfs_put_part),
+    ("GET HEAD", f"/cdn/{REPO}/([0-9a-f]{{64}})", Handler.cdn),
     ("POST", f"/api/models/{REPO}/commit/([^/]+)", Handler.commit),
+    ("POST", f"/api/models/{REPO}/branch/([^/]+)", Handler.branch),
+    ("POST", f"/api/models/{REPO}/tag/([^/]+)", Handler.tag),
+    ("GET", f"/api/models/{REPO}/refs", Handler.refs),
+    ("GET", f"/api/models/{REPO}/discussions", Handler.discussions),
     ("GET", f"/api/models/{REPO}", Handler.info),
     ("GET", f"/api/models/{REPO}/revision/([^/]+)", Handler.info),
     ("GET", f"/api/models/{REPO}/tree/([^/]+)/?(.*)", Handler.tree),
+    ("POST", f"/api/models/{REPO}/paths-info/([^/]+)", Handler.paths_info),
     ("GET HEAD", f"/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
-    ("GET HEAD", "/cdn/([0-9a-f]{64})", Handler.cdn),
 )

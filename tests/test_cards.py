@@ -209,6 +209,8 @@ def test_the_ways_lead_there(tmp_path):
 
 def test_an_encoding_from_elsewhere():
     class Farther(hf_posenc.PositionEncoding, type="farther-card"):
+        """Of use to nobody."""
+
         def distance_bias(self, distance):
             return distance[None].float()
 
@@ -489,6 +491,11 @@ def test_figures_of_another_run_are_not_the_models_own(records):
     own = [each for each in measured["results"] if each["this"]]
     assert own and {each["model"] for each in own} == {"distilled"} and {each["length"] for each in own} == {256, 1024, 2048}
     checked_evaluation(measured)
+
+
+def test_a_model_that_is_truncated_is_the_model():
+    rows = evaluation.of_lengths(cards.record("length"), "minilm")
+    assert {row["model"] for row in rows if row["this"]} == {"minilm, truncated at 512"}
 
 
 def test_records_that_contradict_each_other_stop(records):

@@ -707,6 +707,7 @@ def test_every_piece_maps_back_to_the_answer(make, side):
 def test_arguments_refused(tiny, tmp_path, capsys, monkeypatch, more, words):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # offline needs no token
     with pytest.raises(SystemExit) as stopped:
         train(tiny, tmp_path / "out", *more)
     assert stopped.value.code == 2 and words in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -6,6 +6,7 @@ from typing import Annotated
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, DynamicCache, StaticCache
 
@@ -628,3 +629,18 @@ def test_inspect(tmp_path):
     resnet = transformers.ResNetModel(transformers.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8))
     with pytest.raises(ValueError, match="ResNetModel"):
         hf_posenc.inspect(resnet)
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}])
+def test_a_weight_file_by_itself_tells_its_encoding(shards, tmp_path):
+    for encoding in ("shaw", "alibi"):  # into the same folder
+        model = patched("bert", encoding)
+        model.save_pretrained(tmp_path, **shards)
+        paths = list(tmp_path.glob("*.safetensors"))
+        assert (len(paths) > 1) == bool(shards)
+        for path in paths:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata()
+            assert metadata["format"] == "pt" and json.loads(metadata["position_encoding"]) == model.config.position_encoding
+        assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))
+        assert not list(tmp_path.glob("*.labelled"))

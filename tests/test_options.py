@@ -586,7 +586,7 @@ ORDER = [
     {"modeling"},
     {"patching"},
     {"extension", "distillation", "diagnostics", "benchmark"},
-    {"plots", "cards"},
+    {"plots", "cards", "commits"},
     {"hub"},
     {"cli"},
 ]

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, BertModel
 import hf_posenc
 from conftest import HEADS, HOSTS, ROOT, VARIANTS, first, patched, run_python, tokens
 from hf_posenc import portable
+from hf_posenc.modeling import auto_classes
 
 PACKAGE = ROOT / "hf_posenc"
 AUTO = {"ForMaskedLM": "AutoModelForMaskedLM", "LMHeadModel": "AutoModelForCausalLM", "Model": "AutoModel"}
@@ -74,6 +75,7 @@ def inside():
 inside()
 
 if __name__ == "__main__":
+    SIGN = 5
     raise SystemExit("a script's work travelled with a model")
 '''
 SLOPES = """
@@ -228,6 +230,7 @@ def test_config_names_every_auto_class(tmp_path):
     assert auto_map["AutoConfig"] == "modeling_posenc.PosEncBertConfig"
     assert auto_map["AutoModel"] == "modeling_posenc.PosEncBertModel"
     assert auto_map["AutoModelForMaskedLM"] == "modeling_posenc.PosEncBertForMaskedLM"
+    assert auto_classes("posenc-funnel")["AutoModel"] == "PosEncFunnelModel"  # of two
     assert auto_map["AutoModelForSequenceClassification"] == "modeling_posenc.PosEncBertForSequenceClassification"
 
 
@@ -264,6 +267,7 @@ def test_a_notebooks_cells(bare):
 )
 def test_what_cant_travel_is_said_and_nothing_is_lost(own, tmp_path, encoding, words):
     model = patched("bert", encoding)
+    model.config.auto_map = {"AutoModel": "old.Code"}  # of an earlier save
     with pytest.warns(UserWarning, match=words) as warned:
         model.save_pretrained(tmp_path)
     assert "loads only where hf-posenc is installed and" in str(warned[0].message)

@@ -1,29 +1,55 @@
 """hf-posenc push"""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import hf_posenc
+from hf_posenc.cards import EVALUATION, replaceable
 from hf_posenc.cli import app, console
 from hf_posenc.cli.patching import load, load_tokenizer
+from hf_posenc.hub import IMAGES
 
 
 @app.command("push")
 def push(
-    folder: Annotated[str, typer.Argument(help="Folder of a saved model.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved model.")],
     repo_id: Annotated[str, typer.Argument(help="Where to: user/name.")],
     private: Annotated[
         bool | None, typer.Option("--private/--public", help="Of a new repository; default: your account's.")
     ] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch, made from main if there is none; default: main.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     message: Annotated[str | None, typer.Option(help="The commit's message.")] = None,
+    save_directory: Annotated[
+        Path | None, typer.Option(help="Keep what is pushed here as well; offline, the default is the repository's name.")
+    ] = None,
 ) -> None:
-    """Push a model, its tokenizer and a model card to the Hub, in one commit.
+    """Push a model, its tokenizer, what was measured of it and a model card to the Hub, in one commit.
+
+    The folder's evaluation.json and its images go along and into the card; other files don't.
 
     [bold]hf-posenc push bert-alibi me/bert-alibi --private[/]
 
-    The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN.
+    The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN. Offline (HF_HUB_OFFLINE=1) all is written to
+    a folder, and nothing sent.
     """
-    model, tokenizer = load(folder), load_tokenizer(folder)
-    done = hf_posenc.push_to_hub(model, repo_id, tokenizer=tokenizer, private=private, commit_message=message)
-    console.print(done.repo_url, markup=False)
+    model, tokenizer = load(str(folder)), load_tokenizer(str(folder))
+    card, evaluation = folder / "README.md", folder / EVALUATION
+    if card.is_file() and replaceable(card.read_text(encoding="utf-8", errors="replace")) is None:
+        console.print(f"{card} is no card of this package's and isn't pushed. To use it, push it afterwards:", markup=False)
+        console.print(f"  hf upload {repo_id} {card} README.md", markup=False)
+    done = hf_posenc.push_to_hub(
+        model,
+        repo_id,
+        tokenizer=tokenizer,
+        evaluation=evaluation if evaluation.is_file() else None,
+        figures=[path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES],
+        private=private,
+        revision=revision,
+        create_pr=create_pr,
+        commit_message=message,
+        save_directory=save_directory,
+    )
+    console.print(str(done) if isinstance(done, Path) else done.pr_url or done.repo_url, markup=False)

@@ -69,7 +69,7 @@ class PositionContext:
         if self.consecutive:
             return keys
         new = torch.arange(self.positions.shape[1], device=keys.device) + self.past
-        return keys.expand(len(self.positions), -1).index_copy(1, new, self.positions.to(keys.dtype))
+        return keys.expand(self.positions.shape[0], -1).index_copy(1, new, self.positions.to(keys.dtype))
 
     def distances(self, keys: int) -> Tensor:
         """`[1 or B, Q, K]`: key position - query position."""

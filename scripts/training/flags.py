@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, set_seed
 from datasets import disable_progress_bars
-from huggingface_hub import get_token
+from huggingface_hub import get_token, is_offline_mode
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import SchedulerType
 
@@ -153,7 +153,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
             validate_repo_id(parsed.hub_model_id)
         except HFValidationError as error:
             parser.error(f"--hub_model_id {parsed.hub_model_id}: {error}")
-        if not get_token():
+        if not (get_token() or is_offline_mode()):
             parser.error("there is no token for the Hub: run `hf auth login`, or set HF_TOKEN")
     chosen = parsed.resume_from_checkpoint
     if chosen and chosen != "latest" and "arguments" not in (checkpoints.manifest(Path(chosen)) or {}):

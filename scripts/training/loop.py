@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
+from huggingface_hub import is_offline_mode
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel, get_scheduler
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 import hf_posenc
-from training import checkpoints
+from training import checkpoints, evaluation
 from training.data import Numbered, Rows, endless
 
 FREE_TO_CHANGE = {
@@ -382,6 +383,7 @@ class Run:
                 shutil.copytree(best, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(checkpoints.MANIFEST))
             if accelerator.is_main_process:
                 (folder / f"{name}.json").write_text(json.dumps(record, indent=2))
+                evaluation.write(folder, evaluation.of_training(record, self.kind.__name__))
 
         checkpoints.replace(accelerator, self.output_dir, fill, last=f"{name}.json")
         speed = f"{record['tokens_per_second']:,} tokens per second" if record["tokens_per_second"] else "done before"
@@ -390,4 +392,12 @@ class Run:
         if accelerator.is_main_process and arguments.push_to_hub:
             private = True if arguments.hub_private_repo else None
             finished = self.kind.from_pretrained(self.output_dir)
-            hf_posenc.push_to_hub(finished, arguments.hub_model_id, tokenizer=self.tokenizer, private=private)
+            hf_posenc.push_to_hub(
+                finished,
+                arguments.hub_model_id,
+                tokenizer=self.tokenizer,
+                evaluation=self.output_dir / evaluation.FILE,
+                figures=sorted(self.output_dir.glob("*.png")),
+                private=private,
+                save_directory=self.output_dir / "to_push" if is_offline_mode() else None,
+            )

@@ -1,0 +1,137 @@
+"""Patched models as one graph for every batch and length: torch.export, ONNX, torch.compile."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from conftest import HEADS, HOSTS, LENGTH, OFFSETS, VARIANTS, backends, first, patched, stock, tokens
+
+OPEN = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+FEW = {"bert": "learned+rope+relative+shaw", "gpt2": "normalized+alibi"}
+ALL = [("bert", encoding) for encoding in VARIANTS]
+ALL += [(host, VARIANTS[(3 * i + j) % len(VARIANTS)]) for i, host in enumerate(HOSTS) if host != "bert" for j in range(3)]
+
+
+def padded(batch, length):
+    """Inputs with padding before the first text and, if there are more, behind the last."""
+    ids = tokens(batch, length, seed=length)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    mask[1:, -1] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def with_ids(host, batch, length):
+    """Inputs whose first row holds two texts, each counted from its own start."""
+    ids = torch.arange(length).repeat(batch, 1)
+    ids[0, length // 2 :] -= length // 2
+    return {"input_ids": tokens(batch, length, seed=length), "position_ids": ids + OFFSETS.get(host, 0)}
+
+
+def ready(host, encoding, attention="sdpa", max_length=None):
+    model = patched(host, encoding, HEADS[host], max_length=max_length)
+    model.set_attn_implementation(attention if attention in backends(model) else "eager")
+    model.config.use_cache = False
+    return model
+
+
+def exported(model, inputs, length=OPEN[1]):
+    with torch.no_grad():
+        return torch.export.export(model, (), inputs, dynamic_shapes={name: {**OPEN, 1: length} for name in inputs})
+
+
+def assert_same(outputs, model, inputs, tolerance=1e-6):
+    with torch.no_grad():
+        expected = first(model(**inputs))
+    shown = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) == 1
+    torch.testing.assert_close(outputs[shown], expected[shown], atol=tolerance, rtol=0.0)
+
+
+def check_export(host, encoding, attention):
+    model = ready(host, encoding, attention)
+    program = exported(model, padded(2, 7)).module()
+    for batch, length in ((1, 5), (3, 16), (2, LENGTH)):
+        assert_same(first(program(**padded(batch, length))), model, padded(batch, length))
+
+
+@pytest.mark.parametrize("host", FEW)
+def test_exported_programs_run_at_any_length(host):
+    check_export(host, FEW[host], "sdpa")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*does not support setting its attention implementation")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("host", "encoding"), ALL)
+def test_every_encoding_and_host_exports(host, encoding, attention):
+    if attention not in backends(stock(host)):
+        pytest.skip("this host has its own attention only")
+    check_export(host, encoding, attention)
+
+
+def test_exported_programs_take_position_ids():
+    model = ready("roberta", "alibi")
+    program = exported(model, with_ids("roberta", 2, 8)).module()
+    for batch, length in ((1, 6), (3, 13)):
+        assert_same(first(program(**with_ids("roberta", batch, length))), model, with_ids("roberta", batch, length))
+
+
+def test_a_promised_length_bounds_the_exported_program():
+    model = ready("bert", "alibi", max_length=9)
+    program = exported(model, padded(2, 7)).module()
+    assert_same(first(program(**padded(2, 9))), model, padded(2, 9))
+    with pytest.raises(AssertionError, match="<= 9"):
+        program(**padded(2, 10))
+    with pytest.raises(torch._dynamo.exc.UserError, match="max=9"):
+        exported(model, padded(2, 7), torch.export.Dim("length", max=10))
+
+
+def test_one_compiled_graph_serves_all_lengths():
+    model, graphs = ready("bert", "rope+alibi"), CompileCounter()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    for length in (5, 6, 7):
+        with torch.no_grad():
+            assert_same(first(compiled(**padded(2, length))), model, padded(2, length))
+    assert graphs.frame_count == 2, "one for the first length, one for all others"
+
+
+# ONNX. An export takes long; docs/ecosystem.md has one which is always run.
+
+
+OF_TORCH = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
+"""Its exporter uses what torch itself has deprecated."""
+
+
+def check_onnx(host, encoding, path):
+    for module in ("onnx", "onnxscript"):
+        pytest.importorskip(module)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, inputs = ready(host, encoding), padded(2, 7)
+    with torch.no_grad():
+        program = torch.onnx.export(
+            model, kwargs=inputs, dynamo=True, dynamic_shapes=dict.fromkeys(inputs, OPEN), verbose=False
+        )
+    program.save(path / "model.onnx")
+    session = onnxruntime.InferenceSession(path / "model.onnx", providers=["CPUExecutionProvider"])
+
+    def run(inputs):
+        return torch.from_numpy(session.run(None, {name: value.numpy() for name, value in inputs.items()})[0])
+
+    for batch, length in ((1, 5), (3, 16), (2, LENGTH)):
+        assert_same(run(padded(batch, length)), model, padded(batch, length), tolerance=1e-4)
+    return run
+
+
+@OF_TORCH
+@pytest.mark.slow
+@pytest.mark.parametrize(("host", "encoding"), [*ALL[: len(VARIANTS)], ("roberta", "alibi"), ("mpnet", "shaw"), ("gpt2", "t5")])
+def test_every_encoding_runs_in_onnx(host, encoding, tmp_path):
+    check_onnx(host, encoding, tmp_path)
+
+
+@OF_TORCH
+@pytest.mark.slow
+def test_onnx_fails_beyond_a_table(tmp_path):
+    run = check_onnx("bert", "learned+rope+t5+shaw", tmp_path)
+    with pytest.raises(Exception, match="out of data bounds"):
+        run(padded(2, LENGTH + 2))
