@@ -5,23 +5,25 @@ Shapes: B batch, L tokens, D hidden_size.
 
 import json
 import os
+import re
+import shutil
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import portable
 from hf_posenc.encodings import (
+    Above,
     Geometry,
     PositionEncoding,
     build,
     canonical,
     checked_max_length,
+    checked_value,
     encoding_class,
     merged,
     positions_of,
@@ -86,11 +88,30 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         for kind, remedy in (
             ("missing_keys", "the file is incomplete or was never patched: load it as what it is, then hf_posenc.patch"),
             ("unexpected_keys", "its config asks for another encoding than its weights were saved with: restore the config"),
+            ("mismatched_keys", "its config asks for other sizes than its weights were saved with: restore the config"),
         ):
-            keys = sorted(key for key in info[kind] if "posenc." in key)
+            names = (key if isinstance(key, str) else key[0] for key in info[kind])
+            keys = sorted(name for name in names if "posenc." in name)
             if keys:
                 raise ValueError(f"{pretrained_model_name_or_path}: {kind} {', '.join(keys[:4])}; {remedy}")
         return (model, info) if wanted else model
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # All files that weights are read from pass here, whoever named them: the user, a shard index, a config, an adapter.
+        shards = ((load_config.sharded_metadata or {}).get("weight_map") or {}).values()
+        for file in (*(checkpoint_files or ()), *shards):
+            if not str(file).endswith(".safetensors"):
+                raise ValueError(
+                    f"{file} is not a safetensors file and was not opened: other weights are pickles, which can run any code. "
+                    "Load them with the program that they are from, and save with save_pretrained"
+                )
+        for name in shards:
+            if re.search(r"[/\\:]", name):
+                raise ValueError(f"the index of this checkpoint names {name!r}, which is no file of its own folder")
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         for module in self.modules():
@@ -101,21 +122,29 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
                 )
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if self.should_save_on_this_rank(is_main_process):
-            _label(Path(save_directory), json.dumps(self.config.position_encoding))
+            _label(Path(save_directory), json.dumps(self.config.position_encoding, sort_keys=True))
 
 
 def _label(folder: Path, encoding: str) -> None:
     """Write the encoding into the header of each weight file, so that a file by itself tells what is in it.
 
-    Transformers takes no metadata. Files of an earlier save have theirs already.
+    Transformers takes no metadata, and safetensors writes several entries in an order that changes, so that equal models
+    would be different files. The format: https://huggingface.co/docs/safetensors. Files of an earlier save are left alone.
     """
     for path in folder.glob("model*.safetensors"):
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-        if "position_encoding" not in metadata:
-            labelled = path.with_suffix(".labelled")
-            save_file(load_file(path), labelled, {**metadata, "position_encoding": encoding})
-            labelled.replace(path)
+        labelled = path.with_suffix(".labelled")
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            metadata = header.setdefault("__metadata__", {})
+            if "position_encoding" in metadata:
+                continue
+            metadata["position_encoding"] = encoding
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            with labelled.open("wb") as copy:
+                copy.write(len(text).to_bytes(8, "little") + text)
+                shutil.copyfileobj(file, copy, length=2**24)
+        labelled.replace(path)
 
 
 class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
@@ -130,8 +159,9 @@ class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if type(self.hidden_size) is not int or self.hidden_size < 1:
-            raise ValueError(f"hidden_size={self.hidden_size!r}: allowed is an integer above 0")
+        checked_value("hidden_size", self.hidden_size, Annotated[int, Above(0)])
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"dropout={self.dropout}: allowed is a number from 0 to 1")
         checked_max_length(self.max_length)
         if self.position_encoding is not None:
             self.position_encoding = canonical(self.position_encoding)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc import attention
-from hf_posenc.encodings import Geometry, PositionContext, encoding_class, options_of, positions_of
+from hf_posenc.encodings import Geometry, PositionContext, bounded, encoding_class, options_of, positions_of
 from hf_posenc.ports import BIAS_MAKERS, Ports, WrittenOut, layers, written_out_as
 
 INJECT = ("input", "every_layer", "after_attention")
@@ -87,7 +87,10 @@ class BiasPort(Port):
 def lend(stack: Any, ports: Ports, encoding: dict[str, Any], geometry: Geometry, inject: str) -> None:
     """Build a canonical encoding into a stack: as `posenc` of the stack and of its attentions, behind the ports."""
     cls, options = encoding_class(encoding["type"]), options_of(encoding)
-    stack.posenc = cls.for_stack(geometry, **options)
+    stack.posenc, *owned = bounded(
+        cls.type,
+        lambda: [cls.for_stack(geometry, **options), *(cls.for_attention(geometry, **options) for _ in ports.attentions)],
+    )
     for name, table in ports.tables.items():
         port: Port = PositionPort(stack, name, table, ports.offset, embeds=inject == "input")
         _replace(stack, name, port)
@@ -96,8 +99,7 @@ def lend(stack: Any, ports: Ports, encoding: dict[str, Any], geometry: Geometry,
         _replace(stack, name, port)
         _, method = BIAS_MAKERS[type(owner).__name__]
         setattr(owner, method, partial(port.make, owner, method))
-    for module in ports.attentions.values():
-        own = cls.for_attention(geometry, **options)
+    for module, own in zip(ports.attentions.values(), owned, strict=True):
         if own is not None:
             module.posenc = own
         if row := written_out_as(module):

@@ -5,6 +5,7 @@
 """
 
 import functools
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from hf_posenc import attention, lending, ports
 from hf_posenc.embedding import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
-from hf_posenc.encodings import canonical, checked_max_length, encoding_class
+from hf_posenc.encodings import canonical, checked_max_length, checked_values, encoding_class, refuse_oversized, shown
 
 PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
 PLACEMENT = ("inject", "max_length", "host")
@@ -35,6 +36,7 @@ patcher: list[Callable[..., Any]] = []
 
 def split(position_encoding: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """`position_encoding` as given -> (canonical encoding, placement). Raises ValueError for anything malformed."""
+    refuse_oversized(position_encoding)
     if isinstance(position_encoding, dict):
         placement = {key: position_encoding[key] for key in PLACEMENT if key in position_encoding}
         position_encoding = {key: value for key, value in position_encoding.items() if key not in PLACEMENT}
@@ -43,11 +45,13 @@ def split(position_encoding: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     placement["max_length"] = checked_max_length(placement.get("max_length"))
     inject = placement.setdefault("inject", "input")
     if inject not in lending.INJECT:
-        raise ValueError(f"inject={inject!r}: allowed is {', '.join(map(repr, lending.INJECT))}")
+        raise ValueError(f"inject={shown(inject)}: allowed is {', '.join(map(repr, lending.INJECT))}")
     host = placement.setdefault("host", None)
     keys = {"name_or_path": str, "max_length": int, "kept": bool, "fingerprint": str}
     if host is not None and (not isinstance(host, dict) or {key: type(value) for key, value in host.items()} != keys):
-        raise ValueError(f"position_encoding['host'] is written by patch and not to be edited, but reads {host!r}")
+        raise ValueError(f"position_encoding['host'] is written by patch and not to be edited, but reads {shown(host)}")
+    if host is not None:
+        checked_max_length(host["max_length"])
     chosen = canonical(position_encoding)
     if inject != "input" and "embed" not in encoding_class(chosen["type"]).acts_by():
         raise ValueError(
@@ -68,9 +72,19 @@ class PosEncConfigMixin(EncodingConfigMixin):
         if self.position_encoding is not None:
             encoding, placement = split(self.position_encoding)
             self.position_encoding = {**encoding, **placement}
+            check_length(self)
 
     def _auto_classes(self) -> dict[str, str]:
         return {"AutoConfig": type(self).__name__, **auto_classes(self.model_type)}
+
+
+def check_length(config: Any) -> None:
+    """Raises ValueError for a config whose host would make a position table beyond all bounds, patched or not."""
+    rows, width = getattr(config, ports.LENGTH_FIELD, None), getattr(config, "hidden_size", None)
+    if isinstance(rows, int) and isinstance(width, int):
+        if rows < 1:
+            raise ValueError(f"{ports.LENGTH_FIELD}={rows}: allowed is an integer above 0")
+        checked_values(f"{ports.LENGTH_FIELD}={shown(rows)} at hidden_size={shown(width)}", rows * width)
 
 
 # The models.
@@ -81,6 +95,7 @@ class HostState(nn.Module):
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
+        checked_values("the host's own positions, position_encoding['host'],", sum(map(math.prod, shapes.values())))
         for key, shape in shapes.items():
             *path, name = key.split(".")
             module: nn.Module = self
@@ -120,7 +135,7 @@ class PosEncModelMixin(EncodingModelMixin):
             encoding, placement = split(self.config.position_encoding)
             geometry = ports.geometry(self, found, placement["max_length"], placement["inject"])
             if geometry.max_length is None and encoding_class(encoding["type"]).needs_max_length(geometry):
-                length = getattr(self.config, ports.LENGTH_FIELD) - found.offset
+                length = checked_max_length(getattr(self.config, ports.LENGTH_FIELD) - found.offset)
                 geometry = replace(geometry, max_length=length)
                 self.config.position_encoding["max_length"] = length
             lending.lend(self, found, encoding, geometry, placement["inject"])
@@ -148,6 +163,7 @@ class PosEncModelMixin(EncodingModelMixin):
                 if not patcher:
                     raise ValueError("to give a stock checkpoint an encoding: pip install hf-posenc, then import hf_posenc")
                 encoding = kwargs.pop("position_encoding")
+                kwargs.setdefault("use_safetensors", True)
                 loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
                 model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
                 patched = patcher[0](model, encoding)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import lending, ports
 from hf_posenc.encodings import PositionEncoding
-from hf_posenc.modeling import PLACEMENT, PosEncModelMixin, derive, patcher, split
+from hf_posenc.modeling import PLACEMENT, PosEncModelMixin, check_length, derive, patcher, split
 
 
 def patch(
@@ -89,6 +89,7 @@ def patch(
     config.position_encoding = {**chosen, **placement}  # a table's length is settled where it is built
     if max_length is not None:
         setattr(config, ports.LENGTH_FIELD, max_length + found.offset)
+        check_length(config)
     patched = _shell(derive(type(model)), config)
     _share(model, patched)
     table = next(iter(found.tables.values())).weight

@@ -1,10 +1,12 @@
 """Uninitialised memory is NaN, so that whoever reads it fails."""
 
 import torch
+from torch.utils._device import _device_constructors
 
 
 def poison_empty(setter=setattr):
     """Make torch.empty and torch.empty_like return NaN."""
+    _device_constructors()  # cached by torch, and to hold the real ones: else `with torch.device("meta")` misses them
     for name in ("empty", "empty_like"):
         setter(torch, name, _poisoned(getattr(torch, name)))
 

@@ -644,3 +644,6 @@ def test_a_weight_file_by_itself_tells_its_encoding(shards, tmp_path):
             assert metadata["format"] == "pt" and json.loads(metadata["position_encoding"]) == model.config.position_encoding
         assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))
         assert not list(tmp_path.glob("*.labelled"))
+        saved = {path.name: path.read_bytes() for path in paths}
+        model.save_pretrained(tmp_path / "again", **shards)
+        assert {path.name: path.read_bytes() for path in (tmp_path / "again").glob("*.safetensors")} == saved

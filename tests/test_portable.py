@@ -57,17 +57,23 @@ Window.width = 3
 
 
 class Steep(ALiBi, type="own-steep"):
+    """Mine."""
+
     def distance_bias(self, distance):
         return 2 * super().distance_bias(distance)
 
 
 class Careless(hf_posenc.PositionEncoding, type="own-careless"):
+    """Mine."""
+
     def distance_bias(self, distance):
         return unused.slope(1.0) * distance[None]
 
 
 def inside():
     class Inside(hf_posenc.PositionEncoding, type="own-inside"):
+        """Mine."""
+
         def distance_bias(self, distance):
             return distance[None]
 
@@ -99,9 +105,9 @@ CELLS = [
     "%pip install hf-posenc",
     "FACTOR = 2",
     "import hf_posenc",
-    "class Cell(hf_posenc.PositionEncoding, type='own-cell'):\n    pass",
+    "class Cell(hf_posenc.PositionEncoding, type='own-cell'):\n    'Mine.'",
     "FACTOR = 3",
-    "@(lambda cls: cls)\nclass Cell(hf_posenc.PositionEncoding, type='own-cell'):\n"
+    "@(lambda cls: cls)\nclass Cell(hf_posenc.PositionEncoding, type='own-cell'):\n    'Mine.'\n"
     "    def distance_bias(self, distance):\n        return -FACTOR * distance.abs()[None]",
 ]
 

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import math
 import re
+import reprlib
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,14 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 import torch
 from torch import Tensor, nn
+
+MAX_INTEGER = 2**24
+"""The largest integer that an option, a length or a width may be: sixteen million positions."""
+MAX_VALUES = 2**30
+"""How many values the parameters and buffers of all modules of an encoding in one stack may have together, and a table of
+the host's that is kept or made for positions: 4 GiB in float32."""
+MAX_ENTRIES, MAX_DEPTH = 2**16, 8
+"""How many characters and values `position_encoding` may have in all, and how deep it may be nested."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +112,9 @@ class PositionEncoding(nn.Module):
 
     Options are class annotations with defaults; they arrive as attributes of the same name, checked. Sizes are in
     `self.geometry`. Parameters are made in `__init__` (after `super().__init__`) and filled in `reset_parameters`,
-    with functions of `torch.nn.init` or with `fill_`, so that loaded weights are left alone. A subclass overrides
-    one or more of the verbs `embed`, `rotate`, `distance_bias`, `score_bias`; each does nothing here.
+    with functions of `torch.nn.init` or with `fill_`, so that loaded weights are left alone; `__init__` runs on the meta
+    device first, to see how much memory it asks for. A subclass overrides one or more of the verbs `embed`, `rotate`,
+    `distance_bias`, `score_bias`; each does nothing here.
 
     With `per_layer = True` each attention gets an instance, and parameters, of its own; else all share the stack's.
     Aliases may carry options: `aliases={"near": {"width": 8}}`.
@@ -228,13 +238,13 @@ class PositionEncoding(nn.Module):
         allowed = cls.option_types()
         if unknown := sorted(set(options) - set(allowed)):
             raise ValueError(
-                f"{cls.type!r} has no option {', '.join(map(repr, unknown))}; it takes {_listed(allowed) or 'no options'}"
+                f"{cls.type!r} has no option {', '.join(map(shown, unknown[:4]))}; it takes {_listed(allowed) or 'no options'}"
             )
         missing = [name for name in allowed if name not in options and not hasattr(cls, name)]
         if missing:
             raise ValueError(f"{cls.type!r} needs the option {_listed(missing)}")
         values = {name: options.get(name, getattr(cls, name, None)) for name in allowed}
-        return {name: _checked(f"{cls.type}.{name}", values[name], allowed[name]) for name in allowed}
+        return {name: checked_value(f"{cls.type}.{name}", values[name], allowed[name]) for name in allowed}
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.option_types())
@@ -256,11 +266,12 @@ def canonical(encoding: Any) -> dict[str, Any]:
 
     Raises ValueError for anything else, for unknown names, and for options which the encoding doesn't take.
     """
+    refuse_oversized(encoding)
     if isinstance(encoding, str):
         encoding = {"type": encoding}
     if not isinstance(encoding, dict) or not isinstance(encoding.get("type"), str):
         raise ValueError(
-            f'a position encoding is a name or a dict {{"type": name, **options}}, not {encoding!r}; '
+            f'a position encoding is a name or a dict {{"type": name, **options}}, not {shown(encoding)}; '
             f"names: {_listed(list_encodings())}"
         )
     cls = encoding_class(encoding["type"])
@@ -273,15 +284,39 @@ def encoding_class(name: Any) -> type[PositionEncoding]:
         return compose[0](name)
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(
-            f"unknown position encoding {name!r}; registered: {_listed(list_encodings())}. "
+            f"unknown position encoding {shown(name)}; registered: {_listed(list_encodings())}. "
             "If it is one of your own, import the module that defines its class first"
         )
     return _REGISTRY[name]
 
 
 def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
-    """The module for a canonical dict, all in one."""
-    return encoding_class(encoding["type"])(geometry, **options_of(encoding))
+    """The module for a canonical dict, all in one. Raises ValueError for one beyond MAX_VALUES."""
+    (module,) = bounded(encoding["type"], lambda: [encoding_class(encoding["type"])(geometry, **options_of(encoding))])
+    return module
+
+
+def bounded(kind: str, make: Callable[[], list[Any]]) -> list[Any]:
+    """The modules that `make` makes, once they are known to have no more than MAX_VALUES values together.
+
+    They are made on the meta device first, where a tensor has a shape and takes no memory.
+    """
+    with torch.device("meta"):
+        trial = nn.ModuleList(make())
+    tensors = [*trial.parameters(), *trial.buffers()]
+    largest = max((tensor.shape for tensor in tensors), key=math.prod, default=())
+    checked_values(f"the {kind!r} encoding, with tables of up to {tuple(largest)},", sum(t.numel() for t in tensors))
+    return make()
+
+
+def checked_values(what: str, values: int) -> int:
+    """The number of values, or a ValueError where `what` asks for more than MAX_VALUES."""
+    if values > MAX_VALUES:
+        raise ValueError(
+            f"{what} would take {values} values of memory, and at most {MAX_VALUES} are allowed: choose smaller options or a "
+            "shorter max_length; of a checkpoint from elsewhere, see who made it"
+        )
+    return values
 
 
 def options_of(encoding: dict[str, Any]) -> dict[str, Any]:
@@ -296,15 +331,57 @@ def fill_(tensor: Tensor, values: Tensor) -> None:
             tensor.copy_(values)
 
 
+def refuse_oversized(given: Any) -> None:
+    """Raises ValueError for a `position_encoding` beyond MAX_ENTRIES or MAX_DEPTH, with keys that aren't strings, or with
+    text that isn't Unicode. What holds itself is too deep, too."""
+    level, entries = [given], 0
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                if odd := [key for key in value if not isinstance(key, str)]:
+                    raise ValueError(f"{shown(odd[0])} can't be a key in position_encoding: allowed are strings")
+                below += [*value, *value.values()]
+            elif isinstance(value, (list, tuple)):
+                below += value
+            entries += 1
+            if isinstance(value, str):
+                entries += len(value)
+                if re.search("[\ud800-\udfff]", value):
+                    raise ValueError(f"{shown(value)} in position_encoding is no text: it has half of a surrogate pair")
+            if entries + len(below) > MAX_ENTRIES:
+                raise ValueError(f"position_encoding has more than {MAX_ENTRIES} values and characters: nothing needs so many")
+        level = below
+    if level:
+        raise ValueError(f"position_encoding is nested deeper than {MAX_DEPTH} levels: nothing needs so many")
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxdict = self.maxlist = self.maxtuple = 12
+        self.maxstring = self.maxother = 100
+
+    def repr_int(self, number: int, level: int) -> str:
+        # Python itself refuses to write out very long ones.
+        return repr(number) if number.bit_length() < 2000 else f"an integer of {number.bit_length()} bits"
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` for an error, cut where it is long: values may come from a checkpoint of anybody's."""
+    text = _Short().repr(value)
+    return text if len(text) <= 600 else f"{text[:600]}…"
+
+
 def _listed(names: Any) -> str:
     return ", ".join(map(repr, names))
 
 
 def checked_max_length(max_length: Any) -> int | None:
     """The value, or a ValueError which says what is allowed."""
-    if max_length is None or (type(max_length) is int and max_length > 0):
+    if max_length is None or (type(max_length) is int and 0 < max_length <= MAX_INTEGER):
         return max_length
-    raise ValueError(f"max_length={max_length!r}: allowed is None (no limit) or an integer above 0")
+    raise ValueError(f"max_length={shown(max_length)}: allowed is None (no limit) or an integer above 0, up to {MAX_INTEGER}")
 
 
 def merged(saved: Any, given: Any) -> Any:
@@ -318,16 +395,19 @@ def merged(saved: Any, given: Any) -> Any:
             f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
             f"then model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})"
         )
-    parts = {key: {**saved[key], **value} for key, value in given.items() if isinstance(value, dict) and key in saved}
+    both = [key for key in given if isinstance(given[key], dict) and isinstance(saved.get(key), dict)]
+    parts = {key: {**saved[key], **given[key]} for key in both}
     return {**saved, **given, **parts}
 
 
-def _checked(name: str, value: Any, annotation: Any) -> Any:
+def checked_value(name: str, value: Any, annotation: Any) -> Any:
     """The value, in the annotated type (ints become floats, lists tuples). Raises ValueError with what is allowed."""
     for candidate in _readings(value):
         if _fits(candidate, annotation):
             return candidate
-    raise ValueError(f"{name}={value!r}: allowed is {described(annotation)}")
+    within = max(-MAX_INTEGER, min(value, MAX_INTEGER)) if type(value) is int else value
+    limit = f", up to {MAX_INTEGER} in size" if within is not value and _fits(within, annotation) else ""
+    raise ValueError(f"{name}={shown(value)}: allowed is {described(annotation)}{limit}")
 
 
 def _readings(value: Any) -> Iterator[Any]:
@@ -362,7 +442,7 @@ def _fits(value: Any, annotation: Any) -> bool:
     if annotation is None:
         return value is None
     # bool is a subclass of int, but True is no length.
-    return type(value) is annotation
+    return type(value) is annotation and (annotation is not int or abs(value) <= MAX_INTEGER)
 
 
 def described(annotation: Any) -> str:

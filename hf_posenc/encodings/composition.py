@@ -1,10 +1,11 @@
 """Several encodings in one model, "sinusoidal+alibi": each acts by its own verbs, and what they add is summed."""
 
+import weakref
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hf_posenc.encodings.base import Geometry, PositionContext, PositionEncoding, compose, encoding_class
+from hf_posenc.encodings.base import Geometry, PositionContext, PositionEncoding, compose, encoding_class, shown
 
 
 class Composition(PositionEncoding):
@@ -100,7 +101,7 @@ class Composition(PositionEncoding):
             part = next((name for name, kind in cls.parts.items() if called in (name, *kind.aliases)), None)
             if part is None:
                 raise ValueError(
-                    f"{cls.type!r} has no part {called!r}; options are named by part: "
+                    f"{cls.type!r} has no part {shown(called)}; options are named by part: "
                     f"{' or '.join(f'{name}__option=…' for name in cls.parts)}"
                 )
             if option:
@@ -108,27 +109,31 @@ class Composition(PositionEncoding):
             elif isinstance(value, dict):
                 given[part] = {**value, **given[part]}
             else:
-                raise ValueError(f"{cls.type}[{called!r}]={value!r}: allowed is a dict of that part's options")
+                raise ValueError(f"{cls.type}[{called!r}]={shown(value)}: allowed is a dict of that part's options")
         return {name: kind.checked_options(given[name]) for name, kind in cls.parts.items()}
 
     def extra_repr(self) -> str:
         return ""
 
 
+_MADE: weakref.WeakValueDictionary[str, type[PositionEncoding]] = weakref.WeakValueDictionary()
+"""By canonical name, as long as there is a module of the class: of a refused config nothing stays."""
+
+
 def composed(name: str) -> type[PositionEncoding]:
-    """The class of a composition, by the names or aliases of its parts joined with "+"; made once, and picklable by name.
+    """The class of a composition, by the names or aliases of its parts joined with "+"; picklable by name.
 
     Raises ValueError for an unknown part, or one that is given twice.
     """
     parts = {kind.type: kind for kind in map(encoding_class, name.split("+"))}
     if len(parts) != name.count("+") + 1:
-        raise ValueError(f"{name!r} has the same encoding twice: each part of a composition has a type of its own")
+        raise ValueError(f"{shown(name)} has the same encoding twice: each part of a composition has a type of its own")
     canonical = "+".join(parts)
-    known = globals().get(canonical)
+    known: Any = _MADE.get(canonical)
     # A notebook cell that is run again replaces its class, and so the compositions with it.
     if known is None or list(known.parts.values()) != list(parts.values()):
         body = {"__module__": __name__, "__doc__": Composition.__doc__, "type": canonical, "parts": parts}
-        known = globals()[canonical] = type(canonical, (Composition,), body)
+        known = _MADE[canonical] = type(canonical, (Composition,), body)
     return known
 
 

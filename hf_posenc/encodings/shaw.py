@@ -7,6 +7,10 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Above, Geometry, PositionContext, PositionEncoding
 
+FAR = 4096
+"""From this max_distance on vectors are picked by distance before they are multiplied: products with rows that no input
+reaches would make a short input as dear as a long one."""
+
 
 class Shaw(
     PositionEncoding,
@@ -38,17 +42,19 @@ class Shaw(
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         index = context.once((self.type, self.max_distance, "index"), lambda: self._index(key.shape[2], context))
-        # One product for each distance there is, then picked by distance: no [Q, K, E] tensor.
-        bias = _picked(query @ self.weight.to(query.dtype).T, index)
+        bias = self._products(query, index)
         if self.terms == "keys+queries":
-            bias = bias + _picked(key @ self.weight.to(key.dtype).T, index.transpose(1, 2)).transpose(2, 3)
+            bias = bias + self._products(key, index.transpose(1, 2)).transpose(2, 3)
         return bias * context.scaling
 
     def _index(self, keys: int, context: PositionContext) -> Tensor:
         """The row of `weight` for each query and key, `[1 or B, Q, K]`."""
         return context.distances(keys).clamp(-self.max_distance, self.max_distance) + self.max_distance
 
-
-def _picked(products: Tensor, index: Tensor) -> Tensor:
-    """`[B, H, L, R]` products with R rows -> those that `index` `[1 or B, L, M]` names: `[B, H, L, M]`."""
-    return products.gather(-1, index[:, None].expand(*products.shape[:3], -1))
+    def _products(self, states: Tensor, index: Tensor) -> Tensor:
+        """`[B, H, L, E]` times the row of `weight` that `index` `[1 or B, L, M]` names: `[B, H, L, M]`."""
+        weight, pairs = self.weight.to(states.dtype), index[:, None].expand(*states.shape[:3], -1)
+        if self.max_distance <= FAR:
+            # One product for each row there is, then picked by distance: no [L, M, E] tensor.
+            return (states @ weight.T).gather(-1, pairs)
+        return torch.einsum("bhle,blme->bhlm", states, weight[index].expand(len(states), -1, -1, -1))

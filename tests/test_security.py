@@ -1,0 +1,442 @@
+"""What a config or a checkpoint of a stranger's can do: ask for no more memory than is declared, run nothing, and open
+nothing outside its folder."""
+
+import functools
+import gc
+import json
+import re
+from contextlib import suppress
+from datetime import timedelta
+from itertools import permutations
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModel
+
+import hf_posenc
+from conftest import BERT, ENCODINGS, VOCABULARY, patched, run_python, stock, tokens
+from hf_posenc import lending
+from hf_posenc.embedding import PositionEmbeddingConfig
+from hf_posenc.encodings import base, canonical, encoding_class, list_encodings
+from hf_posenc.encodings.composition import Composition
+from hub_server import TOKEN, serve
+
+HUGE = 10**12
+
+
+class Requested(TorchDispatchMode):
+    """largest: how many values the largest tensor has that is made in here; the meta device takes no memory."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return made
+
+
+def tiny(position_encoding, **changes):
+    """A patched BERT from its config alone."""
+    sizes = {**BERT, "vocab_size": VOCABULARY, **changes}
+    return AutoModel.from_config(hf_posenc.PosEncBertConfig(**sizes, position_encoding=position_encoding))
+
+
+# Fuzzing `position_encoding`.
+
+LOWERED = 2**18
+"""MAX_VALUES while fuzzing: what goes beyond it is seen, and is no harm to the machine."""
+NAMES = sorted({*ENCODINGS, *(alias for cls in map(encoding_class, ENCODINGS) for alias in cls.aliases)})
+HOSTILE = st.sampled_from(
+    [
+        *(0, -1, 2**14, 2**20, 2**24, 2**24 + 1, HUGE, -HUGE, 10**400),
+        *(float("nan"), float("inf"), 1e308, -1e308, 5e-324, True, False, None),
+        *("", "+", "x" * 50_000, "\ud800", "../../etc/passwd", "__class__", "alibi+" * 300 + "rope"),
+        *([], {}, [[[[[[[[[[]]]]]]]]]], [1.0] * 70_000, {"type": "alibi"}, {1: 2}, {None: "x"}),
+    ]
+)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | HOSTILE
+ANYTHING = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4), max_leaves=12
+)
+LENGTHS = st.sampled_from([1, 4, 8, 32, 129, 1024, 4095, 4096, 4097, 2**13, 2**13 + 1, 2**14, 2**20, 2**24])
+HOSTS = st.fixed_dictionaries(
+    {"name_or_path": st.text(), "max_length": LENGTHS, "kept": st.booleans(), "fingerprint": st.text(max_size=16)}
+)
+PLACEMENT = {"max_length": st.none() | LENGTHS, "host": st.none() | HOSTS, "inject": st.sampled_from(lending.INJECT)}
+
+
+def right(annotation):
+    """Values of an option's type, of any size."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return right(arguments[0])
+    if origin in (Union, UnionType):
+        return st.one_of(map(right, arguments))
+    return {Literal: st.sampled_from(arguments or [None]), None: LENGTHS if annotation is int else st.floats(1.01, 1e9)}[origin]
+
+
+@st.composite
+def nearly_right(draw):
+    """A dict of the right form, in which one value may be anything."""
+    parts = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique_by=encoding_class))
+    options = {part: {name: right(kind) for name, kind in encoding_class(part).option_types().items()} for part in parts}
+    whole = {part: st.fixed_dictionaries({}, optional=each) for part, each in options.items()}
+    fields = {**(whole if len(parts) > 1 else options[parts[0]]), **PLACEMENT}
+    given = {"type": "+".join(parts), **draw(st.fixed_dictionaries({}, optional=fields))}
+    wrong = draw(st.none() | st.sampled_from(sorted(given)))
+    if wrong is not None:
+        inside = given[wrong] if isinstance(given[wrong], dict) and given[wrong] and draw(st.booleans()) else given
+        inside[draw(st.sampled_from(sorted(inside))) if inside is not given else wrong] = draw(ANYTHING)
+    return given
+
+
+def check_built_or_refused(position_encoding):
+    with Requested() as requested, suppress(ValueError):
+        try:
+            model = tiny(position_encoding).eval()
+            with torch.no_grad():
+                model(tokens(1, 5))
+        except ValueError as error:
+            assert len(str(error)) < 2_000, "an error that prints what it was given"
+            raise
+    assert requested.largest <= LOWERED
+
+
+FUZZ = settings(
+    derandomize=True,
+    database=None,
+    deadline=timedelta(seconds=30),  # a hang, not a slow machine
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    monkeypatch.setattr(base, "MAX_VALUES", LOWERED)
+
+
+@settings(FUZZ, max_examples=200)
+@given(nearly_right() | nearly_right() | ANYTHING)
+def test_fuzz(lowered, position_encoding):
+    """Whatever stands in a config: a model, or a ValueError; no hang, and no tensor beyond the bound."""
+    check_built_or_refused(position_encoding)
+
+
+@pytest.mark.slow
+@settings(FUZZ, max_examples=2_000)
+@given(nearly_right() | nearly_right() | ANYTHING)
+def test_fuzz_at_length(lowered, position_encoding):
+    check_built_or_refused(position_encoding)
+
+
+# Sizes, each refused before memory is taken.
+
+
+HOST = {"name_or_path": "", "max_length": 24, "kept": True, "fingerprint": ""}
+TOO_LARGE = {
+    "max_length": lambda: tiny({"type": "learned", "max_length": HUGE}),
+    "max_length of what needs no table": lambda: tiny({"type": "alibi", "max_length": HUGE}),
+    "max_length within integers": lambda: tiny({"type": "learned", "max_length": 2**24}, hidden_size=128),
+    "max_length of patch": lambda: hf_posenc.patch(stock("bert"), "learned", max_length=HUGE),
+    "max_length of patch at the host's width": lambda: hf_posenc.patch(
+        stock("bert", hidden_size=128), "rope", max_length=2**24
+    ),
+    "max_position_embeddings": lambda: tiny("alibi", max_position_embeddings=HUGE),
+    "relative": lambda: tiny({"type": "relative", "max_distance": HUGE}),
+    "relative, many heads": lambda: tiny({"type": "relative", "max_distance": 2**24}, hidden_size=64, num_attention_heads=64),
+    "shaw": lambda: tiny({"type": "shaw", "max_distance": HUGE}),
+    "shaw, several layers": lambda: tiny({"type": "shaw", "max_distance": 2**23}, num_hidden_layers=9),
+    "t5": lambda: tiny({"type": "t5", "num_buckets": HUGE, "max_distance": HUGE + 1}),
+    "a part": lambda: tiny({"type": "relative+alibi", "relative": {"max_distance": HUGE}}),
+    "two parts": lambda: tiny(
+        {"type": "relative+learned", "max_length": 2**24, "relative": {"max_distance": 2**24}}, num_attention_heads=16
+    ),
+    "host": lambda: tiny({"type": "alibi", "host": {**HOST, "max_length": HUGE}}),
+    "host within integers": lambda: tiny({"type": "alibi", "host": {**HOST, "max_length": 2**24}}, hidden_size=128),
+    "a layer's max_length": lambda: hf_posenc.PositionEmbedding("learned", 8, max_length=HUGE),
+    "a layer's max_length within integers": lambda: hf_posenc.PositionEmbedding("learned", 128, max_length=2**24),
+    "a layer's hidden_size": lambda: AutoModel.from_config(
+        PositionEmbeddingConfig(position_encoding="sinusoidal", hidden_size=HUGE)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", TOO_LARGE.values(), ids=TOO_LARGE)
+def test_what_is_too_large_is_refused_before_memory_is_taken(make):
+    with Requested() as requested, pytest.raises(ValueError, match=r"(up to|at most) (16777216|1073741824)"):
+        make()
+    assert requested.largest < 2**20
+
+
+@pytest.mark.parametrize(("per_layer", "side"), [(False, 2**20), (True, 24_000)])
+def test_encodings_of_a_users_own_are_counted(monkeypatch, per_layer, side):
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+    class Squares(hf_posenc.PositionEncoding, type="squares"):
+        side: int = 2
+
+        def __init__(self, geometry, **options):
+            super().__init__(geometry, **options)
+            self.register_buffer("square", torch.zeros(self.side, self.side))
+
+    Squares.per_layer = per_layer
+    with Requested() as requested, pytest.raises(ValueError, match=rf"up to \({side}, {side}\), .* at most 1073741824"):
+        tiny({"type": "squares", "side": side})
+    assert requested.largest < 2**20
+    model = tiny({"type": "squares", "side": 64})
+    owner = model.encoder.layer[1].attention.self if per_layer else model
+    assert owner.posenc.square.shape == (64, 64)
+
+
+def test_a_long_max_distance_costs_a_short_input_nothing():
+    """Shaw's vectors, one for each distance, are not all multiplied with each query."""
+    far = patched("bert", {"type": "shaw", "max_distance": 2**16, "terms": "keys+queries"}).double()
+    near = patched("bert", {"type": "shaw", "max_distance": 16, "terms": "keys+queries"}).double()
+    for layer, same in zip(far.encoder.layer, near.encoder.layer, strict=True):
+        middle = layer.attention.self.posenc.weight[2**16 - 16 : 2**16 + 17]
+        same.attention.self.posenc.weight.data.copy_(middle)
+    mask = torch.ones(2, 11, dtype=torch.long).index_fill(1, torch.tensor([0]), 0)
+    with torch.no_grad(), Requested() as requested:
+        outputs = far(tokens(), attention_mask=mask)[0]
+    torch.testing.assert_close(outputs, near(tokens(), attention_mask=mask)[0])
+    assert requested.largest <= far.encoder.layer[0].attention.self.posenc.weight.numel()
+
+
+# Values that are none.
+
+
+CIRCLE, WIDE = {"type": "alibi"}, []
+CIRCLE["again"] = CIRCLE
+DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(2_000), {})
+WIDE += [WIDE] * 1_000
+STRANGE = {
+    "no type": ({}, "a name or a dict"),
+    "a long name": ("x" * 60_000, "unknown position encoding"),
+    "a very long name": ("x" * 10**7, "more than 65536"),
+    "one part 300 times": ("alibi+" * 300 + "rope", "the same encoding twice"),
+    "no parts": ("+" * 1_000, "unknown position encoding"),
+    "an integer that can't be written": ({"type": "rope", "theta": 10**5000}, "an integer of 16610 bits"),
+    "the same as an option": ({"type": "relative", "max_distance": 10**5000}, "up to 16777216"),
+    "the same as a length": ({"type": "alibi", "max_length": 10**5000}, "an integer of 16610 bits"),
+    "many options": ({"type": "rope", **dict.fromkeys(map(str, range(9_000)), 1)}, "it takes 'theta', 'layout'"),
+    "a long value": ({"type": "rope", "theta": ["y" * 900] * 50}, "allowed is a finite number"),
+    "a long host": ({"type": "rope", "host": ["y" * 900] * 50}, "written by patch"),
+    "a long part": ({"type": "alibi+rope", "rope": "y" * 9_000}, "allowed is a dict"),
+    "another key than a string": ({"type": "rope", 3: 4, "x": 5}, "3 can't be a key"),
+    "a tuple for a key": ({"type": "rope", "theta": [{(1, 2): 3}]}, "can't be a key"),
+    "half a character": ({"type": "rope", "layout": "\ud800"}, "surrogate"),
+    "deep": ({"type": "alibi", "a": DEEP}, "deeper than 8"),
+    "in itself": (CIRCLE, "deeper than 8"),
+    "in itself, many times": ({"type": "rope", "theta": WIDE}, "more than 65536"),
+    "no number": ({"type": "rope", "theta": float("nan")}, "a finite number"),
+    "no length": ({"type": "alibi", "max_length": True}, "an integer above 0"),
+    "an empty host table": ({"type": "alibi", "host": {**HOST, "max_length": 0}}, "max_length=0"),
+}
+
+
+@pytest.mark.parametrize(("position_encoding", "reason"), STRANGE.values(), ids=STRANGE)
+def test_strange_values_are_refused_in_few_words(position_encoding, reason):
+    with pytest.raises(ValueError, match=reason) as error:
+        hf_posenc.PosEncBertConfig(position_encoding=position_encoding)
+    assert len(str(error.value)) < 1_000
+
+
+@pytest.mark.parametrize("saved", [None, "rope", 3, {}, {"type": 3}, {"type": "rope", "theta": None, "host": 7}])
+def test_a_strange_config_with_position_encoding_given_beside_it(saved):
+    with pytest.raises(ValueError):
+        config = hf_posenc.PosEncBertConfig.from_dict(
+            {"position_encoding": saved}, position_encoding={"type": "rope", "theta": {}, "host": {"kept": True}}
+        )
+        raise AssertionError(config)
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.5, float("nan")])
+def test_dropout_is_a_probability(dropout):
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        hf_posenc.PositionEmbedding("sinusoidal", 8, dropout=dropout)
+
+
+def test_refused_compositions_leave_nothing_behind():
+    before, seen = set(Composition.__subclasses__()), 0
+    for names in permutations(list_encodings(), 3):
+        with pytest.raises(ValueError, match="has no part"):
+            canonical({"type": "+".join(names), "other": {}})
+        seen += 1
+    gc.collect()
+    assert seen > 500 and set(Composition.__subclasses__()) == before
+
+
+# Checkpoints of a stranger's, each loaded in one new process that notes every file it opens and every code that runs.
+
+PAYLOAD = """
+from pathlib import Path
+Path({marker!r}).open("a").write("code of a checkpoint ran\\n")
+from hf_posenc.modeling import PosEncBertConfig, PosEncBertModel
+"""
+PLACES = (
+    "../../etc/passwd",
+    "/etc/passwd",
+    "file:///etc/passwd",
+    "https://example.org/model",
+    "me/../../whoami-v2",
+    "..",
+    "a?b=c#d",
+    "x\n---\nlicense: mit",
+)
+
+LOAD = """
+import json, os, sys
+root, endpoint, token = sys.argv[1:]
+os.environ.update(HF_ENDPOINT=endpoint, HF_TOKEN=token, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1", HF_HOME=root + "/home")
+opened, asked = [], []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+sys.stdin = open(os.devnull)
+import torch
+from transformers import AutoModel
+
+results = {}
+
+def attempt(name, make):
+    opened.clear()
+    try:
+        model = make()
+        results[name] = {"class": f"{type(model).__module__}.{type(model).__name__}"}
+    except Exception as error:
+        results[name] = {"error": f"{type(error).__name__}: {error}"}
+        model = None
+    results[name].update(ran=os.path.exists(root + "/ran.txt"), opened=sorted(set(opened)))
+    return model
+
+def load(name, **arguments):
+    called = " ".join([name, *arguments])
+    return attempt(called, lambda: AutoModel.from_pretrained(f"{root}/{name}", **arguments))
+
+attempt("without the package", lambda: AutoModel.from_pretrained(root + "/code"))
+import hf_posenc
+load("code")
+load("code", trust_remote_code=True)
+for name in ("pickle", "index", "elsewhere", "named", "wide", "kind", "missing"):
+    load(name)
+load("pickle", use_safetensors=False)
+load("wide", ignore_mismatched_sizes=True)
+models = {name: load(name) for name in sorted(os.listdir(root)) if name.startswith("place")}
+json.dump(results, open(root + "/loaded.json", "w"))
+for name, model in models.items():
+    hf_posenc.push_to_hub(model, "me/" + name)
+"""
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory):
+    """What came of each checkpoint, and the local Hub that was asked."""
+    root = tmp_path_factory.mktemp("strangers")
+    marker = str(root / "ran.txt")
+
+    def save(name, **changes):
+        folder = root / name
+        patched("bert", "relative").save_pretrained(folder)
+        for file in folder.glob("*.py"):
+            file.unlink()
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("auto_map", None)
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        return folder
+
+    classes = {"AutoConfig": "posenc_modeling.PosEncBertConfig", "AutoModel": "posenc_modeling.PosEncBertModel"}
+    (save("code", auto_map=classes) / "posenc_modeling.py").write_text(PAYLOAD.format(marker=marker))
+
+    class Payload:
+        def __reduce__(self):
+            return exec, (f"open({marker!r}, 'a').write('a pickle ran')",)
+
+    folder = save("pickle")
+    (folder / "model.safetensors").unlink()
+    torch.save(Payload(), folder / "pytorch_model.bin")
+
+    def index(name, shard, **changes):
+        folder = save(name, **changes)
+        names = list(load_file(folder / "model.safetensors"))
+        (folder / "model.safetensors").unlink()
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, shard)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return folder
+
+    torch.save(Payload(), index("index", "weights.bin") / "weights.bin")
+    index("elsewhere", "../code/model.safetensors")
+    torch.save(Payload(), save("named", transformers_weights="adapter_model.bin") / "adapter_model.bin")
+
+    def weights(name, change):
+        folder = save(name)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    weights("wide", lambda tensors: tensors.update({"posenc.weight": torch.zeros(4, 9)}))
+    weights("kind", lambda tensors: tensors.update({"posenc.weight": torch.ones(4, 257, dtype=torch.int8)}))
+    weights("missing", lambda tensors: tensors.pop("posenc.weight"))
+    for number, place in enumerate(PLACES):
+        model = patched("bert", "alibi")
+        model.config.position_encoding["host"]["name_or_path"] = place
+        model.save_pretrained(root / f"place{number}")
+    with serve() as hub:
+        run_python(LOAD, root, hub.endpoint, TOKEN)
+    return json.loads((root / "loaded.json").read_text()), hub
+
+
+def test_no_code_of_a_checkpoint_runs(strangers):
+    """Without the package and without trust there is an error; with the package its own classes are used, and even
+    trust_remote_code=True doesn't turn to the checkpoint's code."""
+    loaded, _ = strangers
+    assert "trust_remote_code=True" in loaded["without the package"]["error"]
+    for name in ("code", "code trust_remote_code"):
+        assert loaded[name]["class"] == "hf_posenc.modeling.PosEncBertModel"
+    assert not any(result["ran"] for result in loaded.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("pickle", "pytorch_model.bin"), ("pickle use_safetensors", "pytorch_model.bin"), ("index", "weights.bin")]
+    + [("named", "adapter_model.bin")],
+)
+def test_a_pickle_is_not_opened(strangers, name, file):
+    loaded, _ = strangers
+    assert re.match(
+        r"ValueError: .*" + re.escape(file) + " is not a safetensors file and was not opened", loaded[name]["error"]
+    )
+    assert not any(path.endswith(file) for path in loaded[name]["opened"])
+
+
+def test_a_shard_outside_the_folder_is_refused(strangers):
+    loaded, _ = strangers
+    assert "names '../code/model.safetensors', which is no file of its own folder" in loaded["elsewhere"]["error"]
+
+
+def test_weights_that_do_not_fit(strangers):
+    loaded, _ = strangers
+    assert loaded["wide"]["error"].startswith("RuntimeError: You set `ignore_mismatched_sizes` to `False`")
+    assert "mismatched_keys posenc.weight; its config asks for other sizes" in loaded["wide ignore_mismatched_sizes"]["error"]
+    assert "missing_keys posenc.weight" in loaded["missing"]["error"]
+    assert "class" in loaded["kind"], "another dtype is converted"
+
+
+def test_a_config_names_no_place_to_go_to(strangers):
+    """`name_or_path` of the host is a name to show: neither loading nor pushing opens it, or asks for it beyond a repo id."""
+    loaded, hub = strangers
+    for number, place in enumerate(PLACES):
+        result = loaded[f"place{number}"]
+        assert result["class"] == "hf_posenc.modeling.PosEncBertModel"
+        assert not any("passwd" in path or "example.org" in path or path == place for path in result["opened"])
+        card = hub.repos[f"me/place{number}"].commits[-1].files["README.md"].decode()
+        assert place not in card
+    asked = re.findall(r"/api/models/(\S*)", "\n".join(hub.log))
+    assert asked and all(name.startswith("me/place") for name in asked)
+    assert not any(".." in line or "passwd" in line or "example.org" in line for line in hub.log)
