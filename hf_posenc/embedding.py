@@ -140,11 +140,11 @@ def _label(folder: Path, encoding: str) -> None:
                 continue
             metadata["position_encoding"] = encoding
             text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
+            text += b" " * (-(8 + len(text)) % 64)
             with labelled.open("wb") as copy:
                 copy.write(len(text).to_bytes(8, "little") + text)
                 shutil.copyfileobj(file, copy, length=2**24)
-        labelled.replace(path)
+        os.replace(labelled, path)
 
 
 class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):

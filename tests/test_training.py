@@ -128,7 +128,7 @@ def whole(tiny, tmp_path_factory, launch):
         # The files of step_3: the optimizer, random states, progress, scheduler; then those of step_6.
         *((("torch.save", number), "step_3" if number > 4 else None) for number in range(1, 9)),
         (("training.checkpoints._synchronise", 3), None),
-        (("training.checkpoints._synchronise", 20), "step_3"),
+        (("training.checkpoints._synchronise", 40), "step_3"),
         (("pathlib.Path.rename", 1), None),
         (("training.checkpoints.prune", 2), "step_3"),
         (("pathlib.Path.replace", 2), "step_6"),
