@@ -147,7 +147,7 @@ def _positions(model: PreTrainedModel, report: Report) -> list[str]:
         papers = re.findall(r"https?://[^\s,]+", (sys.modules[encoding.__module__].__doc__ or "").partition("\n")[0])
         said = [f"`{key}={value!r}`" for key, value in options.items()] + [f"<{paper}>" for paper in papers]
         if not encoding.__module__.startswith("hf_posenc."):
-            there = " with the package; the code that comes with the model has it" if _auto_map(model) else ""
+            there = " with the package; the code that comes with the model has it" if _remote_auto_class(model) else ""
             said.append(f"its class `{encoding.__name__}` is not part of hf-posenc: import or define it before loading{there}")
         lines.append(f"- position encoding `{name}`" + (f": {', '.join(said)}" if said else ""))
     for verb, paths in report.enters.items():

@@ -37,22 +37,19 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
         position_encoding: Any
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        self.__dict__.pop("auto_map", None)
         if self.position_encoding is not None and not os.path.isfile(save_directory):
-            cls = encoding_class(self.position_encoding["type"])
+            cls, auto_classes = encoding_class(self.position_encoding["type"]), self._auto_classes()
             try:
                 files = portable.files(type(self).__module__.rpartition(".")[2].removeprefix("posenc_"), cls.kinds())
             except ValueError as reason:
-                warnings.warn(
-                    f"{reason}. Saved without code of its own, so it loads only where hf-posenc is installed and "
-                    f"{cls.__qualname__} is imported",
-                    stacklevel=3,
-                )
-            else:
-                self.auto_map = {auto: f"{portable.ENTRY}.{name}" for auto, name in self._auto_classes().items()}
-                os.makedirs(save_directory, exist_ok=True)
-                for name, text in files.items():
-                    Path(save_directory, name).write_text(text, encoding="utf-8")
+                remedy = f"it loads where hf-posenc is installed and {cls.__module__}.{cls.__qualname__} is imported"
+                warnings.warn(f"{reason}. The model is saved without its code: {remedy}", stacklevel=3)
+                files = portable.without_code(cls.type, remedy)
+                auto_classes = {"AutoConfig": auto_classes["AutoConfig"]}
+            self.auto_map = {auto: f"{portable.ENTRY}.{name}" for auto, name in auto_classes.items()}
+            os.makedirs(save_directory, exist_ok=True)
+            for name, text in files.items():
+                Path(save_directory, name).write_text(text, encoding="utf-8")
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def _auto_classes(self) -> dict[str, str]:

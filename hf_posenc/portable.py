@@ -53,6 +53,12 @@ def files(root: str, encodings: Iterable[type]) -> dict[str, str]:
     return {f"{name}.py": text for name, text in {**texts, **authors}.items()}
 
 
+def without_code(encoding: str, remedy: str) -> dict[str, str]:
+    """The entry of a model whose encoding can't travel: it says so, since Transformers would advise to upgrade itself."""
+    said = f"the class of this model's position encoding {encoding!r} isn't with it: pip install hf-posenc; {remedy}"
+    return {f"{ENTRY}.py": f"raise ImportError({said!r})\n"}
+
+
 def _is_ours(module: str) -> bool:
     return module == PACKAGE or module.startswith(f"{PACKAGE}.")
 

@@ -18,8 +18,12 @@ class Bare(PathFinder):
         return None if fullname.partition(".")[0] in HIDDEN else super().find_spec(fullname, path, target)
 
 
-def main():
+def hide():
     sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in sys.meta_path]
+
+
+def main():
+    hide()
     import torch
     import transformers
 

@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import ROOT, VOCABULARY, patched, stock
+from conftest import ROOT, VOCABULARY, patched, stock, tokens
 from hf_posenc.cards import checked_evaluation, result_files
 from hf_posenc.cli import app
 from hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
@@ -145,7 +145,9 @@ for expected, name, arguments in (
     ("trained", "me/trained", {}),
 ):
     heads = {"masked": transformers.AutoModelForMaskedLM, "trained": transformers.AutoModelForSequenceClassification}
-    model = heads.get(expected, transformers.AutoModel).from_pretrained(name, **arguments)
+    if "subfolder" in arguments and more:
+        continue  # Transformers takes code from the root alone
+    model = heads.get(expected, transformers.AutoModel).from_pretrained(name, **arguments, **more)
     assert torch.equal(model(tokens())[0], outputs[expected]), (name, arguments)
 """
 """Loaded from the Hub, and then without it, from the cache."""
@@ -158,7 +160,7 @@ from huggingface_hub import hf_hub_download
 from transformers import AutoModel, AutoTokenizer
 from conftest import tokens
 
-folder, results = Path(sys.argv[1]), {}
+folder, results, more = Path(sys.argv[1]), {}, {}
 for name in (
     "model", "unlimited", "stock", "heads", "layer", "licence", "shards", "by-hand", "own-method", "measured"
 ):
@@ -198,10 +200,29 @@ import sys, torch, transformers, hf_posenc
 from pathlib import Path
 from conftest import tokens
 
-folder = Path(sys.argv[1])
+folder, more = Path(sys.argv[1]), {}
 """
     + PLACES
 )
+
+BARE = (
+    """
+import sys
+import bare
+
+bare.hide()
+import torch, transformers
+from pathlib import Path
+
+folder, more = Path(sys.argv[1]), {"trust_remote_code": True}
+tokens = lambda: torch.load(folder / "tokens.pt")
+"""
+    + PLACES
+    + """
+assert not bare.HIDDEN & {name.partition(".")[0] for name in sys.modules}
+"""
+)
+"""The same where this package is not installed."""
 
 
 EVALUATION = {
@@ -276,6 +297,11 @@ def pushed(tmp_path_factory):
         run(LOAD, folder, hub, "another-home")
         asked = len(hub.log)
         errors += run(OFFLINE, folder, hub, "another-home", HF_HUB_OFFLINE="1")
+        assert len(hub.log) == asked
+        torch.save(tokens(), folder / "tokens.pt")
+        run(BARE, folder, hub, "bare-home")
+        asked = len(hub.log)
+        run(BARE, folder, hub, "bare-home", HF_HUB_OFFLINE="1")
         assert len(hub.log) == asked
         results, loaded = (json.loads((folder / name).read_text()) for name in ("results.json", "loaded.json"))
         yield SimpleNamespace(folder=folder, repos=hub.repos, results=results, loaded=loaded, errors=errors, log=log)

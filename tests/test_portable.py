@@ -163,6 +163,8 @@ def bare(own, tmp_path_factory):
     layer = hf_posenc.PositionEmbedding("learned", hidden_size=8, max_length=16).eval()
     save("layer", layer, inputs_embeds=torch.randn(2, 5, 8))
     (folder / "cases.json").write_text(json.dumps(auto))
+    with pytest.warns(UserWarning):
+        patched("bert", "own-careless").save_pretrained(folder / "careless")
     run_bare(folder)
     return json.loads((folder / "seen.json").read_text()), folder
 
@@ -276,9 +278,10 @@ def test_what_cant_travel_is_said_and_nothing_is_lost(own, tmp_path, encoding, w
     model.config.auto_map = {"AutoModel": "old.Code"}  # of an earlier save
     with pytest.warns(UserWarning, match=words) as warned:
         model.save_pretrained(tmp_path)
-    assert "loads only where hf-posenc is installed and" in str(warned[0].message)
-    assert set(os.listdir(tmp_path)) == {"config.json", "model.safetensors"}
-    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+    assert "it loads where hf-posenc is installed and" in str(warned[0].message)
+    assert set(os.listdir(tmp_path)) == {"config.json", "model.safetensors", "modeling_posenc.py"}
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert auto_map == {"AutoConfig": "modeling_posenc.PosEncBertConfig"}
     assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))
 
 
@@ -304,6 +307,7 @@ def error_of(call):
 said["untrusted"] = error_of(lambda: AutoModel.from_pretrained(folder / "bert-alibi", trust_remote_code=False))
 said["ran"] = [name for name in sys.modules if name.startswith("transformers_modules")]
 said["other versions"] = error_of(lambda: AutoModel.from_pretrained(folder / "other-versions", trust_remote_code=True))
+said["left behind"] = error_of(lambda: AutoModel.from_pretrained(folder / "careless", trust_remote_code=True))
 load = AutoModelForMaskedLM.from_pretrained
 models = {name: load(folder / name, trust_remote_code=True) for name in ("bert-alibi", "bert-t5")}
 
@@ -341,6 +345,13 @@ def test_without_package_and_trust_nothing_runs(beside):
     """Transformers says so itself, and points to the folder and to trust_remote_code."""
     assert "contains custom code" in beside["untrusted"] and "trust_remote_code=True" in beside["untrusted"]
     assert beside["ran"] == []
+
+
+def test_an_encoding_that_was_left_behind_is_named_with_the_remedy(beside):
+    words = (
+        "'own-careless' isn't with it: pip install hf-posenc; it loads where hf-posenc is installed and own_encodings.Careless"
+    )
+    assert beside["left behind"].startswith("ImportError") and words in beside["left behind"]
 
 
 def test_other_versions_are_refused_by_name(beside):
