@@ -35,7 +35,8 @@ from conftest import BERT, HEADS, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, ran
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from training import checkpoints, data, flags  # noqa: E402, I001
+import train_clm  # noqa: E402, I001
+from training import checkpoints, data, flags  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 PARAMETRISED = ("learned", "relative", "relative_key_query", "t5", "learned+shaw")
@@ -597,6 +598,14 @@ def test_losses_are_those_of_the_model(tiny, tmp_path, launch):
         ids = tokenizer(text, return_tensors="pt").input_ids
         losses += [-row[label] for row, label in zip(model(ids).logits.log_softmax(-1)[0], ids[0, 1:], strict=False)]
     assert record(tmp_path / "out")["losses"] == [pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)]
+
+
+def test_the_token_that_ends_a_text_is_learned_where_it_pads_as_well(tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "gpt2")
+    tokenizer.pad_token, end = tokenizer.eos_token, tokenizer.eos_token_id
+    rows = [(0, {"input_ids": [5, 6, end]}), (1, {"input_ids": [7]})]
+    batch = train_clm.CausalLanguageModeling(tokenizer).collate(rows)
+    assert batch["labels"].tolist() == [[5, 6, end], [7, -100, -100]] and batch["input_ids"].tolist()[1] == [7, end, end]
 
 
 def test_what_is_evaluated_is_what_is_saved(tiny, tmp_path, launch):
