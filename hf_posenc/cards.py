@@ -163,7 +163,12 @@ def _loading(model: PreTrainedModel, report: Report, auto: str | None, repo_id: 
         return ["## How to load it", "", *_fenced("python", stock, "", f"model = {call})")]
     lines = ["## How to load it", "", "With the package:", "", *_fenced("bash", "pip install hf-posenc"), ""]
     if auto:
-        lines += _fenced("python", "import hf_posenc  # Transformers then knows its models", stock, "", f"model = {call})")
+        kinds = encoding_class(report.encoding).kinds()
+        own = [kind.__name__ for kind in kinds if not kind.__module__.startswith("hf_posenc.")]
+        also = f", beside what defines {', '.join(own)}" if own else ""
+        lines += _fenced(
+            "python", f"import hf_posenc  # Transformers then knows its models{also}", stock, "", f"model = {call})"
+        )
     else:
         lines += _fenced("python", f"from hf_posenc import {report.model_class}", "", f"model = {call})")
     if remote := _remote_auto_class(model):

@@ -117,31 +117,39 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
                     f"the {module.type!r} encoding is at strength {module.strength}, which is not saved: "
                     "set posenc.strength = 1.0 first"
                 )
+        before = _weight_files(save_directory)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if self.should_save_on_this_rank(is_main_process):
-            _label(Path(save_directory), json.dumps(self.config.position_encoding, sort_keys=True))
+            encoding = json.dumps(self.config.position_encoding, sort_keys=True)
+            for path, stamp in _weight_files(save_directory).items():
+                if before.get(path) != stamp:
+                    _label(path, encoding)
 
 
-def _label(folder: Path, encoding: str) -> None:
-    """Write the encoding into the header of each weight file, so that a file by itself tells what is in it.
+def _weight_files(folder: str | os.PathLike[str]) -> dict[Path, Any]:
+    """The weight files in a folder, and what changes when one is written."""
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in Path(folder).glob("*.safetensors")}
+
+
+def _label(path: Path, encoding: str) -> None:
+    """Write the encoding into the header of a weight file, so that the file by itself tells what is in it.
 
     Transformers takes no metadata, and safetensors writes several entries in an order that changes, so that equal models
-    would be different files. The format: https://huggingface.co/docs/safetensors. Files of an earlier save are left alone.
+    would be different files. The format: https://huggingface.co/docs/safetensors.
     """
-    for path in folder.glob("model*.safetensors"):
-        labelled = path.with_suffix(".labelled")
-        with path.open("rb") as file:
+    labelled = path.with_suffix(".labelled")
+    try:
+        with path.open("rb") as file, labelled.open("wb") as copy:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            metadata = header.setdefault("__metadata__", {})
-            if "position_encoding" in metadata:
-                continue
-            metadata["position_encoding"] = encoding
+            header.setdefault("__metadata__", {})["position_encoding"] = encoding
             text = json.dumps(header, separators=(",", ":")).encode()
             text += b" " * (-(8 + len(text)) % 64)
-            with labelled.open("wb") as copy:
-                copy.write(len(text).to_bytes(8, "little") + text)
-                shutil.copyfileobj(file, copy, length=2**24)
+            copy.write(len(text).to_bytes(8, "little") + text)
+            shutil.copyfileobj(file, copy, length=2**24)
+        shutil.copymode(path, labelled)
         os.replace(labelled, path)
+    finally:
+        labelled.unlink(missing_ok=True)
 
 
 class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):

@@ -33,6 +33,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from hf_posenc.cards import EVALUATION, INHERITED, SIGNATURE, checked_evaluation, model_card, replaceable, result_files
 from hf_posenc.commits import Change, persist
 from hf_posenc.diagnostics import inspect
+from hf_posenc.encodings import encoding_class
 
 IMAGES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")
@@ -115,7 +116,7 @@ def push_to_hub(
         if offline or save_directory is not None:
             _keep(folder, keep_in, partial(card, repo_id), _base(model, None))
         if offline:
-            ways = _commands(keep_in, repo_id, private, revision, create_pr)
+            ways = _commands(_own_modules(report.encoding), keep_in, repo_id, private, revision, create_pr)
             logger.warning(
                 "offline, nothing was sent: %s is ready in %s. To push it later:\n  %s\n  %s", repo_id, keep_in, *ways
             )
@@ -266,13 +267,21 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
             Path(near, path).replace(keep_in / path)
 
 
-def _commands(folder: Path, repo_id: str, private: bool | None, revision: str | None, create_pr: bool) -> tuple[str, str]:
+def _own_modules(encoding: str) -> list[str]:
+    """The modules that define encodings which aren't part of this package."""
+    kinds = encoding_class(encoding).kinds()
+    return sorted({kind.__module__ for kind in kinds if not kind.__module__.startswith("hf_posenc.")})
+
+
+def _commands(
+    modules: list[str], folder: Path, repo_id: str, private: bool | None, revision: str | None, create_pr: bool
+) -> tuple[str, str]:
     """How to push the folder later: with this package, and as it is."""
     options = [f"--revision={revision}"] * (revision is not None) + ["--create-pr"] * create_pr
     ours = ["--private" if private else "--public"] * (private is not None) + options
     theirs = ["--private"] * bool(private) + options
     return (
-        shlex.join(["hf-posenc", "push", str(folder), repo_id, *ours]),
+        shlex.join(["hf-posenc", *(f"--import={name}" for name in modules), "push", str(folder), repo_id, *ours]),
         shlex.join(["hf", "upload", repo_id, str(folder), ".", *theirs]),
     )
 

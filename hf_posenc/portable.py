@@ -8,12 +8,18 @@ hands the same files on.
 import ast
 import functools
 import importlib.util
+import inspect
+import math
+import symtable
 import sys
-import sysconfig
+import tokenize
+import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
 
 ENTRY = "modeling_posenc"
 PACKAGE, _, _OWN_NAME = __name__.rpartition(".")
@@ -102,11 +108,14 @@ def _relative(module: str, alias: ast.alias) -> tuple[str, str]:
 
 
 class _Extract:
-    """What encodings of one's own need of the modules that define them: one file for each, with only what is used."""
+    """What encodings of one's own need of the modules that define them: one file for each, with only what is used.
+
+    Functions and classes travel as source, everything else by its present value.
+    """
 
     def __init__(self, found: dict[str, str]) -> None:
         self.found = found
-        self.statements: dict[str, dict[str, list[tuple[ast.stmt, str]]]] = {}
+        self.binders: dict[str, dict[str, list[_Binder]]] = {}
         self.imports: dict[str, dict[str, str]] = {}
         self.definitions: dict[str, dict[str, str]] = {}
 
@@ -115,56 +124,87 @@ class _Extract:
         return {_own_name(module): header + self._text(module) for module in self.definitions}
 
     def _text(self, module: str) -> str:
-        future, _ = self.statements[module].get("annotations", [(None, "")])[0]
-        first = ["from __future__ import annotations"] if getattr(future, "module", None) == "__future__" else []
+        futures = [binder.node for binder in self.binders[module].get("annotations", ())]
+        first = ["from __future__ import annotations"] * any(getattr(node, "module", "") == "__future__" for node in futures)
         imports = "\n".join([*first, *self.imports.get(module, {}).values()])
         return "\n\n\n".join([imports, *self.definitions[module].values()]) + "\n"
 
     def take(self, module: str, name: str) -> None:
         """A top-level name of a module, after all that it needs."""
-        if module not in self.statements:
-            self.statements[module] = _statements(module)
-        known = self.statements[module]
-        if name not in known:
+        if module not in self.binders:
+            self.binders[module] = _binders(sys.modules.get(module))
+        if name in self.imports.get(module, {}) or name in self.definitions.setdefault(module, {}):
+            return
+        scope = vars(sys.modules[module]) if module in sys.modules else {}
+        binders = self.binders[module].get(name, [])
+        if name == "__file__":
+            raise ValueError(
+                f"{module} opens files beside itself, which can't travel with the model: write their content into it"
+            )
+        if name in scope and _is_plain(scope[name]):
+            self.definitions[module][name] = f"{name} = {_literal(scope[name])}"
+            return
+        if name not in scope or not binders:
             raise ValueError(
                 f"the source of {module}.{name} is not to be found, so it can't travel with the model: define it at the top "
-                "level of a file or of a notebook's cell"
+                "level of a file or of a notebook's cell, and import it by its name"
             )
-        first, _ = known[name][0]
-        if isinstance(first, (ast.Import, ast.ImportFrom)):
-            imports = self.imports.setdefault(module, {})
-            if name not in imports:
-                imports[name] = self._import(module, name, first)
-            return
-        definitions = self.definitions.setdefault(module, {})
-        text = "\n".join(text for _, text in known[name])
-        if text in definitions:
-            return
-        definitions[text] = ""  # two functions may need each other
-        used = {each.id for node, _ in known[name] for each in ast.walk(node) if isinstance(each, ast.Name)}
-        for other in sorted(used - {name}):
-            if other in known and known[other][0][0] is not first:
-                self.take(module, other)
-        del definitions[text]
-        definitions[text] = text
+        value, last = scope[name], binders[-1]
+        imports = [binder.node for binder in binders if isinstance(binder.node, (ast.Import, ast.ImportFrom))]
+        if imports:
+            self.imports.setdefault(module, {})[name] = self._import(module, name, imports[-1])
+        elif isinstance(value, torch.Tensor) and value.numel() <= 4096:
+            self.imports.setdefault(module, {})["torch"] = "import torch"
+            written = f"torch.tensor({_literal(value.tolist())}, dtype={value.dtype})"
+            self.definitions[module][name] = f"{name} = {written}"
+        elif isinstance(value, (type, FunctionType, BuiltinFunctionType)) or typing.get_origin(value) is not None:
+            self._define(module, name, value, [last, *self.binders[module].get(f"{name}.", [])])
+        else:
+            raise ValueError(
+                f"{name!r} in {module} is a {type(value).__name__}, which can't travel with the model: what its encoding uses "
+                "may be classes, functions, imported names, plain values and small tensors"
+            )
+
+    def _define(self, module: str, name: str, value: Any, statements: list["_Binder"]) -> None:
+        """A class, a function or a type by its source, with what it uses; two may need each other."""
+        self.definitions[module][name] = ""
+        for node, text, _ in statements:
+            quoted = [each.annotation for each in ast.walk(node) if isinstance(each, ast.AnnAssign)]
+            strings = [str(each.value) for each in quoted if isinstance(each, ast.Constant)]  # read when options are checked
+            for each in (text, *strings):
+                for other in sorted(_global_names(symtable.symtable(each, module, "exec")) - {name}):
+                    if other == "__file__" or (other in vars(sys.modules[module]) and not other.startswith("__")):
+                        self.take(module, other)
+            for inner in ast.walk(node):
+                if isinstance(inner, (ast.Import, ast.ImportFrom)):
+                    _refuse_inner(module, name, inner)
+        _refuse_edited(module, name, value, statements[0])
+        if isinstance(value, type):
+            stated = {"type", "aliases", *_bound(ast.Module(getattr(statements[0].node, "body", []), []))}
+            stated |= {target.attr for node, _, _ in statements[1:] for target in getattr(node, "targets", ())}
+            if extra := sorted(each for each in vars(value).keys() - stated if not each.startswith("_")):
+                raise ValueError(
+                    f"{module}.{name}.{extra[0]} was set from outside the class, which can't travel: set it in its body"
+                )
+        del self.definitions[module][name]
+        self.definitions[module][name] = "\n".join(text for _, text, _ in statements)
 
     def _import(self, module: str, name: str, node: Any) -> str:
         alias = next(each for each in node.names if (each.asname or each.name.partition(".")[0]) == name)
         bound = f" as {alias.asname}" if alias.asname else ""
-        if isinstance(node, ast.Import):
-            if alias.name == PACKAGE:
-                return self._namespace(module, name)
-            if _is_ours(alias.name) or not _is_installed(alias.name):
-                raise ValueError(
-                    f"`import {alias.name}` in {module} can't travel with the model: from {alias.name} import the names "
-                    "that its encoding uses"
-                )
-            return f"import {alias.name}{bound}"
-        source = importlib.util.resolve_name("." * node.level + (node.module or ""), sys.modules[module].__package__)
+        source = alias.name if isinstance(node, ast.Import) else _source(module, node)
+        if isinstance(node, ast.Import) and source == PACKAGE:
+            return self._namespace(module, name)
+        whole = isinstance(node, ast.Import) or isinstance(sys.modules.get(f"{source}.{alias.name}"), ModuleType)
+        if not _is_ours(source) and _is_installed(source):
+            return f"import {source}{bound}" if isinstance(node, ast.Import) else f"from {source} import {alias.name}{bound}"
+        if whole and not (isinstance(node, ast.ImportFrom) and source == PACKAGE):
+            raise ValueError(
+                f"`{ast.unparse(node)}` in {module} can't travel with the model: from {source} import the names that its "
+                "encoding uses"
+            )
         if _is_ours(source):
             return self._ours(source, alias)
-        if _is_installed(source):
-            return f"from {source} import {alias.name}{bound}"
         self.take(source, alias.name)
         return f"from .{_own_name(source)} import {alias.name}{bound}"
 
@@ -178,11 +218,16 @@ class _Extract:
         package = sys.modules[PACKAGE]
         used = {
             node.attr
-            for statements in self.statements[module].values()
-            for statement, _ in statements
-            for node in ast.walk(statement)
+            for binders in self.binders[module].values()
+            for binder in binders
+            for node in ast.walk(binder.node)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
         }
+        if modules := sorted(each for each in used if isinstance(getattr(package, each, None), ModuleType)):
+            raise ValueError(
+                f"`{name}.{modules[0]}` in {module} can't travel with the model: from {PACKAGE}.{modules[0]} import the names "
+                "that its encoding uses"
+            )
         carried = sorted(
             each for each in used if getattr(getattr(package, each, None), "__module__", "").startswith(f"{PACKAGE}.encodings.")
         )
@@ -190,8 +235,21 @@ class _Extract:
         return "\n".join(["import types", *lines, f"{name} = types.SimpleNamespace({', '.join(f'{c}={c}' for c in carried)})"])
 
 
+class _Binder(NamedTuple):
+    """A statement which binds a name at the top level of a module, its text, and the file or cell that it is in."""
+
+    node: ast.stmt
+    text: str
+    source: str
+
+
 def _own_name(module: str) -> str:
-    return f"posenc_own_{module.replace('.', '_').strip('_')}"
+    return "posenc_main" if module == "__main__" else f"posenc_own_{module.replace('_', '__').replace('.', '_')}"
+
+
+def _source(module: str, node: ast.ImportFrom) -> str:
+    """The module that an import takes names from."""
+    return importlib.util.resolve_name("." * node.level + (node.module or ""), sys.modules[module].__package__)
 
 
 def _is_installed(module: str) -> bool:
@@ -201,39 +259,114 @@ def _is_installed(module: str) -> bool:
         return True
     spec = importlib.util.find_spec(top) if top != "__main__" else None
     places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
-    return any(
-        place and Path(place).is_relative_to(sysconfig.get_path(kind)) for place in places for kind in ("purelib", "platlib")
-    )
+    return any(place and {"site-packages", "dist-packages"} & set(Path(place).parts) for place in places)
 
 
-def _statements(module: str) -> dict[str, list[tuple[ast.stmt, str]]]:
-    """Name -> the last top-level statement which binds it, and those after it which change what it holds; with texts."""
-    found: dict[str, list[tuple[ast.stmt, str]]] = {}
-    for source in _sources(sys.modules.get(module)):
+def _is_plain(value: Any) -> bool:
+    """Whether a value is what its literal says."""
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        return type(value) in (list, tuple, set, frozenset, dict) and all(map(_is_plain, inner))
+    return value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype)
+
+
+def _literal(value: Any) -> str:
+    """As in `repr`, but that floats which have no literal are written as calls."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if isinstance(value, (tuple, set, frozenset)):
+        return f"{type(value).__name__}([{', '.join(map(_literal, value))}])"
+    return f"float({str(value)!r})" if isinstance(value, float) and not math.isfinite(value) else repr(value)
+
+
+def _refuse_inner(module: str, name: str, node: Any) -> None:
+    for alias in node.names:
+        source = alias.name if isinstance(node, ast.Import) else _source(module, node)
+        if _is_ours(source) or not _is_installed(source):
+            raise ValueError(
+                f"{module}.{name} imports {source} when it runs, which can't travel with the model: import by name what it "
+                "uses, at the top"
+            )
+
+
+def _refuse_edited(module: str, name: str, value: Any, binder: _Binder) -> None:
+    """Raises ValueError where the functions of a definition are no longer those of its source."""
+    written = _functions(compile(binder.source, module, "exec", dont_inherit=True))
+    methods = [
+        each.name for each in getattr(binder.node, "body", ()) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    for function in [vars(value).get(method) for method in methods] if isinstance(value, type) else [value]:
+        function = inspect.unwrap(getattr(function, "__func__", function))  # type: ignore[arg-type]
+        own = isinstance(function, FunctionType) and function.__module__ == module and function.__qualname__.startswith(name)
+        if own and _essence(function.__code__) not in written:
+            raise ValueError(
+                f"the source of {module}.{name} has changed since it was imported, so it can't travel with the model: start "
+                "again, then load and save the model"
+            )
+
+
+def _functions(code: CodeType) -> list[Any]:
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [*map(_essence, inner), *(found for each in inner for found in _functions(each))]
+
+
+def _essence(code: CodeType) -> Any:
+    """What a function does, wherever it stands."""
+    consts = tuple(_essence(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts)
+    return code.co_name, code.co_code, code.co_names, code.co_varnames, consts
+
+
+def _global_names(table: symtable.SymbolTable) -> set[str]:
+    """Names that a piece of source takes from its module, or from Python."""
+    top = table.get_type() == "module"
+    own = {
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_referenced() and (symbol.is_global() or (top and not symbol.is_assigned()))
+    }
+    return own.union(*map(_global_names, table.get_children()))
+
+
+def _binders(module: ModuleType | None) -> dict[str, list[_Binder]]:
+    """Name -> the statements that bind it at the top level, in order; "name." -> those that set its attributes."""
+    found: dict[str, list[_Binder]] = {}
+    for source in _sources(module):
         try:
             tree = ast.parse(source)
         except SyntaxError:  # a notebook's cell with magics
             continue
-        lines = source.splitlines()
-        for node in tree.body:
-            if isinstance(node, ast.If) and any(getattr(each, "id", "") == "__name__" for each in ast.walk(node.test)):
-                continue  # what a script does when it is run
-            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-            statement = (node, "\n".join(lines[first - 1 : node.end_lineno]))
+        for node in _simple(tree.body):
+            plain = node.col_offset == 0 and not getattr(node, "decorator_list", ())
+            text = (ast.get_source_segment(source, node) if plain else None) or ast.unparse(node)
             for name in _bound(node):
-                kept = found.get(name, []) if isinstance(node, ast.AugAssign) else []
-                found[name] = [*kept, statement]
-            for name in _changed(node):
-                if name in found:
-                    found[name].append(statement)
+                found.setdefault(name, []).append(_Binder(node, text, source))
+                found.pop(f"{name}.", None)
+            for target in getattr(node, "targets", ()):
+                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                    found.setdefault(f"{target.value.id}.", []).append(_Binder(node, text, source))
     return found
+
+
+def _simple(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements, with those within `if`, `try`, `with` and loops in place of these."""
+    for node in body:
+        inner = [getattr(node, field, []) for field in ("body", "orelse", "finalbody")]
+        if any(inner) and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            handlers = [handler.body for handler in getattr(node, "handlers", ())]
+            for block in (*inner, *handlers):
+                yield from _simple(block)
+        else:
+            yield node
 
 
 def _sources(module: ModuleType | None) -> list[str]:
     """A file, or the cells of a notebook."""
     path = getattr(module, "__file__", None)
     if path and Path(path).is_file():
-        return [Path(path).read_text(encoding="utf-8")]
+        with tokenize.open(path) as file:
+            return [file.read()]
     cells = getattr(module, "In", None)
     return [cell for cell in cells if isinstance(cell, str)] if isinstance(cells, list) else []
 
@@ -250,12 +383,3 @@ def _bound(node: ast.AST) -> Iterator[str]:
     else:
         for child in ast.iter_child_nodes(node):
             yield from _bound(child)
-
-
-def _changed(node: ast.AST) -> Iterator[str]:
-    """The names whose values a statement changes in place: `name.append(…)`, `name[…] = …`, `name.attribute = …`."""
-    places = [node.value.func] if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else []
-    places += getattr(node, "targets", [getattr(node, "target", None)])
-    for place in places:
-        if isinstance(place, (ast.Attribute, ast.Subscript)) and isinstance(place.value, ast.Name):
-            yield place.value.id

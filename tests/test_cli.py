@@ -309,3 +309,15 @@ def test_without_typer():
     done = command("-c", code)
     assert done.returncode == 1 and done.stdout == "False\n" and "Traceback" not in done.stderr
     assert 'pip install "hf-posenc[cli]"' in done.stderr
+
+
+def test_an_encoding_of_ones_own(tmp_path, monkeypatch):
+    code = "import hf_posenc\n\n\nclass Mine(hf_posenc.PositionEncoding, type='own-cli'):\n    'Mine.'\n"
+    (tmp_path / "own_cli_encoding.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    done = command("-m", "hf_posenc.cli", "list", "--json")
+    assert "own-cli" not in json.loads(done.stdout)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    listed = json.loads(run("--import", "own_cli_encoding", "list", "--json"))
+    assert "own-cli" in listed
+    assert "No module named 'no_such'" in run("--import", "no_such", "list", code=1)

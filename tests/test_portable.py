@@ -70,6 +70,40 @@ class Careless(hf_posenc.PositionEncoding, type="own-careless"):
         return unused.slope(1.0) * distance[None]
 
 
+class Adjusted(hf_posenc.PositionEncoding, type="own-adjusted"):
+    """Mine."""
+
+    def distance_bias(self, distance):
+        return self.slope * distance[None]
+
+
+setattr(Adjusted, "slope", 2.0)
+OPTIONS = type("Options", (), {"slope": 1.0})()
+
+
+class Configured(hf_posenc.PositionEncoding, type="own-configured"):
+    """Mine."""
+
+    def distance_bias(self, distance):
+        return OPTIONS.slope * distance[None]
+
+
+class Edited(hf_posenc.PositionEncoding, type="own-edited"):
+    """Mine."""
+
+    def distance_bias(self, distance):
+        return 3.0 * distance[None]
+
+
+class Late(hf_posenc.PositionEncoding, type="own-late"):
+    """Mine."""
+
+    def distance_bias(self, distance):
+        from slopes import slope
+
+        return slope(2.0) * distance[None]
+
+
 def inside():
     class Inside(hf_posenc.PositionEncoding, type="own-inside"):
         """Mine."""
@@ -121,6 +155,7 @@ def own(tmp_path_factory):
     sys.path.insert(0, str(folder))
     import own_encodings
 
+    (folder / "own_encodings.py").write_text(OWN.replace("return 3.0", "return 4.0"))
     yield own_encodings
     sys.path.remove(str(folder))
 
@@ -192,8 +227,8 @@ def test_only_what_is_needed_travels(bare):
         "bert-alibi": {"alibi"},
         "bert-learned": {"learned", "sinusoidal"},  # its table can start as one
         "bert-sinusoidal-and-alibi": {"sinusoidal", "alibi", "composition"},
-        "bert-own-steep": {"alibi", "own_own_encodings"},
-        "bert-own-window": {"own_own_encodings", "own_slopes"},
+        "bert-own-steep": {"alibi", "own_own__encodings"},
+        "bert-own-window": {"own_own__encodings", "own_slopes"},
     }.items():
         files = {path.name for path in (folder / name).glob("*.py")}
         assert files == {f"posenc_{each}.py" for each in common | encodings} | {"modeling_posenc.py"}, name
@@ -224,11 +259,11 @@ def test_copies_differ_from_the_package_in_their_imports_alone(bare):
 def test_of_ones_own_module_only_what_its_encoding_needs(bare):
     _, folder = bare
     texts = {path.name: path.read_text() for path in (folder / "bert-own-window").glob("posenc_own_*.py")}
-    assert set(texts) == {"posenc_own_own_encodings.py", "posenc_own_slopes.py"}
-    text = texts["posenc_own_own_encodings.py"]
+    assert set(texts) == {"posenc_own_own__encodings.py", "posenc_own_slopes.py"}
+    text = texts["posenc_own_own__encodings.py"]
     assert "class Window(Base" in text and "Width = " in text and "from .posenc_own_slopes import slope as steepness" in text
     assert not any(word in text for word in ("SECRET", "Steep", "unused", "SystemExit", "ALiBi", "set_grad"))
-    assert "FACTORS.append(3.0)" in text and "Window.width = 3" in text
+    assert "FACTORS = [2.0, 3.0]" in text and "SIGN = -1" in text and "Window.width = 3" in text
     assert "import torch" not in texts["posenc_own_slopes.py"]
 
 
@@ -260,15 +295,22 @@ def test_an_unpatched_model_carries_nothing(tmp_path):
 def test_a_notebooks_cells(bare):
     """IPython keeps them in `In`; the last definition counts, and magics are passed over."""
     seen, folder = bare
-    text = (folder / "cell" / "posenc_own_notebook_main.py").read_text()
-    assert "FACTOR = 3" in text and "FACTOR = 2" not in text and "@(lambda cls: cls)" in text
+    text = (folder / "cell" / "posenc_own_notebook__main.py").read_text()
+    assert "FACTOR = 3" in text and "FACTOR = 2" not in text and "@lambda cls: cls" in text
     assert seen["cell"]["equal"] == [True, True, True]
 
 
 @pytest.mark.parametrize(
     ("encoding", "words"),
     [
-        ("own-careless", "`import slopes` in own_encodings can't travel with the model: from slopes import the names"),
+        (
+            "own-careless",
+            "`import slopes as unused` in own_encodings can't travel with the model: from slopes import the names",
+        ),
+        ("own-adjusted", "own_encodings.Adjusted.slope was set from outside the class, which can't travel"),
+        ("own-configured", "'OPTIONS' in own_encodings is a Options, which can't travel"),
+        ("own-late", "own_encodings.Late imports slopes when it runs, which can't travel"),
+        ("own-edited", "the source of own_encodings.Edited has changed since it was imported"),
         ("own-inside", r"own_encodings.inside.<locals>.Inside is not to be found"),
         ("own-inside+alibi", "is not to be found"),
     ],

@@ -5,6 +5,7 @@ Files are named after what they do (`listing`), since a public function's or a s
 
 import importlib
 import pkgutil
+import sys
 from typing import Annotated, Any
 
 try:
@@ -53,9 +54,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    modules: Annotated[list[str] | None, typer.Option("--import", help="A module that defines encodings of your own.")] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    pass
+    if modules:
+        sys.path.insert(0, "")
+    for name in modules or ():
+        importlib.import_module(name)
 
 
 for _module in pkgutil.iter_modules(__path__):

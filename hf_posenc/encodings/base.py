@@ -285,7 +285,8 @@ def encoding_class(name: Any) -> type[PositionEncoding]:
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(
             f"unknown position encoding {shown(name)}; registered: {_listed(list_encodings())}. "
-            "If it is one of your own, import the module that defines its class first"
+            "If it is one of your own, import the module that defines its class first; if its code came with a checkpoint, "
+            "load that with trust_remote_code=True where hf_posenc isn't imported"
         )
     return _REGISTRY[name]
 
