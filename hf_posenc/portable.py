@@ -107,6 +107,11 @@ def _relative(module: str, alias: ast.alias) -> tuple[str, str]:
     return f"from .{_flat(owner)} import {alias.name}" + (f" as {alias.asname}" if alias.asname else ""), owner
 
 
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+FORMULAS = (type, FunctionType, BuiltinFunctionType)
+"""What an assignment's expression gives again whenever it is read: other names of classes and functions, lambdas."""
+
+
 class _Extract:
     """What encodings of one's own need of the modules that define them: one file for each, with only what is used.
 
@@ -157,7 +162,7 @@ class _Extract:
             self.imports.setdefault(module, {})["torch"] = "import torch"
             written = f"torch.tensor({_literal(value.tolist())}, dtype={value.dtype})"
             self.definitions[module][name] = f"{name} = {written}"
-        elif isinstance(value, (type, FunctionType, BuiltinFunctionType)) or typing.get_origin(value) is not None:
+        elif isinstance(last.node, DEFINITIONS) or isinstance(value, FORMULAS) or typing.get_origin(value) is not None:
             self._define(module, name, value, [last, *self.binders[module].get(f"{name}.", [])])
         else:
             raise ValueError(
@@ -353,7 +358,7 @@ def _simple(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements, with those within `if`, `try`, `with` and loops in place of these."""
     for node in body:
         inner = [getattr(node, field, []) for field in ("body", "orelse", "finalbody")]
-        if any(inner) and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if any(inner) and not isinstance(node, DEFINITIONS):
             handlers = [handler.body for handler in getattr(node, "handlers", ())]
             for block in (*inner, *handlers):
                 yield from _simple(block)
@@ -373,7 +378,7 @@ def _sources(module: ModuleType | None) -> list[str]:
 
 def _bound(node: ast.AST) -> Iterator[str]:
     """The names that a statement binds in its module."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    if isinstance(node, DEFINITIONS):
         yield node.name
     elif isinstance(node, (ast.Import, ast.ImportFrom)):
         yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)

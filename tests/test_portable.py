@@ -119,6 +119,7 @@ if __name__ == "__main__":
     raise SystemExit("a script's work travelled with a model")
 '''
 SLOPES = """
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +130,7 @@ class Slope:
     value: float = 0.5
 
 
+@functools.cache
 def slope(power: float) -> float:
     return Slope().value / power if power > 1 else slope(2 * power)
 """
