@@ -5,6 +5,7 @@ The model, the batch and the loop are imported by the test, too, which runs them
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -137,7 +138,11 @@ def main() -> None:
         results[encoding] = {"trained": trained, "resumed": resume_in_three(encoding, folder / encoding, everyone)}
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    # Threads of the smaller groups may still run, and now and then abort a process that ends by itself.
+    os._exit(0)
 
 
 if __name__ == "__main__":
