@@ -112,6 +112,11 @@ def _without_weights(folder: str | os.PathLike[str]) -> PreTrainedModel:
         return AutoModel.from_config(config)
 
 
+def own_kinds(encoding: str) -> list[Any]:
+    """The classes of an encoding which are not part of this package."""
+    return [kind for kind in encoding_class(encoding).kinds() if not kind.__module__.startswith("hf_posenc.")]
+
+
 def _auto_class(model: PreTrainedModel) -> str | None:
     """The Auto class that loads a model, head and all."""
     name = type(model).__name__
@@ -146,7 +151,7 @@ def _positions(model: PreTrainedModel, report: Report) -> list[str]:
         options = report.options if len(encodings) == 1 else report.options.get(name, {})
         papers = re.findall(r"https?://[^\s,]+", (sys.modules[encoding.__module__].__doc__ or "").partition("\n")[0])
         said = [f"`{key}={value!r}`" for key, value in options.items()] + [f"<{paper}>" for paper in papers]
-        if not encoding.__module__.startswith("hf_posenc."):
+        if own_kinds(name):
             there = " with the package; the code that comes with the model has it" if _remote_auto_class(model) else ""
             said.append(f"its class `{encoding.__name__}` is not part of hf-posenc: import or define it before loading{there}")
         lines.append(f"- position encoding `{name}`" + (f": {', '.join(said)}" if said else ""))
@@ -163,8 +168,7 @@ def _loading(model: PreTrainedModel, report: Report, auto: str | None, repo_id: 
         return ["## How to load it", "", *_fenced("python", stock, "", f"model = {call})")]
     lines = ["## How to load it", "", "With the package:", "", *_fenced("bash", "pip install hf-posenc"), ""]
     if auto:
-        kinds = encoding_class(report.encoding).kinds()
-        own = [kind.__name__ for kind in kinds if not kind.__module__.startswith("hf_posenc.")]
+        own = [kind.__name__ for kind in own_kinds(report.encoding)]
         also = f", beside what defines {', '.join(own)}" if own else ""
         lines += _fenced(
             "python", f"import hf_posenc  # Transformers then knows its models{also}", stock, "", f"model = {call})"

@@ -30,10 +30,18 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from hf_posenc.cards import EVALUATION, INHERITED, SIGNATURE, checked_evaluation, model_card, replaceable, result_files
+from hf_posenc.cards import (
+    EVALUATION,
+    INHERITED,
+    SIGNATURE,
+    checked_evaluation,
+    model_card,
+    own_kinds,
+    replaceable,
+    result_files,
+)
 from hf_posenc.commits import Change, persist
 from hf_posenc.diagnostics import inspect
-from hf_posenc.encodings import encoding_class
 
 IMAGES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")
@@ -116,7 +124,8 @@ def push_to_hub(
         if offline or save_directory is not None:
             _keep(folder, keep_in, partial(card, repo_id), _base(model, None))
         if offline:
-            ways = _commands(_own_modules(report.encoding), keep_in, repo_id, private, revision, create_pr)
+            modules = sorted({kind.__module__ for kind in own_kinds(report.encoding)})
+            ways = _commands(modules, keep_in, repo_id, private, revision, create_pr)
             logger.warning(
                 "offline, nothing was sent: %s is ready in %s. To push it later:\n  %s\n  %s", repo_id, keep_in, *ways
             )
@@ -265,12 +274,6 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
         for path in _files(Path(near)):
             (keep_in / path).parent.mkdir(exist_ok=True)
             Path(near, path).replace(keep_in / path)
-
-
-def _own_modules(encoding: str) -> list[str]:
-    """The modules that define encodings which aren't part of this package."""
-    kinds = encoding_class(encoding).kinds()
-    return sorted({kind.__module__ for kind in kinds if not kind.__module__.startswith("hf_posenc.")})
 
 
 def _commands(

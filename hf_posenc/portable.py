@@ -108,8 +108,8 @@ def _relative(module: str, alias: ast.alias) -> tuple[str, str]:
 
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-FORMULAS = (type, FunctionType, BuiltinFunctionType)
-"""What an assignment's expression gives again whenever it is read: other names of classes and functions, lambdas."""
+FORMULAS = (type, FunctionType, BuiltinFunctionType, torch.dtype)
+"""What an assignment's expression gives again whenever it is read: other names of classes and functions, lambdas, dtypes."""
 
 
 class _Extract:
@@ -272,7 +272,7 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         inner = [*value, *value.values()] if isinstance(value, dict) else value
         return type(value) in (list, tuple, set, frozenset, dict) and all(map(_is_plain, inner))
-    return value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype)
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 
 def _literal(value: Any) -> str:

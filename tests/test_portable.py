@@ -143,8 +143,9 @@ CELLS = [
     "import hf_posenc",
     "class Cell(hf_posenc.PositionEncoding, type='own-cell'):\n    'Mine.'",
     "FACTOR = 3",
+    "import torch\nEXACT = torch.float64",
     "@(lambda cls: cls)\nclass Cell(hf_posenc.PositionEncoding, type='own-cell'):\n    'Mine.'\n"
-    "    def distance_bias(self, distance):\n        return -FACTOR * distance.abs()[None]",
+    "    def distance_bias(self, distance):\n        return -FACTOR * distance.abs()[None] * (EXACT.itemsize / 8)",
 ]
 
 
