@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from hf_posenc.encodings import PositionContext, PositionEncoding
 
 PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
-"""Another one in each copy of this module that came with a model's own code (`portable`)."""
+"""Another one in each copy of this module that came with a model's own code (`remote_code`)."""
 CONTEXT = "position_context"
 """The one keyword argument which carries the positions from the stack to its attentions."""
 
@@ -162,13 +162,13 @@ def score_bias(module: nn.Module, query: Tensor, key: Tensor, context: PositionC
     """All that is added to the scaled scores of this attention, broadcastable to `[B, H, Q, K]`, or None."""
     total = None
     for encoding in encodings_of(module, context):
-        if encoding.strength == 0.0:
+        if encoding.blend == 0.0:
             continue
         bias = _distance_bias(encoding, query.shape[2], key.shape[2], context)
         content = encoding.score_bias(query, key, context)
         for term in (bias, content):
             if term is not None:
-                term = term if encoding.strength == 1.0 else term * encoding.strength
+                term = term if encoding.blend == 1.0 else term * encoding.blend
                 total = term if total is None else total + term
     return total
 
@@ -224,7 +224,7 @@ def biased_mask(
     if trained or not shared:
         return compute()
     # The mask is compared by identity: hosts hand the same one to all layers of a kind.
-    seen = context.once("masks", list)
+    seen = context.cached("masks", list)
     for other, wanted, merged in seen:
         if other is mask and wanted == (causal, query.dtype):
             return merged

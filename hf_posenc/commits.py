@@ -85,10 +85,10 @@ class Change:
         places: list[tuple[str | None, str | None]] = [(self.revision, None)]
         if self.create_pr:
             asked = partial(self.api.get_repo_discussions, self.repo_id, discussion_status="open")
-            opened = persist(lambda: list(asked(discussion_type="pull_request")))
+            opened = retry(lambda: list(asked(discussion_type="pull_request")))
             places = [(request.git_reference, request.url) for request in opened if request.title == self.message]
         for place, url in places:
-            head = persist(partial(self.api.model_info, self.repo_id, revision=place, files_metadata=True))
+            head = retry(partial(self.api.model_info, self.repo_id, revision=place, files_metadata=True))
             if self._is_in(head):
                 commit_url = f"{self.api.endpoint}/{self.repo_id}/commit/{head.sha}"
                 return CommitInfo(commit_url, self.message, "", str(head.sha), self.api.endpoint, url)
@@ -107,7 +107,7 @@ class Change:
         return there.keys().isdisjoint(gone.path_in_repo for gone in self.deletions) and all(map(same, self.additions))
 
 
-def persist(request: Callable[[], T]) -> T:
+def retry(request: Callable[[], T]) -> T:
     """The answer to a request which may be made more than once. Raises as `Change.commit`."""
     attempt = 0
     while True:

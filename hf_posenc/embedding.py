@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc import portable
+from hf_posenc import remote_code
 from hf_posenc.encodings import (
     Above,
     Geometry,
@@ -40,13 +40,15 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
         if self.position_encoding is not None and not os.path.isfile(save_directory):
             cls, auto_classes = encoding_class(self.position_encoding["type"]), self._auto_classes()
             try:
-                files = portable.files(type(self).__module__.rpartition(".")[2].removeprefix("posenc_"), cls.kinds())
+                files = remote_code.files(
+                    type(self).__module__.rpartition(".")[2].removeprefix("posenc_"), cls.component_classes()
+                )
             except ValueError as reason:
                 remedy = f"it loads where hf-posenc is installed and {cls.__module__}.{cls.__qualname__} is imported"
                 warnings.warn(f"{reason}. The model is saved without its code: {remedy}", stacklevel=3)
-                files = portable.without_code(cls.type, remedy)
+                files = remote_code.without_code(cls.type, remedy)
                 auto_classes = {"AutoConfig": auto_classes["AutoConfig"]}
-            self.auto_map = {auto: f"{portable.ENTRY}.{name}" for auto, name in auto_classes.items()}
+            self.auto_map = {auto: f"{remote_code.ENTRY}.{name}" for auto, name in auto_classes.items()}
             os.makedirs(save_directory, exist_ok=True)
             for name, text in files.items():
                 Path(save_directory, name).write_text(text, encoding="utf-8")
@@ -112,10 +114,9 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         for module in self.modules():
-            if isinstance(module, PositionEncoding) and module.strength != 1.0:
+            if isinstance(module, PositionEncoding) and module.blend != 1.0:
                 raise ValueError(
-                    f"the {module.type!r} encoding is at strength {module.strength}, which is not saved: "
-                    "set posenc.strength = 1.0 first"
+                    f"the {module.type!r} encoding is at blend {module.blend}, which is not saved: set posenc.blend = 1.0 first"
                 )
         before = _weight_files(save_directory)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)

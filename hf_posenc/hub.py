@@ -40,7 +40,7 @@ from hf_posenc.cards import (
     replaceable,
     result_files,
 )
-from hf_posenc.commits import Change, persist
+from hf_posenc.commits import Change, retry
 from hf_posenc.diagnostics import inspect
 
 IMAGES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
@@ -131,9 +131,9 @@ def push_to_hub(
             )
             return keep_in
         api = HfApi(token=token)
-        repo_id = persist(partial(api.create_repo, repo_id, private=private, exist_ok=True)).repo_id
+        repo_id = retry(partial(api.create_repo, repo_id, private=private, exist_ok=True)).repo_id
         _ensure_branch(api, repo_id, revision, create_pr)
-        head = persist(partial(api.model_info, repo_id, revision=revision))
+        head = retry(partial(api.model_info, repo_id, revision=revision))
         if private is not None and private != head.private:
             raise ValueError(
                 f"{repo_id} exists and is {'private' if head.private else 'public'}: leave private={private} out, or change "
@@ -141,7 +141,7 @@ def push_to_hub(
             )
 
         def read(path: str) -> str:
-            there = persist(partial(api.hf_hub_download, repo_id, path, revision=head.sha))
+            there = retry(partial(api.hf_hub_download, repo_id, path, revision=head.sha))
             return Path(there).read_text(encoding="utf-8", errors="replace")
 
         kept, stale = _earlier_push({file.rfilename for file in head.siblings or ()}, read, [*_files(folder), "README.md"])
@@ -212,7 +212,7 @@ def _base(model: PreTrainedModel, api: HfApi | None) -> dict[str, Any]:
     try:
         if not name or (api is None and not isinstance(try_to_load_from_cache(name, "config.json"), str)):
             return {"base_model": None}
-        said = persist(partial(api.model_info, name)).card_data if api else None
+        said = retry(partial(api.model_info, name)).card_data if api else None
     except (GatedRepoError, DisabledRepoError):
         said = None
     except (HFValidationError, RepositoryNotFoundError):
@@ -292,7 +292,7 @@ def _commands(
 def _ensure_branch(api: HfApi, repo_id: str, revision: str | None, create_pr: bool) -> None:
     if revision is None or revision == "main" or revision.startswith("refs/pr/"):
         return
-    refs = persist(partial(api.list_repo_refs, repo_id))
+    refs = retry(partial(api.list_repo_refs, repo_id))
     branches, tags = ({ref.name for ref in kind} for kind in (refs.branches, refs.tags))
     if revision in branches:
         return
@@ -303,4 +303,4 @@ def _ensure_branch(api: HfApi, repo_id: str, revision: str | None, create_pr: bo
         )
     if create_pr:
         raise ValueError(f"{repo_id} has no branch {revision!r} to open a pull request against: {', '.join(sorted(branches))}")
-    persist(partial(api.create_branch, repo_id, branch=revision, exist_ok=True))
+    retry(partial(api.create_branch, repo_id, branch=revision, exist_ok=True))

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc import attention, lending, ports
+from hf_posenc import attention, install, ports
 from hf_posenc.embedding import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
@@ -44,8 +44,8 @@ def split(position_encoding: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         placement = {}
     placement["max_length"] = checked_max_length(placement.get("max_length"))
     inject = placement.setdefault("inject", "input")
-    if inject not in lending.INJECT:
-        raise ValueError(f"inject={shown(inject)}: allowed is {', '.join(map(repr, lending.INJECT))}")
+    if inject not in install.INJECT:
+        raise ValueError(f"inject={shown(inject)}: allowed is {', '.join(map(repr, install.INJECT))}")
     host = placement.setdefault("host", None)
     keys = {"name_or_path": str, "max_length": int, "kept": bool, "fingerprint": str}
     if host is not None and (not isinstance(host, dict) or {key: type(value) for key, value in host.items()} != keys):
@@ -119,10 +119,10 @@ class PosEncModelMixin(EncodingModelMixin):
 
     def post_init(self) -> None:
         # Before the host's post_init, so that new parameters are initialised, tied and counted with the others.
-        self._lend_encoding()
+        self._install_encoding()
         super().post_init()
 
-    def _lend_encoding(self) -> None:
+    def _install_encoding(self) -> None:
         if ports.is_patched(self):
             return
         if self.config.position_encoding is None:
@@ -138,7 +138,7 @@ class PosEncModelMixin(EncodingModelMixin):
                 length = checked_max_length(getattr(self.config, ports.LENGTH_FIELD) - found.offset)
                 geometry = replace(geometry, max_length=length)
                 self.config.position_encoding["max_length"] = length
-            lending.lend(self, found, encoding, geometry, placement["inject"])
+            install.install(self, found, encoding, geometry, placement["inject"])
             host = placement["host"]
             if host and host["kept"]:
                 tables = {f"{key}.weight": (host["max_length"], table.embedding_dim) for key, table in found.tables.items()}

@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc import lending, ports
+from hf_posenc import install, ports
 from hf_posenc.encodings import PositionEncoding
 from hf_posenc.modeling import PLACEMENT, PosEncModelMixin, check_length, derive, patcher, split
 
@@ -104,9 +104,9 @@ def patch(
             owner.posenc.train(owner.training)
     with torch.no_grad():
         for port in patched.modules():
-            if isinstance(port, lending.Port):
+            if isinstance(port, install.Port):
                 (owner,) = port._stack
-                if isinstance(port, lending.PositionPort):
+                if isinstance(port, install.PositionPort):
                     owner.posenc.adopt(model.base_model.get_parameter(port.key)[port.offset :])
                 if keep_host:
                     port.kept.copy_(model.base_model.get_parameter(port.key))
@@ -141,7 +141,7 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     stock = _shell(type(model).host_class, config)
     _share(model, stock)
     for module in model.modules():
-        if isinstance(module, lending.Port):
+        if isinstance(module, install.Port):
             owner, _, name = module.key.rpartition(".")
             stock.base_model.get_submodule(owner).register_parameter(name, nn.Parameter(module.kept.clone()))
     if fingerprint(stock.base_model) != host["fingerprint"]:
@@ -238,10 +238,10 @@ def _share(source: PreTrainedModel, target: PreTrainedModel) -> None:
     """
     theirs = dict(source.named_modules())
     for name, module in target.named_modules():
-        if "posenc" in name.split(".") or isinstance(module, lending.Port):
+        if "posenc" in name.split(".") or isinstance(module, install.Port):
             continue
         other = theirs.get(name)
-        if isinstance(other, lending.Port):
+        if isinstance(other, install.Port):
             continue
         if other is None or not (isinstance(module, type(other)) or isinstance(other, type(module))):
             raise ValueError(

@@ -75,11 +75,11 @@ def distillation_losses(student: Tensor, teacher: Tensor, mask: Tensor) -> Tenso
     return tokens + 1 - F.cosine_similarity(ours, theirs, dim=-1)
 
 
-def set_strength(model: PreTrainedModel, strength: float) -> None:
+def set_blend(model: PreTrainedModel, blend: float) -> None:
     """How far the new encoding is in force, in every stack: 0 (the old positions) to 1."""
     for module in model.modules():
         if isinstance(module, hf_posenc.PositionEncoding):
-            module.strength = strength
+            module.blend = blend
 
 
 class Distillation(loop.Task):
@@ -102,12 +102,12 @@ class Distillation(loop.Task):
         return len(batch["input_ids"])
 
     def loss(self, model: torch.nn.Module, batch: Any, step: int) -> Tensor:
-        set_strength(self.student, min(1.0, step / self.arguments.fade_steps) if self.arguments.fade_steps else 1.0)
+        set_blend(self.student, min(1.0, step / self.arguments.fade_steps) if self.arguments.fade_steps else 1.0)
         return self._losses(model, batch).mean()
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
         """The mean loss of a text of --max_seq_length tokens, with the new encoding in full force."""
-        set_strength(self.student, 1.0)
+        set_blend(self.student, 1.0)
         losses: list[float] = []
         for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
             losses += accelerator.gather_for_metrics(self._losses(model, batch)).tolist()

@@ -530,10 +530,10 @@ def test_rope_rotates_queries_and_keys_apart(layout):
     assert nothing is None and torch.equal(rotated, both[1])
 
 
-def test_rope_strength_turns_by_a_part_of_the_angle():
+def test_rope_blend_turns_by_a_part_of_the_angle():
     encoding, states = make("rope", head_dim=6), random(1, 1, 2, 6)
-    for strength, positions in ((0.0, [[0, 0]]), (0.5, [[4, 150]])):
-        encoding.strength = strength
+    for blend, positions in ((0.0, [[0, 0]]), (0.5, [[4, 150]])):
+        encoding.blend = blend
         rotated, _ = encoding.rotate(states, None, context_of(encoding, torch.tensor([[8, 300]])))
         torch.testing.assert_close(rotated, turned(states, positions, 10000.0, "half"), atol=1e-10, rtol=0)
 
@@ -596,10 +596,10 @@ def test_once_computes_once_in_each_pass():
         return value
 
     context, other = (context_of(PositionEncoding(Geometry(4)), torch.arange(3)[None]) for _ in range(2))
-    assert [context.once("a", lambda: compute(1)) for _ in range(3)] == [1, 1, 1]
-    assert context.once("b", lambda: compute(None)) is None
-    assert context.once("b", lambda: compute(2)) is None
-    assert other.once("a", lambda: compute(3)) == 3
+    assert [context.cached("a", lambda: compute(1)) for _ in range(3)] == [1, 1, 1]
+    assert context.cached("b", lambda: compute(None)) is None
+    assert context.cached("b", lambda: compute(2)) is None
+    assert other.cached("a", lambda: compute(3)) == 3
     assert calls == [1, None, 3]
 
 
@@ -826,14 +826,14 @@ def test_a_composition_rotates_in_the_order_of_its_name():
     assert not torch.equal(make("rope+test-swap").rotate(query, key, context)[0], expected[0])
 
 
-def test_strength_of_a_composition_is_that_of_its_parts():
-    """A rotation reads its strength itself: it can't be scaled from without."""
+def test_blend_of_a_composition_is_that_of_its_parts():
+    """A rotation reads its blend itself: it can't be scaled from without."""
     whole = make("alibi+rope+sinusoidal")
-    assert [part.strength for part in whole.children()] == [1.0, 1.0, 1.0]
-    whole.strength = 0.25
-    assert [part.strength for part in (whole, *whole.children())] == [0.25] * 4
+    assert [part.blend for part in whole.children()] == [1.0, 1.0, 1.0]
+    whole.blend = 0.25
+    assert [part.blend for part in (whole, *whole.children())] == [0.25] * 4
     rope, states, positions = make("rope"), random(1, 4, 2, 8), torch.tensor([[3, 40]])
-    rope.strength = 0.25
+    rope.blend = 0.25
     expected = rope.rotate(states, None, context_of(rope, positions))[0]
     assert torch.equal(whole.rotate(states, None, context_of(whole, positions))[0], expected)
 

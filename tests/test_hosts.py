@@ -179,10 +179,10 @@ def test_injection_in_cached_decoding(inject):
 
 @every_inject
 @pytest.mark.parametrize("host", ["bert", "mpnet"])
-def test_strength_of_injected_vectors(host, inject):
+def test_blend_of_injected_vectors(host, inject):
     """Half of theirs in every layer, and half of the host's own positions where those enter."""
     model = hf_posenc.patch(stock(host), "sinusoidal", inject=inject)
-    model.posenc.strength = 0.5
+    model.posenc.blend = 0.5
     expected = adding(without_positions(host, part=0.5), host, inject, {"now": 0.5 * sinusoids(counted(None), 32)})
     torch.testing.assert_close(first(model(tokens())), first(expected(tokens())), atol=2e-5, rtol=1e-4)
 
@@ -352,17 +352,17 @@ def test_each_layer_owns_its_vectors(host, paths):
 
 
 @pytest.mark.parametrize("host", ["bert", "gpt2", "albert", "mpnet"])
-def test_strength_of_what_layers_own(host):
+def test_blend_of_what_layers_own(host):
     """Each instance has its own; all at 0 the host is as it was."""
     model, expected = patched(host, "sinusoidal+shaw"), stock(host)
     for module in model.modules():
         if isinstance(module, hf_posenc.PositionEncoding):
-            module.strength = 0.0
+            module.blend = 0.0
     torch.testing.assert_close(first(model(tokens())), first(expected(tokens())), atol=2e-5, rtol=1e-4)
-    next(m for m in model.modules() if getattr(m, "type", "") == "shaw").strength = 1.0
+    next(m for m in model.modules() if getattr(m, "type", "") == "shaw").blend = 1.0
     next(
         m for name, m in model.named_modules() if name.endswith(("self.posenc", "attn.posenc", "attention.posenc"))
-    ).strength = 1.0
+    ).blend = 1.0
     assert not torch.allclose(first(model(tokens())), first(expected(tokens())), atol=1e-3)
 
 
@@ -426,7 +426,7 @@ def test_own_encodings_by_layer(kind):
 @pytest.mark.parametrize("host", ["bert", "mpnet"])
 def test_no_part_of_minus_infinity(host):
     model = hf_posenc.patch(stock(host), "test-nearby")
-    model.posenc.strength = 0.0
+    model.posenc.blend = 0.0
     torch.testing.assert_close(first(model(tokens())), first(stock(host)(tokens())), atol=1e-5, rtol=1e-4)
 
 
@@ -640,10 +640,10 @@ def test_written_out_hosts_fade(host, encoding, mask):
     arguments, real = padding_of(mask)
     new = hf_posenc.patch(model, encoding)
     full = first(new(tokens(), **arguments))
-    new.posenc.strength = 0.0
+    new.posenc.blend = 0.0
     expected = first(model(tokens(), position_ids=ids_of(host, mask), **arguments))
     torch.testing.assert_close(first(new(tokens(), **arguments))[real], expected[real], atol=1e-5, rtol=1e-4)
-    new.posenc.strength = 1.0
+    new.posenc.blend = 1.0
     assert torch.equal(first(new(tokens(), **arguments)), full)
 
 
@@ -651,7 +651,7 @@ def test_written_out_hosts_fade(host, encoding, mask):
 def test_mpnet_half_way():
     """Half of its table and of its biases, half of ALiBi."""
     new, expected = hf_posenc.patch(stock("mpnet"), "alibi"), without_positions("mpnet", part=0.5)
-    new.posenc.strength = 0.5
+    new.posenc.blend = 0.5
     own = expected.encoder.compute_position_bias
     slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
     steps = (torch.arange(11)[None, :] - torch.arange(11)[:, None]).abs()

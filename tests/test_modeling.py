@@ -334,18 +334,18 @@ def test_own_encoding_travels(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["alibi", "sinusoidal", "rope"])
-def test_strength_fades_from_the_hosts_positions(encoding, tmp_path):
+def test_blend_fades_from_the_hosts_positions(encoding, tmp_path):
     model = stock("bert")
     new = hf_posenc.patch(model, encoding)
     full = first(new(tokens()))
-    new.posenc.strength = 0.0
+    new.posenc.blend = 0.0
     torch.testing.assert_close(first(new(tokens())), first(model(tokens())), atol=1e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"strength 0\.0"):
+    with pytest.raises(ValueError, match=r"blend 0\.0"):
         new.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
-    new.posenc.strength = 0.5
+    new.posenc.blend = 0.5
     assert not torch.allclose(first(new(tokens())), full, atol=1e-3)
-    new.posenc.strength = 1.0
+    new.posenc.blend = 1.0
     assert torch.equal(first(new(tokens())), full)
 
 

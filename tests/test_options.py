@@ -312,7 +312,7 @@ def test_class_variables_are_no_options(annotation):
 
 
 def test_attributes_of_the_base_class_are_no_options():
-    for name in ("geometry", "strength", "aliases"):
+    for name in ("geometry", "blend", "aliases"):
         with pytest.raises(ValueError, match=f"no option '{name}'"):
             canonical({"type": "alibi", name: 1})
 
@@ -391,7 +391,7 @@ def test_an_encoding_is_an_ordinary_module():
     module = Own(GEOMETRY, width=3)
     parent = torch.nn.Sequential(module)
     assert {module} and [p.shape for p in parent.parameters()] == [(3,)] and module.geometry is GEOMETRY
-    assert "Own(width=3)" in repr(parent) and module.strength == 1.0
+    assert "Own(width=3)" in repr(parent) and module.blend == 1.0
 
 
 # Compositions.
@@ -496,7 +496,7 @@ def test_a_composition_is_pickled_into_a_new_process(tmp_path):
         "weights = torch.load(folder / 'weights.pt');"
         "assert module.state_dict().keys() == weights.keys();"
         "assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items());"
-        "print(module.type, type(module).__qualname__, module.t5.num_buckets, module.strength)"
+        "print(module.type, type(module).__qualname__, module.t5.num_buckets, module.blend)"
     )
     assert run_python(code, tmp_path).split() == ["learned+shaw+t5", "learned+shaw+t5", "8", "1.0"]
 
@@ -521,7 +521,7 @@ def test_names_which_would_not_fit_into_compositions(name):
     assert name not in base._REGISTRY and "own" not in base._REGISTRY
 
 
-RESERVED = ["type", "aliases", "geometry", "strength", "max_length", "host", "inject", "where", "keep_host", "submodel"]
+RESERVED = ["type", "aliases", "geometry", "blend", "max_length", "host", "inject", "where", "keep_host", "submodel"]
 
 
 @pytest.mark.parametrize("name", RESERVED)
@@ -579,10 +579,10 @@ def test_versions_in_range(monkeypatch):
 # The rules of the house.
 
 ORDER = [
-    {"requirements", "encodings", "portable"},
+    {"requirements", "encodings", "remote_code"},
     {"embedding", "attention"},
     {"ports"},
-    {"lending"},
+    {"install"},
     {"modeling"},
     {"patching"},
     {"extension", "distillation", "diagnostics", "benchmark"},

@@ -22,7 +22,7 @@ from transformers import AutoModel
 
 import hf_posenc
 from conftest import BERT, ENCODINGS, VOCABULARY, patched, run_python, stock, tokens
-from hf_posenc import lending
+from hf_posenc import install
 from hf_posenc.embedding import PositionEmbeddingConfig
 from hf_posenc.encodings import base, canonical, encoding_class, list_encodings
 from hf_posenc.encodings.composition import Composition
@@ -71,7 +71,7 @@ LENGTHS = st.sampled_from([1, 4, 8, 32, 129, 1024, 4095, 4096, 4097, 2**13, 2**1
 HOSTS = st.fixed_dictionaries(
     {"name_or_path": st.text(), "max_length": LENGTHS, "kept": st.booleans(), "fingerprint": st.text(max_size=16)}
 )
-PLACEMENT = {"max_length": st.none() | LENGTHS, "host": st.none() | HOSTS, "inject": st.sampled_from(lending.INJECT)}
+PLACEMENT = {"max_length": st.none() | LENGTHS, "host": st.none() | HOSTS, "inject": st.sampled_from(install.INJECT)}
 
 
 def right(annotation):

@@ -66,7 +66,7 @@ class PositionContext:
         """The same forward pass as an attention with this scaling sees it."""
         return replace(self, scaling=scaling)
 
-    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+    def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
         """`compute()`, evaluated once in this forward pass. Only for what needs no gradient."""
         if key not in self.computed:
             self.computed[key] = compute()
@@ -124,7 +124,7 @@ class PositionEncoding(nn.Module):
     aliases: ClassVar[dict[str, dict[str, Any]]] = {}
     per_layer: ClassVar[bool] = False
     geometry: Geometry
-    strength: float
+    blend: float
     """How far the encoding is in force: 1.0, except while a model is being converted (see `PositionPort`)."""
 
     def __init_subclass__(
@@ -158,7 +158,7 @@ class PositionEncoding(nn.Module):
     def __init__(self, geometry: Geometry, **options: Any) -> None:
         super().__init__()
         self.geometry = geometry
-        self.strength = 1.0
+        self.blend = 1.0
         for name, value in self.checked_options(options).items():
             setattr(self, name, value)
 
@@ -218,7 +218,7 @@ class PositionEncoding(nn.Module):
         return cls.aliases.get(name, {})
 
     @classmethod
-    def kinds(cls) -> list[Any]:
+    def component_classes(cls) -> list[Any]:
         """The classes this encoding is made of: itself, or the parts of a composition."""
         return [cls]
 
@@ -253,7 +253,7 @@ class PositionEncoding(nn.Module):
 _REGISTRY: dict[str, type[PositionEncoding]] = {}
 compose: list[Callable[[str], type[PositionEncoding]]] = []
 """Makes the class of a composition `"a+b"`; given by composition.py, which builds on this module."""
-RESERVED = {"type", "aliases", "geometry", "strength", "max_length", "host", "inject", "where", "keep_host", "submodel"}
+RESERVED = {"type", "aliases", "geometry", "blend", "max_length", "host", "inject", "where", "keep_host", "submodel"}
 
 
 def list_encodings() -> dict[str, type[PositionEncoding]]:
@@ -293,11 +293,13 @@ def encoding_class(name: Any) -> type[PositionEncoding]:
 
 def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
     """The module for a canonical dict, all in one. Raises ValueError for one beyond MAX_VALUES."""
-    (module,) = bounded(encoding["type"], lambda: [encoding_class(encoding["type"])(geometry, **options_of(encoding))])
+    (module,) = build_within_limits(
+        encoding["type"], lambda: [encoding_class(encoding["type"])(geometry, **options_of(encoding))]
+    )
     return module
 
 
-def bounded(kind: str, make: Callable[[], list[Any]]) -> list[Any]:
+def build_within_limits(kind: str, make: Callable[[], list[Any]]) -> list[Any]:
     """The modules that `make` makes, once they are known to have no more than MAX_VALUES values together.
 
     They are made on the meta device first, where a tensor has a shape and takes no memory.

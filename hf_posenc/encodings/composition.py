@@ -19,7 +19,7 @@ class Composition(PositionEncoding):
 
     def __init__(self, geometry: Geometry, **options: Any) -> None:
         nn.Module.__init__(self)
-        self.geometry, self.strength = geometry, 1.0
+        self.geometry, self.blend = geometry, 1.0
         for name, own in self.checked_options(options).items():
             self.add_module(name, self.parts[name](geometry, **own))
 
@@ -28,14 +28,14 @@ class Composition(PositionEncoding):
         return [child for child in self.children() if isinstance(child, PositionEncoding)]
 
     @property
-    def strength(self) -> float:  # type: ignore[override]
-        return self._strength
+    def blend(self) -> float:  # type: ignore[override]
+        return self._blend
 
-    @strength.setter
-    def strength(self, value: float) -> None:
-        self._strength = value
+    @blend.setter
+    def blend(self, value: float) -> None:
+        self._blend = value
         for part in self.members():
-            part.strength = value
+            part.blend = value
 
     def embed(self, positions: Tensor) -> Tensor | None:
         return _sum(part.embed(positions) for part in self.members())
@@ -85,8 +85,8 @@ class Composition(PositionEncoding):
         return {part: kind.preset(called) for (part, kind), called in zip(cls.parts.items(), name.split("+"), strict=True)}
 
     @classmethod
-    def kinds(cls) -> list[Any]:
-        return [Composition, *(kind for part in cls.parts.values() for kind in part.kinds())]
+    def component_classes(cls) -> list[Any]:
+        return [Composition, *(kind for part in cls.parts.values() for kind in part.component_classes())]
 
     @classmethod
     def option_types(cls) -> dict[str, Any]:

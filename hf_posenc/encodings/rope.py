@@ -33,13 +33,13 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
             )
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
-        cos, sin = context.once((self.type, "cos_sin"), lambda: self._cos_sin(context.positions))
+        cos, sin = context.cached((self.type, "cos_sin"), lambda: self._cos_sin(context.positions))
         return self._turn(query, cos, sin), self._turn(key, cos, sin)
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """`[1 or B, 1, L, E/2]` each, float64."""
         steps = frequencies(self.geometry.head_dim, self.theta, positions.device)
-        angles = self.strength * positions.double()[:, None, :, None] * steps
+        angles = self.blend * positions.double()[:, None, :, None] * steps
         return angles.cos(), angles.sin()
 
     def _turn(self, states: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, BertModel
 
 import hf_posenc
 from conftest import HEADS, HOSTS, ROOT, VARIANTS, first, patched, run_python, tokens
-from hf_posenc import portable
+from hf_posenc import remote_code
 from hf_posenc.modeling import auto_classes
 
 PACKAGE = ROOT / "hf_posenc"
@@ -225,7 +225,7 @@ def test_saving_again_without_the_package_writes_the_same_folder(bare):
 
 def test_only_what_is_needed_travels(bare):
     _, folder = bare
-    common = {"attention", "base", "embedding", "lending", "modeling", "portable", "ports", "requirements"}
+    common = {"attention", "base", "embedding", "install", "modeling", "remote_code", "ports", "requirements"}
     for name, encodings in {
         "bert-alibi": {"alibi"},
         "bert-learned": {"learned", "sinusoidal"},  # its table can start as one
@@ -236,7 +236,7 @@ def test_only_what_is_needed_travels(bare):
         files = {path.name for path in (folder / name).glob("*.py")}
         assert files == {f"posenc_{each}.py" for each in common | encodings} | {"modeling_posenc.py"}, name
     assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {
-        f"posenc_{each}.py" for each in ("base", "embedding", "learned", "portable", "requirements", "sinusoidal")
+        f"posenc_{each}.py" for each in ("base", "embedding", "learned", "remote_code", "requirements", "sinusoidal")
     }
 
 
@@ -418,10 +418,10 @@ def test_models_that_run_their_own_code_beside_the_package(beside):
 
 
 def test_a_copy_takes_no_strangers(monkeypatch):
-    monkeypatch.setattr(portable, "_OWN_NAME", portable.COPIED)
+    monkeypatch.setattr(remote_code, "_OWN_NAME", remote_code.COPIED)
 
     class Stranger(hf_posenc.PositionEncoding):
         pass
 
     with pytest.raises(ValueError, match="Stranger can't be added to a model's own code"):
-        portable.files("modeling", [Stranger])
+        remote_code.files("modeling", [Stranger])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc import attention
-from hf_posenc.encodings import Geometry, PositionContext, bounded, encoding_class, options_of, positions_of
+from hf_posenc.encodings import Geometry, PositionContext, build_within_limits, encoding_class, options_of, positions_of
 from hf_posenc.ports import BIAS_MAKERS, Ports, WrittenOut, layers, written_out_as
 
 INJECT = ("input", "every_layer", "after_attention")
@@ -50,7 +50,7 @@ class Port(nn.Module):
 class PositionPort(Port):
     """Answers the host's position ids with what the encoding adds to the inputs.
 
-    While `encoding.strength` is below 1 the rest comes from the host's own table, if that is kept.
+    While `encoding.blend` is below 1 the rest comes from the host's own table, if that is kept.
     """
 
     def __init__(self, stack: Any, name: str, table: nn.Embedding, offset: int, embeds: bool) -> None:
@@ -64,30 +64,30 @@ class PositionPort(Port):
         vectors = encoding.embed(position_ids - self.offset) if self.embeds else None
         if vectors is None:
             vectors = torch.zeros((), dtype=dtype, device=position_ids.device).expand(*position_ids.shape, self.shape[1])
-        if encoding.strength != 1.0 and self.kept is not None:
-            vectors = encoding.strength * vectors + (1.0 - encoding.strength) * self.kept[position_ids]
+        if encoding.blend != 1.0 and self.kept is not None:
+            vectors = encoding.blend * vectors + (1.0 - encoding.blend) * self.kept[position_ids]
         return vectors.to(dtype)
 
 
 class BiasPort(Port):
-    """Stands where the host had a table of relative biases: silent, except while the encoding's `strength` is below 1."""
+    """Stands where the host had a table of relative biases: silent, except while the encoding's `blend` is below 1."""
 
     def forward(self, buckets: Tensor) -> Tensor:
         (stack,) = self._stack
-        return (1.0 - stack.posenc.strength) * F.embedding(buckets, self.weight)
+        return (1.0 - stack.posenc.blend) * F.embedding(buckets, self.weight)
 
     def make(self, module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Tensor | None:
         """What the host's own method makes of this port; without the work where that would be nothing."""
         (stack,) = self._stack
-        if stack.posenc.strength == 1.0 or self.kept is None:
+        if stack.posenc.blend == 1.0 or self.kept is None:
             return None
         return getattr(type(module), method)(module, *args, **kwargs)
 
 
-def lend(stack: Any, ports: Ports, encoding: dict[str, Any], geometry: Geometry, inject: str) -> None:
+def install(stack: Any, ports: Ports, encoding: dict[str, Any], geometry: Geometry, inject: str) -> None:
     """Build a canonical encoding into a stack: as `posenc` of the stack and of its attentions, behind the ports."""
     cls, options = encoding_class(encoding["type"]), options_of(encoding)
-    stack.posenc, *owned = bounded(
+    stack.posenc, *owned = build_within_limits(
         cls.type,
         lambda: [cls.for_stack(geometry, **options), *(cls.for_attention(geometry, **options) for _ in ports.attentions)],
     )
@@ -232,10 +232,10 @@ def _vectors(module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tenso
 
     def compute() -> Any:
         vectors: Any = encoding.embed(context.positions)
-        return (vectors * encoding.strength).to(hidden.dtype)
+        return (vectors * encoding.blend).to(hidden.dtype)
 
     trained = torch.is_grad_enabled() and any(p.requires_grad for p in encoding.parameters())
-    return compute() if trained else context.once(("vectors", hidden.dtype), compute)
+    return compute() if trained else context.cached(("vectors", hidden.dtype), compute)
 
 
 def begin_forward(

@@ -23,7 +23,7 @@ import torch
 
 ENTRY = "modeling_posenc"
 PACKAGE, _, _OWN_NAME = __name__.rpartition(".")
-COPIED = "posenc_portable"
+COPIED = "posenc_remote_code"
 
 
 def files(root: str, encodings: Iterable[type]) -> dict[str, str]:
