@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -114,7 +113,7 @@ def _without_weights(folder: str | os.PathLike[str]) -> PreTrainedModel:
 
 def own_kinds(encoding: str) -> list[Any]:
     """The classes of an encoding which are not part of this package."""
-    return [kind for kind in encoding_class(encoding).component_classes() if not kind.__module__.startswith("hf_posenc.")]
+    return [kind for kind in encoding_class(encoding).part_classes().values() if not kind.__module__.startswith("hf_posenc.")]
 
 
 def _auto_class(model: PreTrainedModel) -> str | None:
@@ -149,8 +148,7 @@ def _positions(model: PreTrainedModel, report: Report) -> list[str]:
     lines, encodings = [], {name: encoding_class(name) for name in report.encoding.split("+")}
     for name, encoding in encodings.items():
         options = report.options if len(encodings) == 1 else report.options.get(name, {})
-        papers = re.findall(r"https?://[^\s,]+", (sys.modules[encoding.__module__].__doc__ or "").partition("\n")[0])
-        said = [f"`{key}={value!r}`" for key, value in options.items()] + [f"<{paper}>" for paper in papers]
+        said = [f"`{key}={value!r}`" for key, value in options.items()] + [f"<{paper}>" for paper in encoding.paper]
         if own_kinds(name):
             there = " with the package; the code that comes with the model has it" if _remote_auto_class(model) else ""
             said.append(f"its class `{encoding.__name__}` is not part of hf-posenc: import or define it before loading{there}")

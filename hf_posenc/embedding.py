@@ -41,7 +41,7 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
             cls, auto_classes = encoding_class(self.position_encoding["type"]), self._auto_classes()
             try:
                 files = remote_code.files(
-                    type(self).__module__.rpartition(".")[2].removeprefix("posenc_"), cls.component_classes()
+                    type(self).__module__.rpartition(".")[2].removeprefix("posenc_"), cls.part_classes().values()
                 )
             except ValueError as reason:
                 remedy = f"it loads where hf-posenc is installed and {cls.__module__}.{cls.__qualname__} is imported"

@@ -21,7 +21,7 @@ from hf_posenc import attention, install, ports
 from hf_posenc.embedding import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
-from hf_posenc.encodings import canonical, checked_max_length, checked_values, encoding_class, refuse_oversized, shown
+from hf_posenc.encodings import canonical, check_size, checked_max_length, encoding_class, refuse_oversized, shown
 
 PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
 PLACEMENT = ("inject", "max_length", "host")
@@ -84,7 +84,7 @@ def check_length(config: Any) -> None:
     if isinstance(rows, int) and isinstance(width, int):
         if rows < 1:
             raise ValueError(f"{ports.LENGTH_FIELD}={rows}: allowed is an integer above 0")
-        checked_values(f"{ports.LENGTH_FIELD}={shown(rows)} at hidden_size={shown(width)}", rows * width)
+        check_size(f"{ports.LENGTH_FIELD}={shown(rows)} at hidden_size={shown(width)}", rows * width)
 
 
 # The models.
@@ -95,7 +95,7 @@ class HostState(nn.Module):
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
-        checked_values("the host's own positions, position_encoding['host'],", sum(map(math.prod, shapes.values())))
+        check_size("the host's own positions, position_encoding['host'],", sum(map(math.prod, shapes.values())))
         for key, shape in shapes.items():
             *path, name = key.split(".")
             module: nn.Module = self

@@ -70,9 +70,8 @@ def _is_ours(module: str) -> bool:
 
 
 def _flat(module: str) -> str:
-    """The name of a module's copy. The package of encodings only hands on what is in its base."""
-    name = module.rpartition(".")[2]
-    return f"posenc_{'base' if name == 'encodings' else name}"
+    """The name of a module's copy."""
+    return f"posenc_{module.rpartition('.')[2]}"
 
 
 def _copy(module: str, found: dict[str, str]) -> None:
@@ -199,7 +198,9 @@ class _Extract:
         bound = f" as {alias.asname}" if alias.asname else ""
         source = alias.name if isinstance(node, ast.Import) else _source(module, node)
         if isinstance(node, ast.Import) and source == PACKAGE:
-            return self._namespace(module, name)
+            return self._namespace(module, name, PACKAGE)
+        if (source, alias.name) == (PACKAGE, "encodings"):
+            return self._namespace(module, name, f"{PACKAGE}.encodings")
         whole = isinstance(node, ast.Import) or isinstance(sys.modules.get(f"{source}.{alias.name}"), ModuleType)
         if not _is_ours(source) and _is_installed(source):
             return f"import {source}{bound}" if isinstance(node, ast.Import) else f"from {source} import {alias.name}{bound}"
@@ -218,9 +219,9 @@ class _Extract:
         _copy(owner, self.found)
         return text
 
-    def _namespace(self, module: str, name: str) -> str:
-        """`import hf_posenc` for those of its names which this module uses anywhere."""
-        package = sys.modules[PACKAGE]
+    def _namespace(self, module: str, name: str, source: str) -> str:
+        """One of our packages, imported as `name`, reduced to the names that this module uses anywhere."""
+        package = sys.modules[source]
         used = {
             node.attr
             for binders in self.binders[module].values()
@@ -230,13 +231,13 @@ class _Extract:
         }
         if modules := sorted(each for each in used if isinstance(getattr(package, each, None), ModuleType)):
             raise ValueError(
-                f"`{name}.{modules[0]}` in {module} can't travel with the model: from {PACKAGE}.{modules[0]} import the names "
+                f"`{name}.{modules[0]}` in {module} can't travel with the model: from {source}.{modules[0]} import the names "
                 "that its encoding uses"
             )
         carried = sorted(
             each for each in used if getattr(getattr(package, each, None), "__module__", "").startswith(f"{PACKAGE}.encodings.")
         )
-        lines = [self._ours(PACKAGE, ast.alias(each)) for each in carried]
+        lines = [self._ours(source, ast.alias(each)) for each in carried]
         return "\n".join(["import types", *lines, f"{name} = types.SimpleNamespace({', '.join(f'{c}={c}' for c in carried)})"])
 
 

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 import hf_posenc
 from conftest import ENCODINGS, ROOT, run_python
 from hf_posenc import requirements
-from hf_posenc.encodings import Above, Geometry, PositionEncoding, base, build, canonical, encoding_class, list_encodings
+from hf_posenc.encodings import Above, Geometry, PositionEncoding, build, canonical, encoding_class, list_encodings
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
 
@@ -26,7 +26,7 @@ GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
     """What a test registers is gone after it."""
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(PositionEncoding, "registered", dict(PositionEncoding.registered))
 
 
 def define(code, module="a_notebook"):
@@ -518,10 +518,10 @@ def test_names_which_would_not_fit_into_compositions(name):
     for names in (f"type={name!r}", f"type='own', aliases=({name!r},)"):
         with pytest.raises(ValueError, match=rf"{re.escape(repr(name))} can't be the name of an encoding: allowed are letters"):
             define(f"class Own(PositionEncoding, {names}): ...")
-    assert name not in base._REGISTRY and "own" not in base._REGISTRY
+    assert name not in PositionEncoding.registered and "own" not in PositionEncoding.registered
 
 
-RESERVED = ["type", "aliases", "geometry", "blend", "max_length", "host", "inject", "where", "keep_host", "submodel"]
+RESERVED = ["type", "aliases", "geometry", "blend", "max_length", "layers", "host", "inject", "where", "keep_host", "submodel"]
 
 
 @pytest.mark.parametrize("name", RESERVED)
@@ -530,7 +530,40 @@ def test_reserved_names(name):
         define(f"class Own(PositionEncoding, type={name!r}): ...")
     with pytest.raises(ValueError, match=rf"Own can't name an option '{name}': those are hf_posenc's own"):
         define(f"class Own(PositionEncoding, type='own'):\n    {name}: int = 1")
-    assert name not in base._REGISTRY and "own" not in base._REGISTRY
+    assert name not in PositionEncoding.registered and "own" not in PositionEncoding.registered
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_title_and_paper_are_those_of_the_file(name):
+    cls = encoding_class(name)
+    first = sys.modules[cls.__module__].__doc__.partition("\n")[0]
+    assert first == (f"{cls.title}: {', '.join(cls.paper)}" if cls.paper else f"{cls.title}.")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("paper = 'https://example.org'", "Own.paper='https://example.org': allowed is a tuple of a string"),
+        ("title = 3", "Own.title=3: allowed is a string"),
+    ],
+)
+def test_wrong_title_and_paper(line, words):
+    with pytest.raises(ValueError, match=words):
+        define(f"class Own(PositionEncoding, type='own'):\n    {line}")
+    assert "own" not in PositionEncoding.registered
+
+
+def test_options_and_modules_by_part():
+    alibi, both = encoding_class("alibi"), encoding_class("none+relative_key")
+    assert alibi.part_classes() == {"alibi": alibi} and list(both.part_classes()) == ["none", "shaw"]
+    assert alibi.by_part({"layers": [1]}) == {"alibi": {"layers": [1]}}  # nothing is checked yet
+    given = {"relative_key": {"layers": [1]}, "shaw__max_distance": 3, "none__layers": [0]}
+    assert both.by_part(given) == {"none": {"layers": [0]}, "shaw": {"layers": [1], "max_distance": 3}}
+    module = build(canonical("none+shaw"), GEOMETRY)
+    assert module.named_parts() == {"none": module.none, "shaw": module.shaw}
+    assert module.shaw.named_parts() == {"shaw": module.shaw}
+    assert list(both.for_stack(GEOMETRY).named_parts()) == ["none"]
+    assert both.part_classes()["shaw"].for_stack(GEOMETRY).named_parts() == {}
 
 
 def test_names_of_two_words():
@@ -594,6 +627,7 @@ ORDER = [
 
 PACKAGE = ROOT / "hf_posenc"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+ENCODING_MODULES = [path for path in MODULES if path.parent.name == "encodings"]
 
 
 def imported(path):
@@ -628,15 +662,28 @@ def test_import_order(path):
         assert other == room or rank(other) < rank(room), f"{room} imports {other}"
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name == "encodings"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", ENCODING_MODULES, ids=lambda path: path.name)
 def test_encodings_know_nothing_of_hosts(path):
     allowed = {"hf_posenc", "torch", *sys.stdlib_module_names}
     others = {name for name in imported(path) if name.partition(".")[0] not in allowed}
     if path.name == "rope.py":
         others = {name for name in others if not name.startswith("transformers.modeling_rope_utils")}
     assert not others
-    if path.name == "base.py":
-        assert not ours(path)
+
+
+FOUNDATION = ["options", "context", "base", "composition", "registry"]
+"""The modules of encodings/ that are no encodings. Each imports from those to its left alone."""
+
+
+@pytest.mark.parametrize("path", ENCODING_MODULES, ids=lambda path: path.name)
+def test_import_order_of_encodings(path):
+    names = [each.split(".") for each in ours(path)]
+    assert all(name[:2] == ["hf_posenc", "encodings"] and len(name) == 4 for name in names), "from the module that defines it"
+    others, own = {name[2] for name in names}, path.stem
+    if own in FOUNDATION:
+        assert others <= set(FOUNDATION[: FOUNDATION.index(own)])
+    elif own != "__init__":
+        assert not others & {"composition", "registry"}
 
 
 def test_modules_bear_names_of_their_own():

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 
 import hf_posenc
 import slopes as unused
-from hf_posenc.encodings import Above
+from hf_posenc import encodings
 from hf_posenc.encodings.alibi import ALiBi
 from slopes import slope as steepness
 
-Width = Annotated[int, Above(0)]
+Width = Annotated[int, encodings.Above(0)]
 FACTORS = [1.0]
 FACTORS.append(3.0)
 FACTORS[0] = 2.0
@@ -225,18 +225,19 @@ def test_saving_again_without_the_package_writes_the_same_folder(bare):
 
 def test_only_what_is_needed_travels(bare):
     _, folder = bare
-    common = {"attention", "base", "embedding", "install", "modeling", "remote_code", "ports", "requirements"}
+    encoding = {"options", "context", "base", "composition", "registry"}
+    common = encoding | {"attention", "embedding", "install", "modeling", "remote_code", "ports", "requirements"}
     for name, encodings in {
         "bert-alibi": {"alibi"},
         "bert-learned": {"learned", "sinusoidal"},  # its table can start as one
-        "bert-sinusoidal-and-alibi": {"sinusoidal", "alibi", "composition"},
+        "bert-sinusoidal-and-alibi": {"sinusoidal", "alibi"},
         "bert-own-steep": {"alibi", "own_own__encodings"},
         "bert-own-window": {"own_own__encodings", "own_slopes"},
     }.items():
         files = {path.name for path in (folder / name).glob("*.py")}
         assert files == {f"posenc_{each}.py" for each in common | encodings} | {"modeling_posenc.py"}, name
     assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {
-        f"posenc_{each}.py" for each in ("base", "embedding", "learned", "remote_code", "requirements", "sinusoidal")
+        f"posenc_{each}.py" for each in encoding | {"embedding", "learned", "remote_code", "requirements", "sinusoidal"}
     }
 
 

@@ -24,7 +24,7 @@ import hf_posenc
 from conftest import BERT, ENCODINGS, VOCABULARY, patched, run_python, stock, tokens
 from hf_posenc import install
 from hf_posenc.embedding import PositionEmbeddingConfig
-from hf_posenc.encodings import base, canonical, encoding_class, list_encodings
+from hf_posenc.encodings import canonical, encoding_class, list_encodings, options
 from hf_posenc.encodings.composition import Composition
 from hub_server import TOKEN, serve
 
@@ -121,7 +121,7 @@ FUZZ = settings(
 
 @pytest.fixture
 def lowered(monkeypatch):
-    monkeypatch.setattr(base, "MAX_VALUES", LOWERED)
+    monkeypatch.setattr(options, "MAX_VALUES", LOWERED)
 
 
 @settings(FUZZ, max_examples=200)
@@ -179,7 +179,7 @@ def test_what_is_too_large_is_refused_before_memory_is_taken(make):
 
 @pytest.mark.parametrize(("per_layer", "side"), [(False, 2**20), (True, 24_000)])
 def test_encodings_of_a_users_own_are_counted(monkeypatch, per_layer, side):
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(hf_posenc.PositionEncoding, "registered", dict(hf_posenc.PositionEncoding.registered))
 
     class Squares(hf_posenc.PositionEncoding, type="squares"):
         side: int = 2

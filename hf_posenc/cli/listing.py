@@ -1,8 +1,6 @@
 """hf-posenc list"""
 
 import json
-import re
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +9,7 @@ from rich.table import Table
 
 import hf_posenc
 from hf_posenc.cli import app, console
-from hf_posenc.encodings.base import described as allowed
+from hf_posenc.encodings import described
 
 
 @app.command("list")
@@ -34,7 +32,7 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
         table.add_row(
             "\n".join([f"[bold]{name}[/]", *aliases]),
             "\n".join(row["acts_by"]),
-            "\n".join([escape(row["title"]), *options, *row["papers"]]),
+            "\n".join([*filter(None, [escape(row["title"])]), *options, *row["papers"]]),
         )
     console.print(table)
 
@@ -44,15 +42,13 @@ def _preset(options: dict[str, Any]) -> str:
 
 
 def _row(kind: type[hf_posenc.PositionEncoding]) -> dict[str, Any]:
-    # An encoding's file begins with what it is in words; its class with a formula.
-    first = (sys.modules[kind.__module__].__doc__ or "").partition("\n")[0]
     return {
-        "title": re.split(r":? https?://", first)[0],
+        "title": kind.title,
         "aliases": kind.aliases,
         "acts_by": kind.acts_by(),
         "options": {
-            option: ({"default": getattr(kind, option)} if hasattr(kind, option) else {}) | {"allowed": allowed(annotation)}
+            option: ({"default": getattr(kind, option)} if hasattr(kind, option) else {}) | {"allowed": described(annotation)}
             for option, annotation in kind.option_types().items()
         },
-        "papers": re.findall(r"https?://[^\s,]+", first),
+        "papers": kind.paper,
     }

@@ -1,26 +1,28 @@
-"""What a position is worth. One encoding, one file; importing this package registers them all."""
+"""Position encodings, one per file. Importing this package registers them all."""
 
 import importlib
 import pkgutil
 
-from hf_posenc.encodings.base import (
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext, positions_of
+from hf_posenc.encodings.options import (
     Above,
-    Geometry,
-    PositionContext,
-    PositionEncoding,
+    check_size,
+    checked_max_length,
+    checked_value,
+    described,
+    listed,
+    refuse_oversized,
+    shown,
+)
+from hf_posenc.encodings.registry import (
     build,
     build_within_limits,
     canonical,
-    checked_max_length,
-    checked_value,
-    checked_values,
     encoding_class,
     list_encodings,
     merged,
     options_of,
-    positions_of,
-    refuse_oversized,
-    shown,
 )
 
 for _module in pkgutil.iter_modules(__path__):
@@ -31,14 +33,16 @@ __all__ = [
     "Geometry",
     "PositionContext",
     "PositionEncoding",
-    "build_within_limits",
     "build",
+    "build_within_limits",
     "canonical",
+    "check_size",
     "checked_max_length",
     "checked_value",
-    "checked_values",
+    "described",
     "encoding_class",
     "list_encodings",
+    "listed",
     "merged",
     "options_of",
     "positions_of",

@@ -12,10 +12,13 @@ class ALiBi(PositionEncoding, type="alibi"):
     """bias[h, i, j] = -m_h · |j - i|, added to the scaled scores (Press et al., 2022).
 
     With n heads, n a power of two, m_h = 2^(-8h/n) for h = 1 … n; for other n the authors take the slopes of the power
-    of two below, then every other slope of the one above. Causal hosts see j ≤ i alone, which is the paper's form;
-    in encoders the bias is symmetric, as the authors recommend (github.com/ofirpress/attention_with_linear_biases,
-    issue 5). Nothing is learned, any length.
+    of two below, then every other slope of the one above. In causal hosts j ≤ i, as in the paper; in encoders the bias
+    is symmetric, as the authors recommend (github.com/ofirpress/attention_with_linear_biases, issue 5). No parameters,
+    any length.
     """
+
+    title = "Attention with linear biases"
+    paper = ("https://arxiv.org/abs/2108.12409",)
 
     def distance_bias(self, distance: Tensor) -> Tensor:
         slopes = torch.tensor(alibi_slopes(self.geometry.num_attention_heads), dtype=torch.float32, device=distance.device)

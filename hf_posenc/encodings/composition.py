@@ -1,18 +1,20 @@
-"""Several encodings in one model, "sinusoidal+alibi": each acts by its own verbs, and what they add is summed."""
+"""Several encodings in one model, as in "sinusoidal+alibi"."""
 
 import weakref
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hf_posenc.encodings.base import Geometry, PositionContext, PositionEncoding, compose, encoding_class, shown
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext
+from hf_posenc.encodings.options import shown
 
 
 class Composition(PositionEncoding):
-    """Vectors and biases of all parts are summed; rotations follow one another in the order of the name.
+    """Vectors and biases of all parts are summed; rotations are applied in the order of the name.
 
-    A part is a child under its canonical name, so its weights are `posenc.<part>.*`. Its options are the dict under that
-    name, or keywords `<part>__<option>`.
+    A part is a child module under its canonical name, so its weights are `posenc.<part>.*`. Its options are the dict under
+    that name, or keywords `<part>__<option>`.
     """
 
     parts: ClassVar[dict[str, type[PositionEncoding]]] = {}
@@ -23,9 +25,12 @@ class Composition(PositionEncoding):
         for name, own in self.checked_options(options).items():
             self.add_module(name, self.parts[name](geometry, **own))
 
-    def members(self) -> list[Any]:
-        """The parts that are here: all of them, or those which a stack or an attention owns."""
-        return [child for child in self.children() if isinstance(child, PositionEncoding)]
+    @classmethod
+    def part_classes(cls) -> dict[str, Any]:
+        return dict(cls.parts)
+
+    def named_parts(self) -> dict[str, PositionEncoding]:
+        return {name: child for name, child in self.named_children() if isinstance(child, PositionEncoding)}
 
     @property
     def blend(self) -> float:  # type: ignore[override]
@@ -34,25 +39,25 @@ class Composition(PositionEncoding):
     @blend.setter
     def blend(self, value: float) -> None:
         self._blend = value
-        for part in self.members():
+        for part in self.named_parts().values():
             part.blend = value
 
     def embed(self, positions: Tensor) -> Tensor | None:
-        return _sum(part.embed(positions) for part in self.members())
+        return _sum(part.embed(positions) for part in self.named_parts().values())
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
-        for part in self.members():
+        for part in self.named_parts().values():
             query, key = part.rotate(query, key, context)
         return query, key
 
     def distance_bias(self, distance: Tensor) -> Tensor | None:
-        return _sum(part.distance_bias(distance) for part in self.members())
+        return _sum(part.distance_bias(distance) for part in self.named_parts().values())
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-        return _sum(part.score_bias(query, key, context) for part in self.members())
+        return _sum(part.score_bias(query, key, context) for part in self.named_parts().values())
 
     def adopt(self, table: Tensor) -> None:
-        for part in self.members():
+        for part in self.named_parts().values():
             part.adopt(table)
 
     @classmethod
@@ -85,16 +90,11 @@ class Composition(PositionEncoding):
         return {part: kind.preset(called) for (part, kind), called in zip(cls.parts.items(), name.split("+"), strict=True)}
 
     @classmethod
-    def component_classes(cls) -> list[Any]:
-        return [Composition, *(kind for part in cls.parts.values() for kind in part.component_classes())]
-
-    @classmethod
     def option_types(cls) -> dict[str, Any]:
         return dict.fromkeys(cls.parts, dict)
 
     @classmethod
-    def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Part -> its checked options. Raises ValueError for what belongs to no part."""
+    def by_part(cls, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
         given: dict[str, dict[str, Any]] = {name: {} for name in cls.parts}
         for key, value in options.items():
             called, _, option = key.partition("__")
@@ -110,40 +110,34 @@ class Composition(PositionEncoding):
                 given[part] = {**value, **given[part]}
             else:
                 raise ValueError(f"{cls.type}[{called!r}]={shown(value)}: allowed is a dict of that part's options")
-        return {name: kind.checked_options(given[name]) for name, kind in cls.parts.items()}
+        return given
+
+    @classmethod
+    def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Part -> its checked options."""
+        return {name: cls.parts[name].checked_options(given) for name, given in cls.by_part(options).items()}
 
     def extra_repr(self) -> str:
         return ""
 
 
-_MADE: weakref.WeakValueDictionary[str, type[PositionEncoding]] = weakref.WeakValueDictionary()
-"""By canonical name, as long as there is a module of the class: of a refused config nothing stays."""
+_CLASSES: weakref.WeakValueDictionary[str, type[PositionEncoding]] = weakref.WeakValueDictionary()
+"""By canonical name. Weak, so that classes of rejected configs are collected."""
 
 
-def composed(name: str) -> type[PositionEncoding]:
-    """The class of a composition, by the names or aliases of its parts joined with "+"; picklable by name.
+def composed(classes: list[type[PositionEncoding]], module: str) -> type[PositionEncoding]:
+    """The class of the composition of different encodings, in this order.
 
-    Raises ValueError for an unknown part, or one that is given twice.
+    It is pickled by its name "a+b", which the `__getattr__` of the given module resolves.
     """
-    parts = {kind.type: kind for kind in map(encoding_class, name.split("+"))}
-    if len(parts) != name.count("+") + 1:
-        raise ValueError(f"{shown(name)} has the same encoding twice: each part of a composition has a type of its own")
-    canonical = "+".join(parts)
-    known: Any = _MADE.get(canonical)
-    # A notebook cell that is run again replaces its class, and so the compositions with it.
-    if known is None or list(known.parts.values()) != list(parts.values()):
-        body = {"__module__": __name__, "__doc__": Composition.__doc__, "type": canonical, "parts": parts}
-        known = _MADE[canonical] = type(canonical, (Composition,), body)
+    name = "+".join(cls.type for cls in classes)
+    known: Any = _CLASSES.get(name)
+    # Running a notebook cell again replaces its class, and so the compositions of it.
+    if known is None or list(known.parts.values()) != classes:
+        parts = {cls.type: cls for cls in classes}
+        body = {"__module__": module, "__doc__": Composition.__doc__, "type": name, "parts": parts}
+        known = _CLASSES[name] = type(name, (Composition,), body)
     return known
-
-
-compose[:] = [composed]
-
-
-def __getattr__(name: str) -> Any:
-    if "+" in name:
-        return composed(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _sum(terms: Any) -> Tensor | None:

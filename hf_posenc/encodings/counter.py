@@ -1,4 +1,4 @@
-"""The position itself as a feature, the first naive scheme: there to be compared with."""
+"""The position itself as a feature: a naive baseline."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,9 +9,11 @@ from hf_posenc.encodings.base import PositionEncoding
 class Counter(PositionEncoding, type="counter"):
     """PE(p) = (p, 0, …, 0): the count of tokens before this one, in the first column.
 
-    One column, because a constant on all of them is taken away again by the next layer norm. Every position is
-    distinct and all steps are equal, at any length; what it lacks is a bound: at p = 1000 it drowns the token.
+    One column, because the next layer norm would subtract a constant added to all of them. Every position is distinct and
+    all steps are equal, at any length, but values are unbounded: at p = 1000 they dominate the token's vector.
     """
+
+    title = "The position itself as a feature: a naive baseline"
 
     def embed(self, positions: Tensor) -> Tensor:
         return F.pad(positions.double()[..., None], (0, self.geometry.hidden_size - 1))

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_posenc.encodings.base import Above, Geometry, PositionEncoding, fill_
+from hf_posenc.encodings.base import Geometry, PositionEncoding, fill_
+from hf_posenc.encodings.options import Above
 from hf_posenc.encodings.sinusoidal import sinusoids
 
 
@@ -15,10 +16,13 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
     (Gehring et al., 2017; Devlin et al., 2019).
 
     Options:
-        init: "normal" (std below), "sinusoidal", or "host": the rows of the host's own table, as many as there are;
-            rows beyond them, and a model made from scratch, start as "normal".
-        std: standard deviation of the normal start (0.02 as in BERT; 1.0 is `torch.randn`).
+        init: "normal" (std below), "sinusoidal", or "host": the rows of the host's own table; rows beyond it, and all
+            rows of a model without pretrained weights, start as "normal".
+        std: standard deviation of "normal" (0.02 as in BERT; 1.0 is `torch.randn`).
     """
+
+    title = "Learned absolute position embeddings"
+    paper = ("https://arxiv.org/abs/1705.03122", "https://arxiv.org/abs/1810.04805")
 
     init: Literal["normal", "sinusoidal", "host"] = "normal"
     std: Annotated[float, Above(0)] = 0.02
@@ -53,7 +57,7 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
         return True
 
     def embed(self, positions: Tensor) -> Tensor:
-        # Reading values would stall a GPU and break a traced graph; there, the limit is held by the shapes alone.
+        # Reading values would synchronize a GPU and break a traced graph, where only the shapes are checked.
         if positions.device.type == "cpu" and not torch.compiler.is_compiling() and positions.numel():
             low, high = positions.aminmax()
             if low < 0 or high >= len(self.weight):

@@ -8,3 +8,6 @@ class NoPE(PositionEncoding, type="none", aliases=("nope",)):
 
     An encoder without positions is permutation-equivariant; a causal decoder can still count its keys.
     """
+
+    title = "No position encoding"
+    paper = ("https://arxiv.org/abs/2305.19466",)

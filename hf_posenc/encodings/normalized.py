@@ -1,4 +1,4 @@
-"""The position as a fraction of the length, the second naive scheme: there to be compared with."""
+"""The position as a fraction of the length: a naive baseline."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,10 +9,12 @@ from hf_posenc.encodings.base import Geometry, PositionEncoding
 class Normalized(PositionEncoding, type="normalized"):
     """PE(p) = (p / (length - 1), 0, …, 0): a number from 0 to 1 in the first column.
 
-    The length is that of the text: its last position + 1, padding left out. Bounded, but a step is worth 1/(length - 1),
-    so it means something else in every text. A causal stack can't know how long its text will be (what an early token
-    says would depend on later ones), so there the length is `max_length`.
+    The length is that of the text without padding: its last position + 1. Values are bounded, but a step is
+    1/(length - 1), which differs from text to text. In a causal stack the length is `max_length`, because an early
+    token's vector must not depend on later tokens.
     """
+
+    title = "The position as a fraction of the length: a naive baseline"
 
     @classmethod
     def needs_max_length(cls, geometry: Geometry) -> bool:
@@ -22,6 +24,6 @@ class Normalized(PositionEncoding, type="normalized"):
         if self.geometry.is_causal and self.geometry.max_length is not None:
             last = positions.new_tensor(self.geometry.max_length - 1)
         else:
-            last = F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True)  # the 0 in front serves an empty input
+            last = F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True)  # the 0 in front is for empty inputs
         fraction = positions.double() / last.clamp(min=1)
         return F.pad(fraction[..., None], (0, self.geometry.hidden_size - 1))

@@ -5,19 +5,23 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.encodings.base import Above, Geometry, PositionEncoding
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.options import Above
 
 
 class Relative(PositionEncoding, type="relative"):
     """softmax((QKᵀ + R) / √E) V with R[h, i, j] = weight[h, clip(j - i, -max_distance, max_distance)].
 
-    The scalar form of the relative position representations of Shaw et al. (2018): their R is q·a(j - i). R stands
-    inside the scaling, so R/√head_dim is added to the scaled scores, whatever scaling the host uses. Distances are
-    clipped: there is no longest length.
+    The scalar form of the relative position representations of Shaw et al. (2018), whose R is q·a(j - i). R is added
+    before scaling, so R/√head_dim is added to the scaled scores, whatever scaling the host uses. Distances are clipped,
+    so any length works.
 
     Options:
-        max_distance: further than this, all distances count as equal.
+        max_distance: distances beyond it are clipped to it.
     """
+
+    title = "One learned number per head and distance, inside the scaling of the scores"
+    paper = ("https://arxiv.org/abs/1803.02155",)
 
     max_distance: Annotated[int, Above(0)] = 128
 
@@ -27,7 +31,7 @@ class Relative(PositionEncoding, type="relative"):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # Not zeros: those leave the order of the words invisible until the first step.
+        # With zeros the model would ignore word order until the first optimizer step.
         nn.init.normal_(self.weight, std=0.02)
 
     def distance_bias(self, distance: Tensor) -> Tensor:

@@ -5,21 +5,26 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from hf_posenc.encodings.base import Above, Geometry, PositionContext, PositionEncoding
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext
+from hf_posenc.encodings.options import Above
 from hf_posenc.encodings.sinusoidal import frequencies
 
 
 class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
-    """Each pair of features of a query or key at position p is turned by p·theta^(-2i/E), so that the score of two
+    """Each pair of features of a query or key at position p is rotated by p·theta^(-2i/E), so that the score of two
     tokens depends on their distance (Su et al., 2021, equation 15).
 
     Angles are computed in float64 and cast last; any length.
 
     Options:
         theta: the base of the frequencies.
-        layout: which features are a pair: "half" (i and i + E/2, as in GPT-NeoX and Llama) or "interleaved"
+        layout: which features form a pair, "half" (i and i + E/2, as in GPT-NeoX and Llama) or "interleaved"
             (2i and 2i + 1, as in the paper and GPT-J).
     """
+
+    title = "Rotary position embeddings"
+    paper = ("https://arxiv.org/abs/2104.09864",)
 
     theta: Annotated[float, Above(1)] = 10000.0
     layout: Literal["half", "interleaved"] = "half"

@@ -5,11 +5,13 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.encodings.base import Above, Geometry, PositionContext, PositionEncoding
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext
+from hf_posenc.encodings.options import Above
 
 FAR = 4096
-"""From this max_distance on vectors are picked by distance before they are multiplied: products with rows that no input
-reaches would make a short input as dear as a long one."""
+"""Above this max_distance, rows are selected by distance before the product: multiplying all rows would cost a short input
+as much as a long one."""
 
 
 class Shaw(
@@ -18,15 +20,18 @@ class Shaw(
     aliases={"relative_key": {"terms": "keys"}, "relative_key_query": {"terms": "keys+queries"}},
 ):
     """scores[h, i, j] = q_i · (k_j + a_ij) · scaling, a_ij = weight[clip(j - i, -max_distance, max_distance)]
-    (Shaw et al., 2018, equations 3 and 4). Each layer has vectors of its own, shared by its heads.
+    (Shaw et al., 2018, equations 3 and 4). Each layer has its own vectors, shared by its heads.
 
-    With terms="keys+queries" k_j · a_ij · scaling is added, too (https://arxiv.org/abs/2009.13658, method 4; BERT's
-    relative_key_query in Transformers v4). Distances are clipped: there is no longest length.
+    With terms="keys+queries", k_j · a_ij · scaling is added, too (https://arxiv.org/abs/2009.13658, method 4; BERT's
+    relative_key_query in Transformers v4). Distances are clipped, so any length works.
 
     Options:
-        max_distance: further than this, all distances count as equal.
-        terms: "keys" (what is added belongs to the keys) or "keys+queries".
+        max_distance: distances beyond it are clipped to it.
+        terms: "keys" (a_ij is added to the keys) or "keys+queries".
     """
+
+    title = "Self-attention with relative position representations"
+    paper = ("https://arxiv.org/abs/1803.02155",)
 
     max_distance: Annotated[int, Above(0)] = 128
     terms: Literal["keys", "keys+queries"] = "keys"
@@ -52,9 +57,9 @@ class Shaw(
         return context.distances(keys).clamp(-self.max_distance, self.max_distance) + self.max_distance
 
     def _products(self, states: Tensor, index: Tensor) -> Tensor:
-        """`[B, H, L, E]` times the row of `weight` that `index` `[1 or B, L, M]` names: `[B, H, L, M]`."""
+        """Products of states `[B, H, L, E]` and the rows of `weight` given by `index` `[1 or B, L, M]`: `[B, H, L, M]`."""
         weight, pairs = self.weight.to(states.dtype), index[:, None].expand(*states.shape[:3], -1)
         if self.max_distance <= FAR:
-            # One product for each row there is, then picked by distance: no [L, M, E] tensor.
+            # One product per row of weight, then a gather by distance: no [L, M, E] tensor.
             return (states @ weight.T).gather(-1, pairs)
         return torch.einsum("bhle,blme->bhlm", states, weight[index].expand(len(states), -1, -1, -1))

@@ -5,21 +5,24 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.encodings.base import Above, Geometry, PositionEncoding
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.options import Above
 
 
 class Sinusoidal(PositionEncoding, type="sinusoidal"):
     """PE(p, 2i) = sin(p / base^(2i/D)), PE(p, 2i+1) = cos(p / base^(2i/D)) (Vaswani et al., 2017, section 3.5).
 
-    Computed in float64 for the positions asked for, whatever their size, and cast last: there is no table and no
-    longest length. An odd D leaves out the last cosine.
+    Computed in float64 for the given positions and cast last: no table, any length. An odd D has one cosine less.
 
     Options:
         base: the wavelengths grow from 2π to base^((D-2)/D)·2π.
         layout: "interleaved" (sine on even, cosine on odd columns) or "concatenated" (all sines, then all cosines).
-        scale: a factor on the vectors, or "learned": one trained factor that starts at 1
+        scale: a factor on the vectors, or "learned" for one trained factor, initially 1
             (https://arxiv.org/abs/1809.08895, section 3.2).
     """
+
+    title = "Sinusoidal position embeddings"
+    paper = ("https://arxiv.org/abs/1706.03762",)
 
     base: Annotated[float, Above(1)] = 10000.0
     layout: Literal["interleaved", "concatenated"] = "interleaved"
@@ -42,15 +45,14 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
         return table * self.scale
 
     def shift_matrix(self, offset: int) -> Tensor:
-        """M of shape `[D, D]`, float64, with PE(p + offset) = M · PE(p) for every p, where `scale` is 1 or not.
+        """M of shape `[D, D]`, float64, with PE(p + offset) = M · PE(p) for every p and every `scale`.
 
-        M is made of 2×2 rotations, one for each frequency. Raises ValueError for an odd D, whose last sine has no
-        cosine to be turned with.
+        M consists of 2×2 rotations, one for each frequency. Raises ValueError for an odd D, whose last sine has no cosine
+        to be rotated with.
         """
         size = self.geometry.hidden_size
         if size % 2:
             raise ValueError(f"hidden_size={size} is odd, so its last sine has no cosine: only an even one can be shifted")
-        # Row 0 holds the angles of one step, read off the frequencies themselves.
         angles = offset * frequencies(size, self.base)
         interleaved = self.layout == "interleaved"
         sines = torch.arange(0, size, 2) if interleaved else torch.arange(size // 2)

@@ -6,20 +6,24 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.encodings.base import Above, Geometry, PositionEncoding
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.options import Above
 
 
 class T5(PositionEncoding, type="t5"):
     """bias[h, i, j] = weight[bucket(j - i), h], added to the scaled scores (Raffel et al., 2020, section 2.1).
 
     Half of the buckets hold one distance each; the others grow logarithmically up to max_distance, beyond which all
-    distances share the last one. In encoders half of all buckets are for keys behind the query, half for those before
-    it; causal stacks spend all on what is behind. Shared by all layers, no longest length.
+    distances share the last one. In encoders, half of all buckets are for keys before the query and half for keys after
+    it; causal stacks use all of them for keys before it. Shared by all layers, any length.
 
     Options:
-        num_buckets: how many, over both directions; a multiple of 4.
-        max_distance: where the last bucket begins; above num_buckets.
+        num_buckets: total number over both directions; a multiple of 4.
+        max_distance: start of the last bucket; above num_buckets.
     """
+
+    title = "T5's relative position bias"
+    paper = ("https://arxiv.org/abs/1910.10683",)
 
     num_buckets: Annotated[int, Above(0)] = 32
     max_distance: Annotated[int, Above(0)] = 128
@@ -48,7 +52,7 @@ class T5(PositionEncoding, type="t5"):
             buckets = self.num_buckets // 2
             offset, steps = (distance > 0).long() * buckets, distance.abs()
         exact = buckets // 2
-        # float32 and truncation as in T5, so that its trained weights mean the same here.
+        # float32 and truncation as in T5, for the same buckets as its trained weights.
         ratio = torch.log(steps.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
         far = exact + (ratio * (buckets - exact)).long()
         return offset + torch.where(steps < exact, steps, far.clamp(max=buckets - 1))

@@ -1,0 +1,70 @@
+"""The positions of one forward pass.
+
+Shapes: B batch, L new tokens, Q queries, K keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class PositionContext:
+    """The positions of one forward pass, made by the stack and passed to each of its attentions.
+
+    encoding: the stack's `PositionEncoding`.
+    positions: `[1 or B, L]`, the positions of the new tokens (the queries, and the keys that enter the cache).
+    past: number of keys cached before them; an int, or a 0-dim tensor for static caches.
+    start: `[1 or B, 1]`, the index of the key at position 0; the positions of cached keys rise by one from there.
+    consecutive: True if the new positions rise by one too, so that distances follow from indices alone.
+    computed: results of `cached`.
+    scaling: the factor on QKᵀ in the current attention.
+    """
+
+    encoding: Any
+    positions: Tensor
+    past: int | Tensor
+    start: Tensor
+    consecutive: bool
+    computed: dict[Any, Any] = field(default_factory=dict)
+    scaling: float = 1.0
+
+    def scaled(self, scaling: float) -> "PositionContext":
+        """The context of the same forward pass for an attention with this scaling; both share `computed`."""
+        return replace(self, scaling=scaling)
+
+    def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """`compute()`, evaluated once per forward pass. Only for results that need no gradient."""
+        if key not in self.computed:
+            self.computed[key] = compute()
+        return self.computed[key]
+
+    def key_positions(self, length: int) -> Tensor:
+        """`[1 or B, K]`; negative for keys before position 0, which are padding."""
+        keys = torch.arange(length, device=self.positions.device) - self.start
+        if self.consecutive:
+            return keys
+        new = torch.arange(self.positions.shape[1], device=keys.device) + self.past
+        return keys.expand(self.positions.shape[0], -1).index_copy(1, new, self.positions.to(keys.dtype))
+
+    def distances(self, keys: int) -> Tensor:
+        """`[1 or B, Q, K]`: key position - query position."""
+        return self.key_positions(keys)[:, None, :] - self.positions[:, :, None]
+
+
+def positions_of(length: int, past: int | Tensor, attention_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The positions `[1 or B, L]` of new tokens without explicit ids, and the index `[1 or B, 1]` of position 0.
+
+    Position 0 is the first token that a 2-D attention mask `[B, K]` shows, and the last shown token has the last position,
+    so that padding on either side changes nothing. Without a mask, or with a 4-D one, positions count from the start.
+    """
+    index = (torch.arange(length, device=device) + past)[None]
+    if attention_mask is None or attention_mask.ndim == 4:
+        return index, index.new_zeros(1, 1)
+    shown = (attention_mask.reshape(-1, attention_mask.shape[-1]) != 0).int()
+    first = shown.argmax(dim=-1, keepdim=True)
+    last = shown.shape[-1] - 1 - shown.flip(-1).argmax(dim=-1, keepdim=True)
+    return torch.minimum(index.clamp(min=first), last) - first, first

@@ -1,0 +1,146 @@
+"""Checks of option values against their annotations, and limits on what a config may ask for."""
+
+import contextlib
+import math
+import re
+import reprlib
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+MAX_INTEGER = 2**24
+"""Largest absolute value of an integer option, a length or a width: sixteen million positions."""
+MAX_VALUES = 2**30
+"""Maximum elements per stack's encoding, and per host table: 4 GiB in float32."""
+MAX_ENTRIES, MAX_DEPTH = 2**16, 8
+"""Maximum number of characters and values in `position_encoding`, and maximum depth of its nesting."""
+
+
+@dataclass(frozen=True)
+class Above:
+    """The open lower bound of a numeric option: `base: Annotated[float, Above(1)] = 10000.0`."""
+
+    bound: float
+
+
+def checked_value(name: str, value: Any, annotation: Any) -> Any:
+    """The value, in the annotated type (ints become floats, lists tuples). Raises ValueError with what is allowed."""
+    for candidate in _readings(value):
+        if _fits(candidate, annotation):
+            return candidate
+    within = max(-MAX_INTEGER, min(value, MAX_INTEGER)) if type(value) is int else value
+    limit = f", up to {MAX_INTEGER} in size" if within is not value and _fits(within, annotation) else ""
+    raise ValueError(f"{name}={shown(value)}: allowed is {described(annotation)}{limit}")
+
+
+def checked_max_length(max_length: Any) -> int | None:
+    """A positive integer, or None for no limit. Raises ValueError for anything else."""
+    return checked_value("max_length", max_length, Annotated[int, Above(0)] | None)
+
+
+def described(annotation: Any) -> str:
+    """The values that an annotation allows, in words."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = [f" above {extra.bound:g}" for extra in args[1:] if isinstance(extra, Above)]
+        return described(args[0]) + "".join(bounds)
+    if origin in (Union, types.UnionType):
+        return " or ".join(described(arg) for arg in args)
+    if origin is Literal:
+        return " or ".join(map(repr, args))
+    if origin is tuple:
+        return f"a tuple of {', '.join(described(arg) for arg in args if arg is not Ellipsis)}"
+    plain = {float: "a finite number", int: "an integer", bool: "True or False", str: "a string", type(None): "None"}
+    return plain.get(annotation, str(annotation))
+
+
+def _readings(value: Any) -> Iterator[Any]:
+    """The value, and its conversions: an int as a float, a list as a tuple."""
+    yield value
+    if type(value) is int:
+        with contextlib.suppress(OverflowError):
+            yield float(value)
+    if isinstance(value, (list, tuple)):
+        yield tuple(value)
+        yield tuple(reading for item in value for reading in list(_readings(item))[-1:])
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin is Annotated:
+        bounds = [extra.bound for extra in args[1:] if isinstance(extra, Above)]
+        return _fits(value, args[0]) and (not isinstance(value, (int, float)) or all(value > bound for bound in bounds))
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is Literal:
+        return any(type(value) is type(arg) and value == arg for arg in args)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
+        return len(kinds) == len(value) and all(map(_fits, value, kinds))
+    if annotation is float:
+        return type(value) is float and math.isfinite(value)
+    if annotation is None:
+        return value is None
+    # Not isinstance: bool is a subclass of int, but True is no length.
+    return type(value) is annotation and (annotation is not int or abs(value) <= MAX_INTEGER)
+
+
+def check_size(what: str, values: int) -> None:
+    """Raises ValueError where `what` has more than MAX_VALUES elements."""
+    if values > MAX_VALUES:
+        raise ValueError(
+            f"{what} would take {values} values of memory, and at most {MAX_VALUES} are allowed: choose smaller options or a "
+            "shorter max_length; of a checkpoint from elsewhere, see who made it"
+        )
+
+
+def refuse_oversized(given: Any) -> None:
+    """Raises ValueError for a `position_encoding` beyond MAX_ENTRIES or MAX_DEPTH, for keys that aren't strings, and for
+    text that isn't Unicode. A value that contains itself exceeds MAX_DEPTH."""
+    level, entries = [given], 0
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                if odd := [key for key in value if not isinstance(key, str)]:
+                    raise ValueError(f"{shown(odd[0])} can't be a key in position_encoding: allowed are strings")
+                below += [*value, *value.values()]
+            elif isinstance(value, (list, tuple)):
+                below += value
+            entries += 1
+            if isinstance(value, str):
+                entries += len(value)
+                if re.search("[\ud800-\udfff]", value):
+                    raise ValueError(f"{shown(value)} in position_encoding is no text: it has half of a surrogate pair")
+            if entries + len(below) > MAX_ENTRIES:
+                raise ValueError(f"position_encoding has more than {MAX_ENTRIES} values and characters: nothing needs so many")
+        level = below
+    if level:
+        raise ValueError(f"position_encoding is nested deeper than {MAX_DEPTH} levels: nothing needs so many")
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxdict = self.maxlist = self.maxtuple = 12
+        self.maxstring = self.maxother = 100
+
+    def repr_int(self, number: int, level: int) -> str:
+        # repr raises ValueError for integers of more than 4300 digits.
+        return repr(number) if number.bit_length() < 2000 else f"an integer of {number.bit_length()} bits"
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` for an error, shortened: values may come from an untrusted checkpoint."""
+    text = _Short().repr(value)
+    return text if len(text) <= 600 else f"{text[:600]}…"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Quoted names, separated by commas."""
+    return ", ".join(map(repr, names))

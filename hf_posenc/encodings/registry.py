@@ -1,0 +1,102 @@
+"""Registered encodings by name, and modules from configs."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.composition import composed
+from hf_posenc.encodings.options import check_size, listed, refuse_oversized, shown
+
+
+def list_encodings() -> dict[str, type[PositionEncoding]]:
+    """Every registered encoding, canonical name -> class, in alphabetical order."""
+    return {name: cls for name, cls in sorted(PositionEncoding.registered.items()) if name == cls.type}
+
+
+def encoding_class(name: Any) -> type[PositionEncoding]:
+    """The class registered under a name or alias, or of a composition `"a+b"`.
+
+    Raises ValueError for an unknown name, and for a composition that has the same encoding twice.
+    """
+    if isinstance(name, str) and "+" in name:
+        classes = [encoding_class(part) for part in name.split("+")]
+        if len(set(classes)) < len(classes):
+            raise ValueError(f"{shown(name)} has the same encoding twice: each part of a composition has a type of its own")
+        return composed(classes, module=__name__)
+    if not isinstance(name, str) or name not in PositionEncoding.registered:
+        raise ValueError(
+            f"unknown position encoding {shown(name)}; registered: {listed(list_encodings())}. "
+            "If it is one of your own, import the module that defines its class first; if its code came with a checkpoint, "
+            "load that with trust_remote_code=True where hf_posenc isn't imported"
+        )
+    return PositionEncoding.registered[name]
+
+
+def __getattr__(name: str) -> Any:
+    """Classes of compositions, which pickle looks up by name."""
+    if "+" in name:
+        return encoding_class(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def canonical(encoding: Any) -> dict[str, Any]:
+    """The canonical dict, all options written out, of an encoding given by name or as `{"type": name, **options}`.
+
+    Raises ValueError for anything else, for unknown names, and for options which the encoding doesn't take.
+    """
+    refuse_oversized(encoding)
+    if isinstance(encoding, str):
+        encoding = {"type": encoding}
+    if not isinstance(encoding, dict) or not isinstance(encoding.get("type"), str):
+        raise ValueError(
+            f'a position encoding is a name or a dict {{"type": name, **options}}, not {shown(encoding)}; '
+            f"names: {listed(list_encodings())}"
+        )
+    cls = encoding_class(encoding["type"])
+    return {"type": cls.type, **cls.checked_options({**cls.preset(encoding["type"]), **options_of(encoding)})}
+
+
+def options_of(encoding: dict[str, Any]) -> dict[str, Any]:
+    """A canonical dict without its type."""
+    return {key: value for key, value in encoding.items() if key != "type"}
+
+
+def merged(saved: Any, given: Any) -> Any:
+    """The saved `position_encoding`, updated with the options given on loading. Raises ValueError if the types differ."""
+    given = {"type": given} if isinstance(given, str) else given
+    if not isinstance(given, dict) or not isinstance(saved, dict):
+        return saved if given is None else given
+    there, wanted = encoding_class(saved.get("type")).type, encoding_class(given.get("type")).type
+    if there != wanted:
+        raise ValueError(
+            f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
+            f"then model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})"
+        )
+    both = [key for key in given if isinstance(given[key], dict) and isinstance(saved.get(key), dict)]
+    parts = {key: {**saved[key], **given[key]} for key in both}
+    return {**saved, **given, **parts}
+
+
+def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
+    """One module with all parameters of a canonical dict. Raises ValueError for one beyond MAX_VALUES."""
+    (module,) = build_within_limits(
+        encoding["type"], lambda: [encoding_class(encoding["type"])(geometry, **options_of(encoding))]
+    )
+    return module
+
+
+def build_within_limits(kind: str, make: Callable[[], list[Any]]) -> list[Any]:
+    """The modules returned by `make`. Raises ValueError if they have more than MAX_VALUES elements together.
+
+    `make` runs on the meta device first, where tensors have shapes and take no memory.
+    """
+    with torch.device("meta"):
+        trial = nn.ModuleList(make())
+    tensors = [*trial.parameters(), *trial.buffers()]
+    largest = max((tensor.shape for tensor in tensors), key=math.prod, default=())
+    check_size(f"the {kind!r} encoding, with tables of up to {tuple(largest)},", sum(t.numel() for t in tensors))
+    return make()
