@@ -14,9 +14,11 @@ from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding  # noq
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
 from hf_posenc.hub import push_to_hub  # noqa: E402
 from hf_posenc.patching import patch, unpatch  # noqa: E402
+from hf_posenc.sources import HostRefused  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
+    "HostRefused",
     "PositionEmbedding",
     "PositionEncoding",
     "TokenPositionEmbedding",

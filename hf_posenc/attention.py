@@ -1,8 +1,8 @@
-"""How a score bias reaches the attention function that the host has chosen.
+"""How rotation and bias reach the attention function that the host has chosen.
 
-Transformers' attention modules look their function up by `self.config._attn_implementation`. A lent module gets a view
-of its config in which that name carries a prefix; under the prefixed name stands the host's own function with the
-positions in front of it. The model's config stays as it is, so masks, caches, backends and saving do too.
+Transformers' attention modules look their function up by `self.config._attn_implementation`. In a patched model each of
+them has a view of its config in which that name has a prefix. The function registered under the prefixed name applies the
+encoding, then calls the host's. The model's own config is untouched, and with it masks, caches, backends and saving.
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 """
@@ -14,17 +14,19 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_posenc.encodings import PositionContext, PositionEncoding
+from hf_posenc.kernels import biased_mask, score_bias
 
 PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
-"""Another one in each copy of this module that came with a model's own code (`remote_code`)."""
+"""Differs in each copy of this module that was saved with a checkpoint (`remote_code`)."""
 CONTEXT = "position_context"
-"""The one keyword argument which carries the positions from the stack to its attentions."""
+"""The keyword argument by which a stack hands its `PositionContext` to its attentions."""
+PARTS = "position_parts"
+"""The attribute of an attention that names the parts of the encoding which act in it."""
 
 
 class AttentionConfigView:
@@ -47,7 +49,7 @@ class AttentionConfigView:
 
 
 class KeyRotatingCache:
-    """A cache as one attention module sees it: keys are turned by their positions as they enter, once for all steps."""
+    """A cache as one attention module sees it: keys are rotated by their positions as they enter, once for all steps."""
 
     def __init__(self, cache: Cache, module: nn.Module, context: PositionContext) -> None:
         self.cache, self.module, self.context = cache, module, context
@@ -72,38 +74,26 @@ def rotating(cache: Any, module: nn.Module, context: PositionContext) -> Any:
     return KeyRotatingCache(cache, module, context)
 
 
-def encodings_of(module: nn.Module, context: PositionContext) -> list[PositionEncoding]:
-    """What acts in one attention: the stack's encoding, and the attention's own."""
-    own = getattr(module, "posenc", None)
-    return [context.encoding] if own is None else [context.encoding, own]
+def acting(module: nn.Module, context: PositionContext) -> list[PositionEncoding]:
+    """The encodings that act in one attention: the stack's, where they act in this layer, and the attention's own."""
+    shared, own = context.encoding.named_parts(), getattr(module, "posenc", None)
+    return [
+        *(shared[name] for name in getattr(module, PARTS) if name in shared),
+        *(own.named_parts().values() if own is not None else ()),
+    ]
 
 
 def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
-    """Queries and new keys, turned by all that acts in this attention."""
-    for encoding in encodings_of(module, context):
+    """Queries and new keys, rotated by all that acts in this attention."""
+    for encoding in acting(module, context):
         query, key = encoding.rotate(query, key, context)
     return query, key
 
 
 def register(implementation: str) -> None:
-    """Make an attention implementation of Transformers (eager, sdpa, …) available to lent modules."""
+    """Make an attention implementation of Transformers (eager, sdpa, …) available to patched modules."""
     if PREFIX + implementation not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(PREFIX + implementation, functools.partial(attend, implementation))
-
-
-def biases(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
-    """Whether an encoding adds anything to scores."""
-    return not {"distance_bias", "score_bias"}.isdisjoint(encoding.acts_by())
-
-
-def refusal(implementation: str, encoding: type[PositionEncoding]) -> str | None:
-    """Why an implementation can't carry an encoding, or None."""
-    if biases(encoding) and not implementation.startswith(("eager", "sdpa", "flex_attention")):
-        return (
-            f"attn_implementation={implementation!r} takes no score bias, so the encoding would be lost: "
-            "use 'sdpa', 'flex_attention' or 'eager'"
-        )
-    return None
 
 
 def attend(
@@ -125,15 +115,18 @@ def attend(
         query, _ = rotate(module, query, None, position_context)
     else:
         query, key = rotate(module, query, key, position_context)
-    context = position_context.scaled(query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"])
+    scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
+    context = position_context.for_attention(scaling, getattr(module, "layer_idx", None))
+    encodings = acting(module, context)
     if implementation == "flex_attention":
-        bias = score_bias(module, query, key, context)
+        bias = score_bias(encodings, query, key, context)
         if bias is not None:
             # flex reads position_bias[b, h, q, k] without broadcasting.
             shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
             kwargs["position_bias"] = bias.to(query.dtype).expand(shape)
     else:
-        attention_mask = biased_mask(module, query, key, attention_mask, context, kwargs.get("is_causal"))
+        is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]
+        attention_mask = biased_mask(encodings, query, key, attention_mask, context, bool(is_causal))
     return host_function(module, implementation)(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -156,92 +149,3 @@ def _upcast_eager(
 ) -> tuple[Tensor, Tensor]:
     """GPT-2's float32 scores, which it picks by comparing the implementation's name with "eager" itself."""
     return module._upcast_and_reordered_attn(query, key, value, mask)
-
-
-def score_bias(module: nn.Module, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-    """All that is added to the scaled scores of this attention, broadcastable to `[B, H, Q, K]`, or None."""
-    total = None
-    for encoding in encodings_of(module, context):
-        if encoding.blend == 0.0:
-            continue
-        bias = _distance_bias(encoding, query.shape[2], key.shape[2], context)
-        content = encoding.score_bias(query, key, context)
-        for term in (bias, content):
-            if term is not None:
-                term = term if encoding.blend == 1.0 else term * encoding.blend
-                total = term if total is None else total + term
-    return total
-
-
-def _distance_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
-    if context.consecutive:
-        return _toeplitz_bias(encoding, queries, keys, context)
-    return _general_bias(encoding, keys, context)
-
-
-def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
-    """`[1, H, Q, K]` from one value for each of the Q + K - 1 distances."""
-    distance = torch.arange(1 - queries, keys, device=context.positions.device) - context.past
-    bias = encoding.distance_bias(distance)
-    if bias is None:
-        return None
-    if torch.compiler.is_compiling():
-        # unfold takes its length as a plain int, which would make a traced graph one for this length only.
-        index = torch.arange(keys, device=distance.device) - torch.arange(queries, device=distance.device)[:, None]
-        return bias[:, index + (queries - 1)][None]
-    return bias.unfold(-1, keys, 1).flip(1)[None]
-
-
-def _general_bias(encoding: PositionEncoding, keys: int, context: PositionContext) -> Tensor | None:
-    """`[1 or B, H, Q, K]` for positions which jump: packed sequences, ids given by hand."""
-    distance = context.distances(keys)
-    bias = encoding.distance_bias(distance.flatten())
-    return None if bias is None else bias.unflatten(-1, distance.shape).movedim(0, 1)
-
-
-def biased_mask(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, context: PositionContext, is_causal: bool | None
-) -> Tensor | None:
-    """The additive mask `[1 or B, 1 or H, Q, K]` with the encoding's bias in it; the mask as it was if there is none.
-
-    Built once per forward pass where no gradient flows through it; else in each layer anew, inside that layer's own
-    (re)computation, as gradient checkpointing and sharded training expect.
-    """
-
-    def compute() -> Tensor | None:
-        bias = score_bias(module, query, key, context)
-        return mask if bias is None else _merged(bias.to(query.dtype), mask, causal, context)
-
-    # Without a mask, an implementation masks the future by itself; beside a bias it would not.
-    causal = (
-        mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
-    )
-    biasing = [encoding for encoding in encodings_of(module, context) if biases(encoding)]
-    if not biasing:
-        return mask
-    trained = torch.is_grad_enabled() and any(p.requires_grad for encoding in biasing for p in encoding.parameters())
-    shared = biasing == [context.encoding] and "score_bias" not in context.encoding.acts_by()
-    if trained or not shared:
-        return compute()
-    # The mask is compared by identity: hosts hand the same one to all layers of a kind.
-    seen = context.cached("masks", list)
-    for other, wanted, merged in seen:
-        if other is mask and wanted == (causal, query.dtype):
-            return merged
-    merged = compute()
-    seen.append((mask, (causal, query.dtype), merged))
-    return merged
-
-
-def _merged(bias: Tensor, mask: Tensor | None, causal: bool, context: PositionContext) -> Tensor:
-    lowest = torch.finfo(bias.dtype).min
-    if mask is None and not causal:
-        return bias
-    if mask is None:
-        queries, keys = bias.shape[-2:]
-        index = torch.arange(keys, device=bias.device) - torch.arange(queries, device=bias.device)[:, None]
-        return bias.masked_fill(index > context.past, lowest)
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, lowest)
-    # A sum below the lowest number would be -inf, and a row of those is NaN.
-    return (bias + mask.to(bias.dtype)).clamp(min=lowest)

@@ -113,7 +113,9 @@ def _without_weights(folder: str | os.PathLike[str]) -> PreTrainedModel:
 
 def own_kinds(encoding: str) -> list[Any]:
     """The classes of an encoding which are not part of this package."""
-    return [kind for kind in encoding_class(encoding).part_classes().values() if not kind.__module__.startswith("hf_posenc.")]
+    return [
+        kind for kind in encoding_class(encoding).component_classes().values() if not kind.__module__.startswith("hf_posenc.")
+    ]
 
 
 def _auto_class(model: PreTrainedModel) -> str | None:

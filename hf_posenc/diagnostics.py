@@ -1,15 +1,14 @@
 """What can be said of an encoding or a model."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from hf_posenc import ports
+from hf_posenc import attention, structure
 from hf_posenc.embedding import PositionEmbedding
-from hf_posenc.encodings import encoding_class
 
 
 @dataclass(frozen=True)
@@ -19,6 +18,7 @@ class Report:
     encoding: canonical name; for a stock model what its own positions amount to ("learned", MPNet's "learned+t5").
     options: the encoding's options.
     enters: where positions enter, as dotted paths of modules, by verb.
+    layers: encoding, or part of a composition -> the numbers of the layers it acts in; empty where it acts in all.
     max_length: the longest usable input in tokens; None: no limit.
     host_kept: whether `unpatch` can bring the host's own positions back.
     ignored: what the config asks for and Transformers doesn't do.
@@ -31,6 +31,7 @@ class Report:
     max_length: int | None
     host_kept: bool
     ignored: tuple[str, ...]
+    layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -42,6 +43,7 @@ class Report:
             f"  {verb}: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
             for verb, paths in self.enters.items()
         ]
+        lines += [f"  {part} acts in layers {', '.join(map(str, layers))}" for part, layers in self.layers.items()]
         lines += [f"  ignored: {note}" for note in self.ignored]
         if self.host_kept:
             lines.append("  the host's own positions are kept: unpatch brings them back")
@@ -65,38 +67,46 @@ def inspect(model: PreTrainedModel | str | os.PathLike[str]) -> Report:
         options = {name: value for name, value in config.position_encoding.items() if name != "type"}
         kind = config.position_encoding["type"]
         return Report(type(model).__name__, kind, options, {"embed": ("posenc",)}, config.max_length, False, ())
-    stacks = {name: module for name, module in model.named_modules() if ports.is_patched(module)}
+    stacks = {name: module for name, module in model.named_modules() if structure.is_patched(module)}
     if not stacks:
         return _stock_report(model)
-    chosen = config.position_encoding
-    cls = encoding_class(chosen["type"])
-    host = chosen["host"]
+    stack = next(iter(stacks.values()))
+    spec = stack.config.position_spec
     return Report(
         model_class=type(model).__name__,
-        encoding=chosen["type"],
-        options={name: chosen[name] for name in cls.option_types()},
+        encoding=spec.type,
+        options=dict(spec.options),
         enters={
             verb: tuple(
                 f"{name}.{path}".lstrip(".") for name, stack in stacks.items() for path in stack._posenc_entrances[verb]
             )
-            for verb in cls.acts_by()
+            for verb in spec.encoding.acts_by()
         },
-        max_length=chosen["max_length"],
-        host_kept=bool(host and host["kept"]),
+        max_length=stack.posenc.geometry.max_length,
+        host_kept=bool(spec.host and spec.host.kept),
         ignored=_ignored(config),
+        layers={part: _layers_of(stack, part) for part in spec.layers},
     )
 
 
+def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
+    found = [parts for module in stack.modules() if (parts := getattr(module, attention.PARTS, None)) is not None]
+    return tuple(layer for layer, parts in enumerate(found) if part in parts)
+
+
 def _stock_report(model: PreTrainedModel) -> Report:
-    found = ports.find(model)
-    if not found:
+    found = structure.find(model)
+    if found is None:
         raise ValueError(f"no source of position that hf_posenc knows was found in {type(model).__name__}")
+    enters: dict[str, tuple[str, ...]] = {}
+    for source in found.sources:
+        enters[source.verb] = (*enters.get(source.verb, ()), source.path)
     return Report(
         model_class=type(model).__name__,
-        encoding="learned+t5" if found.biases else "learned",
+        encoding="+".join(sorted({source.encoding for source in found.sources})),
         options={},
-        enters={"embed": tuple(found.tables)} | ({"distance_bias": tuple(found.biases)} if found.biases else {}),
-        max_length=getattr(model.config, ports.LENGTH_FIELD) - found.offset,
+        enters=enters,
+        max_length=found.usable_length,
         host_kept=False,
         ignored=_ignored(model.config),
     )

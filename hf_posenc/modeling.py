@@ -1,6 +1,6 @@
 """Derived config and model classes, made when they are first asked for.
 
-`PosEnc<HostClass>` is a subclass of the host's class which lends a position encoding to every stack in it. The module's
+`PosEnc<HostClass>` is a subclass of the host's class which puts a position encoding into every stack in it. The module's
 `__getattr__` makes these classes by name; the Auto classes know the names only.
 """
 
@@ -17,48 +17,16 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc import attention, install, ports
-from hf_posenc.embedding import EncodingConfigMixin, EncodingModelMixin
+from hf_posenc import attention, structure, transfer
+from hf_posenc import spec as specs
+from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
-from hf_posenc.encodings import canonical, check_size, checked_max_length, encoding_class, refuse_oversized, shown
+from hf_posenc.encodings import check_size
+from hf_posenc.install import install, refusal
+from hf_posenc.sources import Source
 
 PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
-PLACEMENT = ("inject", "max_length", "host")
-"""What stands beside the options in `position_encoding`: where vectors are added, the promised length, and what to
-restore of the host."""
-patcher: list[Callable[..., Any]] = []
-"""`patch`, given by patching.py, which builds on this module; empty in the code that travels with a model."""
-
-
-# The config.
-
-
-def split(position_encoding: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`position_encoding` as given -> (canonical encoding, placement). Raises ValueError for anything malformed."""
-    refuse_oversized(position_encoding)
-    if isinstance(position_encoding, dict):
-        placement = {key: position_encoding[key] for key in PLACEMENT if key in position_encoding}
-        position_encoding = {key: value for key, value in position_encoding.items() if key not in PLACEMENT}
-    else:
-        placement = {}
-    placement["max_length"] = checked_max_length(placement.get("max_length"))
-    inject = placement.setdefault("inject", "input")
-    if inject not in install.INJECT:
-        raise ValueError(f"inject={shown(inject)}: allowed is {', '.join(map(repr, install.INJECT))}")
-    host = placement.setdefault("host", None)
-    keys = {"name_or_path": str, "max_length": int, "kept": bool, "fingerprint": str}
-    if host is not None and (not isinstance(host, dict) or {key: type(value) for key, value in host.items()} != keys):
-        raise ValueError(f"position_encoding['host'] is written by patch and not to be edited, but reads {shown(host)}")
-    if host is not None:
-        checked_max_length(host["max_length"])
-    chosen = canonical(position_encoding)
-    if inject != "input" and "embed" not in encoding_class(chosen["type"]).acts_by():
-        raise ValueError(
-            f"inject={inject!r} says where vectors are added, but {chosen['type']!r} makes none: leave it out, or take an "
-            "encoding which embeds"
-        )
-    return chosen, {key: placement[key] for key in PLACEMENT}
 
 
 class PosEncConfigMixin(EncodingConfigMixin):
@@ -70,28 +38,30 @@ class PosEncConfigMixin(EncodingConfigMixin):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.position_encoding is not None:
-            encoding, placement = split(self.position_encoding)
-            self.position_encoding = {**encoding, **placement}
-            check_length(self)
+            specs.write(self, specs.PositionSpec.parse(self.position_encoding))
+            self.check_size()
+
+    @property
+    def position_spec(self) -> specs.PositionSpec:
+        """`position_encoding`, parsed."""
+        return specs.read(self)
+
+    def check_size(self) -> None:
+        """Raises ValueError for a host whose own positions would take memory beyond all bounds, patched or not."""
+        for kind in Source.kinds:
+            kind.check_config(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        written = super().to_dict()
+        written.pop(specs.PARSED, None)
+        return written
 
     def _auto_classes(self) -> dict[str, str]:
         return {"AutoConfig": type(self).__name__, **auto_classes(self.model_type)}
 
 
-def check_length(config: Any) -> None:
-    """Raises ValueError for a config whose host would make a position table beyond all bounds, patched or not."""
-    rows, width = getattr(config, ports.LENGTH_FIELD, None), getattr(config, "hidden_size", None)
-    if isinstance(rows, int) and isinstance(width, int):
-        if rows < 1:
-            raise ValueError(f"{ports.LENGTH_FIELD}={rows}: allowed is an integer above 0")
-        check_size(f"{ports.LENGTH_FIELD}={shown(rows)} at hidden_size={shown(width)}", rows * width)
-
-
-# The models.
-
-
 class HostState(nn.Module):
-    """The host's own tables of positions, kept as buffers under their original keys, for `unpatch`."""
+    """The host's own learned positions, kept as buffers under their original keys, for `unpatch`."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -106,7 +76,7 @@ class HostState(nn.Module):
             module.register_buffer(name, torch.empty(shape))
 
     def reset_parameters(self) -> None:
-        """From scratch the host has no positions yet: what BERT would start with."""
+        """BERT's own initialisation: a model made from scratch has no trained positions to keep."""
         for table in self.buffers():
             nn.init.normal_(table, std=0.02)
 
@@ -123,30 +93,25 @@ class PosEncModelMixin(EncodingModelMixin):
         super().post_init()
 
     def _install_encoding(self) -> None:
-        if ports.is_patched(self):
+        if structure.is_patched(self):
             return
         if self.config.position_encoding is None:
             raise ValueError(
                 f"{type(self).__name__} needs config.position_encoding, a name or a dict; "
                 "to give a pretrained model another encoding, load it and call hf_posenc.patch(model, encoding)"
             )
-        found = ports.find(self)
-        if found:
-            encoding, placement = split(self.config.position_encoding)
-            geometry = ports.geometry(self, found, placement["max_length"], placement["inject"])
-            if geometry.max_length is None and encoding_class(encoding["type"]).needs_max_length(geometry):
-                length = checked_max_length(getattr(self.config, ports.LENGTH_FIELD) - found.offset)
-                geometry = replace(geometry, max_length=length)
-                self.config.position_encoding["max_length"] = length
-            install.install(self, found, encoding, geometry, placement["inject"])
-            host = placement["host"]
-            if host and host["kept"]:
-                tables = {f"{key}.weight": (host["max_length"], table.embedding_dim) for key, table in found.tables.items()}
-                biases = {f"{key}.weight": tuple(table.weight.shape) for key, table in found.biases.items()}
-                self.posenc.host = HostState({**tables, **biases})
+        found = structure.find(self)
+        if found is not None:
+            spec = self.config.position_spec
+            geometry = found.geometry(spec.max_length, spec.inject)
+            if geometry.max_length is None and spec.encoding.needs_max_length(geometry):
+                geometry = replace(geometry, max_length=found.usable_length)
+            install(found, spec, geometry)
+            if spec.host and spec.host.kept and (kept := found.kept_shapes(spec.host.rows)):
+                self.posenc.host = HostState(kept)
             self._check_attention()
-        elif not any(map(ports.is_patched, self.modules())):
-            raise ports.none_found(self.host_class)
+        elif not any(map(structure.is_patched, self.modules())):
+            raise structure.none_found(self.host_class)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, HostState):
@@ -160,13 +125,12 @@ class PosEncModelMixin(EncodingModelMixin):
         if "position_encoding" in kwargs and not isinstance(kwargs.get("config"), PreTrainedConfig):
             stock, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **_hub_kwargs(kwargs))
             if stock.get("model_type") == cls.host_class.config_class.model_type:
-                if not patcher:
-                    raise ValueError("to give a stock checkpoint an encoding: pip install hf-posenc, then import hf_posenc")
-                encoding = kwargs.pop("position_encoding")
+                spec = specs.PositionSpec.parse(kwargs.pop("position_encoding"))
                 kwargs.setdefault("use_safetensors", True)
                 loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
                 model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
-                patched = patcher[0](model, encoding)
+                transfer.refuse_wrapped(model)
+                patched = transfer.to_derived(model, cls, spec)
                 return (patched, *info) if info else patched
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
@@ -181,10 +145,9 @@ class PosEncModelMixin(EncodingModelMixin):
 
     def _check_attention(self) -> None:
         for module in self.modules():
-            if ports.is_patched(module):
+            if structure.is_patched(module):
                 implementation = module.config._attn_implementation
-                encoding = encoding_class(module.config.position_encoding["type"])
-                if reason := attention.refusal(implementation, encoding):
+                if reason := refusal(implementation, module.config.position_spec):
                     raise ValueError(reason)
                 attention.register(implementation)
 
@@ -197,9 +160,6 @@ class PosEncModelMixin(EncodingModelMixin):
 def _hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     names = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
     return {name: kwargs[name] for name in names if name in kwargs}
-
-
-# Classes by name.
 
 
 def __getattr__(name: str) -> Any:

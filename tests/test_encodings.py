@@ -763,7 +763,7 @@ def test_shaw_scores_and_gradients(terms, max_distance, positions, past, consecu
     key = random(2, 3, len(keys_at[0]), 6, seed=1).requires_grad_()
     # Padding before position 0 is at position 0 itself as a query, so a row's start comes from its keys.
     start = torch.tensor([[-row[0]] for row in keys_at[: len(positions)]])
-    context = context_of(encoding, torch.tensor(positions), past, start, consecutive).scaled(0.7)
+    context = context_of(encoding, torch.tensor(positions), past, start, consecutive).for_attention(0.7)
     upstream = random(2, 3, len(positions[0]), len(keys_at[0]), seed=2)
     results = []
     for scores in (
@@ -800,7 +800,7 @@ def test_a_composition_sums_what_its_parts_add():
     distance = torch.arange(-9, 10)
     expected = parts["t5"].distance_bias(distance) + parts["relative"].distance_bias(distance)
     torch.testing.assert_close(whole.distance_bias(distance), expected)
-    states, context = random(1, 4, 3, 8, dtype=torch.float32), context_of(whole, positions).scaled(0.3)
+    states, context = random(1, 4, 3, 8, dtype=torch.float32), context_of(whole, positions).for_attention(0.3)
     assert torch.equal(whole.score_bias(states, states, context), parts["shaw"].score_bias(states, states, context))
     assert {name.partition(".")[0] for name, _ in whole.named_parameters()} == {"t5", "relative", "shaw"}
 
@@ -868,5 +868,6 @@ def test_who_owns_what(kind, stack, attention):
     geometry = Geometry(16, 4, 8, 10)
     options = {key: value for key, value in canonical(kind).items() if key != "type"}
     assert set(encoding_class(kind).for_stack(geometry, **options).state_dict()) == stack
-    own = encoding_class(kind).for_attention(geometry, **options)
+    own = encoding_class(kind).for_attention(geometry, kind.split("+"), **options)
     assert (own if own is None else set(own.state_dict())) == attention
+    assert encoding_class(kind).for_attention(geometry, (), **options) is None  # none of it acts in this layer

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, DynamicCac
 
 import hf_posenc
 from conftest import ENCODINGS, HEADS, HOSTS, LENGTH, first, patched, run_python, stock, tokens
-from hf_posenc import attention
+from hf_posenc import attention, kernels
 from hf_posenc.encodings import Above, PositionContext
 
 every_host = pytest.mark.parametrize("host", HOSTS)
@@ -73,7 +73,8 @@ def test_from_scratch():
     )
     assert learned.posenc.weight.std().item() == pytest.approx(0.02, rel=0.2)
     table = AutoModel.from_config(hf_posenc.PosEncBertConfig(**{**config.to_dict(), "position_encoding": "learned"}))
-    assert table.config.position_encoding["max_length"] == len(table.posenc.weight) == 512  # the host's own
+    assert hf_posenc.inspect(table).max_length == len(table.posenc.weight) == 512  # the host's own
+    assert table.config.position_encoding["max_length"] is None  # building a model doesn't change its config
 
 
 @every_host
@@ -256,7 +257,8 @@ def test_each_mask_gets_the_bias():
         consecutive=True,
     )
     every, some = torch.ones(1, 1, 5, 5, dtype=torch.bool), torch.eye(5, dtype=torch.bool)[None, None]
-    merged = [attention.biased_mask(module, states, states, mask, context, None) for mask in (every, some, every)]
+    encodings = attention.acting(module, context)
+    merged = [kernels.biased_mask(encodings, states, states, mask, context, False) for mask in (every, some, every)]
     assert merged[0] is merged[2] and (merged[0] > -10).all()
     assert torch.equal((merged[1] > -10), some.expand(1, 4, 5, 5))
 
@@ -437,12 +439,11 @@ SMALL = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, interme
     ("host", "config", "reason"),
     [
         ("ResNet", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "no ports"),
-        ("Llama", SMALL, "rotary_emb"),
         ("T5", dict(d_model=32, num_layers=1, num_heads=4, d_kv=8, d_ff=32, vocab_size=61), "relative_attention_bias"),
         ("OPT", dict(hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=61), "way of its own"),
         ("MegatronBert", dict(SMALL, is_decoder=True), "as an encoder only"),
         ("IBert", SMALL, "attention interface"),
-        ("CTRL", dict(n_embd=32, n_layer=1, n_head=4, dff=32, vocab_size=61), "no position table"),
+        ("CTRL", dict(n_embd=32, n_layer=1, n_head=4, dff=32, vocab_size=61), "no attention of CTRLModel goes through"),
     ],
 )
 def test_hosts_that_are_not_taken_over_yet(host, config, reason):

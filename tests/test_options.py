@@ -555,7 +555,7 @@ def test_wrong_title_and_paper(line, words):
 
 def test_options_and_modules_by_part():
     alibi, both = encoding_class("alibi"), encoding_class("none+relative_key")
-    assert alibi.part_classes() == {"alibi": alibi} and list(both.part_classes()) == ["none", "shaw"]
+    assert alibi.component_classes() == {"alibi": alibi} and list(both.component_classes()) == ["none", "shaw"]
     assert alibi.by_part({"layers": [1]}) == {"alibi": {"layers": [1]}}  # nothing is checked yet
     given = {"relative_key": {"layers": [1]}, "shaw__max_distance": 3, "none__layers": [0]}
     assert both.by_part(given) == {"none": {"layers": [0]}, "shaw": {"layers": [1], "max_distance": 3}}
@@ -563,7 +563,7 @@ def test_options_and_modules_by_part():
     assert module.named_parts() == {"none": module.none, "shaw": module.shaw}
     assert module.shaw.named_parts() == {"shaw": module.shaw}
     assert list(both.for_stack(GEOMETRY).named_parts()) == ["none"]
-    assert both.part_classes()["shaw"].for_stack(GEOMETRY).named_parts() == {}
+    assert both.component_classes()["shaw"].for_stack(GEOMETRY).named_parts() == {}
 
 
 def test_names_of_two_words():

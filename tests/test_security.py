@@ -22,7 +22,7 @@ from transformers import AutoModel
 
 import hf_posenc
 from conftest import BERT, ENCODINGS, VOCABULARY, patched, run_python, stock, tokens
-from hf_posenc import install
+from hf_posenc import spec
 from hf_posenc.embedding import PositionEmbeddingConfig
 from hf_posenc.encodings import canonical, encoding_class, list_encodings, options
 from hf_posenc.encodings.composition import Composition
@@ -69,9 +69,9 @@ ANYTHING = st.recursive(
 )
 LENGTHS = st.sampled_from([1, 4, 8, 32, 129, 1024, 4095, 4096, 4097, 2**13, 2**13 + 1, 2**14, 2**20, 2**24])
 HOSTS = st.fixed_dictionaries(
-    {"name_or_path": st.text(), "max_length": LENGTHS, "kept": st.booleans(), "fingerprint": st.text(max_size=16)}
+    {"name_or_path": st.text(), "rows": LENGTHS, "kept": st.booleans(), "fingerprint": st.text(max_size=16)}
 )
-PLACEMENT = {"max_length": st.none() | LENGTHS, "host": st.none() | HOSTS, "inject": st.sampled_from(install.INJECT)}
+PLACEMENT = {"max_length": st.none() | LENGTHS, "host": st.none() | HOSTS, "inject": st.sampled_from(spec.INJECT)}
 
 
 def right(annotation):
@@ -141,7 +141,7 @@ def test_fuzz_at_length(lowered, position_encoding):
 # Sizes, each refused before memory is taken.
 
 
-HOST = {"name_or_path": "", "max_length": 24, "kept": True, "fingerprint": ""}
+HOST = {"name_or_path": "", "rows": 24, "kept": True, "fingerprint": ""}
 TOO_LARGE = {
     "max_length": lambda: tiny({"type": "learned", "max_length": HUGE}),
     "max_length of what needs no table": lambda: tiny({"type": "alibi", "max_length": HUGE}),
@@ -160,8 +160,8 @@ TOO_LARGE = {
     "two parts": lambda: tiny(
         {"type": "relative+learned", "max_length": 2**24, "relative": {"max_distance": 2**24}}, num_attention_heads=16
     ),
-    "host": lambda: tiny({"type": "alibi", "host": {**HOST, "max_length": HUGE}}),
-    "host within integers": lambda: tiny({"type": "alibi", "host": {**HOST, "max_length": 2**24}}, hidden_size=128),
+    "host": lambda: tiny({"type": "alibi", "host": {**HOST, "rows": HUGE}}),
+    "host within integers": lambda: tiny({"type": "alibi", "host": {**HOST, "rows": 2**24}}, hidden_size=128),
     "a layer's max_length": lambda: hf_posenc.PositionEmbedding("learned", 8, max_length=HUGE),
     "a layer's max_length within integers": lambda: hf_posenc.PositionEmbedding("learned", 128, max_length=2**24),
     "a layer's hidden_size": lambda: AutoModel.from_config(
@@ -239,7 +239,7 @@ STRANGE = {
     "in itself, many times": ({"type": "rope", "theta": WIDE}, "more than 65536"),
     "no number": ({"type": "rope", "theta": float("nan")}, "a finite number"),
     "no length": ({"type": "alibi", "max_length": True}, "an integer above 0"),
-    "an empty host table": ({"type": "alibi", "host": {**HOST, "max_length": 0}}, "max_length=0"),
+    "an empty host table": ({"type": "alibi", "host": {**HOST, "rows": 0}}, "max_length=0"),
 }
 
 

@@ -21,7 +21,6 @@ from hf_posenc.encodings.registry import (
     canonical,
     encoding_class,
     list_encodings,
-    merged,
     options_of,
 )
 
@@ -43,7 +42,6 @@ __all__ = [
     "encoding_class",
     "list_encodings",
     "listed",
-    "merged",
     "options_of",
     "positions_of",
     "refuse_oversized",

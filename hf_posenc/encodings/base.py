@@ -5,6 +5,7 @@ Shapes: B batch, L tokens, Q queries, K keys, H heads, D hidden_size, E head_dim
 
 import inspect
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_origin, get_type_hints
 
@@ -127,8 +128,8 @@ class PositionEncoding(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize all parameters and buffers of this module."""
 
-    def adopt(self, table: Tensor) -> None:
-        """Copy values from the host's own position table, `[rows, D]`; called after `reset_parameters`."""
+    def adopt(self, table: Tensor | None) -> None:
+        """Copy values from the host's own position table, `[rows, D]`, if it has one; called after `reset_parameters`."""
 
     @classmethod
     def for_stack(cls, geometry: Geometry, **options: Any) -> "PositionEncoding":
@@ -136,9 +137,9 @@ class PositionEncoding(nn.Module):
         return PositionEncoding(geometry) if cls.per_layer else cls(geometry, **options)
 
     @classmethod
-    def for_attention(cls, geometry: Geometry, **options: Any) -> "PositionEncoding | None":
-        """The module that each attention owns, if any."""
-        return cls(geometry, **options) if cls.per_layer else None
+    def for_attention(cls, geometry: Geometry, parts: Collection[str], **options: Any) -> "PositionEncoding | None":
+        """The module that an attention owns in which these parts act, if any."""
+        return cls(geometry, **options) if cls.per_layer and cls.type in parts else None
 
     @classmethod
     def needs_max_length(cls, geometry: Geometry) -> bool:
@@ -157,7 +158,7 @@ class PositionEncoding(nn.Module):
         return cls.aliases.get(name, {})
 
     @classmethod
-    def part_classes(cls) -> dict[str, Any]:
+    def component_classes(cls) -> dict[str, Any]:
         """Name -> class: this class, or the parts of a composition."""
         return {cls.type: cls}
 

@@ -1,6 +1,7 @@
 """Several encodings in one model, as in "sinusoidal+alibi"."""
 
 import weakref
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ class Composition(PositionEncoding):
             self.add_module(name, self.parts[name](geometry, **own))
 
     @classmethod
-    def part_classes(cls) -> dict[str, Any]:
+    def component_classes(cls) -> dict[str, Any]:
         return dict(cls.parts)
 
     def named_parts(self) -> dict[str, PositionEncoding]:
@@ -56,24 +57,24 @@ class Composition(PositionEncoding):
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
         return _sum(part.score_bias(query, key, context) for part in self.named_parts().values())
 
-    def adopt(self, table: Tensor) -> None:
+    def adopt(self, table: Tensor | None) -> None:
         for part in self.named_parts().values():
             part.adopt(table)
 
     @classmethod
     def for_stack(cls, geometry: Geometry, **options: Any) -> PositionEncoding:
-        return cls._of_parts(geometry, options, per_layer=False)
+        return cls._of_parts(geometry, options, {name for name, part in cls.parts.items() if not part.per_layer})
 
     @classmethod
-    def for_attention(cls, geometry: Geometry, **options: Any) -> PositionEncoding | None:
-        return cls._of_parts(geometry, options, per_layer=True) if any(part.per_layer for part in cls.parts.values()) else None
+    def for_attention(cls, geometry: Geometry, parts: Collection[str], **options: Any) -> PositionEncoding | None:
+        own = {name for name, part in cls.parts.items() if part.per_layer and name in parts}
+        return cls._of_parts(geometry, options, own) if own else None
 
     @classmethod
-    def _of_parts(cls, geometry: Geometry, options: dict[str, Any], per_layer: bool) -> PositionEncoding:
+    def _of_parts(cls, geometry: Geometry, options: dict[str, Any], kept: Collection[str]) -> PositionEncoding:
         whole = cls(geometry, **options)
-        for name, part in cls.parts.items():
-            if part.per_layer != per_layer:
-                delattr(whole, name)
+        for name in cls.parts.keys() - kept:
+            delattr(whole, name)
         return whole
 
     @classmethod

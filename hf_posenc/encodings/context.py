@@ -21,7 +21,10 @@ class PositionContext:
     start: `[1 or B, 1]`, the index of the key at position 0; the positions of cached keys rise by one from there.
     consecutive: True if the new positions rise by one too, so that distances follow from indices alone.
     computed: results of `cached`.
+    first_keys: by layer, the index of the first key that the cache still holds; empty if it holds all (above 0 behind a
+        sliding window).
     scaling: the factor on QKᵀ in the current attention.
+    first_key: of `first_keys`, the one of the current attention.
     """
 
     encoding: Any
@@ -30,24 +33,27 @@ class PositionContext:
     start: Tensor
     consecutive: bool
     computed: dict[Any, Any] = field(default_factory=dict)
+    first_keys: tuple[int, ...] = ()
     scaling: float = 1.0
+    first_key: int = 0
 
-    def scaled(self, scaling: float) -> "PositionContext":
-        """The context of the same forward pass for an attention with this scaling; both share `computed`."""
-        return replace(self, scaling=scaling)
+    def for_attention(self, scaling: float, layer: int | None = None) -> "PositionContext":
+        """The context of the same forward pass for the attention of one layer; all share `computed`."""
+        first_key = self.first_keys[layer] if layer is not None and layer < len(self.first_keys) else 0
+        return replace(self, scaling=scaling, first_key=first_key)
 
     def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """`compute()`, evaluated once per forward pass. Only for results that need no gradient."""
+        """`compute()`, evaluated once per forward pass and `key`. Only for results that need no gradient."""
         if key not in self.computed:
             self.computed[key] = compute()
         return self.computed[key]
 
     def key_positions(self, length: int) -> Tensor:
         """`[1 or B, K]`; negative for keys before position 0, which are padding."""
-        keys = torch.arange(length, device=self.positions.device) - self.start
+        keys = torch.arange(length, device=self.positions.device) + self.first_key - self.start
         if self.consecutive:
             return keys
-        new = torch.arange(self.positions.shape[1], device=keys.device) + self.past
+        new = torch.arange(self.positions.shape[1], device=keys.device) + self.past - self.first_key
         return keys.expand(self.positions.shape[0], -1).index_copy(1, new, self.positions.to(keys.dtype))
 
     def distances(self, keys: int) -> Tensor:

@@ -41,8 +41,10 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
         else:
             nn.init.normal_(self.weight, std=self.std)
 
-    def adopt(self, table: Tensor) -> None:
+    def adopt(self, table: Tensor | None) -> None:
         if self.init == "host":
+            if table is None:
+                raise ValueError("learned.init='host': this host has no position table: choose init='normal' or 'sinusoidal'")
             if table.shape[1] != self.weight.shape[1]:
                 raise ValueError(
                     f"learned.init='host': the host's table has {table.shape[1]} columns, but vectors of "

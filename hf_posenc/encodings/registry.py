@@ -65,22 +65,6 @@ def options_of(encoding: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in encoding.items() if key != "type"}
 
 
-def merged(saved: Any, given: Any) -> Any:
-    """The saved `position_encoding`, updated with the options given on loading. Raises ValueError if the types differ."""
-    given = {"type": given} if isinstance(given, str) else given
-    if not isinstance(given, dict) or not isinstance(saved, dict):
-        return saved if given is None else given
-    there, wanted = encoding_class(saved.get("type")).type, encoding_class(given.get("type")).type
-    if there != wanted:
-        raise ValueError(
-            f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
-            f"then model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})"
-        )
-    both = [key for key in given if isinstance(given[key], dict) and isinstance(saved.get(key), dict)]
-    parts = {key: {**saved[key], **given[key]} for key in both}
-    return {**saved, **given, **parts}
-
-
 def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
     """One module with all parameters of a canonical dict. Raises ValueError for one beyond MAX_VALUES."""
     (module,) = build_within_limits(

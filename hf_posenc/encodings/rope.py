@@ -38,7 +38,7 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
             )
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
-        cos, sin = context.cached((self.type, "cos_sin"), lambda: self._cos_sin(context.positions))
+        cos, sin = context.cached((self, "cos_sin"), lambda: self._cos_sin(context.positions))
         return self._turn(query, cos, sin), self._turn(key, cos, sin)
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,54 @@
+"""Vectors of an encoding that are added to hidden states, by hooks of a host's layers.
+
+Shapes: B batch, L tokens, D hidden_size. Hooks are partials of plain functions, so that a patched model can be copied and
+pickled.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc import attention
+from hf_posenc.encodings import PositionContext
+from hf_posenc.positions import Call, argument_names
+
+
+def before(module: nn.Module, parts: tuple[str, ...]) -> None:
+    """Add the vectors of these parts to the hidden state that enters a layer."""
+    module.register_forward_pre_hook(partial(add_to_input, parts, argument_names(module)), with_kwargs=True)
+
+
+def after(module: nn.Module, parts: tuple[str, ...]) -> None:
+    """Add the vectors of these parts to the output of an attention block."""
+    module.register_forward_hook(partial(add_to_output, parts), with_kwargs=True)
+
+
+def add_to_input(parts: tuple[str, ...], names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of a layer, whose first argument is the hidden state."""
+    call = Call(names, args, kwargs)
+    hidden = call[names[0]]
+    return call.changed(**{names[0]: hidden + _vectors(parts, module, kwargs, hidden)})
+
+
+def add_to_output(parts: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Hook of an attention block, which gives out the hidden state, alone or first of several."""
+    hidden, *others = output if isinstance(output, tuple) else (output,)
+    hidden = hidden + _vectors(parts, module, kwargs, hidden)
+    return (hidden, *others) if isinstance(output, tuple) else hidden
+
+
+def _vectors(parts: tuple[str, ...], module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
+    """`[1 or B, L, D]`, computed once in a forward pass unless they are trained."""
+    context: PositionContext | None = kwargs.get(attention.CONTEXT)
+    if context is None:
+        raise RuntimeError(f"{type(module).__name__} was called without positions: call the model itself, not a part of it")
+    here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
+
+    def compute() -> Tensor:
+        terms = ((encoding.blend, encoding.embed(context.positions)) for encoding in here)
+        return sum(vectors * blend for blend, vectors in terms if vectors is not None).to(hidden.dtype)  # type: ignore[union-attr]
+
+    trained = torch.is_grad_enabled() and any(p.requires_grad for encoding in here for p in encoding.parameters())
+    return compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)

@@ -1,0 +1,12 @@
+"""Where a host has its positions. One kind, one file; importing this package registers them all."""
+
+import importlib
+import pkgutil
+
+from hf_posenc.sources.source import HostRefused, Silenced, Source
+from hf_posenc.sources.unclaimed import unclaimed
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["HostRefused", "Silenced", "Source", "unclaimed"]

@@ -1,0 +1,99 @@
+"""Rotary positions which the host computes once for all layers: Llama, Qwen, Gemma, ModernBERT, GPT-NeoX."""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.sources.source import HostRefused, Source
+from hf_posenc.spec import LENGTH_FIELD
+
+CLASS = re.compile(r"rotary\w*embedding|rope\w*embedding", re.IGNORECASE)
+
+
+class Rotary(Source):
+    """A module of the stack which turns position ids into the angles that its attentions rotate queries and keys by.
+
+    At position 0 every angle is 0. So the module is silenced by giving it zeros for position ids: in whatever format it
+    answers (pairs of cosine and sine, complex numbers, halves or interleaved, one for each type of layer), that is the
+    rotation which changes nothing.
+    """
+
+    encoding, verb, arguments = "rope", "rotate", ("position_embeddings",)
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        for path, module in modules.items():
+            if CLASS.search(type(module).__name__):
+                if "position_ids" not in _arguments(module) or not _is_understood(module, stack.config):
+                    raise HostRefused(
+                        f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't turn position_ids into "
+                        "cosines and sines, or complex numbers, alone",
+                        reason="rotary positions in a format of its own",
+                    )
+                yield cls(path, module)
+
+    def silence(self, stack: Any, adds_vectors: bool) -> None:
+        self.module.register_forward_pre_hook(partial(without_positions, stack, _arguments(self.module)), with_kwargs=True)
+        self.module.register_forward_hook(partial(without_scaling, stack))
+
+    def usable_length(self, config: Any) -> int | None:
+        return getattr(config, LENGTH_FIELD, None)
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _is_understood(module: Any, config: Any) -> bool:
+    """Whether the module answers position 0 with the rotation by nothing, and other positions with others.
+
+    A module on the meta device can't be asked; it is of a checkpoint that was patched before.
+    """
+    if any(buffer.is_meta for buffer in module.buffers()):
+        return True
+    types = {*(getattr(config, "layer_types", None) or ())} if "layer_type" in _arguments(module) else {None}
+    return all(_is_rotation(module, {} if kind is None else {"layer_type": kind}) for kind in types)
+
+
+def _is_rotation(module: Any, arguments: dict[str, Any]) -> bool:
+    with torch.no_grad():
+        try:
+            here, there = (
+                _tensors(module(torch.zeros(1, 1, 1), position_ids=torch.tensor([[position]]), **arguments))
+                for position in (0, 1)
+            )
+        except Exception:  # whatever such a module makes of two arguments
+            return False
+    kinds = {complex(value.sgn().flatten()[0]) if value.numel() else None for value in here}
+    rotates = all(value.sgn().eq(value.sgn().flatten()[0]).all() for value in here if value.numel())
+    pairs = kinds == {0j, 1 + 0j} or (kinds == {1 + 0j} and all(value.is_complex() for value in here))
+    return rotates and pairs and any(not torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+def _tensors(answer: Any) -> list[Tensor]:
+    return list(answer) if isinstance(answer, (tuple, list)) else [answer]
+
+
+# Hooks are partials of plain functions, so that a patched model can be copied and pickled.
+
+
+def without_positions(stack: Any, names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of a rotary module: all position ids become 0, or nearer to it while the encoding's `blend` is below 1."""
+    share = 1.0 - stack.posenc.blend
+    args, index = list(args), names.index("position_ids")  # type: ignore[assignment]
+    owner: Any = (kwargs, "position_ids") if "position_ids" in kwargs else (args, index)
+    ids = owner[0][owner[1]]
+    owner[0][owner[1]] = torch.zeros_like(ids) if share == 0.0 else ids * share
+    return tuple(args), kwargs
+
+
+def without_scaling(stack: Any, module: nn.Module, args: tuple, answer: Any) -> Any:
+    """Hook of a rotary module: takes out the factor by which some rules stretch cosines and sines (YaRN)."""
+    if stack.posenc.blend != 1.0:
+        return answer
+    return type(answer)(map(torch.sgn, answer)) if isinstance(answer, (tuple, list)) else torch.sgn(answer)

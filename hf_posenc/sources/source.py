@@ -1,0 +1,127 @@
+"""A place where a host has positions of its own, and the refusal of a host in which one can't be taken over."""
+
+import abc
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+HOSTS_PAGE = "docs/hosts.md lists the hosts that are taken, and what to do about the others"
+
+
+class HostRefused(ValueError):
+    """A model in which not all sources of position can be taken over. It was left as it is.
+
+    reason: a short phrase, the same for all hosts that are refused for it.
+    """
+
+    def __init__(self, message: str, reason: str = "", remedy: str = HOSTS_PAGE) -> None:
+        super().__init__(f"{message}. It was left as it is; {remedy}" if reason else message)
+        self.reason = reason
+
+
+class Source(abc.ABC):
+    """One place where a stack has positions. Each kind is a subclass in a file of its own, registered by existing.
+
+    A *stack* is the part of a model which makes positions for a row of attentions (BertModel, LlamaModel). Paths and keys
+    are relative to it.
+
+    path: dotted path of the module that holds the positions.
+    """
+
+    kinds: ClassVar[list[type["Source"]]] = []
+    """Every kind of source."""
+    encoding: ClassVar[str]
+    """The encoding of ours that these positions amount to."""
+    verb: ClassVar[str]
+    """How they act: embed, rotate, distance_bias."""
+    arguments: ClassVar[tuple[str, ...]] = ()
+    """Arguments of the host's forward by which such positions could be given by hand."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Source.kinds.append(cls)
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path, self.module = path, module
+
+    @classmethod
+    @abc.abstractmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator["Source"]:
+        """The sources of this kind among the modules of a stock stack, dotted path -> module.
+
+        Raises HostRefused for one that is recognised but can't be taken over.
+        """
+
+    @classmethod
+    def check_config(cls, config: Any) -> None:
+        """Raises ValueError for a config whose host would make such a source beyond all bounds, patched or not."""
+
+    @abc.abstractmethod
+    def silence(self, stack: Any, adds_vectors: bool) -> None:
+        """Take the host's positions out of a stack that has its encoding as `stack.posenc`.
+
+        adds_vectors: whether the encoding's vectors are added at the input, in place of the host's (see `takes_vectors`).
+        """
+
+    takes_vectors: ClassVar[bool] = False
+    """Whether the host adds to its inputs what this source answers."""
+
+    @property
+    def offset(self) -> int | None:
+        """The position id of the first token, if ids mean something to this source."""
+        return None
+
+    @property
+    def width(self) -> int | None:
+        """The size of the vectors that are added here, if it takes vectors."""
+        return None
+
+    def usable_length(self, config: Any) -> int | None:
+        """The longest input in tokens that a stock host is made for."""
+        return None
+
+    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        """Key -> shape of the learned tensors that `unpatch` needs, for a host whose config says `rows`."""
+        return {}
+
+    def table(self) -> Tensor | None:
+        """The host's vectors of the positions from 0 on, `[rows, D]`, if it has them: an encoding may adopt them."""
+        return None
+
+
+class Silenced(nn.Module):
+    """Stands where the host had a learned table of its own, of the shape `rows × size`.
+
+    key: of the table's weight, relative to the stack.
+    """
+
+    def __init__(self, stack: Any, path: str, table: nn.Embedding) -> None:
+        super().__init__()
+        # In a tuple, so that the stack is not registered as a child of its own part.
+        self._stack = (stack,)
+        self.key, self.shape = f"{path}.weight", tuple(table.weight.shape)
+
+    @property
+    def kept(self) -> Tensor | None:
+        """The host's own table, or None."""
+        (stack,) = self._stack
+        try:
+            return stack.get_buffer(f"posenc.host.{self.key}")
+        except AttributeError:
+            return None
+
+    @property
+    def weight(self) -> Tensor:
+        """For the host's own initialisation, which may fill its table: the kept one, or a scratch one."""
+        return torch.zeros(self.shape) if self.kept is None else self.kept
+
+    def extra_repr(self) -> str:
+        return f"in place of {self.key}"
+
+
+def replace(stack: Any, path: str, module: nn.Module) -> None:
+    """Put a module into a stack where another one stands."""
+    owner, _, attribute = path.rpartition(".")
+    setattr(stack.get_submodule(owner), attribute, module)

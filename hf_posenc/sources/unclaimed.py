@@ -1,0 +1,35 @@
+"""Signs that a host knows positions in a way which no source takes over."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
+"""Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
+PLACE_ON_A_PAGE = re.compile(r"[xyhw]_position_embeddings$")
+"""LayoutLM's tables of box coordinates, which are an input of their own and know nothing of word order."""
+
+
+def unclaimed(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim."""
+    for path, module in modules.items():
+        name = path.rpartition(".")[2]
+        if any(path == each or path.startswith(f"{each}.") for each in claimed) or PLACE_ON_A_PAGE.search(path):
+            continue
+        if path and WORDS & {*_words(name), *_words(type(module).__name__)}:
+            yield path, "other sources of position"
+        elif isinstance(module, nn.modules.conv._ConvNd) and any(size > 1 for size in module.kernel_size):
+            yield path, "convolutions, which see the order of their inputs"
+        for key in (*module._parameters, *(key for key in module._buffers if key != "position_ids")):
+            if WORDS & {*_words(key)}:
+                yield f"{path}.{key}".lstrip("."), "other sources of position"
+    if getattr(stack.config, "trigram_input", False):
+        yield "config.trigram_input", "inputs joined to their neighbours"
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name in snake_case or CamelCase, in lower case: RoPEAttention has rope and attention."""
+    name = re.sub(r"RoPE", "Rope", name)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower().split("_")

@@ -1,0 +1,244 @@
+"""What config.json says of a model's positions: `position_encoding`, parsed once. Its only reader and writer.
+
+The JSON form is a dict: the encoding's canonical type and options, and the placement beside them (`layers`, `inject`,
+`max_length`, `host`).
+"""
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hf_posenc.encodings import (
+    PositionEncoding,
+    canonical,
+    checked_max_length,
+    encoding_class,
+    options_of,
+    refuse_oversized,
+    shown,
+)
+
+INJECT = ("input", "every_layer", "after_attention")
+"""Where vectors are added: to the token embeddings, to the input of each layer, to the output of each attention block."""
+PLACEMENT = ("inject", "max_length", "host")
+"""The keys of `position_encoding` which are no options of an encoding; `layers` stands beside the options of each part."""
+PARSED = "_position_spec"
+"""The attribute of a config that holds its `position_encoding` parsed; not saved."""
+LENGTH_FIELD = "max_position_embeddings"
+"""The config field that holds a host's longest length; hosts with another name for it map it (GPT-2's n_positions)."""
+Layers = str | tuple[int, ...]
+"""Indices of layers: a slice as text ("3::4"), or the numbers themselves."""
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """What `unpatch` has to know of the stock model.
+
+    name_or_path: the stock model's id, or its folder's name.
+    rows: the stock config's own length field: the rows of its position table, if it has one.
+    kept: whether the host's learned positions are kept as `posenc.host.*`.
+    fingerprint: a hash of the weights that were patched.
+    """
+
+    name_or_path: str
+    rows: int | None
+    kept: bool
+    fingerprint: str
+
+    @classmethod
+    def parse(cls, given: Any) -> "HostSpec | None":
+        """Raises ValueError for anything that `to_dict` doesn't write."""
+        if given is None:
+            return None
+        kinds = {"name_or_path": (str,), "rows": (int, type(None)), "kept": (bool,), "fingerprint": (str,)}
+        if (
+            not isinstance(given, dict)
+            or given.keys() != kinds.keys()
+            or not all(type(given[key]) in allowed for key, allowed in kinds.items())
+        ):
+            raise ValueError(
+                f"position_encoding['host'] is written by patch and not to be edited, but reads {shown(given)}: restore it "
+                f"({', '.join(kinds)}), or set it to None, which only unpatch needs"
+            )
+        checked_max_length(given["rows"])
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class PositionSpec:
+    """A model's encoding and where it acts.
+
+    type: canonical name of the encoding, "a+b" for a composition.
+    options: its options, checked, all written out; of a composition a dict for each part.
+    layers: part -> the layers in which it acts. A part that isn't named acts in all.
+    inject: where vectors are added, one of INJECT.
+    max_length: the promised longest input in tokens; None: no limit for computed encodings, the host's own for tables.
+    host: of the stock model, for `unpatch`; None in a model made from scratch.
+    """
+
+    type: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    layers: Mapping[str, Layers] = field(default_factory=dict)
+    inject: str = "input"
+    max_length: int | None = None
+    host: HostSpec | None = None
+
+    @classmethod
+    def parse(cls, given: Any) -> "PositionSpec":
+        """The spec of a name, or of a dict as it stands in config.json. Raises ValueError for anything malformed."""
+        refuse_oversized(given)
+        placement = {key: given[key] for key in PLACEMENT if key in given} if isinstance(given, dict) else {}
+        if isinstance(given, dict):
+            given = {key: value for key, value in given.items() if key not in PLACEMENT}
+            given, layers = _without_layers(given)
+        else:
+            layers = {}
+        chosen = canonical(given)
+        spec = cls(
+            type=chosen["type"],
+            options=options_of(chosen),
+            layers={part: _checked_layers(part, value) for part, value in layers.items()},
+            inject=placement.get("inject", "input"),
+            max_length=checked_max_length(placement.get("max_length")),
+            host=HostSpec.parse(placement.get("host")),
+        )
+        spec._check_placement()
+        return spec
+
+    def _check_placement(self) -> None:
+        if self.inject not in INJECT:
+            raise ValueError(f"inject={shown(self.inject)}: allowed is {', '.join(map(repr, INJECT))}")
+        embeds = "embed" in self.encoding.acts_by()
+        if self.inject != "input" and not embeds:
+            raise ValueError(
+                f"inject={self.inject!r} says where vectors are added, but {self.type!r} makes none: leave it out, or take an "
+                "encoding which embeds"
+            )
+        for part in self.layers:
+            verbs = self.parts[part].acts_by()
+            if not verbs:
+                raise ValueError(f"layers of {part!r}: it does nothing in any layer; leave layers out")
+            if "embed" in verbs and self.inject == "input":
+                raise ValueError(
+                    f"layers of {part!r}: its vectors are added to the input, before any layer; take inject='every_layer' or "
+                    "inject='after_attention', or leave layers out"
+                )
+
+    @property
+    def encoding(self) -> type[PositionEncoding]:
+        """The class of the encoding."""
+        return encoding_class(self.type)
+
+    @property
+    def parts(self) -> Mapping[str, Any]:
+        """The classes which the encoding is made of, by name: itself, or the parts of a composition."""
+        return self.encoding.component_classes()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form for config.json, which `parse` reads."""
+        written: dict[str, Any] = {"type": self.type, **copy.deepcopy(dict(self.options))}
+        for part, layers in self.layers.items():
+            (written if part == self.type else written[part])["layers"] = layers if isinstance(layers, str) else [*layers]
+        return {
+            **written,
+            "inject": self.inject,
+            "max_length": self.max_length,
+            "host": None if self.host is None else asdict(self.host),
+        }
+
+    def parts_by_layer(self, count: int) -> list[tuple[str, ...]]:
+        """Which parts act in each of a stack's `count` layers.
+
+        Raises ValueError for layers that don't exist, and where parts with layers of their own overlap.
+        """
+        chosen = {part: _resolved(part, layers, count) for part, layers in self.layers.items()}
+        owners: dict[int, str] = {}
+        for part, indices in chosen.items():
+            for index in indices:
+                if owners.setdefault(index, part) != part:
+                    raise ValueError(
+                        f"layers overlap: {owners[index]!r} and {part!r} both name layer {index}; give each layer to one of "
+                        "them, or leave layers out where two should act together"
+                    )
+        return [tuple(part for part in self.parts if index in chosen.get(part, (index,))) for index in range(count)]
+
+
+def read(config: Any) -> PositionSpec:
+    """The spec of a config whose `position_encoding` is set, parsed only if it has changed since it was last read."""
+    known = vars(config).get(PARSED)
+    if known is None or known.to_dict() != config.position_encoding:
+        known = vars(config)[PARSED] = PositionSpec.parse(config.position_encoding)
+    return known
+
+
+def write(config: Any, spec: PositionSpec) -> None:
+    """Set a config's `position_encoding`."""
+    config.position_encoding, vars(config)[PARSED] = spec.to_dict(), spec
+
+
+def erase(config: Any) -> None:
+    """Make a config one without `position_encoding`."""
+    vars(config).pop("position_encoding", None)
+    vars(config).pop(PARSED, None)
+
+
+def merged(saved: Any, given: Any) -> Any:
+    """`position_encoding` as saved, with the keys given on loading. Raises ValueError for another type than was saved."""
+    given = {"type": given} if isinstance(given, str) else given
+    if not isinstance(given, dict) or not isinstance(saved, dict):
+        return saved if given is None else given
+    there, wanted = encoding_class(saved.get("type")).type, encoding_class(given.get("type")).type
+    if there != wanted:
+        raise ValueError(
+            f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
+            f"then model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})"
+        )
+    both = [key for key in given if isinstance(given[key], dict) and isinstance(saved.get(key), dict)]
+    parts = {key: {**saved[key], **given[key]} for key in both}
+    return {**saved, **given, **parts}
+
+
+def _without_layers(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The encoding without `layers`, and part -> layers."""
+    if not isinstance(given.get("type"), str):
+        return given, {}
+    encoding = encoding_class(given["type"])
+    if "layers" in given and encoding.component_classes().keys() != {encoding.type}:
+        names = " or ".join(f"{part}__layers=…" for part in encoding.component_classes())
+        raise ValueError(f"layers={shown(given['layers'])} of {given['type']!r}: name the part it belongs to, {names}")
+    parts = encoding.by_part(options_of(given))
+    layers = {name: options["layers"] for name, options in parts.items() if options.get("layers") is not None}
+    if not any("layers" in options for options in parts.values()):
+        return given, {}
+    parts = {name: {key: value for key, value in options.items() if key != "layers"} for name, options in parts.items()}
+    return {"type": given["type"], **(parts.get(encoding.type, parts))}, layers
+
+
+def _checked_layers(part: str, given: Any) -> Layers:
+    if isinstance(given, str) and re.fullmatch(r"(-?\d{0,6}):(-?\d{0,6})(:(-?[1-9]\d{0,5})?)?", given.strip()):
+        return given.strip()
+    if isinstance(given, (list, tuple)) and given and all(type(index) is int for index in given):
+        if len({*given}) < len(given):
+            raise ValueError(f"layers={shown(given)} of {part!r} name a layer twice: name each once")
+        return tuple(given)
+    raise ValueError(
+        f'layers={shown(given)} of {part!r}: allowed is a slice as text ("3::4": from layer 3 on, every fourth) or a list of '
+        "layer indices"
+    )
+
+
+def _resolved(part: str, layers: Layers, count: int) -> tuple[int, ...]:
+    """Indices from 0. Raises ValueError where they name no layer of a stack of `count`."""
+    if isinstance(layers, str):
+        indices = tuple(range(count)[slice(*(int(number) if number else None for number in layers.split(":")))])
+        missing: Any = [] if indices else layers
+    else:
+        indices = tuple(sorted(index % count for index in layers if -count <= index < count))
+        missing = [index for index in layers if not -count <= index < count]
+        if not missing and len({*indices}) < len(indices):
+            raise ValueError(f"layers={[*layers]} of {part!r} name a layer twice in a model of {count}: name each once")
+    if missing:
+        raise ValueError(f"layers={missing!r} of {part!r} name no layer: this model has {count}, from 0 to {count - 1}")
+    return indices

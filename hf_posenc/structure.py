@@ -1,0 +1,196 @@
+"""What an encoding can be put into: the sources of position, attentions and layers of a stack, found by its structure."""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc import written_out
+from hf_posenc.encodings import Geometry
+from hf_posenc.sources import HostRefused, Source, unclaimed
+
+CROSS_ATTENTION = re.compile(r"(^|\.)(crossattention|encoder_attn|cross_attn|EncDecAttention)(\.|$)")
+LAYER = re.compile(r"((?:.*\.)?(\d+))\.[^.]+")
+"""The path of an attention: its layer's, which ends with a number, then the attention block's, then its own."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What was found in one stack. Paths are dotted, and relative to it.
+
+    sources: where it has positions of its own.
+    attentions: path -> self-attention.
+    """
+
+    stack: Any
+    sources: tuple[Source, ...]
+    attentions: Mapping[str, nn.Module]
+
+    @property
+    def offset(self) -> int:
+        """The position id of the first token."""
+        return next((source.offset for source in self.sources if source.offset is not None), 0)
+
+    @property
+    def usable_length(self) -> int | None:
+        """The longest input in tokens that the stock host is made for."""
+        lengths = [source.usable_length(self.stack.config) for source in self.sources]
+        return min((length for length in lengths if length is not None), default=None)
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """Path of each attention -> the number of its layer.
+
+        Raises HostRefused where one lies in no numbered layer.
+        """
+        return {path: int(self._layer(path)[2]) for path in self.attentions}
+
+    @property
+    def blocks(self) -> dict[str, str]:
+        """Path of each attention -> the path of its attention block, the layer's child."""
+        return {path: self._layer(path)[0] for path in self.attentions}
+
+    def _layer(self, path: str) -> re.Match[str]:
+        match = LAYER.match(path)
+        if match is None:
+            raise HostRefused(
+                f"{path} of {type(self.stack).__name__} lies in no numbered layer: use inject='input', and no layers",
+                reason="no numbered layers",
+            )
+        return match
+
+    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        """Key -> shape of all learned tensors that `unpatch` needs."""
+        return {key: shape for source in self.sources for key, shape in source.kept_shapes(rows).items()}
+
+    def geometry(self, max_length: int | None, inject: str) -> Geometry:
+        """The sizes of what the stack owns. Tables can be narrower than layers (ALBERT, ELECTRA)."""
+        widths = [source.width for source in self.sources if source.width is not None] if inject == "input" else []
+        return self._geometry(next(iter(self.attentions.values())), max_length, (widths or [None])[0])
+
+    def geometry_of(self, attention: nn.Module, max_length: int | None) -> Geometry:
+        """The sizes of one attention."""
+        return self._geometry(attention, max_length, None)
+
+    def _geometry(self, attention: Any, max_length: int | None, width: int | None) -> Geometry:
+        config = self.stack.config
+        heads = config.num_attention_heads
+        head_dim = getattr(attention, "head_dim", None) or getattr(attention, "attention_head_size", None)
+        groups = getattr(attention, "num_key_value_groups", None)
+        return Geometry(
+            hidden_size=width or config.hidden_size,
+            num_attention_heads=heads,
+            head_dim=head_dim or config.hidden_size // heads,
+            max_length=max_length,
+            is_causal=bool(getattr(attention, "is_causal", False)),
+            num_key_value_heads=heads // groups if groups else heads,
+        )
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether a module is a stack with an encoding in it."""
+    return isinstance(module, PreTrainedModel) and "posenc" in module._modules
+
+
+def find(stack: Any) -> Structure | None:
+    """The structure of a stock stack, or None where neither a sign of position nor an attention is found in it.
+
+    Stacks within it that are patched already are passed over. Raises HostRefused where not all of its sources of position
+    can be taken over.
+    """
+    patched = tuple(f"{name}." for name, module in stack.named_modules() if name and is_patched(module))
+    modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(patched)}
+    attentions = {name: module for name, module in modules.items() if _is_self_attention(name, module)}
+    if not attentions:
+        if patched or not any(unclaimed(stack, modules, claimed=())):
+            return None
+        raise HostRefused(
+            f"no attention of {type(stack).__name__} goes through Transformers' attention interface, so nothing can be rotated "
+            "or biased there",
+            "attention beside Transformers' interface",
+        )
+    sources = tuple(source for kind in Source.kinds for source in kind.find(stack, modules))
+    structure = Structure(stack, sources, attentions)
+    _refuse_unclaimed(structure, modules)
+    _refuse_unreachable(structure, modules)
+    return structure
+
+
+def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
+    name = type(structure.stack).__name__
+    claimed = {source.path for source in structure.sources}
+    if signs := sorted(unclaimed(structure.stack, modules, claimed)):
+        reason = signs[0][1]
+        raise HostRefused(
+            f"{name} has sources of position which can't be taken over: {', '.join(path for path, _ in signs[:4])}", reason
+        )
+    if not structure.sources:
+        raise HostRefused(f"{name} has no position table that could be taken over", "no source of position that is known")
+    offsets = {source.offset for source in structure.sources if source.offset is not None}
+    if len(offsets) > 1:
+        raise HostRefused(f"the tables of {name} begin at different ids: {offsets}", "tables that begin at different ids")
+
+
+def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
+    """Raises HostRefused where the encoding could not act in all layers."""
+    stack, attentions, name = structure.stack, structure.attentions, type(structure.stack).__name__
+    inner = next((path for path in attentions for part in _owners(path) if isinstance(modules[part], PreTrainedModel)), None)
+    if inner is not None:
+        raise HostRefused(
+            f"{name} is made of several models ({inner} lies within one of its own)",
+            "made of several models",
+            "patch the part that reads the text",
+        )
+    if without := _layers_without_attention(structure, modules):
+        raise HostRefused(
+            f"{name}.{without[0]} is a {type(modules[without[0]]).__name__} without an attention of Transformers' interface, so "
+            "the encoding would not act in it, and its own order would stay",
+            "layers without attention",
+        )
+    written = [path for path, module in attentions.items() if written_out.row_of(module)]
+    if written and getattr(stack.config, "is_decoder", False):
+        raise HostRefused(
+            f"{name}.{written[0]} computes its attention by itself, beside Transformers' interface, and is served as an "
+            "encoder only: load it with is_decoder=False",
+            "written-out attention in a decoder",
+        )
+    arguments = inspect.signature(type(stack).forward).parameters
+    if "position_ids" not in arguments or all(a.kind is not a.VAR_KEYWORD for a in arguments.values()):
+        raise HostRefused(
+            f"{name}.forward doesn't take position_ids and further keyword arguments, by which positions would reach its layers",
+            "no position_ids in its forward",
+        )
+
+
+def none_found(host: type[PreTrainedModel]) -> HostRefused:
+    """The refusal of a host in which `find` found nothing."""
+    return HostRefused(
+        f"{host.__name__} has no ports for a position encoding: neither a position table nor an attention of "
+        "Transformers' interface was found in it",
+        "neither a source of position nor an attention of the interface",
+    )
+
+
+def _owners(path: str) -> list[str]:
+    """The paths of the modules around one, without the stack itself."""
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _layers_without_attention(structure: Structure, modules: Mapping[str, nn.Module]) -> list[str]:
+    with_attention = {match[1] for path in structure.attentions if (match := LAYER.match(path))}
+    rows = {layer.rpartition(".")[0] for layer in with_attention}
+    layers = (path for path in modules if path.rpartition(".")[0] in rows and path.rpartition(".")[2].isdigit())
+    return [path for path in layers if path not in with_attention]
+
+
+def _is_self_attention(path: str, module: nn.Module) -> bool:
+    forward = inspect.unwrap(type(module).forward)
+    on_interface = "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
+    if not on_interface and not written_out.row_of(module):
+        return False
+    return not CROSS_ATTENTION.search(path) and not getattr(module, "is_cross_attention", False)

@@ -1,0 +1,183 @@
+"""Moves a model between its host's class and the derived one. Parameter objects are shared, not copied."""
+
+import copy
+import hashlib
+import os
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc import spec as specs
+from hf_posenc import structure
+from hf_posenc.encodings import PositionEncoding
+from hf_posenc.sources import Silenced
+from hf_posenc.spec import LENGTH_FIELD, HostSpec, PositionSpec
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Raises ValueError for anything but a plain PreTrainedModel with its weights in one place."""
+    order = "patch first, then wrap"
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError(f"the model is wrapped by torch.compile: {order}")
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        raise ValueError(f"a PreTrainedModel of Transformers is needed, but this is a {type(model).__name__}: {order}")
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"a PreTrainedModel of Transformers is needed, not {model!r}")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("the model is quantised, so its parameters can't be shared: patch it first, then quantise")
+    if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in name for name, _ in model.named_modules()):
+        raise ValueError(f"the model has PEFT adapters in it: {order}")
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError("the model is spread by Accelerate's hooks (device_map, offload): load it on one device, patch first")
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise ValueError("the model has parameters on the meta device: load its weights first")
+
+
+def to_derived(model: PreTrainedModel, derived: Any, spec: PositionSpec, keep_host: bool = True) -> Any:
+    """A stock model with an encoding, of the class `derived`. `model` is left as it is.
+
+    Raises ValueError (HostRefused) where the encoding can't be put into it.
+    """
+    found = structure.find(model.base_model)
+    if found is None:
+        raise structure.none_found(type(model))
+    if spec.max_length is None and spec.encoding.needs_max_length(found.geometry(None, spec.inject)):
+        spec = replace(spec, max_length=found.usable_length)
+    rows = getattr(model.config, LENGTH_FIELD, None)
+    kept = keep_host or not found.kept_shapes(rows)
+    host = HostSpec(_public_name(model.config.name_or_path), rows, kept, fingerprint(found))
+    config = copy.deepcopy(model.config)
+    config.__class__ = derived.config_class
+    specs.write(config, replace(spec, host=host))
+    if spec.max_length is not None and rows is not None:
+        setattr(config, LENGTH_FIELD, spec.max_length + found.offset)
+        config.check_size()
+    patched = shell(derived, config)
+    share(model, patched)
+    like = next(next(iter(found.attentions.values())).parameters())
+    for owner in patched.modules():
+        if isinstance(vars(owner)["_modules"].get("posenc"), PositionEncoding):
+            owner.posenc.to_empty(device=like.device).to(like.dtype).train(owner.training)
+            with torch.no_grad():
+                for module in owner.posenc.modules():
+                    if isinstance(module, PositionEncoding):
+                        module.reset_parameters()
+    for name, stack in patched.named_modules():
+        if structure.is_patched(stack):
+            _copy_positions(model.get_submodule(name), stack)
+    return patched
+
+
+def _copy_positions(stock: Any, stack: Any) -> None:
+    """The host's learned positions: into what keeps them, and into an encoding that starts from them."""
+    found = structure.find(stock)
+    table = next((table for source in found.sources if (table := source.table()) is not None), None) if found else None
+    with torch.no_grad():
+        stack.posenc.adopt(table)
+        if "host" in stack.posenc._modules:
+            for key, kept in stack.posenc.host.named_buffers():
+                kept.copy_(stock.get_parameter(key))
+
+
+def to_stock(model: Any, stock: Any) -> Any:
+    """A patched model as one of the class `stock`, its host's, with its own positions again.
+
+    Raises ValueError where they were not kept. Warns where the weights are no longer those which were patched.
+    """
+    host = specs.read(model.config).host
+    if host is None or not host.kept:
+        base = (host and host.name_or_path) or "the model it was made from"
+        raise ValueError(
+            f"the host's own positions were not kept in this model: take them from {base!r}, or patch with keep_host=True"
+        )
+    config = copy.deepcopy(model.config)
+    config.__class__ = stock.config_class
+    specs.erase(config)
+    vars(config).pop("auto_map", None)
+    if host.rows is not None:
+        setattr(config, LENGTH_FIELD, host.rows)
+    unpatched = shell(stock, config)
+    share(model, unpatched)
+    for name, stack in model.named_modules():
+        if structure.is_patched(stack) and "host" in stack.posenc._modules:
+            for key, kept in stack.posenc.host.named_buffers():
+                path, _, parameter = key.rpartition(".")
+                owner = unpatched.get_submodule(name).get_submodule(path)
+                owner.register_parameter(parameter, nn.Parameter(kept.clone()))
+    found = structure.find(unpatched.base_model)
+    if found is None or fingerprint(found) != host.fingerprint:
+        warnings.warn(
+            "the weights are no longer those which were patched (trained, or cast to another dtype): this is the "
+            "present body with the host's old positions, and its outputs are not those of the original",
+            stacklevel=3,
+        )
+    return unpatched
+
+
+def fingerprint(found: structure.Structure) -> str:
+    """A short hash of up to 64 values of each parameter of the body, which is what all heads have in common: the parts
+    that hold a source of positions or an attention, and the input embeddings. Another hash means a changed body."""
+    parts = {path.partition(".")[0] for path in (*(source.path for source in found.sources), *found.attentions)}
+    digest = hashlib.sha256()
+    for name, parameter in sorted(found.stack.named_parameters()):
+        if name.partition(".")[0] in parts or parameter is found.stack.get_input_embeddings().weight:
+            flat = parameter.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+            digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _public_name(name_or_path: Any) -> str:
+    """A Hub id as it is; of a local folder its last part, since the path means nothing elsewhere."""
+    return os.path.basename(os.path.normpath(name_or_path)) if os.path.isdir(name_or_path) else name_or_path
+
+
+def shell(cls: Any, config: Any) -> Any:
+    """A model whose parameters are on the meta device and whose computed buffers are real."""
+    from accelerate import init_empty_weights  # not needed to load a patched model, which may be all that is wanted
+
+    with init_empty_weights(include_buffers=False):
+        return cls(config)
+
+
+def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give all parameters and buffers that the two have in common to `target`, with what can be set on a module.
+
+    Raises ValueError where `source` is no longer what its config describes.
+    """
+    theirs = dict(source.named_modules())
+    for name, module in target.named_modules():
+        other = theirs.get(name)
+        if "posenc" in name.split(".") or isinstance(module, Silenced) or isinstance(other, Silenced):
+            continue
+        if other is None or not (isinstance(module, type(other)) or isinstance(other, type(module))):
+            raise ValueError(
+                f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}: "
+                "a model changed by hand can't be rebuilt from its config, so it was left as it is"
+            )
+        for key, parameter in other._parameters.items():
+            there = module._parameters.get(key)
+            if (parameter is None) != (there is None) or (parameter is not None and parameter.shape != there.shape):
+                raise ValueError(
+                    f"{name}.{key} has another shape than the config of this model describes: bring the config in line "
+                    "with it (resize_token_embeddings does), then patch"
+                )
+            module._parameters[key] = parameter
+        for key, buffer in other._buffers.items():
+            # Id buffers as long as the old table are the only ones that differ.
+            if buffer is not None and key in module._buffers and buffer.shape == module._buffers[key].shape:
+                module._buffers[key] = buffer
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(source.device)
+        for key, value in vars(other).items():
+            # What users set: dropout probabilities, mode, checkpointing. Names with _ are Transformers' own books.
+            if key == "_gradient_checkpointing_func" or (type(value) in (bool, int, float, str) and key[0] != "_"):
+                setattr(module, key, value)
+    if hasattr(source, "generation_config"):
+        target.generation_config = copy.deepcopy(source.generation_config)
+    target.name_or_path = source.name_or_path
