@@ -579,7 +579,8 @@ def test_versions_in_range(monkeypatch):
 # The rules of the house.
 
 ORDER = [
-    {"requirements", "encodings", "remote_code"},
+    {"requirements", "encodings", "user_code"},
+    {"remote_code"},
     {"embedding", "attention"},
     {"ports"},
     {"install"},

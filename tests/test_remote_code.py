@@ -225,7 +225,7 @@ def test_saving_again_without_the_package_writes_the_same_folder(bare):
 
 def test_only_what_is_needed_travels(bare):
     _, folder = bare
-    common = {"attention", "base", "embedding", "install", "modeling", "remote_code", "ports", "requirements"}
+    common = {"attention", "base", "embedding", "install", "modeling", "remote_code", "ports", "requirements", "user_code"}
     for name, encodings in {
         "bert-alibi": {"alibi"},
         "bert-learned": {"learned", "sinusoidal"},  # its table can start as one
@@ -236,7 +236,8 @@ def test_only_what_is_needed_travels(bare):
         files = {path.name for path in (folder / name).glob("*.py")}
         assert files == {f"posenc_{each}.py" for each in common | encodings} | {"modeling_posenc.py"}, name
     assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {
-        f"posenc_{each}.py" for each in ("base", "embedding", "learned", "remote_code", "requirements", "sinusoidal")
+        f"posenc_{each}.py"
+        for each in ("base", "embedding", "learned", "remote_code", "requirements", "sinusoidal", "user_code")
     }
 
 
