@@ -587,7 +587,8 @@ ORDER = [
     {"modeling"},
     {"patching"},
     {"extension", "distillation", "diagnostics", "benchmark"},
-    {"plots", "cards", "commits"},
+    {"plots", "evaluation", "commits"},
+    {"cards"},
     {"hub"},
     {"cli"},
 ]
