@@ -32,6 +32,9 @@ def patch(
     output_dir: Annotated[Path, typer.Option(help="Where the patched model and its tokenizer are saved.")],
     max_length: Annotated[int | None, typer.Option(help="The longest input in tokens; default: see hf_posenc.patch.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="name=value, or part__name=value; may be repeated.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="A slice such as 3::4, or a JSON list of layer indices; default: all layers.")
+    ] = None,
     inject: Annotated[str, typer.Option(help="input, every_layer or after_attention.")] = "input",
     keep_host: Annotated[bool, typer.Option(help="Keep the host's own positions, for unpatch.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")] = False,
@@ -44,7 +47,8 @@ def patch(
     """
     _check_output_dir(output_dir, overwrite)
     chosen = _encoding(encoding, option or [])
-    patched = hf_posenc.patch(load(model), chosen, max_length=max_length, inject=inject, keep_host=keep_host)
+    some = {} if layers is None else {"layers": _value(layers)}
+    patched = hf_posenc.patch(load(model), chosen, max_length=max_length, inject=inject, keep_host=keep_host, **some)
     tokenizer, pooling = load_tokenizer(model), has_file(model, "modules.json")
     report = hf_posenc.inspect(patched)
     with _replaced_when_complete(output_dir) as folder:
@@ -82,7 +86,7 @@ def _encoding(given: str, options: list[str]) -> dict[str, Any]:
         name, equals, value = option.partition("=")
         if not name or not equals:
             raise ValueError(f"--option {option!r}: give name=value")
-        if name in ("type", "max_length", "inject", "host"):
+        if name in ("type", "max_length", "layers", "inject", "host"):
             raise ValueError(f"--option {option!r}: {name!r} is no option of an encoding; see hf-posenc patch --help")
         if name in encoding:
             raise ValueError(f"--option {option!r}: {name!r} is given twice")
