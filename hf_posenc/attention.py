@@ -11,6 +11,7 @@ import copy
 import functools
 import hashlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,14 @@ PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
 """Differs in each copy of this module that was saved with a checkpoint (`remote_code`)."""
 CONTEXT = "position_context"
 """The keyword argument by which a stack hands its `PositionContext` to its attentions."""
+
+
+class _Current(threading.local):
+    context: PositionContext | None = None
+
+
+CURRENT = _Current()
+"""The context of the forward pass that this thread is in, for modules which a host calls without the keyword argument."""
 PARTS = "position_parts"
 """The attribute of an attention that names the parts of the encoding which act in it."""
 
@@ -74,6 +83,17 @@ def rotating(cache: Any, module: nn.Module, context: PositionContext) -> Any:
     return KeyRotatingCache(cache, module, context)
 
 
+def context_for(module: nn.Module, given: PositionContext | None) -> PositionContext:
+    """The context that a module was called with, or else the current one. Raises RuntimeError outside of a forward pass."""
+    context = CURRENT.context if given is None else given
+    if context is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was called without positions: call the model itself, not a part of it, and in a host "
+            "that hands no keyword arguments to its attentions without gradient checkpointing"
+        )
+    return context
+
+
 def acting(module: nn.Module, context: PositionContext) -> list[PositionEncoding]:
     """The encodings that act in one attention: the stack's, where they act in this layer, and the attention's own."""
     shared, own = context.encoding.named_parts(), getattr(module, "posenc", None)
@@ -109,8 +129,7 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The host's attention function, with queries and keys rotated and the bias of the encoding in its mask."""
-    if position_context is None:
-        raise RuntimeError(f"{type(module).__name__} was called without positions: call the model itself, not a part of it")
+    position_context = context_for(module, position_context)
     if keys_are_rotated:
         query, _ = rotate(module, query, None, position_context)
     else:

@@ -1,4 +1,4 @@
-"""What goes to the Hub: weights, config, tokenizer, card, what was measured and its figures, in one commit."""
+"""push_to_hub: weights, config, code, tokenizer, card, evaluation and figures in one commit."""
 
 import contextlib
 import copy
@@ -30,22 +30,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from hf_posenc.cards import (
-    EVALUATION,
-    INHERITED,
-    SIGNATURE,
-    checked_evaluation,
-    model_card,
-    own_kinds,
-    replaceable,
-    result_files,
-)
+from hf_posenc.cards import INHERITED, SIGNATURE, host_name, model_card, replaceable, user_classes
 from hf_posenc.commits import Change, retry
 from hf_posenc.diagnostics import inspect
+from hf_posenc.evaluation import EVALUATION, checked_evaluation, read_json, result_files
 
 IMAGES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")
-"""What an earlier push alone has written. An older model.safetensors would be loaded instead of new shards."""
+"""Files deleted if the new push lacks them: an old model.safetensors would be loaded instead of new shards."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,43 +56,44 @@ def push_to_hub(
     save_directory: str | os.PathLike[str] | None = None,
     token: str | None = None,
 ) -> CommitInfo | Path:
-    """Upload a model, patched or not, or a `PositionEmbedding`: all that belongs to it and a card, in one commit.
+    """Upload a model, patched or not, or a `PositionEmbedding`, with all its files and a card, in one commit.
 
-    What the Hub doesn't answer, or answers with 429 or 5xx, is asked again, with longer and longer pauses. A README.md that
-    was written or edited by hand stays as it is; what an earlier push has left and this one doesn't have (shards, code,
-    figures, evaluation) goes. Where nothing has changed, there is no new commit.
+    Requests are retried with exponential backoff on timeouts, 429 and 5xx. A README.md that was written or edited by hand is
+    kept. Files of an earlier push (shards, code, figures, evaluation) that this one lacks are deleted. If nothing has changed,
+    no commit is made.
 
     Offline (HF_HUB_OFFLINE=1) nothing is sent: the files are written to a folder, and a log line says how to push it.
 
     Args:
-        repo_id: "name" or "namespace/name"; made if it doesn't exist.
+        repo_id: "name" or "namespace/name"; created if it doesn't exist.
         tokenizer: uploaded with `model_max_length` set to the model's usable length; the object itself isn't changed.
-        evaluation: what was measured, or the JSON file that holds it: goes into the card, evaluation.json, .eval_results.
+        evaluation: the content of evaluation.json, or the path of such a file: shown in the card, and uploaded as
+            evaluation.json and .eval_results.
         figures: images, uploaded beside the card under their file names.
         private: whether a new repo is private; None: the namespace's default.
-        revision: the branch, made from main if it doesn't exist; None: main. "refs/pr/N" adds to a pull request.
-        create_pr: open a pull request against `revision` instead. One that is open and holds the same is returned.
-        save_directory: the files are kept here as well. Offline, None is the repo's name in the current directory.
+        revision: the branch, created from main if it doesn't exist; None: main. "refs/pr/N" adds to a pull request.
+        create_pr: open a pull request against `revision` instead. An open one with the same content is returned.
+        save_directory: folder that gets a copy of the files. Offline, None is the repo's name in the current directory.
         token: None: that of `hf auth login` or HF_TOKEN.
 
     Returns:
-        The commit; where there was nothing to change, the head. Offline: the folder.
+        The commit, or the head if nothing has changed. Offline: the folder.
 
     Raises:
-        ValueError: before anything is sent: no whole model, no tokenizer, a malformed evaluation, figure or repo_id, no
-            token or one in a file, a save_directory that holds something else. Before any file is sent: the repo exists
-            and isn't as `private` asks; `revision` is a tag or a commit.
-        huggingface_hub.errors.HfHubHTTPError: the Hub refused, or another push came between; nothing was committed.
+        ValueError: before anything is sent: an incomplete model, not a tokenizer, a malformed evaluation, figure or repo_id,
+            no token or one inside a file, a save_directory with other content. Before any file is sent: `private` differs
+            from the existing repo; `revision` is a tag or a commit.
+        huggingface_hub.errors.HfHubHTTPError: the Hub refused, or somebody else pushed in between; nothing was committed.
         ConnectionError: the Hub can't be reached.
     """
     _refuse_unless_whole(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"a tokenizer of Transformers is needed, not {tokenizer!r}: AutoTokenizer.from_pretrained loads one")
     if evaluation is not None:
-        evaluation = checked_evaluation(evaluation if isinstance(evaluation, dict) else _json(Path(evaluation)))
+        evaluation = checked_evaluation(evaluation if isinstance(evaluation, dict) else read_json(Path(evaluation)))
     images = _images(figures)
     validate_repo_id("" if repo_id is None else repo_id)
-    offline, token = is_offline_mode(), _checked(token or get_token())
+    offline, token = is_offline_mode(), _checked_token(token or get_token())
     if not (token or offline):
         raise ValueError("there is no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=…")
     report = inspect(model)
@@ -112,10 +105,10 @@ def push_to_hub(
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer = copy.deepcopy(tokenizer)
-            tokenizer.model_max_length = VERY_LARGE_INTEGER if report.max_length is None else report.max_length
+            tokenizer.model_max_length = report.max_length or VERY_LARGE_INTEGER
             tokenizer.save_pretrained(folder)
-        measured = {} if evaluation is None else {EVALUATION: json.dumps(evaluation, indent=2), **result_files(evaluation)}
-        for path, text in measured.items():
+        texts = {} if evaluation is None else {EVALUATION: json.dumps(evaluation, indent=2), **result_files(evaluation)}
+        for path, text in texts.items():
             (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
         for image in images:
@@ -124,10 +117,10 @@ def push_to_hub(
         if offline or save_directory is not None:
             _keep(folder, keep_in, partial(card, repo_id), _base(model, None))
         if offline:
-            modules = sorted({kind.__module__ for kind in own_kinds(report.encoding)})
-            ways = _commands(modules, keep_in, repo_id, private, revision, create_pr)
+            modules = sorted({cls.__module__ for cls in user_classes(report.encoding)})
+            commands = _commands(modules, keep_in, repo_id, private, revision, create_pr)
             logger.warning(
-                "offline, nothing was sent: %s is ready in %s. To push it later:\n  %s\n  %s", repo_id, keep_in, *ways
+                "offline, nothing was sent: %s is ready in %s. To push it later:\n  %s\n  %s", repo_id, keep_in, *commands
             )
             return keep_in
         api = HfApi(token=token)
@@ -141,36 +134,29 @@ def push_to_hub(
             )
 
         def read(path: str) -> str:
-            there = retry(partial(api.hf_hub_download, repo_id, path, revision=head.sha))
-            return Path(there).read_text(encoding="utf-8", errors="replace")
+            file = retry(partial(api.hf_hub_download, repo_id, path, revision=head.sha))
+            return Path(file).read_text(encoding="utf-8", errors="replace")
 
         kept, stale = _earlier_push({file.rfilename for file in head.siblings or ()}, read, [*_files(folder), "README.md"])
         if kept is None:
             logger.warning("%s: its README.md was written by hand and stays as it is", repo_id)
             (folder / "README.md").unlink(missing_ok=True)
         else:
-            said = card(repo_id, metadata=_merged(_base(model, api), kept))
-            (folder / "README.md").write_text(said, encoding="utf-8")
+            text = card(repo_id, metadata=_merged(_base(model, api), kept))
+            (folder / "README.md").write_text(text, encoding="utf-8")
         additions = [CommitOperationAdd(path, folder / path) for path in _files(folder)]
         deletions = [CommitOperationDelete(path) for path in stale]
         return Change(api, repo_id, additions, deletions, message, revision, create_pr, head.sha).commit()
 
 
 def _refuse_unless_whole(model: Any) -> None:
-    for inside in ("_orig_mod", "module"):
-        if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel) and inside in model._modules:
-            raise ValueError(f"the model is wrapped in {type(model).__name__}: push what is inside, model.{inside}")
+    for wrapped in ("_orig_mod", "module"):
+        if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel) and wrapped in model._modules:
+            raise ValueError(f"the model is wrapped in {type(model).__name__}: push what is inside, model.{wrapped}")
     if isinstance(model, nn.Module) and getattr(model, "peft_config", None):
         raise ValueError("the model has PEFT adapters in it: push model.merge_and_unload(), or the adapters alone with peft")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"a PreTrainedModel of Transformers is needed, not {model!r:.80}")
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"evaluation: {path} can't be read as JSON: {error}") from None
 
 
 def _images(figures: Sequence[str | os.PathLike[str]]) -> list[Path]:
@@ -185,8 +171,8 @@ def _images(figures: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return images
 
 
-def _checked(token: str | None) -> str | None:
-    # The client's own error for such a token shows it.
+def _checked_token(token: str | None) -> str | None:
+    # The client's own error would contain the token.
     if token and not re.fullmatch("[!-~]+", token):
         raise ValueError("the token has a blank or a character beyond ASCII in it: copy it anew from your account's settings")
     return token
@@ -206,47 +192,49 @@ def _files(folder: Path) -> list[str]:
 
 
 def _base(model: PreTrainedModel, api: HfApi | None) -> dict[str, Any]:
-    """What a card says of the host: its id, if the Hub (offline: the cache) knows it, since the name of a local folder may
-    look like one; and its licence and language, where they can be seen."""
-    name = ((getattr(model.config, "position_encoding", None) or {}).get("host") or {}).get("name_or_path")
+    """The card's metadata about the host: its id, licence and language.
+
+    The id is None unless the Hub (offline: the cache) knows it, since a local folder may have a name of the same form.
+    """
+    name = host_name(model)
     try:
         if not name or (api is None and not isinstance(try_to_load_from_cache(name, "config.json"), str)):
             return {"base_model": None}
-        said = retry(partial(api.model_info, name)).card_data if api else None
+        card = retry(partial(api.model_info, name)).card_data if api else None
     except (GatedRepoError, DisabledRepoError):
-        said = None
+        card = None
     except (HFValidationError, RepositoryNotFoundError):
         return {"base_model": None}
-    return {"base_model": name, **{key: said.get(key) for key in INHERITED if said and said.get(key)}}
+    return {"base_model": name, **{key: card.get(key) for key in INHERITED if card and card.get(key)}}
 
 
 def _merged(base: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a card stands over what its base says: a licence of one's own has no name or link of the other's."""
-    other = "license" in kept
-    return {**{key: value for key, value in base.items() if not (other and key.startswith("license"))}, **kept}
+    """The host's metadata, overridden by that kept from an earlier card. The licence is taken whole from one of them."""
+    inherited = {key: value for key, value in base.items() if not ("license" in kept and key.startswith("license"))}
+    return {**inherited, **kept}
 
 
 def _earlier_push(
     present: Iterable[str], read: Callable[[str], str], new: Iterable[str]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The metadata to keep of the card that is there, None if somebody wrote it; the files that only an earlier push can
-    have written and that the new one doesn't have."""
+    """The metadata to keep of the existing card (None if it was written by hand), and the files to delete: those that an
+    earlier push wrote and the new one lacks."""
     present = set(present)
     written = {path for path in present if WRITTEN.fullmatch(path)}
     try:
         card = read("README.md") if "README.md" in present else ""
         measured = read(EVALUATION) if EVALUATION in present else "null"
-    except GatedRepoError:  # who may write may still not read
+    except GatedRepoError:  # write access doesn't imply read access
         return None, sorted(written.difference(new))
     if (kept := replaceable(card)) is not None:
         written.update(re.findall(r"!\[[^]]*\]\(([\w.-]+)\)", card))
-    with contextlib.suppress(ValueError):  # an evaluation.json of another make
+    with contextlib.suppress(ValueError):  # an evaluation.json of another origin
         written |= {EVALUATION, *result_files(checked_evaluation(json.loads(measured)))}
     return kept, sorted((written & present).difference(new))
 
 
 def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str, Any]) -> None:
-    """Copy the folder to where it is kept, with a card."""
+    """Copies the folder, with a card, to `keep_in`."""
     if keep_in.exists() and not keep_in.is_dir():
         raise ValueError(f"{keep_in} is a file: choose another save_directory")
 
@@ -266,7 +254,7 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
     else:
         (folder / "README.md").write_text(card(metadata=_merged(base, kept)), encoding="utf-8")
     keep_in.mkdir(parents=True, exist_ok=True)
-    # Renamed, not overwritten: the model may be mapped from the file that is replaced.
+    # Renamed, not overwritten: the model's tensors may be memory-mapped from the file being replaced.
     with tempfile.TemporaryDirectory(dir=keep_in, prefix=".") as near:
         shutil.copytree(folder, near, dirs_exist_ok=True)
         for path in stale:
@@ -279,7 +267,7 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
 def _commands(
     modules: list[str], folder: Path, repo_id: str, private: bool | None, revision: str | None, create_pr: bool
 ) -> tuple[str, str]:
-    """How to push the folder later: with this package, and as it is."""
+    """Commands that push the folder later: with this package (which generates a new card), and unchanged."""
     options = [f"--revision={revision}"] * (revision is not None) + ["--create-pr"] * create_pr
     ours = ["--private" if private else "--public"] * (private is not None) + options
     theirs = ["--private"] * bool(private) + options

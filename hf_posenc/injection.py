@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc import attention
-from hf_posenc.encodings import PositionContext
 from hf_posenc.positions import Call, argument_names
 
 
@@ -41,9 +40,7 @@ def add_to_output(parts: tuple[str, ...], module: nn.Module, args: tuple, kwargs
 
 def _vectors(parts: tuple[str, ...], module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
     """`[1 or B, L, D]`, computed once in a forward pass unless they are trained."""
-    context: PositionContext | None = kwargs.get(attention.CONTEXT)
-    if context is None:
-        raise RuntimeError(f"{type(module).__name__} was called without positions: call the model itself, not a part of it")
+    context = attention.context_for(module, kwargs.get(attention.CONTEXT))
     here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
 
     def compute() -> Tensor:

@@ -42,13 +42,12 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         setattr(module, attention.PARTS, parts[path])
         if posenc is not None:
             module.posenc = posenc
-        if not written_out.row_of(module):
+        if written_out.row_of(module):
+            written_out.install(module)
+        else:
             module.config = attention.AttentionConfigView(module.config)  # type: ignore[assignment]
             if any("rotate" in spec.parts[part].acts_by() for part in parts[path]):
                 module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
-    receivers = written_out.install(
-        stack, {path: module for path, module in structure.attentions.items() if written_out.row_of(module)}
-    )
     entrances = {
         verb: _add_vectors(structure, spec, parts)
         if verb == "embed"
@@ -62,7 +61,6 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         refused=tuple(name for source in structure.sources for name in source.arguments),
         # BERT cuts missing token types from a buffer as long as its old table, so they are made from shapes instead.
         needs_token_types=any(name.endswith("token_type_ids") for name, _ in stack.named_buffers()),
-        receivers=receivers,
     )
 
 
@@ -119,11 +117,11 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
 
 def rotate_into_cache(names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Pre-hook of an attention: new keys are rotated as they are stored, not all keys at every step."""
-    context = kwargs.get(attention.CONTEXT)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     name = next((name for name, value in given.items() if isinstance(value, Cache)), None)
-    if name is None or context is None:
+    if name is None:
         return None
+    context = attention.context_for(module, kwargs.get(attention.CONTEXT))
     cache = attention.rotating(given[name], module, context)
     return Call(names, args, kwargs).changed(**{name: cache}, keys_are_rotated=True)
 

@@ -228,9 +228,14 @@ def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
 
     @functools.wraps(host.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "posenc" in self._modules:
-            args, kwargs = self._posenc_begin(self, args, kwargs)
-        return host.forward(self, *args, **kwargs)
+        if "posenc" not in self._modules:
+            return host.forward(self, *args, **kwargs)
+        args, kwargs = self._posenc_begin(self, args, kwargs)
+        before, attention.CURRENT.context = attention.CURRENT.context, kwargs.get(attention.CONTEXT)
+        try:
+            return host.forward(self, *args, **kwargs)
+        finally:
+            attention.CURRENT.context = before
 
     return forward
 

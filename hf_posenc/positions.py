@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc import attention, written_out
+from hf_posenc import attention
 from hf_posenc.encodings import PositionContext, positions_of
 
 
@@ -50,14 +50,12 @@ class Beginning:
     offset: the id of the first token.
     refused: arguments by which the host's own positions would be given by hand.
     needs_token_types: whether the host cuts missing token types from a buffer as long as its old table (BERT).
-    receivers: modules to which the context is handed by way of `written_out`.
     """
 
     names: list[str]
     offset: int
     refused: tuple[str, ...]
     needs_token_types: bool
-    receivers: tuple[nn.Module, ...]
 
     def __call__(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The arguments with the `PositionContext` of this forward pass in them.
@@ -106,7 +104,6 @@ class Beginning:
         changes: dict[str, Any] = {"position_ids": ids + self.offset, attention.CONTEXT: context}
         if self.needs_token_types and call["token_type_ids"] is None:
             changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
-        written_out.leave(context, self.receivers)
         return call.changed(**changes)
 
 

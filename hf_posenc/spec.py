@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hf_posenc.encodings import (
-    PositionEncoding,
     canonical,
     checked_max_length,
     encoding_class,
@@ -127,7 +126,7 @@ class PositionSpec:
                 )
 
     @property
-    def encoding(self) -> type[PositionEncoding]:
+    def encoding(self) -> Any:
         """The class of the encoding."""
         return encoding_class(self.type)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import written_out
 from hf_posenc.encodings import Geometry
-from hf_posenc.sources import HostRefused, Source, unclaimed
+from hf_posenc.sources import HostRefused, Source, signs_of_position
 
 CROSS_ATTENTION = re.compile(r"(^|\.)(crossattention|encoder_attn|cross_attn|EncDecAttention)(\.|$)")
 LAYER = re.compile(r"((?:.*\.)?(\d+))\.[^.]+")
@@ -70,7 +70,7 @@ class Structure:
     def geometry(self, max_length: int | None, inject: str) -> Geometry:
         """The sizes of what the stack owns. Tables can be narrower than layers (ALBERT, ELECTRA)."""
         widths = [source.width for source in self.sources if source.width is not None] if inject == "input" else []
-        return self._geometry(next(iter(self.attentions.values())), max_length, (widths or [None])[0])
+        return self._geometry(next(iter(self.attentions.values())), max_length, widths[0] if widths else None)
 
     def geometry_of(self, attention: nn.Module, max_length: int | None) -> Geometry:
         """The sizes of one attention."""
@@ -106,7 +106,7 @@ def find(stack: Any) -> Structure | None:
     modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(patched)}
     attentions = {name: module for name, module in modules.items() if _is_self_attention(name, module)}
     if not attentions:
-        if patched or not any(unclaimed(stack, modules, claimed=())):
+        if patched or not any(signs_of_position(stack, modules, claimed=())):
             return None
         raise HostRefused(
             f"no attention of {type(stack).__name__} goes through Transformers' attention interface, so nothing can be rotated "
@@ -123,7 +123,7 @@ def find(stack: Any) -> Structure | None:
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     name = type(structure.stack).__name__
     claimed = {source.path for source in structure.sources}
-    if signs := sorted(unclaimed(structure.stack, modules, claimed)):
+    if signs := sorted(signs_of_position(structure.stack, modules, claimed)):
         reason = signs[0][1]
         raise HostRefused(
             f"{name} has sources of position which can't be taken over: {', '.join(path for path, _ in signs[:4])}", reason
@@ -147,8 +147,8 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
         )
     if without := _layers_without_attention(structure, modules):
         raise HostRefused(
-            f"{name}.{without[0]} is a {type(modules[without[0]]).__name__} without an attention of Transformers' interface, so "
-            "the encoding would not act in it, and its own order would stay",
+            f"{name}.{without[0]} is a {type(modules[without[0]]).__name__} without an attention of Transformers' interface: "
+            "the encoding would not act in it, and the order that it sees by itself would stay",
             "layers without attention",
         )
     written = [path for path, module in attentions.items() if written_out.row_of(module)]
@@ -161,7 +161,8 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
     arguments = inspect.signature(type(stack).forward).parameters
     if "position_ids" not in arguments or all(a.kind is not a.VAR_KEYWORD for a in arguments.values()):
         raise HostRefused(
-            f"{name}.forward doesn't take position_ids and further keyword arguments, by which positions would reach its layers",
+            f"{name}.forward doesn't take position_ids and further keyword arguments, by which positions would reach its "
+            "layers",
             "no position_ids in its forward",
         )
 

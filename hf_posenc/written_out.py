@@ -36,51 +36,9 @@ def row_of(module: nn.Module) -> WrittenOut | None:
     return ROWS.get(type(module).__name__) if type(module).__module__.startswith("transformers.models.") else None
 
 
-def install(stack: nn.Module, attentions: dict[str, nn.Module]) -> tuple[nn.Module, ...]:
-    """Send these attentions of a stack through the interface. Returns the modules that the stack hands its positions to.
-
-    The layers of such hosts pass no further keyword arguments on, so each module on the way hands the context to the next.
-    """
-    for module in attentions.values():
-        module.forward = partial(attend, row_of(module), module)  # type: ignore[method-assign]
-    hops = _hops(stack, [*attentions])
-    for module, following in hops.items():
-        if module is not stack:
-            module.register_forward_pre_hook(partial(hand_on, following), with_kwargs=True)
-    return hops.get(stack, ())
-
-
-def _hops(stack: nn.Module, attentions: list[str]) -> dict[nn.Module, tuple[nn.Module, ...]]:
-    """Each module on the way from the stack to these attentions -> the next ones, containers left out."""
-    hops: dict[nn.Module, tuple[nn.Module, ...]] = {}
-    for name in attentions:
-        parts = name.split(".")
-        way = [stack, *(stack.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts)))]
-        way = [module for module in way if not isinstance(module, nn.ModuleList)]
-        for module, following in zip(way, [*way[1:], None], strict=True):
-            known = hops.setdefault(module, ())
-            if following is not None and following not in known:
-                hops[module] = (*known, following)
-    return hops
-
-
-def leave(context: PositionContext, modules: tuple[nn.Module, ...]) -> None:
-    """Store the context where `hand_on` takes it from."""
-    for module in modules:
-        module._posenc_context = context  # type: ignore[assignment]
-
-
-def hand_on(following: tuple[nn.Module, ...], module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of a module that is called without the context: takes the one stored for it, and stores it for the next."""
-    context = kwargs.get(attention.CONTEXT) or vars(module).get("_posenc_context")
-    if context is None:
-        raise RuntimeError(
-            f"{type(module).__name__} was called without positions: call the model itself, not a part of it, and without "
-            "gradient checkpointing, whose second run of a layer loses them in this host"
-        )
-    module._posenc_context = None
-    leave(context, following)
-    return args, {**kwargs, attention.CONTEXT: context}
+def install(module: Any) -> None:
+    """Send such an attention through the interface."""
+    module.forward = partial(attend, ROWS[type(module).__name__], module)
 
 
 def attend(

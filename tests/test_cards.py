@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import ROOT, patched, stock, tokens
-from hf_posenc.cards import EVALUATION, checked_evaluation, model_card, replaceable, result_files
+from hf_posenc.cards import model_card, replaceable
 from hf_posenc.cli import app
+from hf_posenc.evaluation import EVALUATION, checked_evaluation, result_files
 from hub_server import TOKEN, serve
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -304,7 +305,7 @@ def test_bad_evaluation(measured, words):
 def test_a_bad_file(tmp_path):
     stock("bert").save_pretrained(tmp_path)
     (tmp_path / EVALUATION).write_text("{")
-    with pytest.raises(ValueError, match=f"{EVALUATION} is no JSON"):
+    with pytest.raises(ValueError, match=f"{EVALUATION} can't be read as JSON"):
         model_card(tmp_path, "me/model")
 
 

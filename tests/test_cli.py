@@ -158,7 +158,7 @@ def test_the_rest_of_a_sentence_transformer_is_not_dropped_silently(folders, tmp
         ('{"type": "rope", "theta": 3}', ("--option", "theta=4"), "'theta' is given twice"),
         *(
             ("rope", ("--option", f"{name}=3"), f"'{name}' is no option of an encoding; see hf-posenc patch --help")
-            for name in ("type", "max_length", "inject", "host")
+            for name in ("type", "max_length", "layers", "inject", "host")
         ),
         *(("rope", ("--option", f"{name}=3"), f"has no option '{name}'") for name in ("model", "encoding", "keep_host")),
         ("{type: rope}", (), "is no JSON"),
@@ -171,6 +171,24 @@ def test_the_rest_of_a_sentence_transformer_is_not_dropped_silently(folders, tmp
 def test_patch_refuses(folders, tmp_path, encoding, arguments, words):
     error = run("patch", folders / "bert", encoding, *arguments, "--output-dir", tmp_path / "new", code=1)
     assert words in error and "Traceback" not in error and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ((), {}),
+        (("--layers", "3::4"), {"layers": "3::4"}),
+        (("--layers", "[0, 2]"), {"layers": [0, 2]}),
+        (("--option", "rope__layers=0::2"), {}),
+    ],
+)
+def test_patch_hands_layers_on_where_given(folders, tmp_path, monkeypatch, arguments, given):
+    def patch(model, encoding, **keywords):
+        raise ValueError(json.dumps({key: value for key, value in keywords.items() if key == "layers"}))
+
+    monkeypatch.setattr(hf_posenc, "patch", patch)
+    error = run("patch", folders / "bert", "rope+alibi", *arguments, "--output-dir", tmp_path / "new", code=1)
+    assert json.loads(error.partition("Error: ")[2]) == given
 
 
 def test_patch_refuses_a_patched_model(folders, tmp_path):

@@ -214,15 +214,15 @@ def test_two_processes_do_what_one_does(tiny, tmp_path, launch):
     assert codes == [0, 0], said[-3000:]
     record = read(tmp_path / "out")
     assert record["processes"] == 2 and said.count("step 40: accuracy") == said.count("usable length:") == 1
-    assert record["losses"] == pytest.approx(alone["losses"], abs=1e-4)
-    assert measures(record) == pytest.approx(measures(alone), abs=1e-4)
+    assert record["losses"] == pytest.approx(alone["losses"], rel=1e-3, abs=1e-4)
+    assert measures(record) == pytest.approx(measures(alone), rel=1e-3, abs=1e-4)
 
 
 def test_accumulated_gradients_are_those_of_the_larger_batch(tiny, tmp_path):
     whole = train(tiny, tmp_path / "whole")
     parts = train(tiny, tmp_path / "parts", "--gradient_accumulation_steps", 2, batch=4)
     assert parts["steps"] == whole["steps"] == len(parts["losses"]) == 40
-    assert parts["losses"] == pytest.approx(whole["losses"], abs=1e-4)
+    assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-3, abs=1e-4)
 
 
 def test_patched_and_patched_before(tiny, tmp_path):
@@ -460,7 +460,7 @@ def assert_tag_metrics(record, output, validation, length):
     f1 = [2 * hits[name] / (given.count(name) + expected.count(name)) for name in ("LOW", "MID", "TOP")]
     assert record["eval_accuracy"] == pytest.approx(sum(hits.values()) / len(expected))
     assert record["eval_macro_f1"] == pytest.approx(sum(f1) / 3)
-    assert record["eval_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert record["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4, abs=1e-5)
     assert record["eval_majority_share"] == max(map(expected.count, set(expected))) / len(expected)
     assert record["eval_samples"] == len(expected)
     assert 0.6 < record["eval_accuracy"] < 0.9  # all but what is wrong on purpose
@@ -493,8 +493,8 @@ def test_tags_in_two_processes(tiny, tags, tmp_path, launch):
     codes, said = launch("finetune", *line, processes=2)
     assert codes == [0, 0], said[-3000:]
     record = read(tmp_path / "two")
-    assert record["processes"] == 2 and record["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-    assert measures(record) == pytest.approx(measures(alone), abs=1e-4)
+    assert record["processes"] == 2 and record["losses"] == pytest.approx(alone["losses"], rel=1e-4, abs=1e-5)
+    assert measures(record) == pytest.approx(measures(alone), rel=1e-3, abs=1e-4)
 
 
 # Question answering.
@@ -516,9 +516,8 @@ def f1(said, wanted):
 
 
 @torch.no_grad()
-def answered(path, row, length, stride, longest, unanswerable):
+def answered(model, tokenizer, row, length, stride, longest, unanswerable):
     """The saved model's answer, from windows over the context's tokens and loops over all spans; the windows' losses."""
-    model, tokenizer = AutoModelForQuestionAnswering.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     question = tokenizer(row["question"], add_special_tokens=False).input_ids[:3]
     whole = tokenizer(row["context"], add_special_tokens=False, return_offsets_mapping=True)
     head, between, tail = ([tokenizer.cls_token_id], *[[tokenizer.sep_token_id]] * 2) if tokenizer.cls_token else ([], [], [])
@@ -550,7 +549,8 @@ def answered(path, row, length, stride, longest, unanswerable):
 def assert_answers(record, output, validation, length=LENGTH):
     examples = [json.loads(line) for line in validation.read_text().splitlines()]
     unanswerable = not all(row["answers"]["text"] for row in examples)
-    said, losses = zip(*(answered(output, row, length, STRIDE, 4, unanswerable) for row in examples), strict=True)
+    loaded = AutoModelForQuestionAnswering.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    said, losses = zip(*(answered(*loaded, row, length, STRIDE, 4, unanswerable) for row in examples), strict=True)
     scores = [max(f1(each, text) for text in row["answers"]["text"] or [""]) for each, row in zip(said, examples, strict=True)]
     exact = [
         any(without_articles(each) == without_articles(text) for text in row["answers"]["text"] or [""])
@@ -559,7 +559,7 @@ def assert_answers(record, output, validation, length=LENGTH):
     assert record["eval_f1"] == pytest.approx(sum(scores) / len(examples), abs=1e-6)
     assert record["eval_exact_match"] == pytest.approx(sum(exact) / len(examples), abs=1e-6)
     losses = [loss for each in losses for loss in each]
-    assert record["eval_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+    assert record["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4, abs=1e-5)
     assert record["eval_samples"] == len(examples) and len(losses) > len(examples)
     return said
 
@@ -617,8 +617,8 @@ def test_answers_in_two_processes(tiny, quiz, tmp_path, launch):
     codes, said = launch("finetune", *arguments_for(tiny, tmp_path / "two", *line, data=(), batch=4), processes=2)
     assert codes == [0, 0], said[-3000:]
     record = read(tmp_path / "two")
-    assert record["processes"] == 2 and record["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-    assert measures(record) == pytest.approx(measures(alone), abs=1e-4)
+    assert record["processes"] == 2 and record["losses"] == pytest.approx(alone["losses"], rel=1e-4, abs=1e-5)
+    assert measures(record) == pytest.approx(measures(alone), rel=1e-3, abs=1e-4)
 
 
 def test_tags_and_answers_from_streams(tiny, tags, quiz, tmp_path):
@@ -643,7 +643,7 @@ def test_the_best_span(longest):
                 if characters[row, i, 0] >= 0 and characters[row, j, 0] >= 0:
                     score = scores[row, i, 0].double() + scores[row, j, 1].double()
                     best = max(best, (score.item(), characters[row, i, 0].item(), characters[row, j, 1].item()))
-        assert [each[row].item() for each in found] == pytest.approx(list(best), abs=1e-6)
+        assert [each[row].item() for each in found] == pytest.approx(list(best), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("make", [bpe, pieces])
@@ -872,7 +872,13 @@ def test_several_seeds(tmp_path, capsys):
             seeds.parse_arguments([*wrong, "--output_dir", str(tmp_path)])
 
 
-def test_a_run_of_several_that_fails_ends_them(tmp_path):
+def test_a_run_of_several_that_fails_ends_them(tmp_path, launch, monkeypatch):
+    def run(command):
+        assert command[:2] == [sys.executable, str(SCRIPTS / "finetune.py")]
+        (code,), _ = launch("finetune", *command[2:])
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr("seeds.subprocess.run", run)
     with pytest.raises(SystemExit) as stopped:
         seeds.main(["a=nowhere", "--output_dir", str(tmp_path), "--", "--train_file", "nowhere.csv", "--task", "guessing"])
     assert stopped.value.code == 2 and not (tmp_path / "seeds.json").exists()

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import ROOT, VOCABULARY, patched, stock, tokens
-from hf_posenc.cards import checked_evaluation, result_files
 from hf_posenc.cli import app
+from hf_posenc.evaluation import checked_evaluation, result_files
 from hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
 
 BY_HAND = "# My model\n\nTrained with love.\n"

@@ -612,14 +612,16 @@ def test_versions_in_range(monkeypatch):
 # The rules of the house.
 
 ORDER = [
-    {"requirements", "encodings", "remote_code"},
+    {"requirements", "encodings", "user_code"},
+    {"remote_code"},
     {"embedding", "attention"},
     {"ports"},
     {"install"},
     {"modeling"},
     {"patching"},
     {"extension", "distillation", "diagnostics", "benchmark"},
-    {"plots", "cards", "commits"},
+    {"plots", "evaluation", "commits"},
+    {"cards"},
     {"hub"},
     {"cli"},
 ]

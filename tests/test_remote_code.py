@@ -225,8 +225,11 @@ def test_saving_again_without_the_package_writes_the_same_folder(bare):
 
 def test_only_what_is_needed_travels(bare):
     _, folder = bare
-    encoding = {"options", "context", "base", "composition", "registry"}
-    common = encoding | {"attention", "embedding", "install", "modeling", "remote_code", "ports", "requirements"}
+    embedding = {"options", "context", "base", "composition", "registry", "spec", "checkpoints", "embedding"}
+    embedding |= {"remote_code", "requirements", "user_code"}
+    sources = {path.stem for path in (ROOT / "hf_posenc/sources").glob("[!_]*.py")}
+    common = embedding | sources | {"attention", "injection", "install", "kernels", "modeling", "positions", "structure"}
+    common |= {"transfer", "written_out"}
     for name, encodings in {
         "bert-alibi": {"alibi"},
         "bert-learned": {"learned", "sinusoidal"},  # its table can start as one
@@ -237,7 +240,7 @@ def test_only_what_is_needed_travels(bare):
         files = {path.name for path in (folder / name).glob("*.py")}
         assert files == {f"posenc_{each}.py" for each in common | encodings} | {"modeling_posenc.py"}, name
     assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {
-        f"posenc_{each}.py" for each in encoding | {"embedding", "learned", "remote_code", "requirements", "sinusoidal"}
+        f"posenc_{each}.py" for each in embedding | {"learned", "sinusoidal"}
     }
 
 

@@ -1,6 +1,6 @@
-"""`hf-posenc list | inspect | patch | push`: the API from a shell. One subcommand, one file, which registers by existing.
+"""The command `hf-posenc list | inspect | patch | card | push`. One file per subcommand; all files here are imported.
 
-Files are named after what they do (`listing`), since a public function's or a standard module's name would be hidden by them.
+They are named listing, patching, …: modules `patch` and `inspect` would hide a public function and a standard module.
 """
 
 import importlib
@@ -16,18 +16,18 @@ try:
 except ImportError as error:
     raise SystemExit(f'hf-posenc needs typer and rich ({error}): pip install "hf-posenc[cli]"') from None
 
-from huggingface_hub.errors import HTTPError  # of whichever client it is built on
+from huggingface_hub.errors import HTTPError  # of the HTTP library that huggingface_hub uses
 from safetensors import SafetensorError
 
 import hf_posenc
 
 console = Console(soft_wrap=True)
 EXPECTED = (ValueError, OSError, ImportError, HTTPError, SafetensorError)
-"""Raised by bad input, missing extras, a full disk and an unreachable Hub. All else is a bug and shows where it is."""
+"""Raised by bad input, missing extras, a full disk or an unreachable Hub. Anything else is a bug and gets a traceback."""
 
 
 class Group(TyperGroup):
-    """Says what is wrong in a line, without a traceback; the exit code is 1."""
+    """Prints expected errors in one line without a traceback, and exits with code 1."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -15,9 +15,9 @@ def inspect(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a model, patched or not.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """How a model knows word order: its encoding, where it enters, the usable length, what is ignored.
+    """Report a model's position encoding: where it enters, the usable length, ignored settings.
 
-    Reads the config alone, no weights: [bold]hf-posenc inspect roberta-base[/]
+    Only the config is read, no weights: [bold]hf-posenc inspect roberta-base[/]
     """
     report = hf_posenc.inspect(model)
     if as_json:

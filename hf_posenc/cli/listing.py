@@ -14,9 +14,9 @@ from hf_posenc.encodings import described
 
 @app.command("list")
 def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """All encodings: aliases, what they act by, options with defaults and what is allowed, papers.
+    """List all encodings: aliases, how they act, options with defaults and allowed values, papers.
 
-    Several can be put into one model, "sinusoidal+alibi": [bold]hf-posenc list --json[/]
+    One model can have several, as in "sinusoidal+alibi": [bold]hf-posenc list --json[/]
     """
     rows = {name: _row(kind) for name, kind in hf_posenc.list_encodings().items()}
     if as_json:
@@ -26,8 +26,8 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
     for name, row in rows.items():
         aliases = [f"[dim]{alias}{_preset(options)}[/]" for alias, options in row["aliases"].items()]
         options = [
-            escape(f"{option} = {said['default']!r}" if "default" in said else option) + f"[dim]: {escape(said['allowed'])}[/]"
-            for option, said in row["options"].items()
+            escape(f"{option} = {spec['default']!r}" if "default" in spec else option) + f"[dim]: {escape(spec['allowed'])}[/]"
+            for option, spec in row["options"].items()
         ]
         table.add_row(
             "\n".join([f"[bold]{name}[/]", *aliases]),

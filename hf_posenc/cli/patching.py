@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import transformers
 import typer
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
@@ -16,12 +15,13 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import has_file
 
 import hf_posenc
+from hf_posenc.cards import architecture
 from hf_posenc.cli import app, console
 
 TOKENIZER_FILES = (
     "tokenizer_config.json",
     "tokenizer.json",
-    *("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model"),  # all that older models have
+    *("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model"),  # the only files of older models
 )
 
 
@@ -32,29 +32,33 @@ def patch(
     output_dir: Annotated[Path, typer.Option(help="Where the patched model and its tokenizer are saved.")],
     max_length: Annotated[int | None, typer.Option(help="The longest input in tokens; default: see hf_posenc.patch.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="name=value, or part__name=value; may be repeated.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="A slice such as 3::4, or a JSON list of layer indices; default: all layers.")
+    ] = None,
     inject: Annotated[str, typer.Option(help="input, every_layer or after_attention.")] = "input",
     keep_host: Annotated[bool, typer.Option(help="Keep the host's own positions, for unpatch.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")] = False,
 ) -> None:
-    """Put an encoding into a model, and save it with its tokenizer.
+    """Replace a model's positions by an encoding, and save it with its tokenizer.
 
     [bold]hf-posenc patch bert-base-uncased alibi --max-length 2048 --output-dir bert-alibi[/]
 
     [bold]hf-posenc patch bert-base-uncased sinusoidal+alibi --option sinusoidal__base=5000 --output-dir both[/]
     """
-    _refuse_to_lose(output_dir, overwrite)
+    _check_output_dir(output_dir, overwrite)
     chosen = _encoding(encoding, option or [])
-    patched = hf_posenc.patch(load(model), chosen, max_length=max_length, inject=inject, keep_host=keep_host)
+    some = {} if layers is None else {"layers": _value(layers)}
+    patched = hf_posenc.patch(load(model), chosen, max_length=max_length, inject=inject, keep_host=keep_host, **some)
     tokenizer, pooling = load_tokenizer(model), has_file(model, "modules.json")
     report = hf_posenc.inspect(patched)
-    with _complete_or_not_at_all(output_dir) as folder:
+    with _replaced_when_complete(output_dir) as folder:
         patched.save_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.model_max_length = VERY_LARGE_INTEGER if report.max_length is None else report.max_length
+            tokenizer.model_max_length = report.max_length or VERY_LARGE_INTEGER
             tokenizer.save_pretrained(folder)
     console.print(str(report), markup=False)
-    alone = " (there was no tokenizer beside the model)" if tokenizer is None else ""
-    console.print(f"saved to {output_dir}{alone}", markup=False)
+    missing = " (there was no tokenizer beside the model)" if tokenizer is None else ""
+    console.print(f"saved to {output_dir}{missing}", markup=False)
     if pooling:
         console.print(
             "Its sentence-transformers modules (pooling) are not saved: hf_posenc.patch(SentenceTransformer(…), …) keeps them."
@@ -63,18 +67,16 @@ def patch(
 
 
 def load(model: str) -> PreTrainedModel:
-    """A model of the class that its config names, so that its head comes along."""
-    config = AutoConfig.from_pretrained(model)
-    name = (config.architectures or [""])[0]
-    kind: Any = getattr(hf_posenc if name.startswith("PosEnc") else transformers, name, AutoModel) if name else AutoModel
+    """Loads a model with the head that its config names."""
+    cls: Any = architecture(AutoConfig.from_pretrained(model)) or AutoModel
     try:
-        return kind.from_pretrained(model)
-    except (RuntimeError, SafetensorError) as error:  # shapes which don't fit the config, a file cut short
+        return cls.from_pretrained(model)
+    except (RuntimeError, SafetensorError) as error:  # shapes that differ from the config's, a truncated file
         raise ValueError(f"the weights of {model} don't load: {error}") from None
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer beside a model, or None. (AutoTokenizer makes an empty one where there are no files.)"""
+    """The tokenizer saved with a model, or None. (Without files, AutoTokenizer would return an empty one.)"""
     return AutoTokenizer.from_pretrained(model) if any(has_file(model, name) for name in TOKENIZER_FILES) else None
 
 
@@ -84,15 +86,20 @@ def _encoding(given: str, options: list[str]) -> dict[str, Any]:
         name, equals, value = option.partition("=")
         if not name or not equals:
             raise ValueError(f"--option {option!r}: give name=value")
-        if name in ("type", "max_length", "inject", "host"):
+        if name in ("type", "max_length", "layers", "inject", "host"):
             raise ValueError(f"--option {option!r}: {name!r} is no option of an encoding; see hf-posenc patch --help")
         if name in encoding:
             raise ValueError(f"--option {option!r}: {name!r} is given twice")
-        try:
-            encoding[name] = json.loads(value)
-        except json.JSONDecodeError:
-            encoding[name] = value
+        encoding[name] = _value(value)
     return encoding
+
+
+def _value(text: str) -> Any:
+    """The value of an option: JSON, or else the text itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def _parsed(encoding: str) -> dict[str, Any]:
@@ -102,7 +109,7 @@ def _parsed(encoding: str) -> dict[str, Any]:
         raise ValueError(f"{encoding!r} is no JSON: {error}") from None
 
 
-def _refuse_to_lose(output_dir: Path, overwrite: bool) -> None:
+def _check_output_dir(output_dir: Path, overwrite: bool) -> None:
     if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
         return
     if not output_dir.is_dir():
@@ -114,12 +121,12 @@ def _refuse_to_lose(output_dir: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def _complete_or_not_at_all(output_dir: Path) -> Iterator[Path]:
-    """A folder to write to, whose files replace those of output_dir when all is written."""
+def _replaced_when_complete(output_dir: Path) -> Iterator[Path]:
+    """A temporary folder whose files replace those of output_dir once all of them are written."""
     new = not output_dir.exists()
     output_dir.mkdir(parents=True, exist_ok=True)
     try:
-        # Inside it: the same file system, and the folder itself, which may be a mount or a shell's own, stays.
+        # Inside output_dir: on the same file system, and output_dir itself, which may be a mount, is kept.
         with tempfile.TemporaryDirectory(dir=output_dir, prefix=".") as name:
             yield Path(name)
             for old in output_dir.iterdir():

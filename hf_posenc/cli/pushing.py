@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 import hf_posenc
-from hf_posenc.cards import EVALUATION, replaceable
+from hf_posenc.cards import replaceable
 from hf_posenc.cli import app, console
 from hf_posenc.cli.patching import load, load_tokenizer
+from hf_posenc.evaluation import EVALUATION
 from hf_posenc.hub import IMAGES
 
 
@@ -26,14 +27,14 @@ def push(
         Path | None, typer.Option(help="Keep what is pushed here as well; offline, the default is the repository's name.")
     ] = None,
 ) -> None:
-    """Push a model, its tokenizer, what was measured of it and a model card to the Hub, in one commit.
+    """Push a model, its tokenizer, its evaluation and a model card to the Hub, in one commit.
 
-    The folder's evaluation.json and its images go along and into the card; other files don't.
+    The folder's evaluation.json and images are pushed and shown in the card; its other files are not.
 
     [bold]hf-posenc push bert-alibi me/bert-alibi --private[/]
 
-    The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN. Offline (HF_HUB_OFFLINE=1) all is written to
-    a folder, and nothing sent.
+    The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN. Offline (HF_HUB_OFFLINE=1) all files are
+    written to a folder, and nothing is sent.
     """
     model, tokenizer = load(str(folder)), load_tokenizer(str(folder))
     card, evaluation = folder / "README.md", folder / EVALUATION

@@ -12,7 +12,7 @@ PLACE_ON_A_PAGE = re.compile(r"[xyhw]_position_embeddings$")
 """LayoutLM's tables of box coordinates, which are an input of their own and know nothing of word order."""
 
 
-def unclaimed(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
+def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
     """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim."""
     for path, module in modules.items():
         name = path.rpartition(".")[2]

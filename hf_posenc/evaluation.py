@@ -1,0 +1,196 @@
+"""The evaluation of a model, evaluation.json in its folder: its schema, its checks, the Hub's result files.
+
+The model card and push_to_hub read the file; the training scripts write it. docs/sharing.md has an example.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+EVALUATION = "evaluation.json"
+
+
+class Entry(NamedTuple):
+    """The schema of an entry: the allowed values in words and as a check, and the default where it is absent or null."""
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+    required: bool = False
+    default: Any = None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: Any, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _is_list(value: Any, accepts: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(accepts, value))
+
+
+def _is_interval(value: Any) -> bool:
+    return _is_list(value, _is_number) and len(value) == 2 and value[0] <= value[1]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+TEXT = Entry("a text", _is_text)
+REQUIRED_TEXT = TEXT._replace(required=True)
+COUNT = Entry("an integer from 1 on", lambda value: _is_integer(value, 1))
+OBJECT = Entry("an object", lambda value: isinstance(value, dict), default={})
+LIST = Entry("a list", lambda value: isinstance(value, (list, tuple)), default=())
+FILE = {
+    "command": TEXT,
+    "training": OBJECT,
+    "results": LIST,
+    "notes": Entry("a list of texts", lambda value: _is_list(value, _is_text), default=()),
+}
+TRAINING = {"datasets": LIST, "steps": COUNT}
+DATASET = {"name": REQUIRED_TEXT, "id": TEXT, "url": TEXT, "config": TEXT, "split": TEXT, "revision": TEXT, "task_id": TEXT}
+RESULT = {
+    "model": REQUIRED_TEXT,
+    "this": Entry("true or false", lambda value: isinstance(value, bool), default=False),
+    "task": REQUIRED_TEXT,
+    "dataset": OBJECT._replace(required=True),
+    "metric": REQUIRED_TEXT,
+    "value": Entry("a finite number", _is_number, required=True),
+    "interval": Entry("two finite numbers [low, high], the lower one first", _is_interval),
+    "length": COUNT,
+    "count": COUNT,
+    "seeds": Entry("a list of integers", lambda value: _is_list(value, lambda seed: _is_integer(seed, 0))),
+}
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises ValueError if it can't be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read as JSON: {error}") from None
+
+
+def checked_evaluation(evaluation: Any) -> dict[str, Any]:
+    """Validates the content of evaluation.json, fills in all missing entries and removes access tokens.
+
+    - command: the command line that trained the model.
+    - training: `steps`, and `datasets`, each with a `name` and, for a dataset on the Hub, its `id`.
+    - results: one entry per measured value: `model` (a name), `this` (whether it is the card's own model; the tables show
+      the others for comparison), `task`, `dataset`, `metric`, `value`, and optionally `interval` (95 %: low, high), `length`
+      (input tokens), `count` (number of queries or examples) and `seeds` (of the runs averaged in the value). A result's
+      dataset may have a `task_id`, the name of the task in a benchmark on the Hub (see `result_files`).
+    - notes: sentences shown below the tables.
+
+    Raises:
+        ValueError: names the entry which is missing, unknown, of the wrong type, not finite, or duplicated.
+    """
+    checked = _checked(evaluation, FILE, EVALUATION)
+    checked["notes"] = [*map(_without_tokens, checked["notes"])]
+    training = checked["training"] = _checked(checked["training"], TRAINING, "training")
+    training["datasets"] = [
+        _checked(dataset, DATASET, f"training.datasets[{i}]") for i, dataset in enumerate(training["datasets"])
+    ]
+    checked["results"] = [_checked(result, RESULT, f"results[{i}]") for i, result in enumerate(checked["results"])]
+    seen: dict[Any, int] = {}
+    for i, result in enumerate(checked["results"]):
+        dataset = result["dataset"] = _checked(result["dataset"], DATASET, f"results[{i}].dataset")
+        key = (result["model"], *table_key(result), result["metric"], result["length"])
+        if seen.setdefault(key, i) != i:
+            same = "the model, task, dataset, metric and length"
+            raise ValueError(f"{EVALUATION}: results[{i}] and results[{seen[key]}] have {same} in common: leave one out")
+        if dataset["task_id"] and not dataset["id"]:
+            raise ValueError(f"{EVALUATION}: results[{i}].dataset has a task_id, but no id of a benchmark on the Hub")
+    return checked
+
+
+def _checked(given: Any, entries: dict[str, Entry], where: str) -> dict[str, Any]:
+    place = where if where == EVALUATION else f"{EVALUATION}: {where}"
+    if not isinstance(given, dict):
+        raise ValueError(f"{place} is {_shown(given)}: allowed is an object")
+    if unknown := sorted(map(str, given.keys() - entries.keys())):
+        raise ValueError(f"{place} has {', '.join(map(_shown, unknown))}: known are {', '.join(entries)}")
+    found = {}
+    for name, entry in entries.items():
+        value = given.get(name)
+        if value is None and entry.required:
+            raise ValueError(f"{place} lacks {name!r}: {entry.allowed}")
+        if value is not None and not entry.accepts(value):
+            raise ValueError(f"{place} has {name} {_shown(value)}: allowed is {entry.allowed}")
+        value = entry.default if value is None else value
+        value = _without_tokens(value) if isinstance(value, str) else value
+        found[name] = list(value) if isinstance(value, (list, tuple)) else value
+    return found
+
+
+def _shown(value: Any) -> str:
+    return _without_tokens(repr(value))[:80]
+
+
+SECRETS = (
+    # Flags (--hub_token, but not --pad_token), variables set before the command, and tokens of the Hub anywhere.
+    r"""\s--?(?:(?:(?:hub|hf|api|auth|access)[_-])?token|[\w-]*(?:api[_-]?key|password|secret))[ =]+('[^']*'|"[^"]*"|\S+)""",
+    r"""\b\w*(?:TOKEN|KEY|PASSWORD|SECRET)=('[^']*'|"[^"]*"|\S+)\s*""",
+    r"\b(?:hf|api_org)_\w*[A-Za-z0-9]{16,}\w*",
+)
+
+
+def _without_tokens(text: str) -> str:
+    """A text, such as a command line, without access tokens, keys and passwords."""
+    for secret in SECRETS:
+        text = re.sub(secret, "", text)
+    return text
+
+
+def table_key(result: dict[str, Any]) -> tuple[Any, ...]:
+    """Task and dataset of a result. Results with the same key are shown together, in one table per metric."""
+    return (result["task"], *(result["dataset"][name] for name in ("name", "id", "config", "split", "revision")))
+
+
+def metric_name(result: dict[str, Any]) -> str:
+    """The metric with the input length and the number of seeds, as in "mrr, 512 tokens, mean of 3 seeds"."""
+    length = f", {result['length']} tokens" if result["length"] else ""
+    return result["metric"] + length + (f", mean of {len(result['seeds'])} seeds" if result["seeds"] else "")
+
+
+def result_files(evaluation: Any) -> dict[str, str]:
+    """Path -> text of the Hub's evaluation-result files, which hold the model's own results on the Hub's benchmarks.
+
+    Included are results with `this` whose dataset has an `id` and a `task_id`. The format can't represent others; the card
+    shows them in its tables and its model-index.
+
+    Raises:
+        ValueError: as `checked_evaluation`, or two results for one task of a benchmark.
+    """
+    entries: dict[str, dict[str, EvalResultEntry]] = {}
+    for i, result in enumerate(checked_evaluation(evaluation)["results"]):
+        dataset = result["dataset"]
+        if result["this"] and dataset["task_id"]:
+            of_dataset = entries.setdefault(dataset["id"], {})
+            if dataset["task_id"] in of_dataset:
+                raise ValueError(
+                    f"{EVALUATION}: results[{i}] is a second one for the task {dataset['task_id']!r} of {dataset['id']}, which "
+                    "has one value: leave the task_id out where the benchmark takes another metric or length"
+                )
+            of_dataset[dataset["task_id"]] = EvalResultEntry(
+                dataset_id=dataset["id"],
+                task_id=dataset["task_id"],
+                dataset_revision=dataset["revision"],
+                value=result["value"],
+                notes=metric_name(result),
+            )
+    return {
+        f".eval_results/{benchmark.replace('/', '--')}.yaml": yaml.safe_dump(
+            eval_result_entries_to_yaml(list(found.values())), sort_keys=False, allow_unicode=True
+        )
+        for benchmark, found in entries.items()
+    }
