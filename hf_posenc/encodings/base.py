@@ -67,7 +67,7 @@ class PositionEncoding(nn.Module):
     per_layer: ClassVar[bool] = False
     geometry: Geometry
     blend: float
-    """Weight of the encoding: 1.0, except while a model is being converted from its own positions."""
+    """Factor on vectors, rotary angles and biases: 1.0, except while a model is being converted from its own positions."""
 
     def __init_subclass__(
         cls, type: str | None = None, aliases: tuple[str, ...] | dict[str, dict[str, Any]] = (), **kwargs: Any
