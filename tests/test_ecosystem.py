@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import hf_posenc
-from conftest import LENGTH, OFFSETS, ROOT, first, patched, randomize_encoding, run_python, stock, tokens
+from conftest import HOSTS, LENGTH, ROOT, first, patched, randomize_encoding, run_python, stock, tokens
 
 WORDS = [f"w{i}" for i in range(56)]
 
@@ -205,7 +205,7 @@ def test_sentence_transformer_from_a_patched_folder(host, tokenizer, tmp_path):
     from sentence_transformers.models import Pooling, Transformer
 
     model = patched(host, "shaw", max_length=LENGTH + 9)
-    assert model.config.max_position_embeddings == LENGTH + 9 + OFFSETS.get(host, 0)
+    assert model.config.max_position_embeddings == LENGTH + 9 + HOSTS[host].offset
     model.save_pretrained(tmp_path / "model")
     tokenizer.model_max_length = hf_posenc.inspect(model).max_length
     tokenizer.save_pretrained(tmp_path / "model")

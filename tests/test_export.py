@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from conftest import HEADS, HOSTS, LENGTH, OFFSETS, VARIANTS, backends, first, patched, stock, tokens
+from conftest import HOSTS, LENGTH, VARIANTS, backends, first, patched, stock, tokens
 
 OPEN = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
 FEW = {"bert": "learned+rope+relative+shaw", "gpt2": "normalized+alibi"}
@@ -25,11 +25,11 @@ def with_ids(host, batch, length):
     """Inputs whose first row holds two texts, each counted from its own start."""
     ids = torch.arange(length).repeat(batch, 1)
     ids[0, length // 2 :] -= length // 2
-    return {"input_ids": tokens(batch, length, seed=length), "position_ids": ids + OFFSETS.get(host, 0)}
+    return {"input_ids": tokens(batch, length, seed=length), "position_ids": ids + HOSTS[host].offset}
 
 
 def ready(host, encoding, attention="sdpa", max_length=None):
-    model = patched(host, encoding, HEADS[host], max_length=max_length)
+    model = patched(host, encoding, HOSTS[host].head, max_length=max_length)
     model.set_attn_implementation(attention if attention in backends(model) else "eager")
     model.config.use_cache = False
     return model

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModel, DynamicCache
 
 import hf_posenc
-from conftest import HOSTS, LENGTH, OFFSETS, first, patched, randomize_encoding, run_python, stock, tokens
+from conftest import BIASED, HOSTS, LENGTH, OFFSET, first, patched, randomize_encoding, run_python, stock, tokens
 
 MASKS = {
     "none": None,
@@ -34,7 +34,7 @@ def counted(mask):
 
 def ids_of(host, mask):
     """The same as a stock host counts them. Most stock hosts count left padding in, unless they are told."""
-    return torch.tensor(counted(mask)) + OFFSETS.get(host, 0)
+    return torch.tensor(counted(mask)) + HOSTS[host].offset
 
 
 def sinusoids(positions, size):
@@ -52,15 +52,7 @@ def sinusoids(positions, size):
 
 # Vectors in every layer.
 
-LAYERS = {
-    "bert": ("encoder.layer", "attention"),
-    "gpt2": ("h", "attn"),
-    "albert": ("encoder.albert_layer_groups.0.albert_layers", "attention"),
-    "distilbert": ("transformer.layer", "attention"),
-    "mpnet": ("encoder.layer", "attention"),
-    "electra": ("encoder.layer", "attention"),
-}
-"""The path of a host's layers, and of the attention block in each."""
+LAYERS = ["bert", "gpt2", "albert", "distilbert", "mpnet", "electra"]
 INJECT = ["every_layer", "after_attention"]
 every_inject = pytest.mark.parametrize("inject", INJECT)
 
@@ -70,14 +62,13 @@ def without_positions(host, part=0.0, **changes):
     model = stock(host, **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "position_embeddings" in name or "wpe" in name or "relative_attention_bias" in name:
+            if name in (*HOSTS[host].tables, *HOSTS[host].biases):
                 parameter.mul_(part)
     return model
 
 
 def adding(model, host, inject, vectors):
     """A stock model, with hooks by which `vectors["now"]` are added in each layer."""
-    path, block = LAYERS[host]
 
     def before(module, args):
         return (args[0] + vectors["now"], *args[1:])
@@ -85,11 +76,11 @@ def adding(model, host, inject, vectors):
     def after(module, args, output):
         return (output[0] + vectors["now"], *output[1:])
 
-    for layer in model.get_submodule(path):
+    for layer in model.get_submodule(HOSTS[host].layers):
         if inject == "every_layer":
             layer.register_forward_pre_hook(before)
         else:
-            layer.get_submodule(block).register_forward_hook(after)
+            layer.get_submodule(HOSTS[host].block).register_forward_hook(after)
     return model
 
 
@@ -139,7 +130,7 @@ def test_injection_under_gradient_checkpointing(host, inject, encoding, reentran
 
     def gradients():
         model.zero_grad()
-        first(model(tokens(), **({"use_cache": False} if host == "gpt2" else {}))).square().mean().backward()
+        first(model(tokens(), **({"use_cache": False} if HOSTS[host].causal else {}))).square().mean().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     expected = gradients()
@@ -497,10 +488,10 @@ def test_position_embedding_takes_what_embeds_alone():
 
 # Hosts which count from another number than 0.
 
-ROBERTAS = [host for host in OFFSETS if host != "mpnet"]
+ROBERTAS = [host for host in OFFSET if host not in BIASED]
 
 
-@pytest.mark.parametrize("host", OFFSETS)
+@pytest.mark.parametrize("host", OFFSET)
 def test_usable_length(host):
     """Two rows of the table serve no token."""
     model = stock(host)
@@ -516,7 +507,7 @@ def test_usable_length(host):
     assert hf_posenc.inspect(hf_posenc.patch(model, "alibi")).max_length is None
 
 
-@pytest.mark.parametrize("host", OFFSETS)
+@pytest.mark.parametrize("host", OFFSET)
 @pytest.mark.parametrize("encoding", ["learned", "alibi"])
 def test_ids_in_the_count_of_the_host(host, encoding):
     model, ids = patched(host, encoding), tokens()
@@ -532,7 +523,7 @@ def test_ids_in_the_count_of_the_host(host, encoding):
 
 
 @every_mask
-@pytest.mark.parametrize("host", OFFSETS)
+@pytest.mark.parametrize("host", OFFSET)
 @torch.no_grad()
 def test_the_hosts_own_ids_and_table_change_nothing(host, mask):
     """Where the mask hides just the padding tokens, from which the host makes its ids."""
@@ -571,7 +562,7 @@ def test_positions_come_from_the_mask_not_from_padding_tokens(host):
 
 def rembert(**changes):
     """Not in the matrix, but in the table of written-out attentions."""
-    sizes = {**HOSTS["bert"][1], "input_embedding_size": 16, "output_embedding_size": 16, "vocab_size": 61, **changes}
+    sizes = {**HOSTS["bert"].sizes, "input_embedding_size": 16, "output_embedding_size": 16, "vocab_size": 61, **changes}
     torch.manual_seed(0)
     return transformers.RemBertModel(transformers.RemBertConfig(**sizes)).eval()
 
@@ -685,7 +676,7 @@ def test_mpnets_own_biases_are_gone_and_kept(encoding, tmp_path):
 
 def test_a_written_out_attention_is_an_encoders():
     for host in ("MegatronBert", "RemBert"):
-        config = getattr(transformers, f"{host}Config")(**{**HOSTS["bert"][1], "vocab_size": 61}, is_decoder=True)
+        config = getattr(transformers, f"{host}Config")(**{**HOSTS["bert"].sizes, "vocab_size": 61}, is_decoder=True)
         with pytest.raises(ValueError, match="served as an encoder only: load it with is_decoder=False"):
             hf_posenc.patch(getattr(transformers, f"{host}Model")(config), "alibi")
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, DynamicCache, StaticCache
 
 import hf_posenc
-from conftest import ENCODINGS, HEADS, HOSTS, LENGTH, first, patched, run_python, stock, tokens
+from conftest import ENCODINGS, HOSTS, LENGTH, as_itself, assert_close, first, patched, run_python, stock, tokens
 from hf_posenc import attention
 from hf_posenc.encodings import Above, PositionContext
 
@@ -78,7 +78,7 @@ def test_from_scratch():
 
 @every_host
 def test_from_pretrained_with_an_encoding_is_patch(host, tmp_path):
-    model = stock(host, HEADS[host])
+    model = stock(host, HOSTS[host].head)
     model.save_pretrained(tmp_path)
     cls = getattr(hf_posenc, f"PosEnc{type(model).__name__}")
     loaded = cls.from_pretrained(tmp_path, position_encoding="alibi")
@@ -114,7 +114,7 @@ def test_tokenizer_beside_a_patched_model(tmp_path):
 
 @every_host
 def test_unpatch_after_training_says_so(host, tmp_path):
-    model = patched(host, "alibi", HEADS[host])
+    model = patched(host, "alibi", HOSTS[host].head)
     model.save_pretrained(tmp_path / "untrained")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.train()(tokens(), labels=tokens()).loss.backward()
@@ -123,13 +123,10 @@ def test_unpatch_after_training_says_so(host, tmp_path):
     for trained in (model.eval(), AutoModel.from_pretrained(tmp_path / "trained")):
         with pytest.warns(UserWarning, match="no longer those which were patched"):
             again = hf_posenc.unpatch(trained)
-        old = stock(host, HEADS[host]).base_model.get_parameter(table_of(host))
-        assert torch.equal(again.base_model.get_parameter(table_of(host)), old)
+        old = stock(host, HOSTS[host].head).base_model
+        for name in HOSTS[host].tables:
+            assert torch.equal(again.base_model.get_parameter(name), old.get_parameter(name))
     hf_posenc.unpatch(AutoModel.from_pretrained(tmp_path / "untrained"))
-
-
-def table_of(host):
-    return "wpe.weight" if host == "gpt2" else "embeddings.position_embeddings.weight"
 
 
 def test_without_kept_positions_unpatch_names_the_base():
@@ -290,16 +287,14 @@ def test_packed_sequences(encoding):
 @every_host
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_own_distance_bias(host, implementation):
-    model = hf_posenc.patch(
-        stock(host, num_hidden_layers=1) if host != "distilbert" else stock(host, n_layers=1), "test-window", width=3
-    )
+    model = hf_posenc.patch(stock(host, **HOSTS[host].one_layer), "test-window", width=3)
     model.set_attn_implementation(implementation)
     ids = tokens(1, 20)
     before = first(model(ids))
     ids[0, 15] = (ids[0, 15] + 1) % 50 + 3
     changed = (first(model(ids)) - before).abs().amax(-1)[0] > 1e-6
     expected = torch.zeros(20, dtype=torch.bool)
-    expected[15 if host == "gpt2" else 12 : 19] = True
+    expected[15 if HOSTS[host].causal else 12 : 19] = True
     assert torch.equal(changed, expected)
 
 
@@ -355,15 +350,12 @@ def test_blend_fades_from_the_hosts_positions(encoding, tmp_path):
 @every_host
 def test_learned_from_the_host_changes_nothing(host):
     model = stock(host)
-    kind, options = ("learned+t5", {"learned__init": "host"}) if host == "mpnet" else ("learned", {"init": "host"})
-    new = hf_posenc.patch(model, kind, **options)
-    longer = hf_posenc.patch(model, kind, max_length=LENGTH + 8, **options)
-    if host == "mpnet":  # which has T5's relative biases beside its table
-        for each in (new, longer):
-            each.posenc.t5.weight.data.copy_(model.encoder.relative_attention_bias.weight)
-    written_out = host in ("mpnet", "megatron-bert")
-    for each in (new, longer):
-        torch.testing.assert_close(first(each(tokens())), first(model(tokens())), rtol=0, atol=1e-5 if written_out else 0)
+    longer = as_itself(model, host, max_length=LENGTH + 8)
+    expected = first(model(tokens()))
+    for actual in (first(each(tokens())) for each in (as_itself(model, host), longer)):
+        assert_close(actual, expected) if HOSTS[host].written_out else torch.testing.assert_close(
+            actual, expected, rtol=0, atol=0
+        )
     assert first(longer(tokens(1, LENGTH + 8))).isfinite().all()
 
 
@@ -600,7 +592,7 @@ def test_only_a_part_has_no_positions(host):
 @pytest.mark.parametrize("host", ["bert", "distilbert"])
 @pytest.mark.parametrize("encoding", ["alibi", "relative", "rope", "learned"])
 def test_flex_attention(host, encoding):
-    model = patched(host, encoding, **({"attention_probs_dropout_prob": 0.0} if host == "bert" else {"attention_dropout": 0.0}))
+    model = patched(host, encoding, **HOSTS[host].no_dropout)
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[0, 7:] = 0
     with torch.no_grad():

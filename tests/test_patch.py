@@ -11,15 +11,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_posenc
-from conftest import HEADS, HOSTS, LENGTH, OFFSETS, VARIANTS, backends, first, patched, randomize, run_python, stock, tokens
+from conftest import HOSTS, LENGTH, VARIANTS, backends, first, pairs, patched, randomize, run_python, stock, tokens
 
-PAIRS = [(host, encoding) for host in HOSTS for encoding in VARIANTS]
-every_pair = pytest.mark.parametrize(("host", "encoding"), PAIRS)
-# Each host on three encodings, and so each encoding on two hosts or more.
-SOME = [(host, VARIANTS[(3 * i + k) % len(VARIANTS)]) for i, host in enumerate(HOSTS) for k in range(3)]
-some_pairs = pytest.mark.parametrize(
-    ("host", "encoding"), [pytest.param(*pair, marks=() if pair in SOME else pytest.mark.slow) for pair in PAIRS]
-)
+every_pair = pytest.mark.parametrize(("host", "encoding"), pairs())
 
 
 def padded(ids, lengths, side):
@@ -32,9 +26,9 @@ def padded(ids, lengths, side):
     return out, mask
 
 
-@some_pairs
+@every_pair
 def test_patch_keeps_the_host(host, encoding):
-    model = stock(host, HEADS[host]).train()
+    model = stock(host, HOSTS[host].head).train()
     frozen = next(iter(model.base_model.parameters()))
     frozen.requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -46,25 +40,25 @@ def test_patch_keeps_the_host(host, encoding):
     theirs, ours = dict(model.named_parameters()), dict(new.named_parameters())
     shared = set(theirs) & set(ours)
     assert all(theirs[name] is ours[name] for name in shared)
-    left_out = {name.rpartition(".")[0].rpartition(".")[2] for name in set(theirs) - shared}
-    assert left_out <= {"position_embeddings", "wpe", "relative_attention_bias"}
+    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    assert set(theirs) - shared <= {prefix + name for name in (*HOSTS[host].tables, *HOSTS[host].biases)}
     assert all("posenc." in name for name in set(ours) - shared)
     assert type(new).__name__ == "PosEnc" + type(model).__name__ and isinstance(new, type(model))
     assert type(new.base_model).__name__ == "PosEnc" + type(model.base_model).__name__
     assert new.training and not frozen.requires_grad and new.name_or_path == model.name_or_path
     assert new.get_output_embeddings().weight is new.get_input_embeddings().weight
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    if host == "gpt2":
+    if HOSTS[host].causal:
         assert new.generation_config.to_dict() == model.generation_config.to_dict()
         assert new.generation_config is not model.generation_config
     # The stock model still works as it did.
-    twin = stock(host, HEADS[host])
+    twin = stock(host, HOSTS[host].head)
     assert torch.equal(first(model.eval()(tokens())), first(twin(tokens())))
 
 
 @every_pair
 def test_unpatch_is_bit_equal(host, encoding):
-    model = stock(host, HEADS[host])
+    model = stock(host, HOSTS[host].head)
     new = hf_posenc.patch(model, encoding)
     assert not torch.equal(first(new(tokens())), first(model(tokens())))
     again = hf_posenc.unpatch(new)
@@ -78,10 +72,10 @@ def test_encoding_makes_order_visible(host, encoding):
 
     A decoder of one layer without positions gives its last token the same, in whatever order the others came.
     """
-    model = patched(host, encoding, **({"n_layer": 1} if host == "gpt2" else {}))
+    model = patched(host, encoding, **HOSTS[host].one_layer)
     ids = tokens(1)
     order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(3))
-    if host == "gpt2":
+    if HOSTS[host].causal:
         order = torch.cat([order[order != 10], torch.tensor([10])])
         difference = (first(model(ids))[:, -1] - first(model(ids[:, order]))[:, -1]).abs().max()
     else:
@@ -92,8 +86,8 @@ def test_encoding_makes_order_visible(host, encoding):
 @every_pair
 def test_length_promise(host, encoding):
     model = patched(host, encoding)
-    long, offset = tokens(1, LENGTH + 9), OFFSETS.get(host, 0)
-    if encoding.startswith("learned") or (encoding == "normalized" and host == "gpt2"):
+    long, offset = tokens(1, LENGTH + 9), HOSTS[host].offset
+    if encoding.startswith("learned") or (encoding == "normalized" and HOSTS[host].causal):
         assert model.config.max_position_embeddings == LENGTH + offset
         with pytest.raises(ValueError, match=rf"{LENGTH + 9} tokens.*max_length={LENGTH}.*truncat"):
             model(long)
@@ -142,7 +136,7 @@ def test_backends_agree(host, encoding):
 def test_positions_given_by_hand(host, encoding):
     """Consecutive ids are what is computed without ids; ids that jump follow the same formula."""
     model = patched(host, encoding)
-    ids, offset = tokens(2), OFFSETS.get(host, 0)
+    ids, offset = tokens(2), HOSTS[host].offset
     arange = torch.arange(11)[None] + offset
     assert torch.equal(first(model(ids, position_ids=arange)), first(model(ids)))
     # A batch of jumping ids equals its rows, and their order along the row doesn't matter to an encoder.
@@ -151,15 +145,15 @@ def test_positions_given_by_hand(host, encoding):
     for row in range(2):
         alone = first(model(ids[row : row + 1], position_ids=jumps[row : row + 1], attention_mask=torch.ones(1, 11)))
         torch.testing.assert_close(whole[row : row + 1], alone, atol=1e-5, rtol=1e-4)
-    if host != "gpt2":
+    if not HOSTS[host].causal:
         order = torch.randperm(11, generator=torch.Generator().manual_seed(5))
         moved = first(model(ids[:, order], position_ids=arange[:, order].expand(2, -1)))
         torch.testing.assert_close(moved, first(model(ids))[:, order], atol=2e-5, rtol=1e-4)
 
 
-@some_pairs
+@every_pair
 def test_copies(host, encoding):
-    model = patched(host, encoding, HEADS[host])
+    model = patched(host, encoding, HOSTS[host].head)
     expected = first(model(tokens()))
     twin, thawed = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     buffer = io.BytesIO()
@@ -175,10 +169,10 @@ def test_copies(host, encoding):
     assert model.config._attn_implementation == before
 
 
-@some_pairs
+@every_pair
 def test_outputs_and_gradients(host, encoding):
-    model = patched(host, encoding, HEADS[host])
-    ids, reference = tokens(), stock(host, HEADS[host])
+    model = patched(host, encoding, HOSTS[host].head)
+    ids, reference = tokens(), stock(host, HOSTS[host].head)
     for implementation in backends(model):
         for each in (model, reference):
             each.set_attn_implementation(implementation)
@@ -197,19 +191,19 @@ def test_outputs_and_gradients(host, encoding):
     assert silent <= theirs
 
 
-@some_pairs
+@every_pair
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(host, encoding, reentrant):
-    model = patched(host, encoding, HEADS[host], **dropout_free(host)).train()
+    model = patched(host, encoding, HOSTS[host].head, **HOSTS[host].no_dropout).train()
     if not model.supports_gradient_checkpointing:
         pytest.skip(f"{host} has no gradient checkpointing")
-    if host == "megatron-bert":
+    if not HOSTS[host].recomputes:
         pytest.skip("its layers lose the positions in their second run, which is an error: see below")
     ids = tokens()
 
     def gradients():
         model.zero_grad()
-        model(ids, labels=ids, use_cache=False).loss.backward() if host == "gpt2" else model(ids, labels=ids).loss.backward()
+        model(ids, labels=ids, **({"use_cache": False} if HOSTS[host].causal else {})).loss.backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     expected = gradients()
@@ -222,11 +216,6 @@ def test_gradient_checkpointing(host, encoding, reentrant):
         torch.testing.assert_close(actual[name], gradient, msg=name)
 
 
-def dropout_free(host):
-    names = {"distilbert": ("dropout", "attention_dropout"), "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    return dict.fromkeys(names.get(host, ("hidden_dropout_prob", "attention_probs_dropout_prob")), 0.0)
-
-
 def test_a_layer_that_would_lose_its_positions():
     """Megatron-BERT's layers get no keyword arguments, so a second run of one can't know the positions: no wrong gradients."""
     model = patched("megatron-bert", "alibi", "ForMaskedLM").train()
@@ -235,7 +224,7 @@ def test_a_layer_that_would_lose_its_positions():
         model(tokens(), labels=tokens()).loss.backward()
 
 
-@some_pairs
+@every_pair
 def test_half_precision(host, encoding):
     model = patched(host, encoding)
     expected = first(model(tokens()))
@@ -249,7 +238,7 @@ def test_half_precision(host, encoding):
         assert first(patched(host, encoding)(tokens())).isfinite().all()
 
 
-@some_pairs
+@every_pair
 def test_compiles_as_one_graph(host, encoding):
     model = patched(host, encoding)
     torch._dynamo.reset()
@@ -271,7 +260,7 @@ def reloaded(tmp_path_factory):
 
 def save_and_reload(host, folder):
     for encoding in VARIANTS:
-        model = patched(host, encoding, HEADS[host])
+        model = patched(host, encoding, HOSTS[host].head)
         path = folder / encoding
         model.save_pretrained(path / "head")
         model.base_model.save_pretrained(path / "bare")
@@ -280,10 +269,10 @@ def save_and_reload(host, folder):
             "head": first(model(tokens())),
             "bare": first(model.base_model(tokens())),
             "half": first(copy.deepcopy(model).to(torch.bfloat16)(tokens())),
-            "stock": first(stock(host, HEADS[host])(tokens())),
+            "stock": first(stock(host, HOSTS[host].head)(tokens())),
         }
         torch.save(expected, path / "expected.pt")
-    return json.loads(run_python(RELOAD, folder, "CausalLM" if host == "gpt2" else "MaskedLM").splitlines()[-1])
+    return json.loads(run_python(RELOAD, folder, "CausalLM" if HOSTS[host].causal else "MaskedLM").splitlines()[-1])
 
 
 RELOAD = """
@@ -359,7 +348,7 @@ def test_on_a_gpu(host, encoding):
     ids, lengths = tokens(3), [11, 7, 4]
     batch, mask = padded(ids, lengths, "left")
     by_hand = {
-        "position_ids": torch.arange(11).flip(0)[None] + OFFSETS.get(host, 0),
+        "position_ids": torch.arange(11).flip(0)[None] + HOSTS[host].offset,
         "attention_mask": torch.ones(3, 11, dtype=torch.long),
     }
     expected = first(model(batch, attention_mask=mask)), first(model(ids, **by_hand))
