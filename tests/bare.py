@@ -1,6 +1,6 @@
-"""Run as `python bare.py FOLDER`: a process in which only torch and transformers are, with what they themselves need.
+"""Run as `python bare.py FOLDER`: a process that can import only torch, transformers and what those need.
 
-Loads every folder of the cases.json in FOLDER with its own code, compares, saves it again and loads that.
+Loads each folder listed in FOLDER/cases.json with its own code, saves it, loads that again, and compares the outputs.
 """
 
 import json

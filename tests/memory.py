@@ -1,4 +1,4 @@
-"""Uninitialised memory is NaN, so that whoever reads it fails."""
+"""Uninitialised memory becomes NaN, so that code which reads it fails."""
 
 import torch
 from torch.utils._device import _device_constructors
@@ -6,7 +6,8 @@ from torch.utils._device import _device_constructors
 
 def poison_empty(setter=setattr):
     """Make torch.empty and torch.empty_like return NaN."""
-    _device_constructors()  # cached by torch, and to hold the real ones: else `with torch.device("meta")` misses them
+    # torch caches these constructors for `with torch.device("meta")`: it must see the real ones first.
+    _device_constructors()
     for name in ("empty", "empty_like"):
         setter(torch, name, _poisoned(getattr(torch, name)))
 

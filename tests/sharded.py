@@ -1,4 +1,4 @@
-"""train_mlm.py under Accelerate's FSDP2 on CPUs. Accelerate offers it on GPUs alone: that gate is opened, all else is real."""
+"""train_mlm.py under Accelerate's FSDP2 on CPUs, which Accelerate allows on GPUs only: its plugin is set by hand here."""
 
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState

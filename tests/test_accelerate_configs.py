@@ -16,7 +16,7 @@ from accelerate.utils import patch_environment
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.distributed.fsdp import StateDictType
 
-from conftest import HEADS, HOSTS, ROOT, patched, stock
+from conftest import HOSTS, ROOT, patched, stock
 
 FOLDER = ROOT / "scripts" / "accelerate"
 CONFIGS = {"cpu", "multi_gpu", "multi_node", "fsdp2", "zero2", "zero3"}
@@ -73,9 +73,9 @@ def test_zero(stage):
 @pytest.mark.parametrize("host", sorted(HOSTS))
 def test_derived_classes_name_the_same_layers(host):
     """What FSDP's wrapping by layers and a device_map go by."""
-    names = set(patched(host, "t5", HEADS[host])._no_split_modules)
-    assert names == set(stock(host, HEADS[host])._no_split_modules)
-    assert names <= {type(module).__name__ for module in patched(host, "t5", HEADS[host]).modules()}
+    names = set(patched(host, "t5", HOSTS[host].head)._no_split_modules)
+    assert names == set(stock(host, HOSTS[host].head)._no_split_modules)
+    assert names <= {type(module).__name__ for module in patched(host, "t5", HOSTS[host].head).modules()}
 
 
 COUNT = """

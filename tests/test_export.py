@@ -1,19 +1,19 @@
-"""Patched models as one graph for every batch and length: torch.export, ONNX, torch.compile."""
+"""Patched models as one graph for all batch sizes and lengths: torch.export, ONNX, torch.compile."""
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from conftest import HEADS, HOSTS, LENGTH, OFFSETS, VARIANTS, backends, first, patched, stock, tokens
+from conftest import HOSTS, LENGTH, LOOSE, VARIANTS, assert_close, backends, first, pairs, patched, stock, tokens
 
 OPEN = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
 FEW = {"bert": "learned+rope+relative+shaw", "gpt2": "normalized+alibi"}
-ALL = [("bert", encoding) for encoding in VARIANTS]
-ALL += [(host, VARIANTS[(3 * i + j) % len(VARIANTS)]) for i, host in enumerate(HOSTS) if host != "bert" for j in range(3)]
+SOME = [pair.values for pair in pairs(once=True) if not pair.marks]
+ONNX = [("bert", encoding) for encoding in VARIANTS] + [("roberta", "alibi"), ("mpnet", "shaw"), ("gpt2", "t5")]
 
 
 def padded(batch, length):
-    """Inputs with padding before the first text and, if there are more, behind the last."""
+    """Inputs with padding before the first text and after each other one."""
     ids = tokens(batch, length, seed=length)
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
@@ -22,14 +22,14 @@ def padded(batch, length):
 
 
 def with_ids(host, batch, length):
-    """Inputs whose first row holds two texts, each counted from its own start."""
+    """Inputs whose first row holds two texts, each with positions from its own start."""
     ids = torch.arange(length).repeat(batch, 1)
     ids[0, length // 2 :] -= length // 2
-    return {"input_ids": tokens(batch, length, seed=length), "position_ids": ids + OFFSETS.get(host, 0)}
+    return {"input_ids": tokens(batch, length, seed=length), "position_ids": ids + HOSTS[host].offset}
 
 
 def ready(host, encoding, attention="sdpa", max_length=None):
-    model = patched(host, encoding, HEADS[host], max_length=max_length)
+    model = patched(host, encoding, HOSTS[host].head, max_length=max_length)
     model.set_attn_implementation(attention if attention in backends(model) else "eager")
     model.config.use_cache = False
     return model
@@ -40,11 +40,11 @@ def exported(model, inputs, length=OPEN[1]):
         return torch.export.export(model, (), inputs, dynamic_shapes={name: {**OPEN, 1: length} for name in inputs})
 
 
-def assert_same(outputs, model, inputs, tolerance=1e-6):
+def assert_same(outputs, model, inputs, **tolerance):
     with torch.no_grad():
         expected = first(model(**inputs))
     shown = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) == 1
-    torch.testing.assert_close(outputs[shown], expected[shown], atol=tolerance, rtol=0.0)
+    assert_close(outputs[shown], expected[shown], **tolerance)
 
 
 def check_export(host, encoding, attention):
@@ -62,7 +62,7 @@ def test_exported_programs_run_at_any_length(host):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not support setting its attention implementation")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(("host", "encoding"), ALL)
+@pytest.mark.parametrize(("host", "encoding"), SOME)
 def test_every_encoding_and_host_exports(host, encoding, attention):
     if attention not in backends(stock(host)):
         pytest.skip("this host has its own attention only")
@@ -95,11 +95,9 @@ def test_one_compiled_graph_serves_all_lengths():
     assert graphs.frame_count == 2, "one for the first length, one for all others"
 
 
-# ONNX. An export takes long; docs/ecosystem.md has one which is always run.
-
-
+# An export to ONNX takes long: docs/ecosystem.md has one, which always runs.
 OF_TORCH = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
-"""Its exporter uses what torch itself has deprecated."""
+"""torch's exporter calls functions that torch has deprecated."""
 
 
 def check_onnx(host, encoding, path):
@@ -118,13 +116,13 @@ def check_onnx(host, encoding, path):
         return torch.from_numpy(session.run(None, {name: value.numpy() for name, value in inputs.items()})[0])
 
     for batch, length in ((1, 5), (3, 16), (2, LENGTH)):
-        assert_same(run(padded(batch, length)), model, padded(batch, length), tolerance=1e-4)
+        assert_same(run(padded(batch, length)), model, padded(batch, length), **LOOSE)
     return run
 
 
 @OF_TORCH
 @pytest.mark.slow
-@pytest.mark.parametrize(("host", "encoding"), [*ALL[: len(VARIANTS)], ("roberta", "alibi"), ("mpnet", "shaw"), ("gpt2", "t5")])
+@pytest.mark.parametrize(("host", "encoding"), ONNX)
 def test_every_encoding_runs_in_onnx(host, encoding, tmp_path):
     check_onnx(host, encoding, tmp_path)
 

@@ -100,7 +100,7 @@ def tiny(tmp_path_factory):
     BertModel(BertConfig(**sizes, problem_type="multi_label_classification")).save_pretrained(path / "bert")
     (path / "vocab.txt").write_text("\n".join(vocabulary))
     BertTokenizer(str(path / "vocab.txt")).save_pretrained(path / "bert")
-    gpt2 = HOSTS["gpt2"][1] | NO_DROPOUT["gpt2"] | {"pad_token_id": None}
+    gpt2 = HOSTS["gpt2"].sizes | NO_DROPOUT["gpt2"] | {"pad_token_id": None}
     GPT2Model(GPT2Config(vocab_size=VOCABULARY, **gpt2)).bfloat16().save_pretrained(path / "gpt2")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

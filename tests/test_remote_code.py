@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModel, BertModel
 
 import hf_posenc
-from conftest import HEADS, HOSTS, ROOT, VARIANTS, first, patched, run_python, tokens
+from conftest import HOSTS, ROOT, VARIANTS, first, patched, run_python, tokens
 from hf_posenc import remote_code
 from hf_posenc.modeling import auto_classes
 
@@ -192,7 +192,7 @@ def bare(own, tmp_path_factory):
             attention_mask=mask,
         )
     for host in HOSTS:
-        save(host, patched(host, "learned+shaw", HEADS[host], max_length=16), input_ids=ids, attention_mask=mask)
+        save(host, patched(host, "learned+shaw", HOSTS[host].head, max_length=16), input_ids=ids, attention_mask=mask)
     notebook = sys.modules["notebook_main"] = types.ModuleType("notebook_main")
     notebook.In = CELLS
     for cell in CELLS[2:]:

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 import hf_posenc
-from conftest import BERT, HEADS, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, randomize, stock
+from conftest import BERT, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, randomize, stock
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -65,7 +65,7 @@ def tiny(tmp_path_factory):
         randomize(BertForMaskedLM(config), std=0.1).save_pretrained(path / name)
         BertTokenizer(str(path / "vocab.txt")).save_pretrained(path / name)
     still = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    gpt2 = GPT2Config(vocab_size=VOCABULARY, **HOSTS["gpt2"][1] | {"pad_token_id": None} | still)
+    gpt2 = GPT2Config(vocab_size=VOCABULARY, **HOSTS["gpt2"].sizes | {"pad_token_id": None} | still)
     randomize(GPT2LMHeadModel(gpt2), std=0.1).save_pretrained(path / "gpt2")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -426,7 +426,7 @@ def test_sharded_over_two_processes(tiny, tmp_path, launch, encoding):
 )
 def test_every_host_trains_in_two_processes(tiny, tmp_path, launch, host, encoding):
     """With parameters that the loss doesn't reach, too; what is saved is what was trained."""
-    model = stock(host, HEADS[host])
+    model = stock(host, HOSTS[host].head)
     model.save_pretrained(tmp_path / "model")
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     pad = model.config.pad_token_id
@@ -435,11 +435,11 @@ def test_every_host_trains_in_two_processes(tiny, tmp_path, launch, host, encodi
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     named = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]", "eos_token": "[SEP]"}
     PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(tmp_path / "model")
-    script, kind = ("train_clm", AutoModelForCausalLM) if host == "gpt2" else ("train_mlm", AutoModelForMaskedLM)
+    script, kind = ("train_clm", AutoModelForCausalLM) if HOSTS[host].causal else ("train_mlm", AutoModelForMaskedLM)
     more = ("--model_name_or_path", tmp_path / "model", "--position_encoding", encoding, "--max_train_steps", 2)
     good(launch(script, *line(tiny, tmp_path / "out", *more), processes=2))
     trained = kind.from_pretrained(tmp_path / "out")
-    assert type(trained).__name__ == f"PosEnc{HOSTS[host][0]}{HEADS[host]}"
+    assert type(trained).__name__ == f"PosEnc{HOSTS[host].prefix}{HOSTS[host].head}"
     assert all(math.isfinite(loss) for loss in record(tmp_path / "out")["losses"])
     weights = trained.state_dict()
     kept = [name for name, weight in model.named_parameters() if name in weights and torch.equal(weight, weights[name])]

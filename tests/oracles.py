@@ -1,0 +1,131 @@
+"""Slow, obvious computations that tests compare with, and the padded inputs they compare on.
+
+Shapes: B batch, L length, H heads, E head_dim, D vector size.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from conftest import HOSTS, first, stock
+
+MASKS = {
+    "none": None,
+    "right": [[1] * 11, [1] * 7 + [0] * 4],
+    "left": [[0] * 3 + [1] * 8, [1] * 11],
+}
+
+
+every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+
+
+def padding_of(mask):
+    """The arguments for a mask, and which tokens are real."""
+    if mask is None:
+        return {}, torch.ones(2, 11, dtype=torch.bool)
+    return {"attention_mask": torch.tensor(mask)}, torch.tensor(mask).bool()
+
+
+def counted(mask):
+    """Positions `[B][L]` of real tokens counted one by one; of padding anything."""
+    return [[max(sum(row[: i + 1]) - 1, 0) for i in range(len(row))] for row in mask or [[1] * 11] * 2]
+
+
+def ids_of(host, mask=None):
+    """The same `[B, L]` in the host's own count. Given to a stock host, since most of them count left padding in."""
+    return torch.tensor(counted(mask)) + HOSTS[host].offset
+
+
+def sinusoids(positions, size):
+    """`[B, L, D]` by the paper's formula."""
+    return torch.tensor(
+        [
+            [
+                [(math.cos if d % 2 else math.sin)(position / 10000 ** ((d - d % 2) / size)) for d in range(size)]
+                for position in row
+            ]
+            for row in positions
+        ]
+    )
+
+
+def without_positions(host, part=0.0, **changes):
+    """The stock model with its own position parameters multiplied by `part`."""
+    model = stock(host, **changes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in (*HOSTS[host].tables, *HOSTS[host].biases):
+                parameter.mul_(part)
+    return model
+
+
+INJECT = ["every_layer", "after_attention"]
+
+
+def adding(model, host, inject, vectors):
+    """A stock model with hooks that add `vectors["now"]` in each layer."""
+
+    def before(module, args):
+        return (args[0] + vectors["now"], *args[1:])
+
+    def after(module, args, output):
+        return (output[0] + vectors["now"], *output[1:])
+
+    for layer in model.get_submodule(HOSTS[host].layers):
+        if inject == "every_layer":
+            layer.register_forward_pre_hook(before)
+        else:
+            layer.get_submodule(HOSTS[host].block).register_forward_hook(after)
+    return model
+
+
+def alibi(length):
+    """`[4, L, L]`: ALiBi's biases for the four heads of every host."""
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
+    return -slopes[:, None, None] * (torch.arange(length)[None, :] - torch.arange(length)[:, None]).abs()
+
+
+def heads(states):
+    """`[B, L, D]` -> `[B, H, L, E]`, for the four heads of every host."""
+    return states.unflatten(-1, (4, -1)).transpose(1, 2)
+
+
+def gpt2_query_key(block, hidden):
+    """Queries and keys `[B, H, L, E]` of a layer of GPT-2, before positions."""
+    query, key, _ = block.attn.c_attn(block.ln_1(hidden)).chunk(3, dim=-1)
+    return heads(query), heads(key)
+
+
+def future(length):
+    """`[L, L]`: True where a decoder must not look."""
+    return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
+def in_pieces(model, ids, cuts, mask=None, cache=None):
+    """Outputs `[B, L, …]` of cached decoding, with one forward pass for the tokens between two of the cuts."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    pieces = []
+    for start, stop in itertools.pairwise((0, *cuts, ids.shape[1])):
+        more = {} if mask is None else {"attention_mask": mask[:, :stop]}
+        pieces.append(first(model(ids[:, start:stop], past_key_values=cache, use_cache=True, **more)))
+    return torch.cat(pieces, dim=1)
+
+
+def gradients(model, loss):
+    """Name -> gradient, after a backward pass from `loss(model)`."""
+    model.zero_grad()
+    loss(model).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def padded(ids, lengths, side):
+    """Ids and mask in which row i holds its first lengths[i] tokens, with padding on the given side."""
+    width = ids.shape[1] + 3
+    out, mask = torch.zeros(len(ids), width, dtype=torch.long), torch.zeros(len(ids), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        place = slice(width - length, width) if side == "left" else slice(0, length)
+        out[row, place], mask[row, place] = ids[row, :length], 1
+    return out, mask

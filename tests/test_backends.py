@@ -1,0 +1,155 @@
+"""Implementations of attention, data types, compilation and devices."""
+
+import pytest
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_posenc
+from conftest import ENCODINGS, HOSTS, LOOSE, assert_close, backends, first, pairs, patched, stock, tokens
+from hf_posenc import attention
+from hf_posenc.encodings import PositionContext
+from oracles import ids_of, padded
+
+every_pair = pytest.mark.parametrize(("host", "encoding"), pairs())
+pairs_once = pytest.mark.parametrize(("host", "encoding"), pairs(once=True))
+
+
+@every_pair
+@torch.no_grad()
+def test_backends_agree(host, encoding):
+    model = patched(host, encoding)
+    if len(backends(model)) < 2:
+        pytest.skip(f"{host} has one implementation of attention")
+    ids, mask = tokens(2), torch.ones(2, 11, dtype=torch.long)
+    mask[1, 6:] = 0
+    for attention_mask in (None, mask):
+        results = {}
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            results[implementation] = first(model(ids, attention_mask=attention_mask))[0]
+        assert_close(results["eager"], results["sdpa"])
+
+
+@pairs_once
+def test_half_precision(host, encoding):
+    model = patched(host, encoding)
+    expected = first(model(tokens()))
+    half = model.to(torch.bfloat16)
+    outputs = half(tokens())
+    assert first(outputs).dtype == torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(first(outputs).float().flatten(), expected.flatten(), dim=0) > 0.99
+    half.set_attn_implementation(backends(half)[0])
+    assert first(half(tokens())).dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert first(patched(host, encoding)(tokens())).isfinite().all()
+
+
+@pairs_once
+def test_compiles_as_one_graph(host, encoding):
+    model = patched(host, encoding)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        for arguments in ({}, {"attention_mask": mask}):
+            assert_close(first(compiled(tokens(), **arguments)), first(model(tokens(), **arguments)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@every_pair
+def test_on_a_gpu(host, encoding):
+    """A model patched on the GPU gives what it gives on the CPU, with padding and with position_ids."""
+    model = patched(host, encoding)
+    ids, lengths = tokens(3), [11, 7, 4]
+    batch, mask = padded(ids, lengths, "left")
+    by_hand = {
+        "position_ids": ids_of(host)[:1].flip(1),
+        "attention_mask": torch.ones(3, 11, dtype=torch.long),
+    }
+    expected = first(model(batch, attention_mask=mask)), first(model(ids, **by_hand))
+    new = hf_posenc.patch(hf_posenc.unpatch(model).cuda(), model.config.position_encoding["type"])
+    new.load_state_dict(model.state_dict())
+    assert {p.device.type for p in (*new.parameters(), *new.buffers())} == {"cuda"}
+    actual = first(new(batch.cuda(), attention_mask=mask.cuda()))
+    assert_close(actual.cpu()[mask.bool()], expected[0][mask.bool()], **LOOSE)
+    actual = first(new(ids.cuda(), **{name: value.cuda() for name, value in by_hand.items()}))
+    assert_close(actual.cpu(), expected[1], **LOOSE)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_upcast_attention(encoding):
+    plain = patched("gpt2", encoding)
+    upcast = patched("gpt2", encoding, reorder_and_upcast_attn=True)
+    for model in (plain, upcast):
+        model.set_attn_implementation("eager")
+    assert_close(first(upcast(tokens())), first(plain(tokens())))
+    calls = []
+    block = upcast.h[0].attn
+    original = block._upcast_and_reordered_attn
+    block._upcast_and_reordered_attn = lambda *a, **k: calls.append(1) or original(*a, **k)
+    upcast(tokens())
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_scaling_by_layer(encoding):
+    """Biases are added to scores after the host's own scaling, whatever it is, in both implementations."""
+    model = patched("gpt2", encoding, scale_attn_by_inverse_layer_idx=True)
+    model.set_attn_implementation("eager")
+    ours = first(model(tokens()))
+    model.set_attn_implementation("sdpa")
+    assert_close(first(model(tokens())), ours)
+
+
+def test_each_mask_gets_the_bias():
+    """A host may give its layers different masks in one forward pass."""
+    module = patched("bert", "alibi").encoder.layer[0].attention.self
+    states = torch.zeros(1, 4, 5, 8)
+    context = PositionContext(
+        patched("bert", "alibi").posenc,
+        torch.arange(5)[None],
+        past=0,
+        start=torch.zeros(1, 1, dtype=torch.long),
+        consecutive=True,
+    )
+    every, some = torch.ones(1, 1, 5, 5, dtype=torch.bool), torch.eye(5, dtype=torch.bool)[None, None]
+    merged = [attention.biased_mask(module, states, states, mask, context, None) for mask in (every, some, every)]
+    assert merged[0] is merged[2] and (merged[0] > -10).all()
+    assert torch.equal((merged[1] > -10), some.expand(1, 4, 5, 5))
+
+
+def test_a_backend_that_would_drop_the_bias(monkeypatch):
+    """A kernel without a bias is refused by name and the model stays as it was; rotations need no bias."""
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", sdpa)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", sdpa_mask)
+    model = patched("bert", "alibi")
+    expected = first(model(tokens()))
+    with pytest.raises(ValueError, match=r"'test_kernel'.*takes no score bias.*'sdpa'"):
+        model.set_attn_implementation("test_kernel")
+    assert model.config._attn_implementation == "sdpa" and torch.equal(first(model(tokens())), expected)
+    turned = patched("bert", "rope")
+    expected = first(turned(tokens()))
+    turned.set_attn_implementation("test_kernel")
+    assert torch.equal(first(turned(tokens())), expected)
+    model = stock("bert")
+    model.config._attn_implementation_internal = "test_kernel"
+    with pytest.raises(ValueError, match="takes no score bias"):
+        hf_posenc.patch(model, "alibi")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Transformers' own flex path
+@pytest.mark.parametrize("host", ["bert", "distilbert"])
+@pytest.mark.parametrize("encoding", ["alibi", "relative", "rope", "learned"])
+def test_flex_attention(host, encoding):
+    model = patched(host, encoding, **HOSTS[host].no_dropout)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, 7:] = 0
+    with torch.no_grad():
+        expected = first(model(tokens(), attention_mask=mask))
+        model.set_attn_implementation("flex_attention")
+        actual = first(model(tokens(), attention_mask=mask))
+    assert_close(actual[mask.bool()], expected[mask.bool()])

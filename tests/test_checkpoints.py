@@ -1,0 +1,178 @@
+"""Saving and loading: in a new process, by weights alone, with options merged, and from damaged files."""
+
+import copy
+import functools
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel
+
+import hf_posenc
+from conftest import HOSTS, VARIANTS, first, pairs, patched, run_python, stock, tokens
+
+PAIRS = pairs(once=True)
+QUICK = [tuple(pair.values) for pair in PAIRS if not pair.marks]
+
+
+@pytest.fixture(scope="session")
+def reloaded(tmp_path_factory):
+    """Host and encoding -> what a new process finds wrong after reloading. One process for all pairs that aren't slow,
+    one for the others of each host."""
+
+    @functools.cache
+    def found(host):
+        chosen = QUICK if host is None else [(host, encoding) for encoding in VARIANTS if (host, encoding) not in QUICK]
+        return save_and_reload(chosen, tmp_path_factory.mktemp("reloaded"))
+
+    return lambda host, encoding: found(None if (host, encoding) in QUICK else host)[f"{host} {encoding}"]
+
+
+def save_and_reload(chosen, folder):
+    for host, encoding in chosen:
+        model = patched(host, encoding, HOSTS[host].head)
+        path = folder / f"{host} {encoding}"
+        model.save_pretrained(path / "head")
+        model.base_model.save_pretrained(path / "bare")
+        expected = {
+            "auto": "AutoModelForCausalLM" if HOSTS[host].causal else "AutoModelForMaskedLM",
+            "ids": tokens(),
+            "head": first(model(tokens())),
+            "bare": first(model.base_model(tokens())),
+            "half": first(copy.deepcopy(model).to(torch.bfloat16)(tokens())),
+            "stock": first(stock(host, HOSTS[host].head)(tokens())),
+        }
+        torch.save(expected, path / "expected.pt")
+    return json.loads(run_python(RELOAD, folder).splitlines()[-1])
+
+
+RELOAD = """
+import json, sys, warnings
+warnings.simplefilter("error")
+import torch, hf_posenc
+import transformers
+from transformers import AutoModel, AutoModelForTokenClassification
+from pathlib import Path
+from memory import poison_empty
+
+poison_empty()
+
+def check(path):
+    expected = torch.load(path / "expected.pt")
+    ids = expected["ids"]
+    WithHead = getattr(transformers, expected["auto"])
+    model = WithHead.from_pretrained(path / "head")
+    other = AutoModelForTokenClassification.from_pretrained(path / "bare")
+    half = WithHead.from_pretrained(path / "head", dtype=torch.bfloat16)
+    yield "with head", torch.equal(model(ids)[0], expected["head"])
+    yield "bare", torch.equal(AutoModel.from_pretrained(path / "bare")(ids)[0], expected["bare"])
+    yield "head loaded as bare", torch.equal(AutoModel.from_pretrained(path / "head")(ids)[0], expected["bare"])
+    yield "bare with another head", torch.equal(other.base_model(ids)[0], expected["bare"])
+    yield "the other head", type(other).__name__.startswith("PosEnc") and all(p.isfinite().all() for p in other.parameters())
+    yield "bf16", half.dtype == torch.bfloat16 and torch.equal(half(ids)[0], expected["half"])
+    for name, parameter in model.named_parameters():
+        if "posenc." in name:
+            with torch.no_grad():
+                parameter.add_(1.0 + torch.arange(parameter.numel()).reshape(parameter.shape) % 3)
+            yield f"outputs depend on {name}", not torch.equal(model(ids)[0], expected["head"])
+    again = hf_posenc.unpatch(model)
+    yield "unpatch: class", not type(again).__name__.startswith("PosEnc")
+    yield "unpatch: outputs", torch.equal(again(ids)[0], expected["stock"])
+
+print(json.dumps({path.name: [what for what, right in check(path) if not right] for path in Path(sys.argv[1]).iterdir()}))
+"""
+
+
+@pytest.mark.parametrize(("host", "encoding"), PAIRS)
+def test_save_and_reload(host, encoding, reloaded):
+    """In a new process: bare, with head, head as bare, bare with another head, in bf16, unpatched."""
+    assert reloaded(host, encoding) == []
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}])
+def test_a_weight_file_by_itself_tells_its_encoding(shards, tmp_path):
+    for encoding in ("shaw", "alibi"):  # into the same folder
+        model = patched("bert", encoding)
+        model.save_pretrained(tmp_path, **shards)
+        paths = list(tmp_path.glob("*.safetensors"))
+        assert (len(paths) > 1) == bool(shards)
+        for path in paths:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata()
+            assert metadata["format"] == "pt" and json.loads(metadata["position_encoding"]) == model.config.position_encoding
+        assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))
+        assert not list(tmp_path.glob("*.labelled"))
+        saved = {path.name: path.read_bytes() for path in paths}
+        model.save_pretrained(tmp_path / "again", **shards)
+        assert {path.name: path.read_bytes() for path in (tmp_path / "again").glob("*.safetensors")} == saved
+
+
+def test_another_type_on_load(tmp_path):
+    patched("bert", "rope").save_pretrained(tmp_path)
+    for load in (AutoModel, AutoConfig, hf_posenc.PosEncBertModel):
+        with pytest.raises(ValueError, match=r"saved with the 'rope' encoding, not 'alibi'.*unpatch"):
+            load.from_pretrained(tmp_path, position_encoding="alibi")
+    assert AutoModel.from_pretrained(tmp_path, position_encoding="rotary").config.position_encoding["type"] == "rope"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"type": "rope", "angle": 1.0}, "no option 'angle'"),
+        ({"type": "rope", "theta": -1.0}, "theta=-1.0"),
+        ({"type": "nothing"}, "unknown position encoding 'nothing'"),
+        ({"theta": 1.0}, "a name or a dict"),
+        ("rope?", "unknown position encoding"),
+        (["rope"], "a name or a dict"),
+        ({"type": "rope", "max_length": "long"}, "max_length='long'"),
+        ({"type": "rope", "host": {"kept": True}}, "not to be edited"),
+        ({"type": "rope", "host": 7}, "not to be edited"),
+        ({"type": "rope", "max_length": -1}, "max_length=-1"),
+    ],
+)
+def test_malformed_config(tmp_path, value, words):
+    patched("bert", "rope").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "position_encoding": value}))
+    with pytest.raises(ValueError, match=words.replace("?", r"\?")):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_config_without_an_encoding(tmp_path):
+    patched("bert", "rope").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["position_encoding"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"needs config\.position_encoding"):
+        AutoModel.from_pretrained(tmp_path)
+    stock("bert").save_pretrained(tmp_path / "stock")
+    with pytest.raises(ValueError, match=r"hf_posenc\.patch"):
+        hf_posenc.PosEncBertModel.from_pretrained(tmp_path / "stock")
+
+
+@pytest.mark.parametrize("encoding", ["learned", "relative"])
+def test_missing_and_unexpected_weights(tmp_path, encoding):
+    patched("bert", encoding).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if name != "posenc.weight"}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing_keys posenc\.weight"):
+        AutoModel.from_pretrained(tmp_path)
+    save_file({**weights, "posenc.extra": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"unexpected_keys posenc\.extra"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_from_before_inject(tmp_path):
+    model = patched("bert", "alibi")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    old = {key: value for key, value in config["position_encoding"].items() if key != "inject"}
+    assert set(old) == {"type", "max_length", "host"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "position_encoding": old}))
+    again = AutoModel.from_pretrained(tmp_path)
+    assert again.config.position_encoding == model.config.position_encoding
+    assert torch.equal(first(again(tokens())), first(model(tokens())))
+    assert torch.equal(first(hf_posenc.unpatch(again)(tokens())), first(stock("bert")(tokens())))

@@ -1,0 +1,81 @@
+"""Derived classes and the Auto classes that build them."""
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForMaskedLM
+
+import hf_posenc
+from conftest import HOSTS, first, patched, run_python, stock, tokens
+
+every_host = pytest.mark.parametrize("host", HOSTS)
+
+
+@every_host
+def test_every_head_has_a_derived_class(host):
+    """Each Auto class that builds a class of the host builds the derived one, too."""
+    from transformers.models.auto import modeling_auto
+
+    config = patched(host, "relative").config
+    heads = [
+        auto
+        for name, auto in vars(modeling_auto).items()
+        if name.startswith("AutoModel") and getattr(auto, "_model_mapping", None) and host in auto._model_mapping._model_mapping
+    ]
+    assert len(heads) >= 5
+    for auto in heads:
+        model = auto.from_config(config)
+        assert type(model).__name__.startswith("PosEnc") and isinstance(model.config, type(config))
+        assert model.base_model.posenc.weight.isfinite().all()
+        assert getattr(hf_posenc, type(model).__name__) is type(model)
+
+
+def test_from_scratch():
+    config = hf_posenc.PosEncBertConfig(
+        position_encoding={"type": "rotary", "theta": 500}, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=48,
+    )  # fmt: skip
+    expected = {"type": "rope", "theta": 500.0, "layout": "half", "inject": "input", "max_length": None, "host": None}
+    assert config.position_encoding == expected and config.model_type == "posenc-bert"
+    model = AutoModelForMaskedLM.from_config(config)
+    assert type(model) is hf_posenc.PosEncBertForMaskedLM and first(model(tokens(1, 600))).isfinite().all()
+    with pytest.raises(ValueError, match="not kept"):
+        hf_posenc.unpatch(model)
+    learned = AutoModel.from_config(
+        hf_posenc.PosEncBertConfig(**{**config.to_dict(), "position_encoding": {"type": "learned", "max_length": 9}})
+    )
+    assert learned.posenc.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    table = AutoModel.from_config(hf_posenc.PosEncBertConfig(**{**config.to_dict(), "position_encoding": "learned"}))
+    assert table.config.position_encoding["max_length"] == len(table.posenc.weight) == 512  # the host's own
+
+
+@every_host
+def test_from_pretrained_with_an_encoding_is_patch(host, tmp_path):
+    model = stock(host, HOSTS[host].head)
+    model.save_pretrained(tmp_path)
+    cls = getattr(hf_posenc, f"PosEnc{type(model).__name__}")
+    loaded = cls.from_pretrained(tmp_path, position_encoding="alibi")
+    assert type(loaded) is cls and torch.equal(first(loaded(tokens())), first(hf_posenc.patch(model, "alibi")(tokens())))
+    assert torch.equal(first(hf_posenc.unpatch(loaded)(tokens())), first(model(tokens())))
+    loaded, info = cls.from_pretrained(tmp_path, position_encoding={"type": "rope"}, output_loading_info=True)
+    assert loaded.config.position_encoding["type"] == "rope" and not info["missing_keys"]
+
+
+def test_auto_classes_still_list_their_models():
+    """Transformers iterates over the mappings for its error messages, and finds the derived names there."""
+    code = (
+        "import transformers, hf_posenc;"
+        "from transformers.models.auto import modeling_auto as m;"
+        "names = [c.__name__ for c in m.MODEL_MAPPING];"
+        "assert 'PosEncBertConfig' in names and 'BertConfig' in names and 'PositionEmbeddingConfig' in names;"
+        "assert m.MODEL_FOR_MASKED_LM_MAPPING_NAMES['posenc-bert'] == 'PosEncBertForMaskedLM'"
+    )
+    run_python(code)
+
+
+def test_tokenizer_beside_a_patched_model(tmp_path):
+    from transformers import AutoTokenizer, BertTokenizer
+
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]))
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    patched("bert", "alibi").save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)("a b").input_ids == [2, 5, 6, 3]

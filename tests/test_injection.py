@@ -1,0 +1,152 @@
+"""`inject`: vectors that are added in every layer."""
+
+import json
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_posenc
+from conftest import (
+    HOSTS,
+    LENGTH,
+    TABLED,
+    assert_apart,
+    assert_close,
+    by_structure,
+    first,
+    randomize_encoding,
+    run_python,
+    stock,
+    tokens,
+)
+from oracles import INJECT, MASKS, adding, counted, every_mask, gradients, padding_of, sinusoids, without_positions
+
+every_inject = pytest.mark.parametrize("inject", INJECT)
+
+
+@every_inject
+@every_mask
+@pytest.mark.parametrize("host", by_structure(TABLED))
+@torch.no_grad()
+def test_vectors_are_added_in_every_layer(host, inject, mask):
+    arguments, real = padding_of(mask)
+    model = hf_posenc.patch(stock(host), "sinusoidal", inject=inject)
+    expected = adding(without_positions(host), host, inject, {"now": sinusoids(counted(mask), 32)})
+    outputs, theirs = (each(tokens(), output_hidden_states=True, **arguments) for each in (model, expected))
+    for ours, other in zip(outputs.hidden_states, theirs.hidden_states, strict=True):
+        assert_close(ours[real], other[real])
+    assert_apart(first(outputs)[real], first(without_positions(host)(tokens(), **arguments))[real])
+    assert model.config.position_encoding["inject"] == inject and not hasattr(model.posenc, "weight")
+
+
+@every_inject
+@pytest.mark.parametrize("host", ["albert", "electra"])
+def test_injected_vectors_have_the_width_of_the_layers(host, inject):
+    """Where the layers are wider than the host's table."""
+    assert hf_posenc.patch(stock(host), "learned").posenc.weight.shape == (LENGTH, 16)
+    assert hf_posenc.patch(stock(host), "learned", inject=inject).posenc.weight.shape == (LENGTH, 32)
+    with pytest.raises(ValueError, match=r"table has 16 columns, but vectors of 32 are added here: choose init='normal'"):
+        hf_posenc.patch(stock(host), "learned", inject=inject, init="host")
+    hf_posenc.patch(stock("bert"), "learned", inject=inject, init="host")
+
+
+@every_inject
+@pytest.mark.parametrize("host", by_structure(TABLED))
+def test_injected_vectors_are_trained(host, inject):
+    model = randomize_encoding(hf_posenc.patch(stock(host), "learned", inject=inject))
+    weight = model.posenc.weight.detach()[:11].clone().requires_grad_()
+    first(adding(without_positions(host), host, inject, {"now": weight})(tokens())).square().mean().backward()
+    first(model(tokens())).square().mean().backward()
+    assert_close(model.posenc.weight.grad[:11], weight.grad)
+    assert weight.grad.any(1).all() and not model.posenc.weight.grad[11:].any()
+
+
+@every_inject
+@pytest.mark.parametrize("encoding", ["learned", "sinusoidal+relative"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("host", ["bert", "gpt2", "distilbert"])
+def test_injection_under_gradient_checkpointing(host, inject, encoding, reentrant):
+    model = randomize_encoding(hf_posenc.patch(stock(host, **HOSTS[host].no_dropout), encoding, inject=inject))
+
+    def loss(model):
+        return first(model(tokens(), **({"use_cache": False} if HOSTS[host].causal else {}))).square().mean()
+
+    expected = gradients(model, loss)
+    model.train().set_attn_implementation("eager")
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_close(gradients(model, loss), expected)
+    assert any("posenc" in name for name in expected)
+
+
+@every_inject
+@torch.no_grad()
+def test_injection_in_cached_decoding(inject):
+    """New tokens get the vectors of their own positions, also after a left-padded prompt."""
+    model, vectors = hf_posenc.patch(stock("gpt2"), "sinusoidal", inject=inject), {}
+    expected = adding(without_positions("gpt2"), "gpt2", inject, vectors)
+    mask = torch.tensor(MASKS["left"])
+    whole, caches, real = sinusoids(counted(MASKS["left"]), 32), (DynamicCache(), DynamicCache()), mask.bool()
+    for start, stop in ((0, 6), (6, 7), (7, 11)):
+        vectors["now"] = whole[:, start:stop]
+        ours, theirs = (
+            first(each(tokens()[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache))
+            for each, cache in zip((model, expected), caches, strict=True)
+        )
+        assert_close(ours[real[:, start:stop]], theirs[real[:, start:stop]])
+
+
+def test_injection_is_saved(tmp_path):
+    """A new process loads it, and unpatches it to the stock model."""
+    hosts = [host.values[0] for host in by_structure(TABLED) if not host.marks]
+    pairs = [(host, inject) for host in hosts for inject in INJECT]
+    for host, inject in pairs:
+        model = randomize_encoding(hf_posenc.patch(stock(host), "learned+alibi", inject=inject, learned__std=0.5))
+        folder = tmp_path / f"{host} {inject}"
+        model.save_pretrained(folder)
+        assert json.loads((folder / "config.json").read_text())["position_encoding"]["inject"] == inject
+        torch.save([tokens(), first(model(tokens())), first(stock(host)(tokens()))], folder / "expected.pt")
+    code = """
+import sys, pathlib, torch, hf_posenc
+from transformers import AutoModel
+for folder in pathlib.Path(sys.argv[1]).iterdir():
+    ids, ours, theirs = torch.load(folder / "expected.pt")
+    model = AutoModel.from_pretrained(folder)
+    encoding = model.config.position_encoding
+    assert torch.equal(model(ids)[0], ours), folder
+    assert encoding["inject"] == folder.name.split()[1] and encoding["learned"]["std"] == 0.5, folder
+    assert torch.equal(hf_posenc.unpatch(model)(ids)[0], theirs), folder
+    print("right")
+"""
+    assert run_python(code, tmp_path).split() == ["right"] * len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "inject", "words"),
+    [
+        ("alibi", "every_layer", "inject='every_layer' says where vectors are added, but 'alibi' makes none"),
+        ("rope+shaw", "after_attention", r"inject='after_attention' .* but 'rope\+shaw' makes none"),
+        ("sinusoidal", "each_layer", "inject='each_layer': allowed is 'input', 'every_layer', 'after_attention'"),
+        ("sinusoidal", None, "inject=None: allowed is 'input'"),
+        ("alibi", "output", "inject='output': allowed is 'input'"),
+    ],
+)
+def test_wrong_inject(encoding, inject, words):
+    with pytest.raises(ValueError, match=words):
+        hf_posenc.patch(stock("bert"), encoding, inject=inject)
+    with pytest.raises(ValueError, match=words):
+        hf_posenc.PosEncBertConfig(position_encoding={"type": encoding, "inject": inject})
+
+
+def test_inject_in_the_dict():
+    model = hf_posenc.patch(stock("bert"), {"type": "sinusoidal", "inject": "after_attention", "base": 50})
+    other = hf_posenc.patch(stock("bert"), "sinusoidal", inject="after_attention", base=50.0)
+    assert torch.equal(first(model(tokens())), first(other(tokens())))
+    assert hf_posenc.inspect(model).enters == {"embed": ("encoder.layer.0.attention", "encoder.layer.1.attention")}
+    every = hf_posenc.patch(stock("albert"), "sinusoidal", inject="every_layer")
+    assert hf_posenc.inspect(every).enters == {"embed": ("encoder.albert_layer_groups.0.albert_layers.0",)}
+    at_input = hf_posenc.patch(stock("bert"), "sinusoidal+t5")
+    attentions = ("encoder.layer.0.attention.self", "encoder.layer.1.attention.self")
+    assert hf_posenc.inspect(at_input).enters == {"embed": ("embeddings.position_embeddings",), "distance_bias": attentions}

@@ -1,0 +1,112 @@
+"""Patched models under PEFT: LoRA over them, merged, saved, and by Transformers itself."""
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+import hf_posenc
+from conftest import LOOSE, assert_apart, assert_close, first, patched, run_python, stock, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+LORA = """
+import sys, torch, hf_posenc
+from transformers import AutoModelForSequenceClassification
+from peft import PeftModel, AutoPeftModelForSequenceClassification
+ids, expected = torch.load(sys.argv[3])
+base = AutoModelForSequenceClassification.from_pretrained(sys.argv[1], num_labels=3)
+model = PeftModel.from_pretrained(base, sys.argv[2]).eval()
+auto = AutoPeftModelForSequenceClassification.from_pretrained(sys.argv[2], num_labels=3).eval()
+with torch.no_grad():
+    print(type(base).__name__, torch.equal(model(ids).logits, expected), torch.equal(auto(ids).logits, expected))
+"""
+
+
+@torch.no_grad()
+def logits(model):
+    # With gradients, a trained bias takes another kernel, which rounds differently.
+    return first(model.eval()(tokens()))
+
+
+def trained(lora):
+    optimizer = torch.optim.SGD([p for p in lora.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(2):
+        lora.train()(tokens(), labels=torch.tensor([0, 2])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lora
+
+
+def own_parameters(model):
+    """Those of the encoding, without the host's kept ones."""
+    return {name: value for name, value in model.state_dict().items() if "posenc." in name and "posenc.host." not in name}
+
+
+@pytest.mark.parametrize(("host", "encoding", "targets"), [("bert", "shaw", ["query", "value"]), ("mpnet", "rope", ["q", "v"])])
+def test_lora(host, encoding, targets, tmp_path):
+    """LoRA over a patched base, reloaded in a new process."""
+    from peft import LoraConfig, get_peft_model
+
+    patched(host, encoding, "ForSequenceClassification", num_labels=3).save_pretrained(tmp_path / "base")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    lora = get_peft_model(model, LoraConfig("SEQ_CLS", r=2, target_modules=targets, modules_to_save=["posenc"]))
+    before, expected = logits(lora), logits(trained(lora))
+    assert_apart(expected, before)
+    lora.save_pretrained(tmp_path / "adapter")
+    torch.save((tokens(), expected), tmp_path / "expected.pt")
+    shown = run_python(LORA, tmp_path / "base", tmp_path / "adapter", tmp_path / "expected.pt").split()[-3:]
+    assert shown[1:] == ["True", "True"] and shown[0].startswith("PosEnc")
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("host", "encoding", "targets"),
+    [
+        ("bert", "relative", ["query", "value"]),
+        ("roberta", "learned+shaw", ["query", "value"]),
+        ("gpt2", "t5", ["c_attn"]),
+        ("mpnet", "learned", "all-linear"),
+    ],
+)
+def test_lora_trains_the_encoding_where_it_is_named(host, encoding, targets, named, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    base = patched(host, encoding, "ForSequenceClassification", num_labels=3)
+    stock_logits, start = logits(base), {name: value.clone() for name, value in own_parameters(base).items()}
+    config = LoraConfig("SEQ_CLS", r=2, target_modules=targets, modules_to_save=["posenc"] if named else None)
+    lora = trained(get_peft_model(base, config))
+    expected = logits(lora)
+    with lora.disable_adapter():
+        assert torch.equal(logits(lora), stock_logits)
+    merged = lora.merge_and_unload()
+    assert start and own_parameters(merged).keys() == start.keys()
+    assert all(torch.equal(value, start[name]) != named for name, value in own_parameters(merged).items())
+    merged.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), logits(merged))
+    assert_close(logits(again), expected, **LOOSE)
+    with pytest.warns(UserWarning, match="no longer those which were patched"):
+        assert type(hf_posenc.unpatch(merged)) is type(stock(host, "ForSequenceClassification"))
+
+
+def test_adapters_by_transformers_itself(tmp_path):
+    from peft import LoraConfig
+
+    patched("bert", "relative", "ForSequenceClassification", num_labels=3).save_pretrained(tmp_path / "base")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    model.add_adapter(LoraConfig("SEQ_CLS", r=2, target_modules=["query", "value"], modules_to_save=["posenc"]))
+    expected = logits(trained(model))
+    model.save_pretrained(tmp_path / "adapter")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter", num_labels=3)
+    assert type(again) is hf_posenc.PosEncBertForSequenceClassification and torch.equal(logits(again), expected)
+    with pytest.raises(ValueError, match="patch first"):
+        hf_posenc.unpatch(model)
+
+
+def test_patch_comes_before_peft():
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(stock("bert"), LoraConfig(target_modules=["query"]))
+    with pytest.raises(ValueError, match="patch first"):
+        hf_posenc.patch(wrapped, "alibi")

@@ -1,0 +1,185 @@
+"""Positions: order, padding, ids given by hand, and how many of them a model takes."""
+
+import pytest
+import torch
+
+import hf_posenc
+from conftest import (
+    BIASED,
+    HOSTS,
+    LENGTH,
+    OFFSET,
+    TABLED,
+    as_itself,
+    assert_apart,
+    assert_close,
+    assert_equal,
+    backends,
+    first,
+    pairs,
+    patched,
+    stock,
+    tokens,
+)
+from oracles import every_mask, ids_of, padded, padding_of, without_positions
+
+every_pair = pytest.mark.parametrize(("host", "encoding"), pairs())
+
+
+@pytest.mark.parametrize(("host", "encoding"), pairs("none"))
+def test_encoding_makes_order_visible(host, encoding):
+    """`none` leaves an encoder permutation-equivariant; every other encoding doesn't.
+
+    Without positions, the last token of a decoder of one layer has the same output whatever the order of the others.
+    """
+    model = patched(host, encoding, **HOSTS[host].one_layer)
+    ids = tokens(1)
+    order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(3))
+    if HOSTS[host].causal:
+        order = torch.cat([order[order != 10], torch.tensor([10])])
+        compared = first(model(ids[:, order]))[:, -1], first(model(ids))[:, -1]
+    else:
+        compared = first(model(ids[:, order])), first(model(ids))[:, order]
+    assert_close(*compared) if encoding == "none" else assert_apart(*compared)
+
+
+@every_pair
+def test_length_promise(host, encoding):
+    model = patched(host, encoding)
+    long, offset = tokens(1, LENGTH + 9), HOSTS[host].offset
+    if encoding.startswith("learned") or (encoding == "normalized" and HOSTS[host].causal):
+        assert model.config.max_position_embeddings == LENGTH + offset
+        with pytest.raises(ValueError, match=rf"{LENGTH + 9} tokens.*max_length={LENGTH}.*truncat"):
+            model(long)
+    else:
+        assert first(model(long)).isfinite().all()
+    promised = patched(host, encoding, max_length=LENGTH + 9)
+    assert promised.config.max_position_embeddings == LENGTH + 9 + offset
+    assert first(promised(long)).isfinite().all()
+    with pytest.raises(ValueError, match=rf"{LENGTH + 10} tokens.*max_length={LENGTH + 9}"):
+        promised(tokens(1, LENGTH + 10))
+
+
+@every_pair
+@torch.no_grad()
+def test_padding_changes_nothing(host, encoding):
+    model = patched(host, encoding)
+    ids, lengths = tokens(3), [11, 7, 4]
+    for implementation in backends(model):
+        model.set_attn_implementation(implementation)
+        alone = [first(model(ids[row : row + 1, :length]))[0] for row, length in enumerate(lengths)]
+        for side in ("right", "left"):
+            batch, mask = padded(ids, lengths, side)
+            outputs = first(model(batch, attention_mask=mask))
+            for row, expected in enumerate(alone):
+                assert_close(outputs[row][mask[row].bool()], expected)
+
+
+@every_pair
+@torch.no_grad()
+def test_positions_given_by_hand(host, encoding):
+    """Consecutive ids change nothing; with ids that jump, a batch gives what its rows do."""
+    model, ids = patched(host, encoding), tokens()
+    arange = ids_of(host)[:1]
+    assert torch.equal(first(model(ids, position_ids=arange)), first(model(ids)))
+    jumps = torch.stack([torch.arange(11) * 2, torch.arange(11).flip(0)]) + HOSTS[host].offset
+    whole = first(model(ids, position_ids=jumps, attention_mask=torch.ones_like(ids)))
+    for row in range(2):
+        alone = first(model(ids[row : row + 1], position_ids=jumps[row : row + 1], attention_mask=torch.ones(1, 11)))
+        assert_close(whole[row : row + 1], alone)
+    if not HOSTS[host].causal:  # an encoder sees tokens with their ids, in whatever order they are given
+        order = torch.randperm(11, generator=torch.Generator().manual_seed(5))
+        moved = first(model(ids[:, order], position_ids=arange[:, order].expand(2, -1)))
+        assert_close(moved, first(model(ids))[:, order])
+
+
+@pytest.mark.parametrize("host", TABLED)
+def test_learned_from_the_host_changes_nothing(host):
+    model = stock(host)
+    longer = as_itself(model, host, max_length=LENGTH + 8)
+    expected = first(model(tokens()))
+    for actual in (first(each(tokens())) for each in (as_itself(model, host), longer)):
+        assert_close(actual, expected) if HOSTS[host].written_out else assert_equal(actual, expected)
+    assert first(longer(tokens(1, LENGTH + 8))).isfinite().all()
+
+
+def test_ids_beyond_a_table():
+    for model in (patched("bert", "learned"), patched("gpt2", "learned")):
+        with pytest.raises(ValueError, match=f"{LENGTH} rows"):
+            model(tokens(1, 2), position_ids=torch.tensor([[0, LENGTH]]))
+        with pytest.raises(ValueError, match=r"position_ids have shape \(1, 2\).*3 tokens"):
+            model(tokens(1, 3), position_ids=torch.tensor([[0, 1]]))
+
+
+@pytest.mark.parametrize("host", OFFSET)
+def test_usable_length(host):
+    """Two rows of the table serve no token."""
+    model = stock(host)
+    assert hf_posenc.inspect(model).max_length == LENGTH and model.config.max_position_embeddings == LENGTH + 2
+    learned = hf_posenc.patch(model, "learned")
+    assert hf_posenc.inspect(learned).max_length == LENGTH == len(learned.posenc.weight)
+    assert learned.config.max_position_embeddings == LENGTH + 2
+    longer = hf_posenc.patch(model, "learned", max_length=30)
+    assert hf_posenc.inspect(longer).max_length == 30 == len(longer.posenc.weight)
+    assert longer.config.max_position_embeddings == 32
+    again = hf_posenc.unpatch(longer)
+    assert again.config.max_position_embeddings == LENGTH + 2 == again.embeddings.position_embeddings.num_embeddings
+    assert hf_posenc.inspect(hf_posenc.patch(model, "alibi")).max_length is None
+
+
+@pytest.mark.parametrize("host", OFFSET)
+@pytest.mark.parametrize("encoding", ["learned", "alibi"])
+def test_ids_in_the_count_of_the_host(host, encoding):
+    model, ids = patched(host, encoding), tokens()
+    expected = first(model(ids))
+    assert torch.equal(first(model(ids, position_ids=ids_of(host)[:1])), expected)
+    for start in (0, -5):
+        message = rf"position_ids begin at {start}, but {type(model).__name__} counts its first token as 2 and padding as 1"
+        with pytest.raises(ValueError, match=rf"{message}, patched or not: add 2 to ids that count from 0"):
+            model(ids, position_ids=torch.arange(start, start + 11)[None])
+    if encoding == "learned":
+        with pytest.raises(ValueError, match=f"from 0 to {LENGTH} don't fit a learned table of {LENGTH} rows"):
+            model(ids[:, :2], position_ids=torch.tensor([[2, LENGTH + 2]]))
+
+
+@every_mask
+@pytest.mark.parametrize("host", OFFSET)
+@torch.no_grad()
+def test_the_hosts_own_ids_and_table_change_nothing(host, mask):
+    """The stock host makes its ids from padding tokens, the patched one from the mask, which hides just those."""
+    arguments, real = padding_of(mask)
+    ids = torch.where(real, tokens(), 1)
+    model = stock(host)
+    new = as_itself(model, host)
+    expected = first(model(ids, **arguments))[real]
+    by_hand = torch.where(real, ids_of(host, mask), 1)  # in its own count: 1 for padding, 2 for the first token
+    for more in ({}, {"position_ids": by_hand}):
+        actual = first(new(ids, **arguments, **more))[real]
+        assert_close(actual, expected) if HOSTS[host].written_out else assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("host", [host for host in OFFSET if host not in BIASED])
+@torch.no_grad()
+def test_positions_come_from_the_mask_not_from_padding_tokens(host):
+    """A stock model doesn't count a padding token within a text, even if its mask shows it; a patched one does."""
+    model, ids = stock(host), tokens()
+    ids[:, 4] = 1
+    new, mask = hf_posenc.patch(model, "learned", init="host"), torch.ones_like(ids)
+    in_a_row = first(model(ids, attention_mask=mask, position_ids=ids_of(host)))
+    assert torch.equal(first(new(ids, attention_mask=mask)), in_a_row)
+    assert_apart(first(model(ids, attention_mask=mask)), in_a_row)
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(first(new(inputs_embeds=embeds, attention_mask=mask)), in_a_row)
+
+
+@torch.no_grad()
+def test_boxes_of_layoutlm_still_count():
+    model, ids = hf_posenc.patch(stock("layoutlm"), "none"), tokens()
+    corners = torch.randint(0, 8, (2, 11, 2), generator=torch.Generator().manual_seed(1))
+    boxes = torch.cat([corners, corners + torch.randint(0, 8, (2, 11, 2), generator=torch.Generator().manual_seed(2))], dim=-1)
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(3))
+    expected = first(model(ids, bbox=boxes))
+    assert_close(first(model(ids[:, order], bbox=boxes[:, order])), expected[:, order])
+    assert_apart(first(model(ids, bbox=boxes[:, order])), expected)
+    assert_apart(first(model(ids)), expected)
+    assert torch.equal(first(without_positions("layoutlm")(ids, bbox=boxes)), expected)

@@ -1,0 +1,118 @@
+"""What patch and a forward pass refuse, and that nothing is left half done."""
+
+import pytest
+import torch
+import transformers
+
+import hf_posenc
+from conftest import first, patched, stock, tokens
+
+
+def refused(**arguments):
+    """The message with which patch refuses BERT, after a check that the model is as it was."""
+    model = stock("bert")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modules = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError) as error:
+        hf_posenc.patch(model, **arguments)
+    assert [type(module) for module in model.modules()] == modules and not type(model.config).__name__.startswith("PosEnc")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    first(model(tokens()))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"encoding": "alibbi"}, ["'alibbi'", "'alibi'", "import the module"]),
+        ({"encoding": "alibi", "slope": 3}, ["'slope'", "no options"]),
+        ({"encoding": "rope", "theta": "big"}, ["theta", "'big'", "above 1"]),
+        ({"encoding": "rope", "theta": 0.5}, ["theta", "0.5", "above 1"]),
+        ({"encoding": "rope", "layout": "pairs"}, ["'pairs'", "'half' or 'interleaved'"]),
+        ({"encoding": "relative", "max_distance": True}, ["True", "integer"]),
+        ({"encoding": "alibi", "max_length": 0}, ["max_length=0", "above 0"]),
+        ({"encoding": "alibi", "max_length": 3.5}, ["max_length=3.5"]),
+        ({"encoding": 7}, ["7", "a name or a dict"]),
+        ({"encoding": {"theta": 3.0}}, ["theta", "a name or a dict"]),
+        ({"encoding": None}, ["None", "a name or a dict"]),
+    ],
+)
+def test_bad_arguments(arguments, words):
+    message = refused(**arguments)
+    assert all(word in message for word in words), message
+
+
+def test_odd_head_dim():
+    model = stock("bert", hidden_size=36, num_attention_heads=4)
+    with pytest.raises(ValueError, match="head_dim is 9"):
+        hf_posenc.patch(model, "rope")
+    assert first(hf_posenc.patch(model, "alibi")(tokens())).isfinite().all()
+
+
+def test_patching_twice():
+    with pytest.raises(ValueError, match=r"has the 'alibi' encoding already.*unpatch"):
+        hf_posenc.patch(patched("bert", "alibi"), "rope")
+
+
+SMALL = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, vocab_size=61)
+
+
+@pytest.mark.parametrize(
+    ("host", "config", "reason"),
+    [
+        ("ResNet", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "no ports"),
+        ("Llama", SMALL, "rotary_emb"),
+        ("T5", dict(d_model=32, num_layers=1, num_heads=4, d_kv=8, d_ff=32, vocab_size=61), "relative_attention_bias"),
+        ("OPT", dict(hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=61), "way of its own"),
+        ("IBert", SMALL, "attention interface"),
+        ("CTRL", dict(n_embd=32, n_layer=1, n_head=4, dff=32, vocab_size=61), "no position table"),
+    ],
+)
+def test_unsupported_hosts(host, config, reason):
+    model = getattr(transformers, f"{host}Model")(getattr(transformers, f"{host}Config")(**config))
+    with pytest.raises(ValueError, match=reason):
+        hf_posenc.patch(model, "alibi")
+
+
+def test_wrapped_models(tmp_path):
+    model = stock("bert")
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    distributed = torch.nn.parallel.DistributedDataParallel(model)
+    torch.distributed.destroy_process_group()
+    cases = {
+        "torch.compile": torch.compile(model, backend="eager"),
+        "DistributedDataParallel": distributed,
+        "PreTrainedModel": torch.nn.Linear(2, 2),
+        "None": None,
+    }
+    for word, wrapped in cases.items():
+        with pytest.raises(ValueError, match=word):
+            hf_posenc.patch(wrapped, "alibi")
+    model.embeddings._hf_hook = object()
+    with pytest.raises(ValueError, match="device_map"):
+        hf_posenc.patch(model, "alibi")
+    del model.embeddings._hf_hook
+    model.hf_quantizer = object()
+    with pytest.raises(ValueError, match="quantised"):
+        hf_posenc.patch(model, "alibi")
+
+
+def test_models_changed_by_hand():
+    model = stock("bert")
+    model.encoder.layer[0].intermediate.dense = torch.nn.Linear(32, 40)
+    with pytest.raises(ValueError, match=r"encoder\.layer\.0\.intermediate\.dense.*another shape"):
+        hf_posenc.patch(model, "alibi")
+    model.encoder.layer[0].intermediate = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"intermediate' is a Identity"):
+        hf_posenc.patch(model, "alibi")
+
+
+@pytest.mark.parametrize("host", ["bert", "mpnet", "megatron-bert"])
+def test_only_a_part_has_no_positions(host):
+    """A call of the encoder alone is an error, also after a forward pass of the model; `model.forward` is none."""
+    model = patched(host, "alibi")
+    assert torch.equal(first(model.forward(tokens())), first(model(tokens())))
+    with pytest.raises(RuntimeError, match="without positions"):
+        model.encoder(torch.zeros(1, 3, 32))

@@ -1,0 +1,111 @@
+"""Patched models in sentence-transformers: as encoders, in training, as cross-encoders."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import hf_posenc
+from conftest import HOSTS, LENGTH, WORDS, assert_apart, assert_close, first, patched, run_python, stock
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+SENTENCES = """
+import json, sys, torch, hf_posenc
+from sentence_transformers import SentenceTransformer
+model = SentenceTransformer(sys.argv[1])
+texts, expected = torch.load(sys.argv[2], weights_only=False)
+embeddings = torch.from_numpy(model.encode(texts))
+print(json.dumps([model.max_seq_length, model.tokenizer.model_max_length, torch.equal(embeddings, expected)]))
+back = hf_posenc.unpatch(model)
+print(json.dumps([back.max_seq_length, type(back[0].model).__name__]))
+"""
+
+
+def test_sentence_transformer(minilm, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    stock_model = SentenceTransformer(minilm, device="cpu")
+    texts = ["positions " * 600, "a short one"]
+    before = stock_model.encode(texts)
+    model = hf_posenc.patch(stock_model, "alibi", max_length=1024)
+    assert type(model) is SentenceTransformer and type(model[0].model).__name__ == "PosEncBertModel"
+    assert model.max_seq_length == model.tokenizer.model_max_length == 1024
+    assert stock_model.max_seq_length == 256 and (stock_model.encode(texts) == before).all()
+    assert next(model.parameters()) is next(stock_model.parameters())
+    embeddings = model.encode(texts)
+    fewer = torch.from_numpy(model.encode(["positions " * 500])[0])
+    assert_apart(fewer, torch.from_numpy(embeddings[0]))  # not cut before 600 words
+    model.save_pretrained(str(tmp_path / "saved"))
+    torch.save((texts, torch.from_numpy(embeddings)), tmp_path / "expected.pt")
+    loaded, back = run_python(SENTENCES, tmp_path / "saved", tmp_path / "expected.pt").splitlines()[-2:]
+    assert loaded == "[1024, 1024, true]" and back == '[512, "BertModel"]'
+    assert (hf_posenc.unpatch(model).encode(["a short one"]) == stock_model.encode(["a short one"])).all()
+    assert hf_posenc.patch(stock_model, "alibi").max_seq_length == 256
+    with pytest.raises(ValueError, match="unknown position encoding 'alibbi'"):
+        hf_posenc.patch(stock_model, "alibbi")
+
+
+@pytest.mark.parametrize("host", ["bert", "roberta", "mpnet"])
+def test_sentence_transformer_from_a_patched_folder(host, tokenizer, tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
+
+    model = patched(host, "shaw", max_length=LENGTH + 9)
+    assert model.config.max_position_embeddings == LENGTH + 9 + HOSTS[host].offset
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.model_max_length = hf_posenc.inspect(model).max_length
+    tokenizer.save_pretrained(tmp_path / "model")
+    part = Transformer(str(tmp_path / "model"))
+    sentences = SentenceTransformer(modules=[part, Pooling(part.get_embedding_dimension())], device="cpu")
+    assert sentences.max_seq_length == LENGTH + 9
+    embedding = sentences.encode([" ".join(WORDS * 2)], convert_to_tensor=True)
+    ids = tokenizer(" ".join(WORDS * 2), truncation=True, max_length=LENGTH + 9, return_tensors="pt")["input_ids"]
+    assert_close(embedding[0], first(model(ids))[0].mean(0))
+    sentences.save_pretrained(str(tmp_path / "saved"))
+    assert torch.equal(
+        SentenceTransformer(str(tmp_path / "saved"), device="cpu").encode([" ".join(WORDS * 2)], convert_to_tensor=True),
+        embedding,
+    )
+
+
+def test_sentence_transformer_in_training(minilm, tmp_path):
+    """The encoding is trained, the checkpoint reloads equal, and its card describes the patched model."""
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+        losses,
+    )
+
+    stock("bert", vocab_size=30522).save_pretrained(tmp_path / "stock")
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "stock")
+    before = SentenceTransformer(str(tmp_path / "stock"), device="cpu")
+    model = hf_posenc.patch(before, "relative", max_length=64)
+    start = model[0].model.posenc.weight.clone()
+    arguments = SentenceTransformerTrainingArguments(
+        str(tmp_path / "run"), max_steps=2, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    pairs = Dataset.from_dict({"anchor": ["a dog", "a man"] * 8, "positive": ["dogs", "men"] * 8})
+    loss = losses.MultipleNegativesRankingLoss(model)
+    SentenceTransformerTrainer(model, arguments, train_dataset=pairs, loss=loss).train()
+    assert not torch.equal(model[0].model.posenc.weight, start)
+    again = SentenceTransformer(str(tmp_path / "run" / "checkpoint-2"), device="cpu")
+    assert (again.encode(["a dog bit"]) == model.encode(["a dog bit"])).all() and again.max_seq_length == 64
+    card = (tmp_path / "run" / "checkpoint-2" / "README.md").read_text()
+    assert "64 tokens" in card and "PosEncBertModel" in card
+    assert before.model_card_data.model is before and "generated_from_trainer" not in before.model_card_data.tags
+
+
+def test_cross_encoder(minilm, tmp_path):
+    from sentence_transformers import CrossEncoder
+
+    stock("bert", "ForSequenceClassification", vocab_size=30522, num_labels=1).save_pretrained(tmp_path / "stock")
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "stock")
+    model = hf_posenc.patch(CrossEncoder(str(tmp_path / "stock"), device="cpu"), "alibi", max_length=64)
+    pair = [("a dog " * 20, "a man")]
+    scores = model.predict(pair)
+    model.save_pretrained(str(tmp_path / "saved"))
+    again = CrossEncoder(str(tmp_path / "saved"), device="cpu")
+    assert type(model) is CrossEncoder and again.max_seq_length == 64 and (again.predict(pair) == scores).all()
