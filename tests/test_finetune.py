@@ -36,11 +36,10 @@ from hub_server import TOKEN, USER, serve
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import classification  # noqa: E402
 import finetune  # noqa: E402
-import question_answering  # noqa: E402
 import reviews  # noqa: E402
 import seeds  # noqa: E402
+from tasks import classification, question_answering  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 NO_DROPOUT = {

@@ -14,9 +14,8 @@ from conftest import LENGTH, ROOT, VOCABULARY, stock, tokens
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import corpus  # noqa: E402
 import distill  # noqa: E402
-import retrieval  # noqa: E402
+from evaluation import corpus, retrieval  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 
