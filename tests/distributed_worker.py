@@ -1,4 +1,4 @@
-"""What test_distributed.py runs in three processes: `torchrun --nproc_per_node 3 distributed_worker.py FOLDER`.
+"""The three processes of test_distributed.py.
 
 Two of them train and write checkpoints, then all three go on from these. One launch, since starting processes costs most.
 The model, the batch and the loop are imported by the test, too, which runs them in one process.
@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from conftest import patched, tokens
-from memory import poison_empty
 
 TRAINED = ("learned", "relative", "shaw", "t5", "learned+shaw")
 """Encodings with parameters."""
@@ -126,9 +125,8 @@ def resume_in_three(encoding: str, folder: Path, everyone: dist.ProcessGroup) ->
     return {"processes": everyone.size(), "fsdp": found}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    poison_empty()
+def main(argv: list[str]) -> None:
+    folder = Path(argv[0])
     dist.init_process_group("gloo")
     pair, everyone, rank = dist.new_group([0, 1]), dist.group.WORLD, dist.get_rank()
     results: dict[str, dict[str, Any]] = {}
@@ -143,7 +141,3 @@ def main() -> None:
     sys.stdout.flush()
     # Threads of the smaller groups may still run, and now and then abort a process that ends by itself.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

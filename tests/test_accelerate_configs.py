@@ -109,6 +109,7 @@ def test_cpu_starts_its_processes(script):
     assert sorted(finished(start(script, "cpu"))) == ["<2 cpu 0>", "<2 cpu 1>"]
 
 
+@pytest.mark.slow
 def test_multi_node_starts_its_processes(script):
     """Two launchers with a process each, on one machine."""
     with socket.socket() as free:

@@ -13,16 +13,13 @@ import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 from typer.testing import CliRunner
 
+import cards
 import hf_posenc
 from conftest import ROOT, patched, stock, tokens
+from evaluation import records as files
 from hf_posenc.cards import EVALUATION, checked_evaluation, model_card, replaceable, result_files
 from hf_posenc.cli import app
 from hub_server import TOKEN, serve
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import cards  # noqa: E402
-from evaluation import records as files  # noqa: E402
 
 CARDS = ROOT / "model_cards"
 NAMES = sorted(folder.name for folder in CARDS.iterdir())

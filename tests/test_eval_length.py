@@ -4,21 +4,19 @@ import json
 import random
 import re
 import sys
+from functools import partial
 
 import pytest
 import torch
 from transformers import BertTokenizer
 
+import eval_length
 import hf_posenc
 from conftest import ROOT, stock
+from evaluation import corpus, lengths, needles, windows
+from evaluation.retrieval import embed
 
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import eval_length  # noqa: E402
-from evaluation import corpus, lengths, needles, windows  # noqa: E402
-from evaluation.retrieval import embed  # noqa: E402
-
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HAYSTACK = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9))}." for n in range(60))
 
@@ -116,11 +114,11 @@ def test_needles_lie_where_they_say(tokenizer, length):
     assert len(set(depths)) > 5 and max(depths) > 0.5 * (length - 60)
 
 
-def test_no_fact_is_in_the_corpus():
-    modules, training = corpus.split()
+def test_no_fact_is_in_the_corpus(library):
+    modules, training = library
     texts = [*training, *(module.document for module in modules)]
     fact = re.compile(rf"({'|'.join(needles.NAMES)}) keeps the", re.IGNORECASE)
-    assert len(texts) > 1000 and not any(fact.search(text) for text in texts)
+    assert len(texts) > 500 and not any(fact.search(text) for text in texts)
 
 
 def test_long_documents_are_long(tokenizer, monkeypatch):
@@ -164,14 +162,13 @@ def test_a_model_that_ends_before(tokenizer, model):
         "tiny, chunked by 24, max",
     ]
     asked = embed(model, tokenizer, queries, 24, "queries")
-    torch.testing.assert_close(
-        truncated.similarity(queries, documents, ""), asked @ embed(model, tokenizer, documents, 24, "documents").T
-    )
+    close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
+    close(truncated.similarity(queries, documents, ""), asked @ embed(model, tokenizer, documents, 24, "documents").T)
     for row, document in enumerate(documents):
         (chunks,) = windows.embed_chunks(model, tokenizer, [document], 24, "")
         average = chunks.mean(0) / chunks.mean(0).norm()
-        torch.testing.assert_close(mean.similarity(queries, documents, "")[:, row], asked @ average)
-        torch.testing.assert_close(best.similarity(queries, documents, "")[:, row], (asked @ chunks.T).max(1).values)
+        close(mean.similarity(queries, documents, "")[:, row], asked @ average)
+        close(best.similarity(queries, documents, "")[:, row], (asked @ chunks.T).max(1).values)
     (whole,) = windows.methods("longer", hf_posenc.patch(model, "alibi"), tokenizer, 100, 200)
     assert whole.name == "longer"
 
@@ -209,7 +206,7 @@ def folders(tokenizer, model, tmp_path):
     return tmp_path
 
 
-def test_from_end_to_end(folders, monkeypatch):
+def test_from_end_to_end(folders, library, monkeypatch):
     arguments = ["--lengths", "64", "1000", "--documents", "3", "--haystacks", "6", "--candidates", "2"]
     run(monkeypatch, f"stock={folders / 'stock'}", f"alibi={folders / 'alibi'}", *arguments, "--output_dir", folders / "out")
     found = json.loads((folders / "out" / "length.json").read_text())
@@ -236,7 +233,7 @@ def test_from_end_to_end(folders, monkeypatch):
     assert all(again[task][n]["alibi"] == by[n]["alibi"] for task, by in found["scores"].items() for n in by)
 
 
-def test_a_task_without_a_case_is_left_out(folders, monkeypatch):
+def test_a_task_without_a_case_is_left_out(folders, library, monkeypatch):
     arguments = ["--lengths", "64", "--documents", "3", "--haystacks", "2", "--candidates", "2"]
     run(monkeypatch, folders / "alibi", *arguments, "--output_dir", folders / "out")
     assert "behind the first" not in (folders / "out" / "length.txt").read_text()

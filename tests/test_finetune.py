@@ -30,18 +30,23 @@ from transformers import (
     pipeline,
 )
 
+import finetune
+import reviews
+import seeds
 from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY
 from hub_server import TOKEN, USER, serve
+from tasks import classification, question_answering
 
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import finetune  # noqa: E402
-import reviews  # noqa: E402
-import seeds  # noqa: E402
-from tasks import classification, question_answering  # noqa: E402
-
 WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
+SHORT = ("--max_train_steps", 10, "--eval_steps", 5)
+
+
+def slow(*values):
+    """A combination much like others, for `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 NO_DROPOUT = {
     "bert": dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
     "gpt2": dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
@@ -208,20 +213,20 @@ def test_the_hub_has_what_was_saved(one_process):
 
 
 def test_two_processes_do_what_one_does(tiny, tmp_path, launch):
-    alone = train(tiny, tmp_path / "one", "--eval_steps", 20)
-    codes, said = launch("finetune", *arguments_for(tiny, tmp_path / "out", "--eval_steps", 20, batch=4), processes=2)
+    alone = train(tiny, tmp_path / "one", *SHORT)
+    codes, said = launch("finetune", *arguments_for(tiny, tmp_path / "out", *SHORT, batch=4), processes=2)
     assert codes == [0, 0], said[-3000:]
     record = read(tmp_path / "out")
-    assert record["processes"] == 2 and said.count("step 40: accuracy") == said.count("usable length:") == 1
-    assert record["losses"] == pytest.approx(alone["losses"], abs=1e-4)
-    assert measures(record) == pytest.approx(measures(alone), abs=1e-4)
+    assert record["processes"] == 2 and said.count("step 10: accuracy") == said.count("usable length:") == 1
+    assert record["losses"] == pytest.approx(alone["losses"], rel=1e-3, abs=1e-4)
+    assert measures(record) == pytest.approx(measures(alone), rel=1e-3, abs=1e-4)
 
 
 def test_accumulated_gradients_are_those_of_the_larger_batch(tiny, tmp_path):
-    whole = train(tiny, tmp_path / "whole")
-    parts = train(tiny, tmp_path / "parts", "--gradient_accumulation_steps", 2, batch=4)
-    assert parts["steps"] == whole["steps"] == len(parts["losses"]) == 40
-    assert parts["losses"] == pytest.approx(whole["losses"], abs=1e-4)
+    whole = train(tiny, tmp_path / "whole", *SHORT)
+    parts = train(tiny, tmp_path / "parts", "--gradient_accumulation_steps", 2, *SHORT, batch=4)
+    assert parts["steps"] == whole["steps"] == len(parts["losses"]) == 10
+    assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-3, abs=1e-4)
 
 
 def test_patched_and_patched_before(tiny, tmp_path):
@@ -236,8 +241,8 @@ def test_patched_and_patched_before(tiny, tmp_path):
 
     trained = {"model": tmp_path / "first"}
     for name, again in (("same", ("--position_encoding", "rotary")), ("none", ())):
-        second = train(tiny, tmp_path / name, *again, **trained)
-        assert max(second["losses"][:3]) < first["losses"][0] / 4 and second["max_length"] == 2 * LENGTH
+        second = train(tiny, tmp_path / name, *again, "--max_train_steps", 3, **trained)
+        assert max(second["losses"]) < first["losses"][0] / 4 and second["max_length"] == 2 * LENGTH
         config = AutoModelForSequenceClassification.from_pretrained(tmp_path / name).config
         assert config.position_encoding == model.config.position_encoding
     with pytest.raises(SystemExit, match="saved with the 'rope' encoding, not 'alibi'"):
@@ -304,10 +309,10 @@ def test_every_way_to_the_same_rows_trains_the_same(tiny, tmp_path):
     write_json(tmp_path / "train.json", data)
     Dataset.from_list(data).to_parquet(tmp_path / "train.parquet")
     write(tmp_path / "train.csv", rows(40))
-    short, losses = ("--max_train_steps", 6), {}
+    short, losses = ("--max_train_steps", 2), {}
     for name in ("folder", "train.json", "train.parquet", "train.csv"):
         losses[name] = train(tiny, tmp_path / f"{name}-out", "--train_file", tmp_path / name, *short)["losses"]
-    assert all(each == losses["folder"] for each in losses.values()) and len(set(losses["folder"])) == 6
+    assert all(each == losses["folder"] for each in losses.values()) and len(set(losses["folder"])) == 2
     stream = ("--train_file", tmp_path / "folder", "--streaming", "--shuffle_buffer", 8, "--max_train_steps", 40)
     record = train(tiny, tmp_path / "stream", *stream)
     assert record["train_samples"] is None and record["epochs"] is None and record["eval_accuracy"] == pytest.approx(8 / 11)
@@ -459,7 +464,7 @@ def assert_tag_metrics(record, output, validation, length):
     f1 = [2 * hits[name] / (given.count(name) + expected.count(name)) for name in ("LOW", "MID", "TOP")]
     assert record["eval_accuracy"] == pytest.approx(sum(hits.values()) / len(expected))
     assert record["eval_macro_f1"] == pytest.approx(sum(f1) / 3)
-    assert record["eval_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert record["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4, abs=1e-5)
     assert record["eval_majority_share"] == max(map(expected.count, set(expected))) / len(expected)
     assert record["eval_samples"] == len(expected)
     assert 0.6 < record["eval_accuracy"] < 0.9  # all but what is wrong on purpose
@@ -492,8 +497,8 @@ def test_tags_in_two_processes(tiny, tags, tmp_path, launch):
     codes, said = launch("finetune", *line, processes=2)
     assert codes == [0, 0], said[-3000:]
     record = read(tmp_path / "two")
-    assert record["processes"] == 2 and record["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-    assert measures(record) == pytest.approx(measures(alone), abs=1e-4)
+    assert record["processes"] == 2 and record["losses"] == pytest.approx(alone["losses"], rel=1e-4, abs=1e-5)
+    assert measures(record) == pytest.approx(measures(alone), rel=1e-3, abs=1e-4)
 
 
 # Question answering.
@@ -515,9 +520,8 @@ def f1(said, wanted):
 
 
 @torch.no_grad()
-def answered(path, row, length, stride, longest, unanswerable):
+def answered(model, tokenizer, row, length, stride, longest, unanswerable):
     """The saved model's answer, from windows over the context's tokens and loops over all spans; the windows' losses."""
-    model, tokenizer = AutoModelForQuestionAnswering.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     question = tokenizer(row["question"], add_special_tokens=False).input_ids[:3]
     whole = tokenizer(row["context"], add_special_tokens=False, return_offsets_mapping=True)
     head, between, tail = ([tokenizer.cls_token_id], *[[tokenizer.sep_token_id]] * 2) if tokenizer.cls_token else ([], [], [])
@@ -549,7 +553,8 @@ def answered(path, row, length, stride, longest, unanswerable):
 def assert_answers(record, output, validation, length=LENGTH):
     examples = [json.loads(line) for line in validation.read_text().splitlines()]
     unanswerable = not all(row["answers"]["text"] for row in examples)
-    said, losses = zip(*(answered(output, row, length, STRIDE, 4, unanswerable) for row in examples), strict=True)
+    loaded = AutoModelForQuestionAnswering.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    said, losses = zip(*(answered(*loaded, row, length, STRIDE, 4, unanswerable) for row in examples), strict=True)
     scores = [max(f1(each, text) for text in row["answers"]["text"] or [""]) for each, row in zip(said, examples, strict=True)]
     exact = [
         any(without_articles(each) == without_articles(text) for text in row["answers"]["text"] or [""])
@@ -558,7 +563,7 @@ def assert_answers(record, output, validation, length=LENGTH):
     assert record["eval_f1"] == pytest.approx(sum(scores) / len(examples), abs=1e-6)
     assert record["eval_exact_match"] == pytest.approx(sum(exact) / len(examples), abs=1e-6)
     losses = [loss for each in losses for loss in each]
-    assert record["eval_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+    assert record["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4, abs=1e-5)
     assert record["eval_samples"] == len(examples) and len(losses) > len(examples)
     return said
 
@@ -592,7 +597,13 @@ def quiz_line(quiz, kind, *more):
 
 @pytest.mark.parametrize(
     ("kind", "model", "encoding"),
-    [("v1", "bert", None), ("v2", "bert", "t5"), ("v2", "bert", "alibi"), ("v1", "gpt2", "alibi"), ("v2", "left", "alibi")],
+    [
+        ("v1", "gpt2", "alibi"),
+        ("v2", "left", "alibi"),
+        slow("v1", "bert", None),
+        slow("v2", "bert", "t5"),
+        slow("v2", "bert", "alibi"),
+    ],
 )
 def test_answers_are_learned_and_measured_as_squad_does(tiny, quiz, tmp_path, kind, model, encoding):
     if model == "left":
@@ -616,8 +627,8 @@ def test_answers_in_two_processes(tiny, quiz, tmp_path, launch):
     codes, said = launch("finetune", *arguments_for(tiny, tmp_path / "two", *line, data=(), batch=4), processes=2)
     assert codes == [0, 0], said[-3000:]
     record = read(tmp_path / "two")
-    assert record["processes"] == 2 and record["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-    assert measures(record) == pytest.approx(measures(alone), abs=1e-4)
+    assert record["processes"] == 2 and record["losses"] == pytest.approx(alone["losses"], rel=1e-4, abs=1e-5)
+    assert measures(record) == pytest.approx(measures(alone), rel=1e-3, abs=1e-4)
 
 
 def test_tags_and_answers_from_streams(tiny, tags, quiz, tmp_path):
@@ -642,7 +653,7 @@ def test_the_best_span(longest):
                 if characters[row, i, 0] >= 0 and characters[row, j, 0] >= 0:
                     score = scores[row, i, 0].double() + scores[row, j, 1].double()
                     best = max(best, (score.item(), characters[row, i, 0].item(), characters[row, j, 1].item()))
-        assert [each[row].item() for each in found] == pytest.approx(list(best), abs=1e-6)
+        assert [each[row].item() for each in found] == pytest.approx(list(best), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("make", [bpe, pieces])
@@ -871,7 +882,13 @@ def test_several_seeds(tmp_path, capsys):
             seeds.parse_arguments([*wrong, "--output_dir", str(tmp_path)])
 
 
-def test_a_run_of_several_that_fails_ends_them(tmp_path):
+def test_a_run_of_several_that_fails_ends_them(tmp_path, launch, monkeypatch):
+    def run(command):
+        assert command[:2] == [sys.executable, str(SCRIPTS / "finetune.py")]
+        (code,), _ = launch("finetune", *command[2:])
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr("seeds.subprocess.run", run)
     with pytest.raises(SystemExit) as stopped:
         seeds.main(["a=nowhere", "--output_dir", str(tmp_path), "--", "--train_file", "nowhere.csv", "--task", "guessing"])
     assert stopped.value.code == 2 and not (tmp_path / "seeds.json").exists()

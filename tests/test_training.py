@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -31,15 +32,21 @@ from transformers import (
 )
 
 import hf_posenc
+import train_clm
 from conftest import BERT, HEADS, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, randomize, stock
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import train_clm  # noqa: E402, I001
-from training import checkpoints, data, flags  # noqa: E402
+from training import checkpoints, data, flags
 
 WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
-PARAMETRISED = ("learned", "relative", "relative_key_query", "t5", "learned+shaw")
+CLOSE = dict(rel=1e-4, abs=1e-5)
+"""Of losses after the same steps, computed in another order."""
+
+
+def slow(*values):
+    """A combination much like others, for `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+PARAMETRISED = ("learned+shaw", *map(slow, ("learned", "relative", "relative_key_query", "t5")))
 """Encodings with parameters."""
 
 
@@ -123,12 +130,13 @@ def whole(tiny, tmp_path_factory, launch):
 @pytest.mark.parametrize(
     ("kill", "left"),
     [
-        (("training.loop.Run._step", 2), None),
+        slow(("training.loop.Run._step", 2), None),
         (("training.loop.Run._step", 6), "step_3"),
         (("training.loop.Run._evaluate", 2), "step_3"),
         # The files of step_3: the optimizer, random states, progress, scheduler; then those of step_6.
-        *((("torch.save", number), "step_3" if number > 4 else None) for number in range(1, 9)),
-        (("training.checkpoints._synchronise", 3), None),
+        *(slow(("torch.save", number), "step_3" if number > 4 else None) for number in range(1, 8)),
+        (("torch.save", 8), "step_3"),
+        slow(("training.checkpoints._synchronise", 3), None),
         (("training.checkpoints._synchronise", 40), "step_3"),
         (("pathlib.Path.rename", 1), None),
         (("training.checkpoints.prune", 2), "step_3"),
@@ -150,15 +158,17 @@ def test_killed_anywhere_and_resumed_a_run_is_the_same(tiny, tmp_path, launch, w
 def test_killed_again_and_again(tiny, tmp_path, launch, whole):
     arguments = line(tiny, tmp_path / "out", "--position_encoding", "t5", *KEEPING, *LATEST)
     arguments += ["--checkpointing_steps", 1, "--keep_last", 2]
-    for _ in range(7):
-        codes, said = launch("train_mlm", *arguments, kill=("training.loop.Run._step", 2))
+    for _ in range(3):
+        codes, said = launch("train_mlm", *arguments, kill=("training.loop.Run._step", 3))
         assert codes == [-signal.SIGKILL], said
     good(launch("train_mlm", *arguments))
     assert_same(whole, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").glob("step_*")) == ["step_7", "step_8"]
 
 
-@pytest.mark.parametrize("script", ["finetune", "train_clm", "distill", "stream", "packed stream", "early", "epochs"])
+@pytest.mark.parametrize(
+    "script", ["finetune", "train_clm", "distill", slow("stream"), "packed stream", slow("early"), "epochs"]
+)
 def test_each_script_resumes_exactly(tiny, tmp_path, launch, script):
     labelled = write_labels(tiny, tmp_path)
     name, more, model = {
@@ -174,7 +184,11 @@ def test_each_script_resumes_exactly(tiny, tmp_path, launch, script):
     folders = [tmp_path / "whole", tmp_path / "killed"]
     lines = [line(tiny, folder, "--checkpointing_steps", 3, *more, *LATEST, model=model) for folder in folders]
     good(launch(name, *lines[0]))
-    assert launch(name, *lines[1], kill=("training.loop.Run._step", 5))[0] == [-signal.SIGKILL] or script == "early"
+    # What a killed run leaves: its first checkpoint, and the best model until then.
+    *_, (oldest, about) = checkpoints.found(folders[0])
+    for left in (oldest.name, f"best_{about['best_step']}"):
+        if (folders[0] / left).exists():
+            shutil.copytree(folders[0] / left, folders[1] / left)
     assert "resumed from" in good(launch(name, *lines[1]))
     assert_same(*folders, name=written)
     steps = record(folders[0], written)["steps"]
@@ -203,6 +217,7 @@ def torchrun(*arguments, **environment):
     )
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed_and_torchrun_starts_all_again(tiny, tmp_path, launch):
     """The real launcher, with kill -9 from outside."""
     more = ("--checkpointing_steps", 2, *LATEST, "--position_encoding", "t5", "--max_train_steps", 40)
@@ -249,6 +264,7 @@ def copy(whole, tmp_path, *names):
 def test_a_torn_checkpoint_is_skipped(tiny, tmp_path, launch, whole, harm):
     best = f"best_{record(whole)['best_step']}"
     output = copy(whole, tmp_path, "step_3", "step_6", *([best] if record(whole)["best_step"] <= 3 else []))
+    skipped = f"{output / 'step_6'} is not complete, and left out"
     if harm == "missing":
         (output / "step_6" / "optimizer.bin").unlink()
     elif harm == "short":
@@ -257,8 +273,12 @@ def test_a_torn_checkpoint_is_skipped(tiny, tmp_path, launch, whole, harm):
         (output / "step_6" / "checkpoint.json").unlink()
     else:
         os.truncate(output / "step_6" / "checkpoint.json", 40)
+    with pytest.warns(UserWarning, match=re.escape(skipped)):
+        assert checkpoints.newest(output) == output / "step_3"
+    if harm != "missing":
+        return
     said = good(launch("train_mlm", *line(tiny, output, "--position_encoding", "t5", *KEEPING, *LATEST)))
-    assert f"{output / 'step_6'} is not complete, and left out" in said and f"resumed from {output / 'step_3'}" in said
+    assert skipped in said and f"resumed from {output / 'step_3'}" in said
     assert_same(whole, output)
 
 
@@ -339,21 +359,21 @@ def test_two_processes_do_what_one_does(tiny, tmp_path, launch, encoding):
         said = good(launch("train_mlm", *line(tiny, tmp_path / folder, *more, *cut, model="still"), processes=2))
         assert said.count(f"2 processes on cpu, precision no: 8 steps of 8 rows ({batch} x 2 x {accumulated} accumulated)") == 1
         one, two = record(tmp_path / "one"), record(tmp_path / folder)
-        assert two["processes"] == 2 and two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+        assert two["processes"] == 2 and two["losses"] == pytest.approx(one["losses"], **CLOSE)
         for before, after in zip(one["evaluations"], two["evaluations"], strict=True):
-            assert after == pytest.approx(before, abs=1e-4)
+            assert after == pytest.approx(before, rel=1e-3, abs=1e-4)
     # One goes on where two stopped.
     shutil.copytree(tmp_path / "two" / "step_4", tmp_path / "on" / "step_4")
     more = (*more, "--per_device_train_batch_size", 8, *LATEST)
     good(launch("train_mlm", *line(tiny, tmp_path / "on", *more, model="still")))
-    assert record(tmp_path / "on")["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert record(tmp_path / "on")["losses"] == pytest.approx(one["losses"], **CLOSE)
     # What was trained is what is loaded.
     first = AutoModelForMaskedLM.from_pretrained(tmp_path / "one").state_dict()
     for name, weight in AutoModelForMaskedLM.from_pretrained(tmp_path / "two").state_dict().items():
         torch.testing.assert_close(weight, first[name], atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("script", ["finetune", "train_clm", "distill", "stream", "stream and pack"])
+@pytest.mark.parametrize("script", [slow("finetune"), "train_clm", "distill", slow("stream"), "stream and pack"])
 def test_two_processes_do_what_one_does_in_each_script(tiny, tmp_path, launch, script):
     labelled = write_labels(tiny, tmp_path)
     name, model, more = {
@@ -369,12 +389,12 @@ def test_two_processes_do_what_one_does_in_each_script(tiny, tmp_path, launch, s
     one, two = (
         record(tmp_path / folder, "distillation" if script == "distill" else "all_results") for folder in ("one", "two")
     )
-    assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert two["losses"] == pytest.approx(one["losses"], **CLOSE)
     (before,), (after,) = one["evaluations"][-1:], two["evaluations"][-1:]
-    assert after == pytest.approx(before, abs=1e-4)
+    assert after == pytest.approx(before, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("encoding", ["t5", "learned+shaw"])
+@pytest.mark.parametrize("encoding", [slow("t5"), "learned+shaw"])
 def test_sharded_over_two_processes(tiny, tmp_path, launch, encoding):
     """FSDP2 as the scripts do it: trains as one process, killed and resumed, saved as a whole."""
     more = ("--position_encoding", encoding, "--eval_steps", 4, "--checkpointing_steps", 3, *LATEST)
@@ -385,7 +405,7 @@ def test_sharded_over_two_processes(tiny, tmp_path, launch, encoding):
     assert "resumed from" in good(launch("sharded", *arguments, processes=2))
     assert (tmp_path / "two" / "step_3" / "pytorch_model_fsdp_0" / "__1_0.distcp").exists()
     one, two = record(tmp_path / "one"), record(tmp_path / "two")
-    assert two["processes"] == 2 and two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert two["processes"] == 2 and two["losses"] == pytest.approx(one["losses"], **CLOSE)
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "two")
     assert type(model).__name__ == "PosEncBertForMaskedLM"
     expected = AutoModelForMaskedLM.from_pretrained(tmp_path / "one")
@@ -394,7 +414,13 @@ def test_sharded_over_two_processes(tiny, tmp_path, launch, encoding):
         torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("host", "encoding"), [*zip(HOSTS, itertools.cycle(VARIANTS), strict=False)])
+@pytest.mark.parametrize(
+    ("host", "encoding"),
+    [
+        (host, encoding) if host in ("albert", "gpt2", "mpnet") else slow(host, encoding)
+        for host, encoding in zip(HOSTS, itertools.cycle(VARIANTS), strict=False)
+    ],
+)
 def test_every_host_trains_in_two_processes(tiny, tmp_path, launch, host, encoding):
     """With parameters that the loss doesn't reach, too; what is saved is what was trained."""
     model = stock(host, HEADS[host])
@@ -564,17 +590,25 @@ def test_positions_alone_are_trained(tiny, tmp_path, launch):
     assert after["classifier.bias"].abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("more", ["--gradient_checkpointing", "--torch_compile", "--mixed_precision"])
-@pytest.mark.parametrize("encoding", ["t5", pytest.param("shaw", marks=pytest.mark.slow), "learned+alibi"])
+@pytest.mark.parametrize(
+    ("encoding", "more"),
+    [
+        ("t5", "--gradient_checkpointing"),
+        ("learned+alibi", "--mixed_precision"),
+        slow("t5", "--torch_compile"),
+        slow("t5", "--mixed_precision"),
+        slow("learned+alibi", "--gradient_checkpointing"),
+        slow("shaw", "--gradient_checkpointing"),
+        slow("shaw", "--mixed_precision"),
+    ],
+)
 def test_what_the_machine_is_told_changes_no_result(tiny, tmp_path, launch, encoding, more):
-    if more == "--torch_compile" and encoding != "t5":
-        pytest.skip("compiled once, since it takes long")
     values = {"--torch_compile": ("--torch_compile_backend", "aot_eager"), "--mixed_precision": ("bf16",)}
     for folder, flags_given in (("plain", ()), ("told", (more, *values.get(more, ())))):
         arguments = ("--position_encoding", encoding, "--max_train_steps", 2, "--checkpointing_steps", 1, *flags_given)
         good(launch("train_mlm", *line(tiny, tmp_path / folder, *arguments, model="still", validation=None)))
     plain, told = record(tmp_path / "plain"), record(tmp_path / "told")
-    assert told["losses"] == pytest.approx(plain["losses"], abs=2e-2 if more == "--mixed_precision" else 1e-5)
+    assert told["losses"] == pytest.approx(plain["losses"], rel=1e-2 if more == "--mixed_precision" else 1e-4)
     for file in ("model.safetensors", "step_1/model.safetensors"):
         assert load_file(tmp_path / "told" / file).keys() == load_file(tmp_path / "plain" / file).keys()
     arguments = ("--resume_from_checkpoint", tmp_path / "told" / "step_1", *arguments)
@@ -597,7 +631,7 @@ def test_losses_are_those_of_the_model(tiny, tmp_path, launch):
     for text in (texts[i] for i in order):
         ids = tokenizer(text, return_tensors="pt").input_ids
         losses += [-row[label] for row, label in zip(model(ids).logits.log_softmax(-1)[0], ids[0, 1:], strict=False)]
-    assert record(tmp_path / "out")["losses"] == [pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)]
+    assert record(tmp_path / "out")["losses"] == [pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)]
 
 
 def test_the_token_that_ends_a_text_is_learned_where_it_pads_as_well(tiny):
@@ -618,7 +652,8 @@ def test_what_is_evaluated_is_what_is_saved(tiny, tmp_path, launch):
         losses += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
         right += (logits.argmax(-1) == ids[0, 1:]).tolist()
     shown = record(tmp_path / "out")
-    assert shown["eval_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5) == math.log(shown["eval_perplexity"])
+    assert shown["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert shown["eval_loss"] == pytest.approx(math.log(shown["eval_perplexity"]), rel=1e-12)
     assert shown["eval_accuracy"] == sum(right) / len(right)
 
 
@@ -655,11 +690,12 @@ def test_early_stopping_leaves_the_best(tiny, tmp_path, launch):
     assert not (tmp_path / "out" / "checkpoint.json").exists()
 
 
-@pytest.mark.parametrize("kind", ["txt", "csv", "json", "jsonl", "parquet", "folder", "data set"])
-def test_all_kinds_of_files_hold_the_same_rows(tiny, tmp_path, launch, kind):
+@pytest.mark.parametrize("kind", ["txt", "csv", "json", "jsonl", "parquet", "folder"])
+def test_all_kinds_of_files_hold_the_same_rows(tiny, tmp_path, monkeypatch, launch, kind):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     rows = Dataset.from_dict({"text": [text for text in (tiny / "train.txt").read_text().split("\n\n")]})
     file = tmp_path / f"train.{kind}"
-    if kind in ("folder", "data set"):
+    if kind == "folder":
         file = tmp_path / "folder"
         file.mkdir()
         for number, part in enumerate((rows.select(range(20)), rows.select(range(20, 43)))):
@@ -668,9 +704,13 @@ def test_all_kinds_of_files_hold_the_same_rows(tiny, tmp_path, launch, kind):
         file.write_text("\n".join(rows["text"]))
     else:
         {"csv": rows.to_csv, "json": rows.to_json, "jsonl": rows.to_json, "parquet": rows.to_parquet}[kind](file)
+    assert list(data.read(file)["text"]) == list(rows["text"])
+    if kind != "folder":
+        return
+    # As a data set, it is trained on like the file.
     arguments = line(tiny, tmp_path / "out", "--max_train_steps", 2, validation=None)
     at = arguments.index("--train_file")
-    arguments[at : at + 2] = ["--dataset_name" if kind == "data set" else "--train_file", file]
+    arguments[at : at + 2] = ["--dataset_name", file]
     good(launch("train_mlm", *arguments))
     good(launch("train_mlm", *line(tiny, tmp_path / "known", "--max_train_steps", 2, validation=None)))
     assert record(tmp_path / "out")["losses"] == record(tmp_path / "known")["losses"]
@@ -726,10 +766,11 @@ def test_warned_where_texts_are_cut_or_fill_the_model(tiny, tmp_path, launch):
             f"length, 15 tokens, {usable}",
             "training texts are cut",
         ),
-        (("--position_encoding", "alibi", "--max_length", 16), "8 steps", "warning: "),
-        (("--position_encoding", "alibi"), "8 steps", "warning: "),
+        (("--position_encoding", "alibi", "--max_length", 16), "1 steps", "warning: "),
+        (("--position_encoding", "alibi"), "1 steps", "warning: "),
     ):
-        said = good(launch("train_mlm", *line(tiny, tmp_path / "-".join(map(str, more)), *more, validation=None)))
+        output = tmp_path / "-".join(map(str, more))
+        said = good(launch("train_mlm", *line(tiny, output, *more, "--max_train_steps", 1, validation=None)))
         assert words in said and silent not in said, more
 
 

@@ -69,6 +69,9 @@ def train(
     record = {**run.progress.best, **run.figures(), **about()}
     best = run.best_folder() if run.keeps_best() else None
     output.finish(accelerator, arguments, run.model, run.kind, tokenizer, best, record, name)
+    # DDP has to be freed before the process group: if it is the last to refer to it, gloo's destructor may deadlock.
+    del run
+    accelerator.free_memory()
     accelerator.end_training()
     return record
 
