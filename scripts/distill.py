@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModel, DataCollatorWithPadding, PreTrainedModel
 
-import corpus
 import hf_posenc
+from evaluation import corpus
 from training import data, flags, loop, models
+from training.task import Task
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -65,9 +66,9 @@ def checksum(model: torch.nn.Module) -> str:
 
 
 def distillation_losses(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-    """Token states and pooled embedding, both by direction: `[B, L, D]` twice and `[B, L]` -> `[B]`.
+    """Hidden states `[B, L, D]` of student and teacher, mask `[B, L]` -> losses `[B]`.
 
-    The mean of 1 - cosine over a text's real tokens, plus 1 - cosine of their means.
+    The mean of 1 - cosine over a text's real tokens, plus 1 - cosine of the two mean-pooled embeddings.
     """
     weights = mask / mask.sum(1, keepdim=True)
     tokens = ((1 - F.cosine_similarity(student, teacher, dim=-1)) * weights).sum(1)
@@ -76,15 +77,15 @@ def distillation_losses(student: Tensor, teacher: Tensor, mask: Tensor) -> Tenso
 
 
 def set_blend(model: PreTrainedModel, blend: float) -> None:
-    """How far the new encoding is in force, in every stack: 0 (the old positions) to 1."""
+    """Set every stack's blend, from 0 (the old positions) to 1 (the new encoding)."""
     for module in model.modules():
         if isinstance(module, hf_posenc.PositionEncoding):
             module.blend = blend
 
 
-class Distillation(loop.Task):
+class Distillation(Task):
     dropout = False
-    """It would only blur what the student is to copy."""
+    """Off: it would add noise to the states that the student learns from."""
 
     def __init__(
         self, arguments: argparse.Namespace, student: PreTrainedModel, teacher: PreTrainedModel, tokenizer: Any
@@ -106,7 +107,7 @@ class Distillation(loop.Task):
         return self._losses(model, batch).mean()
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
-        """The mean loss of a text of --max_seq_length tokens, with the new encoding in full force."""
+        """The mean loss of texts cut to --max_seq_length tokens, with the new encoding alone."""
         set_blend(self.student, 1.0)
         losses: list[float] = []
         for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
@@ -123,9 +124,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     accelerator = flags.start(arguments)
     tokenizer = models.load_tokenizer(arguments.model_name_or_path)
-    # Patched first: an unknown encoding shows before anything expensive.
+    # Patched first, so that an unknown encoding fails before anything expensive.
     student = models.load_model(arguments, AutoModel, tokenizer)
-    # A second load: parameters of a patched model are those of the model it was made from.
+    # Loaded separately: a patched model shares its parameters with the model that it was made from.
     teacher = AutoModel.from_pretrained(arguments.model_name_or_path, dtype=torch.float32).requires_grad_(False).eval()
     if hasattr(teacher.config, "position_encoding"):
         raise SystemExit(f"{arguments.model_name_or_path} is patched already: distil from the model that it was made from")

@@ -16,10 +16,10 @@ The model, its tokenizer and all_results.json are written to --output_dir.
 import argparse
 
 import hf_posenc
-from classification import SequenceClassification, TokenClassification
-from question_answering import QuestionAnswering
+from tasks.classification import SequenceClassification, TokenClassification
+from tasks.question_answering import QuestionAnswering
+from tasks.supervised import Supervised
 from training import flags, loop, models
-from training.supervised import Supervised
 
 TASKS: dict[str, type[Supervised]] = {
     "sequence-classification": SequenceClassification,

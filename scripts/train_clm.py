@@ -11,11 +11,12 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, DataCollatorWithPadding
 
-from training import data, flags, language, models
+from tasks import language
+from training import data, flags, models
 
 
 class CausalLanguageModeling(language.LanguageModeling):
-    """All tokens but the first are asked for; padding by the mask, since its token may be the one that ends a text."""
+    """Every token but the first is predicted. Padding is found by the mask, since the padding token may also end texts."""
 
     shift = 1
 

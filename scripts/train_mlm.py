@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, DataCollatorForTokenClassification
 
-from training import data, flags, language, models
+from tasks import language
+from training import data, flags, models
 
 
 class MaskedLanguageModeling(language.LanguageModeling):
-    """Tokens are masked anew in each epoch, by the row's number alone: whatever batch or process a row comes to."""
+    """Masks are drawn from the row's number in the stream, so they differ in each epoch, but not with batch or process."""
 
     def __init__(self, tokenizer: Any, mlm_probability: float, seed: int) -> None:
         self.seed = seed

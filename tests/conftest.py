@@ -10,6 +10,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, on tiny tensors
 
 import pytest
 import torch
@@ -166,6 +167,16 @@ def tokenizer(tmp_path):
     path = tmp_path / "vocab.txt"
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
     return BertTokenizer(str(path), model_max_length=LENGTH)
+
+
+@pytest.fixture(scope="session")
+def library():
+    """The texts of the standard library, without those of its own tests, which take longest to read."""
+    from evaluation import corpus
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "LEFT_OUT", corpus.LEFT_OUT | {"test"})
+        yield corpus.split()
 
 
 def randomize(model, std=0.3, seed=0):

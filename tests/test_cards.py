@@ -13,17 +13,14 @@ import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 from typer.testing import CliRunner
 
+import cards
 import hf_posenc
 from conftest import ROOT, patched, stock, tokens
+from evaluation import records as files
 from hf_posenc.cards import model_card, replaceable
 from hf_posenc.cli import app
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, result_files
 from hub_server import TOKEN, serve
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import cards  # noqa: E402
-from training import evaluation  # noqa: E402
 
 CARDS = ROOT / "model_cards"
 NAMES = sorted(folder.name for folder in CARDS.iterdir())
@@ -402,8 +399,8 @@ def test_a_training_record_becomes_an_evaluation(tmp_path, monkeypatch):
     arguments = {"train_file": "data/a b.csv", "validation_file": "data/c.csv", "dataset_name": None}
     record = {"arguments": arguments, "steps": 12, "step": 12, "max_length": 64, "losses": [1.0], "eval_samples": 100}
     record |= {"eval_accuracy": 0.75, "eval_majority_share": 0.5}
-    made = evaluation.of_training(record, "PosEncBertForSequenceClassification")
-    evaluation.write(tmp_path, made)
+    made = files.of_training(record, "PosEncBertForSequenceClassification")
+    files.write(tmp_path / EVALUATION, made)
     checked = checked_evaluation(json.loads((tmp_path / EVALUATION).read_text()))
     assert checked["command"] == "python scripts/finetune.py --train_file 'a b.csv'"
     assert [dataset["name"] for dataset in checked["training"]["datasets"]] == ["a b.csv"] and checked["training"][
@@ -415,10 +412,10 @@ def test_a_training_record_becomes_an_evaluation(tmp_path, monkeypatch):
     ]
     assert checked["results"][0]["task"] == "text-classification" and checked["results"][0]["dataset"]["name"] == "c.csv"
     record["arguments"] = {"dataset_name": "me/books", "dataset_config_name": "old"}
-    trained = checked_evaluation(evaluation.of_training(record, "BertForMaskedLM"))
+    trained = checked_evaluation(files.of_training(record, "BertForMaskedLM"))
     assert trained["training"]["datasets"][0]["id"] == "me/books" and trained["results"][0]["task"] == "fill-mask"
     changed = {**made["results"][0], "value": 0.8}
-    evaluation.add(tmp_path, [changed, {**changed, "length": 128}])
+    files.add(tmp_path, [changed, {**changed, "length": 128}])
     values = [each["value"] for each in json.loads((tmp_path / EVALUATION).read_text())["results"]]
     assert values == [0.8, 0.5, 0.8]
 
@@ -495,7 +492,7 @@ def test_figures_of_another_run_are_not_the_models_own(records):
 
 
 def test_a_model_that_is_truncated_is_the_model():
-    rows = evaluation.of_lengths(cards.record("length"), "minilm")
+    rows = files.of_lengths(cards.record("length"), "minilm")
     assert {row["model"] for row in rows if row["this"]} == {"minilm, truncated at 512"}
 
 

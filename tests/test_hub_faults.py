@@ -7,10 +7,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from test_hub import run
 
 from conftest import patched
 from hub_server import TOKEN, USER, Commit, Fault, Repo, answered, cut, lose_reply, refuse, serve, with_foreign_commit
+from test_hub import run
 
 PUSH = """
 import json, logging, sys, torch, hf_posenc

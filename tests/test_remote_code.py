@@ -248,7 +248,9 @@ def test_copies_differ_from_the_package_in_their_imports_alone(bare):
     _, folder = bare
     for copy in (folder / "bert-sinusoidal-and-alibi").glob("posenc_*.py"):
         name = copy.stem.removeprefix("posenc_")
-        original = next(path for path in PACKAGE.rglob(f"{name}.py") if path.parent.name in ("hf_posenc", "encodings", "sources"))
+        original = next(
+            path for path in PACKAGE.rglob(f"{name}.py") if path.parent.name in ("hf_posenc", "encodings", "sources")
+        )
 
         def others(path):
             """Its statements without imports."""

@@ -1,1 +1,1 @@
-"""What the training scripts share: flags, rows and their order, models, and a loop that survives a kill."""
+"""What all training scripts share: flags, rows and their order, models, checkpoints, and a loop that survives a kill."""

@@ -1,10 +1,9 @@
-"""Folders that are complete or not there, whatever a killed process, a full disk or a torn copy left behind.
+"""Checkpoint folders that are complete or absent, also after a killed process, a full disk or an interrupted copy.
 
-A folder is written aside, under a hidden name, synchronised to the disk, and renamed; its manifest, written last, names
+A folder is written under a hidden name, synchronised to the disk, and renamed. Its manifest, which is written last, lists
 every file with its size.
 """
 
-import json
 import os
 import re
 import shutil
@@ -16,19 +15,21 @@ from typing import Any
 from accelerate import Accelerator
 from safetensors import SafetensorError
 
+from evaluation import records
+
 MANIFEST = "checkpoint.json"
 NAMES = re.compile(r"(step|epoch|best)_\d+")
 
 
 def write(accelerator: Accelerator, folder: Path, fill: Callable[[Path], None], about: dict[str, Any]) -> None:
-    """Make `folder` hold what `fill` writes on all processes, and a manifest of it with `about`, or leave it as it is.
+    """Replace `folder` by the files that `fill` writes on all processes and a manifest that contains `about`, or by nothing.
 
     Raises SystemExit where it can't be written.
     """
 
     def complete(aside: Path) -> None:
         files = {str(file.relative_to(aside)): file.stat().st_size for file in _files(aside)}
-        (aside / MANIFEST).write_text(json.dumps({**about, "files": files}, indent=2))
+        records.write(aside / MANIFEST, {**about, "files": files})
         for path in (*_files(aside), aside):
             _synchronise(path)
         _remove(folder)
@@ -41,7 +42,7 @@ def write(accelerator: Accelerator, folder: Path, fill: Callable[[Path], None], 
 
 
 def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], None], last: str) -> None:
-    """Put the files that `fill` writes on all processes into `output_dir`, each complete or as it was, `last` at the end.
+    """Replace files in `output_dir` by those that `fill` writes on all processes, each atomically, `last` at the end.
 
     Raises SystemExit where they can't be written.
     """
@@ -68,7 +69,7 @@ def _aside(
         try:
             write(aside)
         except (OSError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's, and no other
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not torch.save's
                 raise
             shutil.rmtree(aside, ignore_errors=True)
             free = shutil.disk_usage(aside.parent).free // 2**20
@@ -89,9 +90,9 @@ def _aside(
 
 
 def manifest(folder: Path) -> dict[str, Any] | None:
-    """What was said about a folder when it was written; None where a file of it is missing or cut short."""
+    """The manifest of a folder; None if it or a file that it lists is missing or truncated."""
     try:
-        about = json.loads((folder / MANIFEST).read_text())
+        about = records.read(folder / MANIFEST)
         whole = all((folder / name).stat().st_size == size for name, size in about["files"].items())
     except (OSError, ValueError, KeyError):
         return None
@@ -99,7 +100,7 @@ def manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def found(output_dir: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The complete checkpoints in a folder, newest first. Warns of each torn one."""
+    """The complete checkpoints in a folder, newest first, with their manifests. Warns of each incomplete one."""
     complete = {}
     for folder in [*output_dir.glob("step_*"), *output_dir.glob("epoch_*")]:
         if not folder.is_dir() or not NAMES.fullmatch(folder.name):
@@ -117,7 +118,7 @@ def newest(output_dir: Path) -> Path | None:
 
 
 def prune(output_dir: Path, keep_last: int | None, best: int | None) -> None:
-    """Remove what was left half-written, all but the last checkpoints, and best models that no checkpoint asks for."""
+    """Remove incomplete folders, all but the `keep_last` newest checkpoints, and best models that no checkpoint refers to."""
     for leftover in output_dir.glob(".*_*"):
         if NAMES.fullmatch(leftover.name[1:].removesuffix("-old")):
             shutil.rmtree(leftover)
@@ -142,7 +143,7 @@ def _synchronise(path: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Under a hidden name first, so that no half of it is ever seen."""
+    """Remove a folder, after renaming it to a hidden name, so that an interrupted removal leaves no partial folder."""
     if folder.exists():
         hidden = folder.with_name(f".{folder.name}-old")
         shutil.rmtree(hidden, ignore_errors=True)

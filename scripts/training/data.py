@@ -1,8 +1,8 @@
-"""Rows: where they come from, what is made of them, and their order.
+"""Rows: reading, tokenization and order.
 
-Rows are one endless stream, permutation after permutation, each drawn from the seed and the epoch alone. Step s takes the
-rows s·G to (s + 1)·G - 1 of it, G being the global batch: batch size x processes x accumulated batches. So a run that is
-resumed, or cut differently over processes and accumulation, trains on the same rows in the same steps.
+Training rows are an endless stream of permutations, each drawn from the seed and the epoch alone. Step s trains on rows s·G
+to (s + 1)·G - 1 of it, where G is the global batch: batch size x processes x accumulated batches. So a run that is resumed,
+or divided differently over processes and accumulation, trains on the same rows in the same steps.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from datasets.exceptions import DatasetGenerationError
 
 FILE_KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
 ROOM = 1.2
-"""How much longer than the longest training text a model's usable length should be: texts in use are longer."""
+"""Least ratio of the model's usable length to the longest training text without a warning."""
 
 Row = dict[str, Any]
 Rows = list[tuple[int, Row]]
-"""Rows with their numbers in the stream, from which everything random about them is drawn."""
+"""Rows with their numbers in the stream; everything random about a row is drawn from its number."""
 
 
 def read(path: Path, streaming: bool = False) -> Any:
@@ -45,7 +45,7 @@ def load_splits(accelerator: Accelerator, arguments: argparse.Namespace) -> dict
     """`train`, and `validation` if there is one. Raises SystemExit where they can't be read."""
     if bool(arguments.train_file) == bool(arguments.dataset_name):
         raise SystemExit("the texts come from --train_file or from --dataset_name: give one of the two")
-    with accelerator.main_process_first():  # the others find the data in the cache
+    with accelerator.main_process_first():  # fills the cache for the others
         if arguments.train_file:
             splits = {"train": read(arguments.train_file, arguments.streaming)}
         else:
@@ -55,7 +55,7 @@ def load_splits(accelerator: Accelerator, arguments: argparse.Namespace) -> dict
                 raise SystemExit(f"the data set {name} has the splits {list(loaded)}, but no `train`")
             splits = {"train": loaded["train"]}
             if "validation" in loaded:
-                # What is measured fits the disk, and is always the same rows.
+                # Not streamed, so that every evaluation has the same rows.
                 splits["validation"] = _loaded(name, name, part, split="validation")
         if arguments.validation_file:
             splits["validation"] = read(arguments.validation_file)
@@ -72,7 +72,7 @@ def check_columns(splits: dict[str, Any], columns: dict[str, str]) -> None:
     for name, data in splits.items():
         try:
             first = next(iter(data), None)
-        except (DatasetGenerationError, ValueError) as error:  # a stream is first read here
+        except (DatasetGenerationError, ValueError) as error:  # a stream is read here for the first time
             raise SystemExit(f"the {name} data can't be read: {error.__cause__ or error}") from None
         if first is None:
             raise SystemExit(f"the {name} data have no rows")
@@ -82,7 +82,7 @@ def check_columns(splits: dict[str, Any], columns: dict[str, str]) -> None:
 
 
 def check_texts(splits: dict[str, Any], column: str) -> dict[str, Any]:
-    """The splits without rows that have no text in them. Raises SystemExit where none is left, or one is no text."""
+    """The splits without rows of blank text. Raises SystemExit if no row is left, or one is no string."""
     check_columns(splits, {"--text_column": column})
 
     def has_text(text: Any) -> bool:
@@ -103,7 +103,7 @@ def _loaded(shown: str, *what: Any, **how: Any) -> Any:
 
 
 class Cut:
-    """Cuts token ids to a length as the tokenizer does, between the special tokens at both ends."""
+    """Truncates token ids as the tokenizer does, keeping the special tokens at both ends."""
 
     def __init__(self, tokenizer: Any) -> None:
         whole, bare = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
@@ -116,8 +116,8 @@ class Cut:
 
 
 def packed(rows: Row, cut: Cut, length: int) -> Row:
-    """Token ids without special tokens, `[rows][L]`, joined and cut to blocks of `length` with the special tokens at both
-    ends; the rest is dropped. Texts in a block see each other."""
+    """Token ids without special tokens, `[rows][L]`, joined and divided into blocks of `length` with the special tokens at
+    both ends. The remainder is dropped. Texts in a block see each other."""
     size = length - cut.head - cut.tail
     joined = list(itertools.chain.from_iterable(rows["input_ids"]))
     starts = range(0, len(joined) - size + 1, size)
@@ -133,7 +133,7 @@ def tokenized(
     packing: bool,
     usable: int | None,
 ) -> dict[str, Any]:
-    """The splits as rows of `input_ids` of at most `length` tokens; or, packed, of exactly as many."""
+    """The splits as rows of `input_ids` with at most `length` tokens, or with `packing` exactly `length`."""
     cut = Cut(tokenizer)
 
     def encode(rows: Row) -> Row:
@@ -158,7 +158,7 @@ def tokenized(
 
 
 def mapped(accelerator: Accelerator, data: Any, function: Callable[[Row], Row], name: str) -> Any:
-    """All columns replaced by what the function makes of them, at once or, of a stream, when they are read."""
+    """All columns replaced by those that the function returns for a batch of rows; for a stream, when it is read."""
     options: Row = {"batched": True, "remove_columns": list(next(iter(data)))}
     if isinstance(data, IterableDataset):
         return data.map(function, **options)
@@ -167,7 +167,7 @@ def mapped(accelerator: Accelerator, data: Any, function: Callable[[Row], Row], 
 
 
 def warn_of_length(accelerator: Accelerator, data: Any, length: int, usable: int | None) -> None:
-    """Says where texts are cut, or the model has hardly room for longer ones than it was trained on."""
+    """Print a warning if texts are cut, or if the model's usable length hardly exceeds the longest text."""
     if isinstance(data, IterableDataset):
         return
     lengths = data["length"]
@@ -184,7 +184,7 @@ def warn_of_length(accelerator: Accelerator, data: Any, length: int, usable: int
 
 
 def endless(data: Any, seed: int, start: int, buffer: int) -> Iterator[tuple[int, Row]]:
-    """The numbered rows of epoch after epoch, shuffled, from number `start` on."""
+    """The numbered rows of all epochs, each shuffled, from number `start` on."""
     if not isinstance(data, IterableDataset):
         epoch, offset = divmod(start, len(data))
         for number in itertools.count(epoch):
@@ -203,7 +203,7 @@ def endless(data: Any, seed: int, start: int, buffer: int) -> Iterator[tuple[int
 
 
 class Numbered(torch.utils.data.Dataset):
-    """A data set whose rows come with their numbers."""
+    """A data set of pairs (number, row)."""
 
     def __init__(self, data: Dataset) -> None:
         self.data = data

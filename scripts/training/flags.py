@@ -1,4 +1,4 @@
-"""The flags that all training scripts have, checked before anything expensive."""
+"""The flags of all training scripts, checked before anything expensive."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ import hf_posenc
 from training import checkpoints
 
 DEFAULT_MAX_LENGTH = 512
-"""Tokens that texts are cut to where the model itself has no limit."""
+"""Tokens that texts are cut to if the model has no limit."""
 MAX_LENGTH_HELP = (
     "tokens that texts are cut to, and with --position_encoding the longest input of the patched model; default: the model's "
     f"usable length, or {DEFAULT_MAX_LENGTH} where it has no limit"
@@ -29,10 +29,10 @@ MAX_LENGTH_HELP = (
 
 
 def position_encoding(text: str) -> Any:
-    """A name as it is; text that starts as JSON does, read."""
+    """The argparse type of --position_encoding: a name, or a JSON object."""
     try:
         chosen = json.loads(text) if text.startswith("{") else text
-        hf_posenc.PosEncBertConfig(position_encoding=chosen)  # any config checks it
+        hf_posenc.PosEncBertConfig(position_encoding=chosen)  # for its validation; any host's config does
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
     except ValueError as error:
@@ -114,7 +114,7 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The arguments, checked against each other; what would only fail after the training is refused here."""
+    """The arguments, checked against each other and for what would otherwise fail only after training."""
     parsed = parser.parse_args(argv)
     evaluated = parsed.validation_file or parsed.validation_split_percentage or parsed.dataset_name
     together = {
@@ -164,7 +164,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
 
 
 def start(arguments: argparse.Namespace) -> Accelerator:
-    """The Accelerator of a run, whose processes all draw the same from the seed until training starts."""
+    """The Accelerator of a run. Until training starts, the random generators of all processes are the same."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise SystemExit(
             "torchrun --max_restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: restarted processes would "
@@ -179,10 +179,10 @@ def start(arguments: argparse.Namespace) -> Accelerator:
         log_with=arguments.report_to if arguments.with_tracking else None,
         project_dir=arguments.output_dir,
         dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
-        # A part that the loss doesn't reach (the pooler of some models) is no error in several processes.
+        # Allows parameters that the loss doesn't depend on, such as those of some models' pooler.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
-    # Accelerate leaves it out without a word.
+    # Accelerate ignores these settings silently where it doesn't support them.
     for variable, kind in {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}.items():
         if os.environ.get(variable, "false").lower() == "true" and accelerator.distributed_type != kind:
             raise SystemExit(f"Accelerate offers no {kind} on {accelerator.device.type}: take scripts/accelerate/cpu.yaml")

@@ -1,9 +1,8 @@
-"""The loop on Accelerate. Killed anywhere and resumed, a run goes on as if nothing had happened."""
+"""The training loop on Accelerate. A run that is killed anywhere and resumed has the same results as an uninterrupted one."""
 
 import argparse
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -11,64 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
-from huggingface_hub import is_offline_mode
-from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_scheduler
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-import hf_posenc
-from training import checkpoints, evaluation
-from training.data import Numbered, Rows, endless
+from training import checkpoints, output
+from training.data import Numbered, endless
+from training.models import shard
+from training.task import Task
 
 FREE_TO_CHANGE = {
     "output_dir", "resume_from_checkpoint", "checkpointing_steps", "keep_last", "with_tracking", "report_to", "push_to_hub",
     "hub_model_id", "hub_private_repo", "per_device_train_batch_size", "per_device_eval_batch_size",
     "gradient_accumulation_steps", "num_train_epochs", "gradient_checkpointing", "torch_compile", "torch_compile_backend",
 }  # fmt: skip
-"""Flags that a resumed run may have otherwise; the global batch and the number of steps are compared as such."""
-
-
-class Task:
-    """What a script adds to the loop. The losses of steps are means over `items`, however batches are cut."""
-
-    best_by = "eval_loss"
-    greater_is_better = False
-    dropout = True
-
-    def collate(self, rows: Rows, step: int | None = None) -> Any:
-        """The batch of numbered rows, of a training step or of an evaluation."""
-        raise NotImplementedError
-
-    def items(self, batch: Any) -> int:
-        """How many there are in a batch that its loss is the mean of."""
-        return int((batch["labels"] != -100).sum())
-
-    def loss(self, model: torch.nn.Module, batch: Any, step: int) -> Tensor:
-        return model(**batch).loss
-
-    def tokens(self, batch: Any) -> int:
-        return int(batch["attention_mask"].sum())
-
-    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
-        """The metrics over all processes' rows."""
-        raise NotImplementedError
-
-
-def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B, L, V]` and `[B, L]` with -100 where nothing is asked -> each row's sum of losses and its number of labels."""
-    losses = F.cross_entropy(logits.float().mT, labels, reduction="none", ignore_index=-100)
-    return losses.sum(1), (labels != -100).sum(1)
+"""Flags that a resumed run may change. Of those that make up the global batch and the number of steps, these are compared."""
 
 
 @dataclass
 class Progress:
-    """How far a run is: all of its state that lies in no model, optimizer, scheduler or random generator."""
+    """The state of a run, except for that of model, optimizer, scheduler and random generators."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -98,29 +61,19 @@ def train(
 ) -> dict[str, Any]:
     """Train, evaluate, write checkpoints, and save the best or last model with `{name}.json` at --output_dir's root.
 
-    `splits` have rows as the task collates them; what `about` says after training goes into the record, which is returned.
+    `splits` have rows as the task collates them. The record, which is returned, contains what `about` returns after training.
     """
     run = Run(accelerator, arguments, task, model, tokenizer, splits)
     run.resume()
     run.train()
     record = {**run.progress.best, **run.figures(), **about()}
-    run.finish(record, name)
+    best = run.best_folder() if run.keeps_best() else None
+    output.finish(accelerator, arguments, run.model, run.kind, tokenizer, best, record, name)
+    # DDP has to be freed before the process group: if it is the last to refer to it, gloo's destructor may deadlock.
+    del run
+    accelerator.free_memory()
     accelerator.end_training()
     return record
-
-
-def shard(accelerator: Accelerator, model: PreTrainedModel) -> None:
-    """Shard a model's layers, then the rest of it (FSDP2). Accelerate's own wrapping fails with tied biases, as BERT has."""
-    plugin = accelerator.state.fsdp_plugin
-    how = {
-        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-        "offload_policy": plugin.cpu_offload,
-        "reshard_after_forward": plugin.reshard_after_forward,
-    }
-    for layers in [module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList)]:
-        for layer in layers:
-            fully_shard(layer, **how)
-    fully_shard(model, **how)
 
 
 class Run:
@@ -140,7 +93,7 @@ class Run:
         self.kind = type(model)
         per_device = arguments.per_device_train_batch_size
         self.global_batch = per_device * accelerator.num_processes * arguments.gradient_accumulation_steps
-        # A stream has no epochs that are known.
+        # A stream's number of rows is unknown.
         self.steps_per_epoch = 0 if arguments.streaming else math.ceil(len(self.data) / self.global_batch)
         self.steps = arguments.max_train_steps or arguments.num_train_epochs * self.steps_per_epoch
         if accelerator.distributed_type == "FSDP":
@@ -149,7 +102,7 @@ class Run:
         spared = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=arguments.learning_rate, weight_decay=arguments.weight_decay)
-        # Not prepared: it then takes one step a step, however many processes there are, also after resuming with others.
+        # Not prepared, so that it advances once per step whatever the number of processes, also after resuming with another.
         self.scheduler = get_scheduler(
             arguments.lr_scheduler_type, optimizer, arguments.num_warmup_steps, num_training_steps=self.steps
         )
@@ -159,13 +112,13 @@ class Run:
         self.validation: DataLoader | None = None
         if "validation" in splits:
             batch_size = arguments.per_device_eval_batch_size
-            # Its own generator: evaluating draws nothing from what training draws from.
+            # With its own generator, so that an evaluation leaves training's random state unchanged.
             loader = DataLoader(
                 Numbered(splits["validation"]), batch_size=batch_size, collate_fn=task.collate, generator=torch.Generator()
             )
             self.validation = accelerator.prepare(loader)
         accelerator.register_for_checkpointing(self.progress, self.scheduler)
-        # Dropout is to differ between processes.
+        # Dropout differs between processes.
         set_seed(arguments.seed, device_specific=True)
         if arguments.with_tracking:
             shown = {
@@ -179,15 +132,12 @@ class Run:
             f"{arguments.gradient_accumulation_steps} accumulated)"
         )
 
-    def _bare(self, model: Any) -> Any:
-        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
-
     def _said(self) -> dict[str, Any]:
         said = {key: str(value) if isinstance(value, Path) else value for key, value in vars(self.arguments).items()}
         return {**said, "global_batch": self.global_batch, "steps": self.steps}
 
     def resume(self) -> None:
-        """Go on from the checkpoint that is asked for. Raises SystemExit where the run would be another one."""
+        """Load the checkpoint of --resume_from_checkpoint. Raises SystemExit where other flags would change the results."""
         chosen = self.arguments.resume_from_checkpoint
         if not chosen:
             return
@@ -234,7 +184,7 @@ class Run:
             self._evaluate(self.validation)
 
     def _windows(self) -> Iterator[list[Any]]:
-        """The batches of this process that make a step, step after step."""
+        """For each step, the batches of this process."""
         size, processes = self.arguments.per_device_train_batch_size, self.accelerator.num_processes
         mine, window = [], []
         first = self.progress.step * self.global_batch
@@ -256,17 +206,17 @@ class Run:
         for batch, mine in zip(window, items[:, 0].tolist(), strict=True):
             batch = send_to_device(batch, accelerator.device)
             with accelerator.accumulate(self.model):
-                # Where there is no item, its mean is NaN.
+                # The mean over no item is NaN.
                 loss = task.loss(self.model, batch, progress.step + 1)
                 share = (loss if mine else loss.nan_to_num()) * (mine / max(all_items, 1))
                 total += share.detach()
-                # Accelerate takes the mean over accumulated batches, and DDP that over processes; ours are shares.
+                # Accelerate averages over accumulated batches, and DDP over processes; shares have to be summed.
                 accelerator.backward(share * (accelerator.num_processes * len(window)))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-        if not accelerator.optimizer_step_was_skipped:  # by fp16, where its scale was too large
+        if not accelerator.optimizer_step_was_skipped:  # by fp16's gradient scaler
             self.scheduler.step()
         loss = accelerator.reduce(total, reduction="sum").item()
         if not math.isfinite(loss):
@@ -295,7 +245,7 @@ class Run:
 
     @torch.no_grad()
     def _evaluate(self, validation: DataLoader) -> None:
-        """Measure, and keep the model if it is the best so far and the best is asked for."""
+        """Evaluate, and save the model if it is the best so far and the best is to be kept."""
         progress, task = self.progress, self.task
         self.model.eval()
         metrics = {"step": progress.step, **task.evaluate(self.accelerator, self.model, validation)}
@@ -311,21 +261,25 @@ class Run:
         progress.without_gain = 0 if better else progress.without_gain + 1
         shown = ", ".join(f"{key.removeprefix('eval_')} {value:.4f}" for key, value in metrics.items() if key != "step")
         self.accelerator.print(f"step {progress.step}: {shown}")
-        if not self._keeps_best():
+        if not self.keeps_best():
             progress.best = metrics
         elif better:
             self._check_weights()
             progress.best, progress.best_step = metrics, progress.step
-            checkpoints.write(
-                self.accelerator, self.output_dir / f"best_{progress.step}", self._save_model, {"step": progress.step}
-            )
+            checkpoints.write(self.accelerator, self.best_folder(), self._save_model, {"step": progress.step})
             self._prune()
 
-    def _keeps_best(self) -> bool:
+    def keeps_best(self) -> bool:
         return self.arguments.load_best_model_at_end or bool(self.arguments.early_stopping_patience)
 
+    def best_folder(self) -> Path:
+        return self.output_dir / f"best_{self.progress.best_step}"
+
+    def _save_model(self, folder: Path) -> None:
+        output.save_model(self.accelerator, self.model, self.tokenizer, folder)
+
     def _checkpoint(self) -> None:
-        """Write all that going on needs."""
+        """Write all that resuming needs."""
         self._check_weights()
         progress = self.progress
         epoch = self.arguments.checkpointing_steps == "epoch"
@@ -341,22 +295,8 @@ class Run:
             checkpoints.prune(self.output_dir, self.arguments.keep_last, self.progress.best_step)
         self.accelerator.wait_for_everyone()
 
-    def _save_model(self, folder: Path) -> None:
-        """The model and its tokenizer, as AutoModel and AutoTokenizer read them."""
-        model, tokenizer = self._bare(self.model), self.tokenizer
-        weights = self.accelerator.get_state_dict(self.model)
-        weights = {name.replace("_orig_mod.", ""): weight for name, weight in weights.items()}  # torch.compile's
-        if not self.accelerator.is_main_process:
-            return
-        model.save_pretrained(folder, state_dict=weights)
-        if tokenizer.is_fast:
-            # Else the last cut would stay in tokenizer.json.
-            tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.model_max_length = hf_posenc.inspect(model).max_length or VERY_LARGE_INTEGER
-        tokenizer.save_pretrained(folder)
-
     def figures(self) -> dict[str, Any]:
-        """What a record says of the run itself."""
+        """The part of a record that is about the run itself."""
         progress = self.progress
         return {
             "steps": progress.step,
@@ -370,34 +310,3 @@ class Run:
             "losses": progress.losses,
             "evaluations": progress.evaluations,
         }
-
-    def finish(self, record: dict[str, Any], name: str) -> None:
-        """Put the best or last model and the record at the root of --output_dir, and push it if that is asked for."""
-        accelerator, arguments = self.accelerator, self.arguments
-        best = self.output_dir / f"best_{self.progress.best_step}"
-
-        def fill(folder: Path) -> None:
-            if not self._keeps_best():
-                self._save_model(folder)
-            elif accelerator.is_main_process:
-                shutil.copytree(best, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(checkpoints.MANIFEST))
-            if accelerator.is_main_process:
-                (folder / f"{name}.json").write_text(json.dumps(record, indent=2))
-                evaluation.write(folder, evaluation.of_training(record, self.kind.__name__))
-
-        checkpoints.replace(accelerator, self.output_dir, fill, last=f"{name}.json")
-        speed = f"{record['tokens_per_second']:,} tokens per second" if record["tokens_per_second"] else "done before"
-        accelerator.print(f"{record['steps']} steps in {record['seconds']} s ({speed})")
-        accelerator.print(f"model, tokenizer and {name}.json: {self.output_dir}")
-        if accelerator.is_main_process and arguments.push_to_hub:
-            private = True if arguments.hub_private_repo else None
-            finished = self.kind.from_pretrained(self.output_dir)
-            hf_posenc.push_to_hub(
-                finished,
-                arguments.hub_model_id,
-                tokenizer=self.tokenizer,
-                evaluation=self.output_dir / evaluation.FILE,
-                figures=sorted(self.output_dir.glob("*.png")),
-                private=private,
-                save_directory=self.output_dir / "to_push" if is_offline_mode() else None,
-            )

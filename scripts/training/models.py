@@ -1,11 +1,13 @@
-"""Models and tokenizers as the flags ask for them."""
+"""Models and tokenizers, loaded as the flags say."""
 
 import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 import hf_posenc
@@ -13,7 +15,7 @@ from training.flags import DEFAULT_MAX_LENGTH
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer that can pad. Raises SystemExit without one."""
+    """The tokenizer, with a padding token. Raises SystemExit if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -28,16 +30,16 @@ def load_tokenizer(name: str) -> Any:
 def load_model(
     arguments: argparse.Namespace, kind: Any, tokenizer: Any, adapt: Callable[[Any], None] = lambda config: None
 ) -> PreTrainedModel:
-    """The model, its config adapted first, patched if that is asked for. Raises SystemExit for what can't be combined."""
+    """The model, patched with --position_encoding; `adapt` changes its config first. Raises SystemExit for bad combinations."""
     chosen, name = arguments.position_encoding, arguments.model_name_or_path
     try:
-        # A config that has an encoding already says here whether it is this one; a stock config doesn't know the key.
+        # The config of a patched model refuses another encoding here; a stock config ignores the key.
         config = AutoConfig.from_pretrained(name, **({"position_encoding": chosen} if chosen else {}))
         adapt(config)
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id
-        # float32 whatever the file has: half-precision weights lose small updates (--mixed_precision computes in half
-        # precision and updates in full).
+        # Always float32: half-precision weights lose small updates (--mixed_precision computes in half precision and
+        # updates in full).
         if getattr(arguments, "from_scratch", False):
             model = kind.from_config(config, dtype=torch.float32)
             new = list(model.parameters())
@@ -61,7 +63,7 @@ def load_model(
 
 
 def train_positions_only(model: PreTrainedModel, new: list[Tensor]) -> None:
-    """Freeze all but the encoding, and what the checkpoint had no weights for, such as a new classifier."""
+    """Freeze all parameters but those of the encoding and the `new` ones, such as a new classifier's."""
     encoding = [parameter for name, parameter in model.named_parameters() if "posenc." in name]
     if not encoding:
         raise SystemExit(
@@ -71,6 +73,20 @@ def train_positions_only(model: PreTrainedModel, new: list[Tensor]) -> None:
     trained = {id(parameter) for parameter in (*encoding, *new)}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
+
+
+def shard(accelerator: Accelerator, model: PreTrainedModel) -> None:
+    """Shard a model's layers, then the rest of it (FSDP2). Accelerate's own wrapping fails with tied biases, as BERT has."""
+    plugin = accelerator.state.fsdp_plugin
+    how = {
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "offload_policy": plugin.cpu_offload,
+        "reshard_after_forward": plugin.reshard_after_forward,
+    }
+    for layers in [module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList)]:
+        for layer in layers:
+            fully_shard(layer, **how)
+    fully_shard(model, **how)
 
 
 def text_length(max_length: int | None, model: PreTrainedModel, tokenizer: Any) -> int:

@@ -1,4 +1,4 @@
-"""What the tasks of finetune.py share."""
+"""The base class of the tasks of finetune.py."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -7,17 +7,17 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from training import loop
 from training.data import Row, load_splits, mapped
+from training.task import Task
 
 
-class Supervised(loop.Task):
-    """A task with a head of its own; rows are checked where it is made."""
+class Supervised(Task):
+    """A task with a head of its own. The rows are checked on construction."""
 
     kind: Any
-    """The Auto class."""
+    """The Auto class of the model."""
     flags: tuple[str, ...]
-    """What can be given for this task, and not for all others."""
+    """Flags that only some tasks have, this one among them."""
     greater_is_better = True
 
     def __init__(self, accelerator: Accelerator, arguments: argparse.Namespace, tokenizer: Any) -> None:
@@ -25,25 +25,26 @@ class Supervised(loop.Task):
         self.splits = load_splits(accelerator, arguments)
 
     def checked(self, accelerator: Accelerator) -> Iterator[tuple[str, str, Row]]:
-        """All rows, with the name of their split and words for where they are."""
+        """All rows as (name of the split, description of the row's place for errors, row)."""
         for name, split in self.splits.items():
             bar = tqdm(split, desc=f"reading the {name} rows", leave=False, disable=not accelerator.is_main_process)
             for number, row in enumerate(bar, start=1):
                 yield name, f"row {number} of the {name} data", row
 
     def adapt(self, config: Any) -> None:
-        """Tell the model's config what the rows have."""
+        """Adapt the model's config to the rows."""
 
     def prepare(self, accelerator: Accelerator, length: int, usable: int | None) -> dict[str, Any]:
-        """The splits as rows that collate takes, of at most `length` tokens."""
+        """The splits as rows for `collate`, of at most `length` tokens."""
         return {name: mapped(accelerator, split, self.encoder(length), name) for name, split in self.splits.items()}
 
     def encoder(self, length: int) -> Callable[[Row], Row]:
-        """What makes these rows of a batch of the splits' rows. It holds no more than it needs: by what it holds, the rows
-        that it made before are found again."""
+        """The function that encodes a batch of rows. It refers only to what it needs, since `datasets` finds cached rows by a
+        hash of the function and all that it refers to."""
         raise NotImplementedError
 
 
 def check_fast(tokenizer: Any) -> None:
+    """Raises SystemExit for a tokenizer that has no offsets."""
     if not tokenizer.is_fast:
         raise SystemExit(f"{type(tokenizer).__name__} can't tell where its tokens lie in a text: take a fast tokenizer")

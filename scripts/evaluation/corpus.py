@@ -1,9 +1,9 @@
 """Text that every Python installation has: the documentation of its standard library, read from the sources.
 
-Evaluation: a module's one-line summary (the query) is to find its documentation. Training: the texts of all other modules,
-and the topics of `help()`. Nothing is imported or run; the sources are parsed.
+In evaluation, a module's one-line summary (the query) should retrieve its documentation. For training there are the texts of
+all other modules, and the topics of `help()`. The sources are parsed, not imported.
 
-    python scripts/corpus.py            # what there is, and how much
+    python scripts/evaluation/corpus.py            # prints how much text there is, with samples
 """
 
 import ast
@@ -22,12 +22,12 @@ MIN_WORDS = 150
 MIN_QUERY_WORDS = 4
 TOPICS = "pydoc_data.topics"
 NEAR_COPY = 0.6
-"""A sentence that shares this part of the query's words (or of its own, with the query) is a copy of it."""
+"""A sentence is a copy of the query if it contains this part of its words, or if this part of its words is in the query."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module's dotted name, its one-line summary, and its documentation without what would give it away."""
+    """A module's dotted name, its one-line summary, and its documentation without copies of the summary."""
 
     name: str
     summary: str
@@ -35,7 +35,7 @@ class Module:
 
 
 def modules(progress: bool = True) -> list[Module]:
-    """All modules of the standard library with any documentation, by name; the summary of some is empty."""
+    """All documented modules of the standard library, sorted by path; some summaries are empty."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(root.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(root).parts)]
     found = (
@@ -47,8 +47,8 @@ def modules(progress: bool = True) -> list[Module]:
 
 @functools.cache
 def split(progress: bool = True) -> tuple[list[Module], list[str]]:
-    """(modules to evaluate with, training texts). Disjoint by module, and by sentence: no training text has a
-    sentence of eight words or more in common with an evaluation document or query."""
+    """(modules to evaluate with, training texts), disjoint by module and by sentence: no training text shares a sentence of
+    eight words or more with an evaluation document or query."""
     candidates = modules(progress)
     summaries: dict[str, int] = {}
     for module in candidates:
@@ -62,7 +62,7 @@ def split(progress: bool = True) -> tuple[list[Module], list[str]]:
         and module.name != TOPICS
         and summaries[_plain(module.summary)] == 1
     ]
-    # Spread over the alphabet rather than its beginning.
+    # Spread over the alphabet.
     step = max(1.0, len(long) / EVALUATION_MODULES)
     evaluation = [long[int(i * step)] for i in range(min(EVALUATION_MODULES, len(long)))]
     names = {module.name for module in evaluation}
@@ -93,7 +93,7 @@ def without_leaks(document: str, name: str, summary: str) -> str:
 def _read(path: Path, root: Path) -> Module | None:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError, ValueError):  # sources that are broken on purpose, for lib2to3's tests
+    except (SyntaxError, UnicodeDecodeError, ValueError):  # sources that are broken on purpose, for tests
         return None
     name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     docstring = ast.get_docstring(tree) or ""
@@ -101,7 +101,7 @@ def _read(path: Path, root: Path) -> Module | None:
         strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         return Module(name, "", "\n\n".join(strings))
     summary, _, rest = docstring.strip().partition("\n")
-    # "name -- what it does" and "name: what it does" are about the second half.
+    # Of "name -- what it does" and "name: what it does", the summary is the second half.
     last = re.escape(name.rpartition(".")[2])
     summary = re.sub(
         rf"^\s*(the\s+)?({re.escape(name)}|{last})(\.py)?\s*(--?|:|–)\s*", "", summary, flags=re.IGNORECASE
@@ -136,7 +136,7 @@ def _sentence_keys(text: str) -> set[str]:
 
 
 def _passages(sentences: list[str], words: int = 200) -> list[str]:
-    """Sentences in order, joined to passages of about this many words."""
+    """Sentences, in order, joined into passages of about this many words."""
     passages, current, count = [], [], 0
     for sentence in sentences:
         current.append(sentence)

@@ -1,4 +1,4 @@
-"""Labels of texts and of words: tasks of finetune.py."""
+"""Classification of texts and of words: tasks of finetune.py."""
 
 import argparse
 from collections import Counter
@@ -19,13 +19,13 @@ from transformers import (
     DataCollatorWithPadding,
 )
 
+from tasks.supervised import Supervised, check_fast
 from training.data import Cut, Row, Rows, check_columns, warn_of_length
-from training.loop import token_losses
-from training.supervised import Supervised, check_fast
+from training.task import token_losses
 
 
 class Labelled(Supervised):
-    """A task whose rows have a label, or as many as words."""
+    """A task whose rows have one label, or one per word."""
 
     flags = ("text_column", "label_column")
     best_by = "eval_macro_f1"
@@ -38,7 +38,7 @@ class Labelled(Supervised):
         self.pad = (DataCollatorForTokenClassification if self.of_words else DataCollatorWithPadding)(tokenizer)
 
     def check(self, text: Any, label: Any, where: str) -> list[Any]:
-        """The row's labels. Raises SystemExit for what is no text or no label."""
+        """The row's labels. Raises SystemExit for a bad text or label."""
         if text is not None and not isinstance(text, str):
             raise SystemExit(f"`{self.arguments.text_column}` is to hold strings, but {where} has {text!r}")
         if not text or not text.strip():
@@ -55,7 +55,7 @@ class Labelled(Supervised):
     def _labels(self, accelerator: Accelerator) -> list[Any]:
         """All labels of the training rows, sorted.
 
-        Raises SystemExit for less than two of them, and for validation labels that the training rows don't have.
+        Raises SystemExit if there are fewer than two, or if a validation label is none of them.
         """
         seen: dict[str, set[Any]] = {name: set() for name in self.splits}
         for name, where, row in self.checked(accelerator):
@@ -69,11 +69,11 @@ class Labelled(Supervised):
 
     def _shown(self, label: Any) -> str:
         feature = (self.splits["train"].features or {}).get(self.arguments.label_column)
-        feature = getattr(feature, "feature", feature)  # a list's own
+        feature = getattr(feature, "feature", feature)  # the feature of a list's items
         return feature.int2str(label) if isinstance(feature, ClassLabel) else str(label)
 
     def adapt(self, config: Any) -> None:
-        """Name the labels. A model trained on the same ones keeps its order; raises SystemExit for another number."""
+        """Name the labels, in the order of a model trained on the same ones. Raises SystemExit if it has another number."""
         labels = {self._shown(label): label for label in self.ids}
         head = self.kind.__name__.removeprefix("AutoModel")
         if any(name.endswith(head) for name in config.architectures or ()):
@@ -103,7 +103,7 @@ class Labelled(Supervised):
         return self.pad([{"input_ids": row["input_ids"], "labels": row["labels"]} for _, row in rows])
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
-        """Accuracy and macro-F1, with the share of the most frequent label beside them, and the mean loss of a label."""
+        """Accuracy, macro-F1, the mean loss of a label, and the share of the most frequent label for comparison."""
         predicted: list[int] = []
         expected: list[int] = []
         losses = 0.0
@@ -132,7 +132,7 @@ class SequenceClassification(Labelled):
 
 
 class TokenClassification(Labelled):
-    """A word's label is asked for at its first token; words that are cut off, or have no token, are left out."""
+    """A word's label is predicted at its first token; words that are cut off, or have no token, are ignored."""
 
     kind = AutoModelForTokenClassification
     of_words = True
@@ -159,6 +159,7 @@ class TokenClassification(Labelled):
 
 
 def encoded_texts(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict[Any, int], length: int) -> Row:
+    """Token ids cut to `length`, the lengths before, and labels by number; `columns` are those of texts and labels."""
     texts, labels = (rows[column] for column in columns)
     whole, cut = tokenizer(texts, verbose=False).input_ids, Cut(tokenizer)
     return {
@@ -169,7 +170,7 @@ def encoded_texts(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict
 
 
 def encoded_words(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict[Any, int], length: int) -> Row:
-    """The same for words, joined by blanks as they are in texts that the model was trained on and will be used for."""
+    """`encoded_texts` for words, joined by blanks as in the texts that the model was pretrained on and will be used for."""
     words, labels = ([separated(each) for each in rows[column]] for column in columns)
     whole, cut = tokenizer([" ".join(each) for each in words], return_offsets_mapping=True, verbose=False), Cut(tokenizer)
     made: Row = {"input_ids": [], "length": [], "labels": []}
@@ -185,12 +186,12 @@ def encoded_words(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict
 
 
 def separated(words: Any) -> list[Any]:
-    """Words or labels as a list; of a string, what blanks separate."""
+    """Words or labels as a list; a string is split at blanks."""
     return words.split() if isinstance(words, str) else words if isinstance(words, list) else [words]
 
 
 def first_tokens(words: list[str], offsets: list[tuple[int, int]]) -> Iterator[int | None]:
-    """The first token of each word; None for words without. `offsets` are the tokens' characters in the joined words."""
+    """The first token of each word; None for words without tokens. `offsets` are characters of the joined words."""
     begin = token = 0
     for word in words:
         while token < len(offsets) and offsets[token][1] <= begin:

@@ -1,17 +1,18 @@
-"""What was measured of a model, as evaluation.json beside it, which its card and hf_posenc.push_to_hub read.
+"""Records as JSON, and evaluation.json, which a model's card and hf_posenc.push_to_hub read.
 
-The figures come from the records that the scripts write; here they are only put in that order.
+The scripts write records; the functions `of_…` rearrange their figures as results of evaluation.json.
 """
 
 import json
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 FILE = "evaluation.json"
 LIBRARY = "Python standard library documentation"
-"""What corpus.py finds."""
+"""The name of the texts of corpus.py."""
 TASKS = {
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
@@ -20,31 +21,35 @@ TASKS = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
 }
-"""What the name of a model's class ends with -> the Hub's name of its task."""
+"""End of a model class's name -> the Hub's name of its task."""
 NO_METRICS = ("eval_samples", "eval_majority_share")
 
 Record = dict[str, Any]
 
 
-def write(folder: Path, evaluation: Record) -> None:
-    (folder / FILE).write_text(json.dumps(evaluation, indent=2) + "\n", encoding="utf-8")
+def as_text(record: Any) -> str:
+    """A record as JSON; dataclasses become objects."""
+    return json.dumps(record, indent=2, default=asdict) + "\n"
 
 
-def read(folder: Path) -> Record:
-    """What is there of a model, if anything."""
-    file = folder / FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+def write(file: Path, record: Any) -> None:
+    file.write_text(as_text(record), encoding="utf-8")
+
+
+def read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def add(folder: Path, results: list[Record]) -> None:
-    """Put results among those of a model's folder; one that was there for the same is replaced."""
-    before = read(folder)
+    """Add results to evaluation.json in a model's folder. A result with the same key is replaced."""
+    file = folder / FILE
+    before = read(file) if file.exists() else {}
     together = {key(result): result for result in [*before.get("results", []), *results]}
-    write(folder, {**before, "results": list(together.values())})
+    write(file, {**before, "results": list(together.values())})
 
 
 def key(result: Record) -> tuple[Any, ...]:
-    """What tells a result from the others."""
+    """What identifies a result."""
     return (*(result[name] for name in ("model", "task", "metric", "length")), *sorted(result["dataset"].items()))
 
 
@@ -54,7 +59,7 @@ def command(*arguments: str) -> str:
 
 
 def of_training(record: Record, class_name: str) -> Record:
-    """What a training script's record tells of the model that it finished with."""
+    """The evaluation.json of the model that a training run finished with."""
     task = next((task for end, task in TASKS.items() if class_name.endswith(end)), "feature-extraction")
     trained, validated = _datasets(record["arguments"])
     about = {"task": task, "dataset": validated, "length": record.get("max_length"), "count": record.get("eval_samples")}
@@ -70,7 +75,7 @@ def of_training(record: Record, class_name: str) -> Record:
 
 
 def _datasets(arguments: Record) -> tuple[Record, Record]:
-    """The data trained on and validated with, by name."""
+    """The training and the validation data, by name."""
     if name := arguments.get("dataset_name"):
         known = {} if Path(name).exists() else {"id": name}
         trained = {"name": Path(name).name, **known, "config": arguments.get("dataset_config_name")}
@@ -81,13 +86,13 @@ def _datasets(arguments: Record) -> tuple[Record, Record]:
 
 
 def of_demo(record: Record) -> list[Record]:
-    """demo.py's record: retrieval over all modules, and over long documents by length."""
+    """The results of demo.py: retrieval over all modules, and over long documents by length."""
     short = {record["max_seq_length"]: record["scores"]}
     return [*_retrieval("a summary finds its module", short, "distilled"), *_long_documents(record["long"], "distilled")]
 
 
 def of_lengths(record: Record, this: str) -> list[Record]:
-    """eval_length.py's record, for one of the models in it."""
+    """The results of eval_length.py; `this` is the model whose evaluation.json they go to."""
     scores, candidates = record["scores"], record["settings"]["candidates"]
     return [
         *_long_documents(scores["retrieval"], this),
@@ -104,7 +109,7 @@ def _retrieval(kind: str, by_length: Record, this: str) -> list[Record]:
     return [
         {
             "model": model,
-            # A model that ends before a text does is used so.
+            # A model whose length is limited is used with truncation.
             "this": model == this or model.startswith(f"{this}, truncated at "),
             "task": "text-retrieval",
             "dataset": {"name": LIBRARY, "config": kind},
@@ -121,7 +126,7 @@ def _retrieval(kind: str, by_length: Record, this: str) -> list[Record]:
 
 
 def of_seeds(record: Record, this: str, dataset: Record, length: int | None) -> list[Record]:
-    """seeds.py's record, for one of the models in it: means over seeds with Student's intervals."""
+    """The results of seeds.py, means over seeds with Student's intervals; `this` is the model they go to."""
     return [
         {
             "model": model,

@@ -1,4 +1,4 @@
-"""Answers that are a part of a given context: a task of finetune.py."""
+"""Extractive question answering: a task of finetune.py."""
 
 import argparse
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding
 
+from tasks.supervised import Supervised, check_fast
 from training.data import Row, Rows, check_columns
-from training.supervised import Supervised, check_fast
 
 
 class QuestionAnswering(Supervised):
-    """Find the answer's first and last token in the context, which is cut to overlapping pieces where it is long.
+    """Find the answer's first and last token in the context, which is divided into overlapping pieces if it is long.
 
-    A piece that lacks a part of the answer is trained to have none, which its first token stands for. Of several answers
-    the first is trained on, and the nearest measured.
+    A piece without all of the answer is trained to point at its first token, which means "no answer". If there are several
+    answers, the first is trained on, and the prediction is measured against the nearest.
     """
 
     kind = AutoModelForQuestionAnswering
@@ -74,8 +74,8 @@ class QuestionAnswering(Supervised):
         return batch
 
     def scores(self, model: torch.nn.Module, batch: Any) -> Tensor:
-        """`[B, L, 2]`, of each token to be the answer's first and to be its last. Padding is no choice, else the loss would
-        depend on what else is in a batch."""
+        """`[B, L, 2]`: how likely each token is the answer's first, and its last. Padding has -inf, so that the loss doesn't
+        depend on the other rows of a batch."""
         named = ("input_ids", "attention_mask", "token_type_ids")
         output = model(**{key: batch[key] for key in named if key in batch})
         scores = torch.stack((output.start_logits, output.end_logits), dim=2).float()
@@ -85,7 +85,7 @@ class QuestionAnswering(Supervised):
         return F.cross_entropy(self.scores(model, batch), batch["labels"])
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
-        """Exact match and F1 of the answers, as SQuAD has them, out of 1, and the mean loss of a piece."""
+        """SQuAD's exact match and F1, from 0 to 1, and the mean loss of a piece."""
         pieces: dict[int, list[Any]] = {}
         losses: list[float] = []
         for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
@@ -111,7 +111,7 @@ class QuestionAnswering(Supervised):
         }
 
     def _answer(self, number: int, pieces: list[Any]) -> str:
-        """The best answer of an example's pieces; none where all of them rather have none."""
+        """The best answer of an example's pieces; empty if every piece scores "no answer" higher."""
         score, begin, end, _ = max(pieces)
         if self.unanswerable and min(none for *_, none in pieces) > score:
             return ""
@@ -119,7 +119,7 @@ class QuestionAnswering(Supervised):
 
 
 def check(row: Row, where: str) -> None:
-    """Raises SystemExit for a row that is no question with its context and answers."""
+    """Raises SystemExit for a row whose question, context or answers are invalid."""
     question, context, answers = row["question"], row["context"], row["answers"]
     if not all(isinstance(text, str) and text.strip() for text in (question, context)):
         raise SystemExit(f"{where} has the question {question!r} and the context {context!r}: both are to be texts")
@@ -132,7 +132,7 @@ def check(row: Row, where: str) -> None:
 
 
 def encoded(rows: Row, tokenizer: Any, length: int, asked: int, stride: int) -> Row:
-    """Questions, cut to `asked` tokens, with pieces of their contexts, which share `stride` tokens."""
+    """Questions, cut to `asked` tokens, with pieces of their contexts that overlap by `stride` tokens."""
     questions = tokenizer(rows["question"], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
     ends = [max((end for _, end in offsets[:asked]), default=0) for offsets in questions.offset_mapping]
     pairs = tokenizer(
@@ -158,7 +158,7 @@ def encoded(rows: Row, tokenizer: Any, length: int, asked: int, stride: int) -> 
 
 
 def answer_tokens(answers: Row, places: list[list[int]]) -> list[int]:
-    """The first and last token of the first answer; 0, 0 where this piece doesn't have all of it."""
+    """The first and last token of the first answer; [0, 0] if the piece doesn't contain all of it."""
     if not answers["text"]:
         return [0, 0]
     begin = answers["answer_start"][0]

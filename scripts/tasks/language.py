@@ -1,4 +1,4 @@
-"""What train_mlm.py and train_clm.py share."""
+"""Language modelling: the parts common to train_mlm.py and train_clm.py."""
 
 import argparse
 import math
@@ -12,8 +12,9 @@ from tqdm.auto import tqdm
 import hf_posenc
 from training.data import check_texts, load_splits, tokenized
 from training.flags import MAX_LENGTH_HELP, argument_parser, at_least
-from training.loop import Task, token_losses, train
+from training.loop import train
 from training.models import load_model, text_length
+from training.task import Task, token_losses
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -26,16 +27,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 class LanguageModeling(Task):
-    """Predict tokens; `labels` are -100 where none is asked for."""
+    """Predict tokens; `labels` are -100 where none is to be predicted."""
 
     shift = 0
-    """1 where logits are about the next token."""
+    """1 if logits predict the next token."""
 
     def items(self, batch: Any) -> int:
         return int((batch["labels"][:, self.shift :] != -100).sum())
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
-        """The mean loss of a token, its perplexity, and how many tokens are predicted right."""
+        """The mean loss of a token, its perplexity, and the share of tokens that are predicted right."""
         sums = torch.zeros(3, dtype=torch.float64)
         for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
             logits = model(**batch).logits[:, : batch["labels"].shape[1] - self.shift]
@@ -55,7 +56,7 @@ class LanguageModeling(Task):
 
 
 def run(accelerator: Accelerator, arguments: argparse.Namespace, task: LanguageModeling, kind: Any, tokenizer: Any) -> None:
-    """All of train_mlm.py and train_clm.py but their tasks."""
+    """Load, tokenize and train."""
     splits = check_texts(load_splits(accelerator, arguments), arguments.text_column)
     model = load_model(arguments, kind, tokenizer)
     length = text_length(arguments.max_length, model, tokenizer)

@@ -1,0 +1,1 @@
+"""How models are measured, and the records of what was measured."""

@@ -1,0 +1,1 @@
+"""What models are trained for: rows, losses and metrics of each task."""
