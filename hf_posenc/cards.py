@@ -80,7 +80,7 @@ def model_card(
         **metadata,
         library_name="transformers",
         pipeline_tag=TASKS[auto][1] if auto and model.main_input_name == "input_ids" else None,
-        tags=["hf-posenc", *report.encoding.split("+")],
+        tags=["hf-posenc", *dict.fromkeys(report.encoding.split("+"))],
         datasets=[dataset["id"] for dataset in measured["training"]["datasets"] if dataset["id"]] or None,
         metrics=list(dict.fromkeys(result["metric"] for result in own)) or None,
         model_name=name if own else None,
@@ -148,13 +148,15 @@ def _remote_auto_class(model: PreTrainedModel) -> str | None:
 
 
 def _positions(model: PreTrainedModel, report: Report) -> list[str]:
-    lines, encodings = [], {name: encoding_class(name) for name in report.encoding.split("+")}
+    lines, encodings = [], encoding_class(report.encoding).component_classes()
     for name, encoding in encodings.items():
         options = report.options if len(encodings) == 1 else report.options.get(name, {})
         said = [f"`{key}={value!r}`" for key, value in options.items()] + [f"<{paper}>" for paper in encoding.paper]
-        if user_classes(name):
+        if user_classes(encoding.type):
             there = " with the package; the code that comes with the model has it" if _remote_auto_class(model) else ""
             said.append(f"its class `{encoding.__name__}` is not part of hf-posenc: import or define it before loading{there}")
+        if name in report.layers:
+            said.append(f"in layers {', '.join(map(str, report.layers[name]))}")
         lines.append(f"- position encoding `{name}`" + (f": {', '.join(said)}" if said else ""))
     for verb, paths in report.enters.items():
         lines.append(f"- `{verb}` at `{paths[0]}`" + (f" and {len(paths) - 1} more" if paths[1:] else ""))

@@ -94,7 +94,7 @@ class PositionSpec:
             given, layers = _without_layers(given)
         else:
             layers = {}
-        chosen = canonical(given)
+        chosen = canonical(given, layered=layers)
         spec = cls(
             type=chosen["type"],
             options=options_of(chosen),

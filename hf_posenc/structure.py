@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_posenc import written_out
 from hf_posenc.encodings import Geometry
 from hf_posenc.sources import HostRefused, Source, signs_of_position
+from hf_posenc.sources.unclaimed import OTHER_SOURCES
 
 CROSS_ATTENTION = re.compile(r"(^|\.)(crossattention|encoder_attn|cross_attn|EncDecAttention)(\.|$)")
 LAYER = re.compile(r"((?:.*\.)?(\d+))\.[^.]+")
@@ -106,7 +107,7 @@ def find(stack: Any) -> Structure | None:
     modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(patched)}
     attentions = {name: module for name, module in modules.items() if _is_self_attention(name, module)}
     if not attentions:
-        if patched or not any(signs_of_position(stack, modules, claimed=())):
+        if patched or all(reason != OTHER_SOURCES for _, reason in signs_of_position(stack, modules, claimed=())):
             return None
         raise HostRefused(
             f"no attention of {type(stack).__name__} goes through Transformers' attention interface, so nothing can be rotated "

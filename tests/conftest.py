@@ -33,6 +33,16 @@ BERT = dict(
     max_position_embeddings=LENGTH,
     pad_token_id=0,
 )
+LLAMA = dict(BERT, num_key_value_heads=2, bos_token_id=1, eos_token_id=2)
+DECODER: dict[str, Any] = dict(
+    head="ForCausalLM",
+    causal=True,
+    tables=(),
+    layers="layers",
+    block="self_attn",
+    no_dropout={"attention_dropout": 0.0},
+)
+"""How decoders with rotary positions are laid out."""
 ROBERTA = dict(BERT, max_position_embeddings=LENGTH + 2, pad_token_id=1)
 
 
@@ -99,11 +109,21 @@ HOSTS = {
         one_layer={"n_layer": 1},
         no_dropout={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
+    "llama": Host("Llama", LLAMA, **DECODER),
+    "modernbert": Host(
+        "ModernBert",
+        dict(BERT, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2),
+        tables=(),
+        layers="layers",
+        block="attn",
+        no_dropout={"attention_dropout": 0.0, "mlp_dropout": 0.0, "embedding_dropout": 0.0},
+    ),
 }
 TABLED = [name for name, host in HOSTS.items() if host.tables]
 BIASED = [name for name, host in HOSTS.items() if host.biases]
 CAUSAL = [name for name, host in HOSTS.items() if host.causal]
 OFFSET = [name for name, host in HOSTS.items() if host.offset]
+ROTARY = [name for name, host in HOSTS.items() if not host.tables]
 WRITTEN_OUT = [name for name, host in HOSTS.items() if host.written_out]
 
 ENCODINGS = ("alibi", "counter", "learned", "none", "normalized", "relative", "rope", "shaw", "sinusoidal", "t5")
@@ -212,7 +232,18 @@ def patched(host, encoding, head="Model", seed=0, max_length=None, **changes):
 
 
 def as_itself(model, host, max_length=None):
-    """A stock model patched with its own positions: its table as a learned encoding, its relative biases as T5's."""
+    """A stock model patched with its own positions: its table as a learned encoding, its relative biases as T5's, its
+    rotation as rope's."""
+    if host in ROTARY:
+        parameters = model.config.rope_parameters
+        if "rope_theta" in parameters:
+            return hf_posenc.patch(model, "rope", theta=parameters["rope_theta"], max_length=max_length)
+        kinds = sorted(parameters)  # one rope for each type of layer
+        options = {"max_length": max_length}
+        for part, kind in zip(("rope", "rope_2"), kinds, strict=True):
+            options[f"{part}__theta"] = parameters[kind]["rope_theta"]
+            options[f"{part}__layers"] = [i for i, other in enumerate(model.config.layer_types) if other == kind]
+        return hf_posenc.patch(model, "rope+rope", **options)
     if not HOSTS[host].biases:
         return hf_posenc.patch(model, "learned", init="host", max_length=max_length)
     new = hf_posenc.patch(model, "learned+t5", learned__init="host", max_length=max_length)

@@ -7,7 +7,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
 from conftest import ENCODINGS, HOSTS, LOOSE, assert_close, backends, first, pairs, patched, stock, tokens
-from hf_posenc import attention
+from hf_posenc import attention, kernels
 from hf_posenc.encodings import PositionContext
 from oracles import ids_of, padded
 
@@ -115,7 +115,8 @@ def test_each_mask_gets_the_bias():
         consecutive=True,
     )
     every, some = torch.ones(1, 1, 5, 5, dtype=torch.bool), torch.eye(5, dtype=torch.bool)[None, None]
-    merged = [attention.biased_mask(module, states, states, mask, context, None) for mask in (every, some, every)]
+    acting = attention.acting(module, context)
+    merged = [kernels.biased_mask(acting, states, states, mask, context, False) for mask in (every, some, every)]
     assert merged[0] is merged[2] and (merged[0] > -10).all()
     assert torch.equal((merged[1] > -10), some.expand(1, 4, 5, 5))
 

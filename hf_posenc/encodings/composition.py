@@ -1,5 +1,6 @@
 """Several encodings in one model, as in "sinusoidal+alibi"."""
 
+import itertools
 import weakref
 from collections.abc import Collection
 from typing import Any, ClassVar
@@ -127,17 +128,20 @@ _CLASSES: weakref.WeakValueDictionary[str, type[PositionEncoding]] = weakref.Wea
 
 
 def composed(classes: list[type[PositionEncoding]], module: str) -> type[PositionEncoding]:
-    """The class of the composition of different encodings, in this order.
+    """The class of the composition of these encodings, in this order. A second "rope" is the part "rope_2".
 
     It is pickled by its name "a+b", which the `__getattr__` of the given module resolves.
     """
-    name = "+".join(cls.type for cls in classes)
-    known: Any = _CLASSES.get(name)
+    whole = "+".join(cls.type for cls in classes)
+    known: Any = _CLASSES.get(whole)
     # Running a notebook cell again replaces its class, and so the compositions of it.
     if known is None or list(known.parts.values()) != classes:
-        parts = {cls.type: cls for cls in classes}
-        body = {"__module__": module, "__doc__": Composition.__doc__, "type": name, "parts": parts}
-        known = _CLASSES[name] = type(name, (Composition,), body)
+        parts: dict[str, type[PositionEncoding]] = {}
+        for cls in classes:
+            names = itertools.chain([cls.type], (f"{cls.type}_{number}" for number in itertools.count(2)))
+            parts[next(name for name in names if name not in parts)] = cls
+        body = {"__module__": module, "__doc__": Composition.__doc__, "type": whole, "parts": parts}
+        known = _CLASSES[whole] = type(whole, (Composition,), body)
     return known
 
 

@@ -1,7 +1,7 @@
 """Registered encodings by name, and modules from configs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,12 +20,10 @@ def list_encodings() -> dict[str, type[PositionEncoding]]:
 def encoding_class(name: Any) -> type[PositionEncoding]:
     """The class registered under a name or alias, or of a composition `"a+b"`.
 
-    Raises ValueError for an unknown name, and for a composition that has the same encoding twice.
+    Raises ValueError for an unknown name.
     """
     if isinstance(name, str) and "+" in name:
         classes = [encoding_class(part) for part in name.split("+")]
-        if len(set(classes)) < len(classes):
-            raise ValueError(f"{shown(name)} has the same encoding twice: each part of a composition has a type of its own")
         return composed(classes, module=__name__)
     if not isinstance(name, str) or name not in PositionEncoding.registered:
         raise ValueError(
@@ -43,8 +41,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def canonical(encoding: Any) -> dict[str, Any]:
+def canonical(encoding: Any, layered: Collection[str] = ()) -> dict[str, Any]:
     """The canonical dict, all options written out, of an encoding given by name or as `{"type": name, **options}`.
+
+    layered: the parts that act in layers of their own; others may not have the same encoding.
 
     Raises ValueError for anything else, for unknown names, and for options which the encoding doesn't take.
     """
@@ -57,6 +57,13 @@ def canonical(encoding: Any) -> dict[str, Any]:
             f"names: {listed(list_encodings())}"
         )
     cls = encoding_class(encoding["type"])
+    parts = cls.component_classes()
+    repeated = [name for name, part in parts.items() if [*parts.values()].count(part) > 1]
+    if not {*repeated} <= {*layered}:
+        raise ValueError(
+            f"{shown(encoding['type'])} has the same encoding twice: each part of a composition has a type of its own, or "
+            f"layers of its own ({'=…, '.join(f'{name}__layers' for name in repeated[:4])}=…)"
+        )
     return {"type": cls.type, **cls.checked_options({**cls.preset(encoding["type"]), **options_of(encoding)})}
 
 

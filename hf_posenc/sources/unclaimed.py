@@ -8,6 +8,7 @@ from torch import nn
 
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
+OTHER_SOURCES = "other sources of position"
 PLACE_ON_A_PAGE = re.compile(r"[xyhw]_position_embeddings$")
 """LayoutLM's tables of box coordinates, which are an input of their own and know nothing of word order."""
 
@@ -19,12 +20,12 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
         if any(path == each or path.startswith(f"{each}.") for each in claimed) or PLACE_ON_A_PAGE.search(path):
             continue
         if path and WORDS & {*_words(name), *_words(type(module).__name__)}:
-            yield path, "other sources of position"
+            yield path, OTHER_SOURCES
         elif isinstance(module, nn.modules.conv._ConvNd) and any(size > 1 for size in module.kernel_size):
             yield path, "convolutions, which see the order of their inputs"
         for key in (*module._parameters, *(key for key in module._buffers if key != "position_ids")):
             if WORDS & {*_words(key)}:
-                yield f"{path}.{key}".lstrip("."), "other sources of position"
+                yield f"{path}.{key}".lstrip("."), OTHER_SOURCES
     if getattr(stack.config, "trigram_input", False):
         yield "config.trigram_input", "inputs joined to their neighbours"
 
