@@ -91,6 +91,11 @@ class Beginning:
                 raise ValueError(
                     f"position_ids have shape {tuple(ids.shape)}, but the input has {length} tokens: give each one"
                 )
+            if ids.ndim > 2:
+                raise ValueError(
+                    f"position_ids have shape {tuple(ids.shape)}, but this model's {stack.config.position_spec.type!r} encoding "
+                    "has one position for each token: give [batch, length]"
+                )
             ids = _from_zero(stack, ids.reshape(-1, length).long(), self.offset)
             start, consecutive = past - ids[:, :1], _rises_by_one(ids)
         context = PositionContext(

@@ -39,6 +39,8 @@ class PositionContext:
 
     def for_attention(self, scaling: float, layer: int | None = None) -> "PositionContext":
         """The context of the same forward pass for the attention of one layer; all share `computed`."""
+        if self.first_keys and layer is None:
+            raise RuntimeError("a cache with sliding windows needs attentions that know their layer (layer_idx)")
         first_key = self.first_keys[layer] if layer is not None and layer < len(self.first_keys) else 0
         return replace(self, scaling=scaling, first_key=first_key)
 

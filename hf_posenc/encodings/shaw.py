@@ -46,8 +46,10 @@ class Shaw(
         nn.init.normal_(self.weight, std=0.02)
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        wanted = (self.type, self.max_distance, key.shape[2], context.first_key)
-        index = context.cached(wanted, lambda: self._index(key.shape[2], context))
+        if context.first_keys:  # layers may hold different keys
+            index = self._index(key.shape[2], context)
+        else:
+            index = context.cached((self.type, self.max_distance, "index"), lambda: self._index(key.shape[2], context))
         bias = self._products(query, index)
         if self.terms == "keys+queries":
             bias = bias + self._products(key, index.transpose(1, 2)).transpose(2, 3)
