@@ -96,7 +96,12 @@ HOSTS = {
     "ernie": Host("Ernie", BERT),
     "data2vec-text": Host("Data2VecText", ROBERTA, offset=2),
     "megatron-bert": Host("MegatronBert", BERT, written_out=True, recomputes=False),
-    "rembert": Host("RemBert", dict(BERT, input_embedding_size=16, output_embedding_size=16), written_out=True),
+    "rembert": Host(
+        "RemBert",
+        dict(BERT, input_embedding_size=16, output_embedding_size=16, bos_token_id=1, eos_token_id=2),
+        written_out=True,
+        recomputes=False,
+    ),
     "layoutlm": Host("LayoutLM", dict(BERT, max_2d_position_embeddings=16)),
     "gpt2": Host(
         "GPT2",
@@ -133,15 +138,15 @@ VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi"
 """Every encoding, and compositions of several."""
 
 
-def pairs(*more, hosts=HOSTS, encodings=VARIANTS, once=False):
+def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=False):
     """Hosts × encodings as parameters of a test, of which `make test` runs a part and the others are slow.
 
-    The part: every encoding on BERT and GPT-2; every host with one encoding for each way to act and those in `more`,
+    The part: every encoding on the hosts in `on`; every host with one encoding for each way to act and those in `more`,
     or, with `once`, with all of these ways in one composition.
     """
     everywhere = (ALL_WAYS,) if once else (*ALL_WAYS.split("+"), *more)
     return [
-        pytest.param(host, encoding, marks=() if host in ("bert", "gpt2") or encoding in everywhere else pytest.mark.slow)
+        pytest.param(host, encoding, marks=() if host in on or encoding in everywhere else pytest.mark.slow)
         for host in hosts
         for encoding in encodings
     ]

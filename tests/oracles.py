@@ -72,6 +72,8 @@ def adding(model, host, inject, vectors):
         return (args[0] + vectors["now"], *args[1:])
 
     def after(module, args, output):
+        if isinstance(output, torch.Tensor):
+            return output + vectors["now"]
         return (output[0] + vectors["now"], *output[1:])
 
     for layer in model.get_submodule(HOSTS[host].layers):

@@ -45,7 +45,7 @@ def test_half_precision(host, encoding):
         assert first(patched(host, encoding)(tokens())).isfinite().all()
 
 
-@pairs_once
+@pytest.mark.parametrize(("host", "encoding"), pairs(on=("bert",), once=True))
 def test_compiles_as_one_graph(host, encoding):
     model = patched(host, encoding)
     torch._dynamo.reset()
