@@ -82,6 +82,7 @@ COUNT = """
 from accelerate import Accelerator
 accelerator = Accelerator()
 print(f"<{accelerator.num_processes} {accelerator.device.type} {accelerator.process_index}>", flush=True)
+accelerator.wait_for_everyone()  # a process that ends earlier breaks the connections of the others
 accelerator.end_training()
 """
 

@@ -1,1 +1,1 @@
-"""How models are measured, and the records of what was measured."""
+"""Retrieval, the texts for it, and records of measurements."""

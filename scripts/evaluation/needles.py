@@ -76,7 +76,7 @@ def needles(
 
 
 def seen(tokenizer: Any) -> int:
-    """How many tokens of a text a model of BOUNDARY tokens sees, special ones excluded."""
+    """The number of a text's own tokens that a model of BOUNDARY tokens sees."""
     return BOUNDARY - tokenizer.num_special_tokens_to_add()
 
 

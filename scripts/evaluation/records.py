@@ -49,7 +49,7 @@ def add(folder: Path, results: list[Record]) -> None:
 
 
 def key(result: Record) -> tuple[Any, ...]:
-    """What identifies a result."""
+    """The values that identify a result."""
     return (*(result[name] for name in ("model", "task", "metric", "length")), *sorted(result["dataset"].items()))
 
 

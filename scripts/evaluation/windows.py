@@ -55,7 +55,7 @@ def embed_chunks(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str], w
 
 
 def methods(name: str, model: PreTrainedModel, tokenizer: Any, length: int, longest: int) -> list[Method]:
-    """How a model is used at a length: as it is, or truncated and chunked if its limit is below the longest length."""
+    """The methods for a model at a length: as it is, or truncated and chunked if its limit is below the longest length."""
     limit = hf_posenc.inspect(model).max_length
     if limit is None or limit >= longest:
         return [Method(name, partial(similarity, model, tokenizer, length))]

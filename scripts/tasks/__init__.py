@@ -1,1 +1,1 @@
-"""What models are trained for: rows, losses and metrics of each task."""
+"""Rows, losses and metrics of each task."""

@@ -1,1 +1,1 @@
-"""What all training scripts share: flags, rows and their order, models, checkpoints, and a loop that survives a kill."""
+"""The parts common to all training scripts: flags, rows, models, checkpoints, and a loop that survives a kill."""

@@ -1,4 +1,4 @@
-"""The interface between the loop and what a model is trained for."""
+"""The interface between the loop and a task."""
 
 from typing import Any
 
