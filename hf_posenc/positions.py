@@ -93,8 +93,8 @@ class Beginning:
                 )
             if ids.ndim > 2:
                 raise ValueError(
-                    f"position_ids have shape {tuple(ids.shape)}, but this model's {stack.config.position_spec.type!r} encoding "
-                    "has one position for each token: give [batch, length]"
+                    f"position_ids have shape {tuple(ids.shape)}, but the {stack.config.position_spec.type!r} encoding has one "
+                    "position for each token: give [batch, length]"
                 )
             ids = _from_zero(stack, ids.reshape(-1, length).long(), self.offset)
             start, consecutive = past - ids[:, :1], _rises_by_one(ids)
