@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc import attention, structure
 from hf_posenc.embedding import PositionEmbedding
@@ -32,6 +33,11 @@ class Report:
     host_kept: bool
     ignored: tuple[str, ...]
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def model_max_length(self) -> int:
+        """What a tokenizer of this model should have for its `model_max_length`."""
+        return VERY_LARGE_INTEGER if self.max_length is None else self.max_length
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())

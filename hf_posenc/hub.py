@@ -28,7 +28,6 @@ from huggingface_hub.errors import DisabledRepoError, GatedRepoError, HFValidati
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc.cards import INHERITED, SIGNATURE, host_name, model_card, replaceable, user_classes
 from hf_posenc.commits import Change, retry
@@ -105,7 +104,7 @@ def push_to_hub(
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer = copy.deepcopy(tokenizer)
-            tokenizer.model_max_length = report.max_length or VERY_LARGE_INTEGER
+            tokenizer.model_max_length = report.model_max_length
             tokenizer.save_pretrained(folder)
         texts = {} if evaluation is None else {EVALUATION: json.dumps(evaluation, indent=2), **result_files(evaluation)}
         for path, text in texts.items():

@@ -7,7 +7,6 @@ pickled.
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_posenc import attention
@@ -47,5 +46,5 @@ def _vectors(parts: tuple[str, ...], module: nn.Module, kwargs: dict[str, Any], 
         terms = ((encoding.blend, encoding.embed(context.positions)) for encoding in here)
         return sum(vectors * blend for blend, vectors in terms if vectors is not None).to(hidden.dtype)  # type: ignore[union-attr]
 
-    trained = torch.is_grad_enabled() and any(p.requires_grad for encoding in here for p in encoding.parameters())
+    trained = any(encoding.is_trained() for encoding in here)
     return compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)

@@ -86,8 +86,7 @@ def biased_mask(
         bias = score_bias(biasing, query, key, context)
         return mask if bias is None else _merged(bias.to(query.dtype), mask, causal, context)
 
-    trained = torch.is_grad_enabled() and any(p.requires_grad for encoding in biasing for p in encoding.parameters())
-    if trained or any("score_bias" in encoding.acts_by() for encoding in biasing):
+    if any(encoding.is_trained() or encoding.per_layer or "score_bias" in encoding.acts_by() for encoding in biasing):
         return compute()
     wanted = (biasing, causal, query.dtype, query.shape[2], key.shape[2], context.first_key)
     # Masks are compared by identity: hosts hand the same one to all layers of a kind.

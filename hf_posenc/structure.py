@@ -171,8 +171,8 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
 def none_found(host: type[PreTrainedModel]) -> HostRefused:
     """The refusal of a host in which `find` found nothing."""
     return HostRefused(
-        f"{host.__name__} has no ports for a position encoding: neither a position table nor an attention of "
-        "Transformers' interface was found in it",
+        f"{host.__name__} has no place for a position encoding: neither positions of its own nor an attention of "
+        "Transformers' interface were found in it",
         "neither a source of position nor an attention of the interface",
     )
 

@@ -97,7 +97,7 @@ def reason(error: str) -> str:
         "which can't be taken over": "other sources of position",
         "way of its own": "position ids in a way of its own",
         "goes through": "attention beside Transformers' interface",
-        "no ports": "neither a position table nor an attention of the interface",
+        "no place": "neither a position table nor an attention of the interface",
         "no position table": "no position table",
         "doesn't take position_ids": "no position_ids in its forward",
     }.items():

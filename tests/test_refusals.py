@@ -60,7 +60,7 @@ SMALL = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, interme
 @pytest.mark.parametrize(
     ("host", "config", "reason"),
     [
-        ("ResNet", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "no ports"),
+        ("ResNet", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "no place for a position encoding"),
         ("T5", dict(d_model=32, num_layers=1, num_heads=4, d_kv=8, d_ff=32, vocab_size=61), "relative_attention_bias"),
         ("OPT", dict(hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=61), "way of its own"),
         ("IBert", SMALL, "attention interface"),

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import has_file
 
 import hf_posenc
@@ -54,7 +53,7 @@ def patch(
     with _replaced_when_complete(output_dir) as folder:
         patched.save_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.model_max_length = report.max_length or VERY_LARGE_INTEGER
+            tokenizer.model_max_length = report.model_max_length
             tokenizer.save_pretrained(folder)
     console.print(str(report), markup=False)
     missing = " (there was no tokenizer beside the model)" if tokenizer is None else ""

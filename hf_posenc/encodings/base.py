@@ -131,6 +131,10 @@ class PositionEncoding(nn.Module):
     def adopt(self, table: Tensor | None) -> None:
         """Copy values from the host's own position table, `[rows, D]`, if it has one; called after `reset_parameters`."""
 
+    def is_trained(self) -> bool:
+        """Whether its parameters get gradients from what is computed now."""
+        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+
     @classmethod
     def for_stack(cls, geometry: Geometry, **options: Any) -> "PositionEncoding":
         """The module that the stack owns and all its attentions share; a no-op where each attention has its own."""

@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from huggingface_hub import is_offline_mode
 from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 import hf_posenc
 from evaluation import records
@@ -27,8 +26,7 @@ def save_model(accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any,
     if tokenizer.is_fast:
         # Otherwise tokenizer.json contains the last truncation.
         tokenizer.backend_tokenizer.no_truncation()
-    usable = hf_posenc.inspect(bare).max_length
-    tokenizer.model_max_length = VERY_LARGE_INTEGER if usable is None else usable
+    tokenizer.model_max_length = hf_posenc.inspect(bare).model_max_length
     tokenizer.save_pretrained(folder)
 
 
