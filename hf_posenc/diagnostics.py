@@ -101,12 +101,13 @@ def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
 
 
 def _stock_report(model: PreTrainedModel) -> Report:
-    found = structure.find(model)
+    found = structure.find(model.base_model)
     if found is None:
         raise ValueError(f"no source of position that hf_posenc knows was found in {type(model).__name__}")
+    stack = next(name for name, module in model.named_modules() if module is model.base_model)
     enters: dict[str, tuple[str, ...]] = {}
     for source in found.sources:
-        enters[source.verb] = (*enters.get(source.verb, ()), source.path)
+        enters[source.verb] = (*enters.get(source.verb, ()), f"{stack}.{source.path}".lstrip("."))
     return Report(
         model_class=type(model).__name__,
         encoding="+".join(sorted({source.encoding for source in found.sources})),

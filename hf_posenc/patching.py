@@ -119,7 +119,9 @@ def _changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedMo
     if isinstance(model, PosEncModelMixin):
         length = model.config.position_spec.max_length
     else:
-        length = min(first.max_seq_length, find(model).usable_length)
+        found = find(model.base_model)
+        usable = found and found.usable_length
+        length = min(first.max_seq_length, usable) if usable else first.max_seq_length
     if length is not None:
         holder.max_seq_length = length
     # As sentence-transformers' own merge does: the given model's card doesn't describe this one.
