@@ -138,8 +138,10 @@ def _public_name(name_or_path: Any) -> str:
 
 def shell(cls: Any, config: Any) -> Any:
     """A model whose parameters are on the meta device and whose computed buffers are real."""
-    from accelerate import init_empty_weights  # not needed to load a patched model, which may be all that is wanted
-
+    try:  # not needed to load a patched model, which may be all that is wanted
+        from accelerate import init_empty_weights
+    except ImportError as error:
+        raise ImportError("to patch a model that was loaded as a stock one: pip install accelerate") from error
     with init_empty_weights(include_buffers=False):
         return cls(config)
 
