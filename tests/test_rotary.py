@@ -387,6 +387,7 @@ def test_backends_agree(host, encoding):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Transformers' own flex path
 @pytest.mark.parametrize("host", ["llama", "qwen3", "modernbert"])
 @pytest.mark.parametrize("encoding", ["rope", "alibi", "shaw"])
 @torch.no_grad()
