@@ -48,7 +48,7 @@ def layer_by_layer(model, host, given=None):
         answered.append(answer[0] if isinstance(answer, tuple) else answer)
 
     for layer in layers_of(model, host):
-        handles.append(layer.register_forward_pre_hook(before))
+        handles.append(layer.register_forward_pre_hook(before, prepend=True))
         handles.append(layer.get_submodule(HOSTS[host].block).register_forward_hook(after))
     model(tokens())
     for handle in handles:
@@ -106,15 +106,31 @@ def test_all_layers_named_or_not(host):
 
 
 @pytest.mark.parametrize("host", KINDS)
-@torch.no_grad()
-def test_two_encodings_in_turn(host):
+@pytest.mark.parametrize(
+    ("one", "two", "inject"),
+    [
+        ("rope", "alibi", "input"),
+        ("alibi", "relative", "input"),
+        ("t5", "shaw", "input"),
+        ("sinusoidal", "learned", "every_layer"),
+        ("sinusoidal", "learned", "after_attention"),
+    ],
+)
+def test_two_encodings_in_turn(host, one, two, inject):
     """Each layer does what it does in a model with its encoding alone."""
-    model = into(host, "rope+alibi", rope__layers="0::2", alibi__layers="1::2")
-    assert hf_posenc.inspect(model).layers == {"rope": (0, 2), "alibi": (1, 3)}
-    entered, answers = layer_by_layer(model, host)
-    _, ropes = layer_by_layer(into(host, "rope"), host, entered)
-    _, alibis = layer_by_layer(into(host, "alibi"), host, entered)
-    assert_close(answers, [ropes[0], alibis[1], ropes[2], alibis[3]])
+    layers = {f"{one}__layers": "0::2", f"{two}__layers": "1::2"}
+    model = into(host, f"{one}+{two}", inject=inject, **layers)
+    assert hf_posenc.inspect(model).layers == {one: (0, 2), two: (1, 3)}
+    for each in (one, two):
+        alone = into(host, each, inject=inject)
+        drawn = dict(model.named_parameters())
+        for name, parameter in alone.named_parameters():
+            if "posenc." in name and (same := drawn.get(name.replace("posenc.", f"posenc.{each}."))) is not None:
+                parameter.data.copy_(same)
+        entered, answers = layer_by_layer(model, host)
+        _, theirs = layer_by_layer(alone, host, entered)
+        for number in (0, 2) if each == one else (1, 3):
+            assert_close(answers[number], theirs[number])
 
 
 def test_a_part_without_layers_acts_in_all():
