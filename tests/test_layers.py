@@ -1,0 +1,320 @@
+"""`layers=`: an encoding in some layers only."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModel
+
+import hf_posenc
+from conftest import (
+    HOSTS,
+    assert_apart,
+    assert_close,
+    assert_equal,
+    first,
+    patched,
+    randomize_encoding,
+    run_python,
+    stock,
+    tokens,
+)
+
+FOUR = dict(num_hidden_layers=4)
+KINDS = ["bert", "mpnet", "gpt2", "llama", "modernbert"]
+"""Hosts with an attention for each layer, one of each structure."""
+SIZES = {host: {"n_layer": 4} if host == "gpt2" else FOUR for host in KINDS}
+
+
+def into(host, encoding, **arguments):
+    """A host of four layers, patched, the encoding's own parameters drawn anew."""
+    return randomize_encoding(hf_posenc.patch(stock(host, **SIZES[host]), encoding, **arguments))
+
+
+def layers_of(model, host):
+    return model.get_submodule(HOSTS[host].layers)
+
+
+@torch.no_grad()
+def layer_by_layer(model, host, given=None):
+    """What enters each layer, and what its attention block answers. With `given`, that enters the layers instead."""
+    entered, answered, handles = [], [], []
+
+    def before(module, args):
+        entered.append(args[0])
+        return None if given is None else (given[len(entered) - 1], *args[1:])
+
+    def after(module, args, answer):
+        answered.append(answer[0] if isinstance(answer, tuple) else answer)
+
+    for layer in layers_of(model, host):
+        handles.append(layer.register_forward_pre_hook(before, prepend=True))
+        handles.append(layer.get_submodule(HOSTS[host].block).register_forward_hook(after))
+    model(tokens())
+    for handle in handles:
+        handle.remove()
+    return entered, answered
+
+
+def acting_in(model, host):
+    """Numbers of the layers whose attention answers the same input otherwise than without any position."""
+    entered, ours = layer_by_layer(model, host)
+    _, without = layer_by_layer(hf_posenc.patch(stock(host, **SIZES[host]), "none"), host, entered)
+    by = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, without, strict=True)]
+    assert all(distance < 1e-5 or distance > 1e-4 for distance in by), by
+    return [number for number, distance in enumerate(by) if distance > 1e-4]
+
+
+WAYS_TO_SAY_IT = {
+    "::2": [0, 2],
+    "1::2": [1, 3],
+    "3::4": [3],
+    ":2": [0, 1],
+    "-1:": [3],
+    "::-1": [0, 1, 2, 3],
+    "::": [0, 1, 2, 3],
+    "1:99": [1, 2, 3],
+    (0,): [0],
+    (3, 1): [1, 3],
+    (-1,): [3],
+    (-4, 2): [0, 2],
+}
+
+
+@pytest.mark.parametrize("layers", WAYS_TO_SAY_IT)
+def test_ways_to_say_it(layers):
+    expected = WAYS_TO_SAY_IT[layers]
+    for given in (layers, list(layers)) if isinstance(layers, tuple) else (layers, f" {layers} "):
+        model = into("bert", "alibi", layers=given)
+        assert hf_posenc.inspect(model).layers == {"alibi": tuple(expected)}
+        assert acting_in(model, "bert") == expected
+        written = model.config.position_encoding["layers"]
+        assert written == (list(layers) if isinstance(layers, tuple) else layers)
+
+
+@pytest.mark.parametrize("host", KINDS)
+@pytest.mark.parametrize("encoding", ["rope", "alibi", "relative", "t5", "shaw"])
+def test_only_these_layers(host, encoding):
+    assert acting_in(into(host, encoding, layers=[1, 2]), host) == [1, 2]
+    assert acting_in(into(host, encoding), host) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("host", KINDS)
+def test_all_layers_named_or_not(host):
+    for encoding in ("rope", "alibi", "shaw"):
+        assert_equal(first(into(host, encoding, layers="::")(tokens())), first(into(host, encoding)(tokens())))
+
+
+@pytest.mark.parametrize("host", KINDS)
+@pytest.mark.parametrize(
+    ("one", "two", "inject"),
+    [
+        ("rope", "alibi", "input"),
+        ("alibi", "relative", "input"),
+        ("t5", "shaw", "input"),
+        ("sinusoidal", "learned", "every_layer"),
+        ("sinusoidal", "learned", "after_attention"),
+    ],
+)
+def test_two_encodings_in_turn(host, one, two, inject):
+    """Each layer does what it does in a model with its encoding alone."""
+    layers = {f"{one}__layers": "0::2", f"{two}__layers": "1::2"}
+    model = into(host, f"{one}+{two}", inject=inject, **layers)
+    assert hf_posenc.inspect(model).layers == {one: (0, 2), two: (1, 3)}
+    for each in (one, two):
+        alone = into(host, each, inject=inject)
+        drawn = dict(model.named_parameters())
+        for name, parameter in alone.named_parameters():
+            if "posenc." in name and (same := drawn.get(name.replace("posenc.", f"posenc.{each}."))) is not None:
+                parameter.data.copy_(same)
+        entered, answers = layer_by_layer(model, host)
+        _, theirs = layer_by_layer(alone, host, entered)
+        for number in (0, 2) if each == one else (1, 3):
+            assert_close(answers[number], theirs[number])
+
+
+def test_a_part_without_layers_acts_in_all():
+    model = into("bert", "rope+alibi", alibi__layers=[1])
+    assert hf_posenc.inspect(model).layers == {"alibi": (1,)}
+    entered, answers = layer_by_layer(model, "bert")
+    _, ropes = layer_by_layer(into("bert", "rope"), "bert", entered)
+    _, both = layer_by_layer(into("bert", "rope+alibi"), "bert", entered)
+    assert_close(answers, [ropes[0], both[1], ropes[2], ropes[3]])
+    assert_apart(both[1], ropes[1])
+
+
+@pytest.mark.parametrize("host", KINDS)
+def test_parameters_in_these_layers_only(host):
+    model = into(host, "alibi+shaw", shaw__layers=[-1])
+    owners = {name for name, _ in model.named_parameters() if "posenc" in name}
+    assert len(owners) == 1 and owners.pop().startswith(f"{HOSTS[host].layers}.3.")
+    assert len([name for name, _ in into(host, "shaw").named_parameters() if "posenc" in name]) == 4
+    first(model.train()(tokens())).square().sum().backward()
+    assert next(p for name, p in model.named_parameters() if "posenc" in name).grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("inject", ["every_layer", "after_attention"])
+@pytest.mark.parametrize("host", KINDS)
+@torch.no_grad()
+def test_vectors_in_these_layers_only(host, inject):
+    """Compared with a model without positions to which the vectors are added by hand."""
+    model = into(host, "sinusoidal", inject=inject, layers=[1, 3])
+    assert hf_posenc.inspect(model).layers == {"sinusoidal": (1, 3)}
+    assert len(hf_posenc.inspect(model).enters["embed"]) == 2
+    plain = hf_posenc.patch(stock(host, **SIZES[host]), "none")
+    vectors = hf_posenc.PositionEmbedding("sinusoidal", 32)(torch.zeros(1, 11, 32))
+
+    def before(module, args):
+        return (args[0] + vectors, *args[1:])
+
+    def after(module, args, answer):
+        return (answer[0] + vectors, *answer[1:]) if isinstance(answer, tuple) else answer + vectors
+
+    for number in (1, 3):
+        layer = layers_of(plain, host)[number]
+        if inject == "every_layer":
+            layer.register_forward_pre_hook(before)
+        else:
+            layer.get_submodule(HOSTS[host].block).register_forward_hook(after)
+    assert_close(first(model(tokens())), first(plain(tokens())))
+
+
+SAVED = {
+    "bert slice": ("bert", "alibi", {"layers": "3::4"}),
+    "llama list": ("llama", "shaw", {"layers": [-1, 0]}),
+    "modernbert twice": ("modernbert", "rope+rope", {"rope__layers": "::2", "rope_2__layers": "1::2", "rope_2__theta": 50.0}),
+    "gpt2 vectors": ("gpt2", "learned+alibi", {"learned__layers": [2], "alibi__layers": "0:2", "inject": "every_layer"}),
+    "mpnet both": ("mpnet", "rope+shaw", {"rope__layers": [0], "shaw__layers": "1:"}),
+}
+
+
+def test_reload_in_a_new_process(tmp_path):
+    for name, (host, encoding, arguments) in SAVED.items():
+        model = into(host, encoding, **arguments)
+        model.save_pretrained(tmp_path / name)
+        report = hf_posenc.inspect(model)
+        with torch.no_grad():
+            outputs = [tokens(), first(model(tokens())), first(stock(host, **SIZES[host])(tokens())), report.layers]
+        torch.save(outputs, tmp_path / name / "outputs")
+        written = json.loads((tmp_path / name / "config.json").read_text())["position_encoding"]
+        for option, value in arguments.items():
+            part, _, option = option.rpartition("__")
+            assert (written[part] if part else written)[option] == value
+        assert hf_posenc.inspect(tmp_path / name).layers == report.layers
+    code = """
+import sys, pathlib, torch, hf_posenc
+from transformers import AutoModel
+for folder in pathlib.Path(sys.argv[1]).iterdir():
+    ids, ours, theirs, layers = torch.load(folder / "outputs")
+    with torch.no_grad():
+        model = AutoModel.from_pretrained(folder)
+        assert torch.equal(model(ids)[0], ours), folder
+        assert hf_posenc.inspect(model).layers == layers, folder
+        assert torch.equal(hf_posenc.unpatch(model)(ids)[0], theirs), folder
+    print("right")
+"""
+    assert run_python(code, tmp_path).split() == ["right"] * len(SAVED)
+
+
+def test_layers_given_on_loading(tmp_path):
+    into("bert", "alibi", layers=[0]).save_pretrained(tmp_path)
+    other = AutoModel.from_pretrained(tmp_path, position_encoding={"type": "alibi", "layers": [2, 3]})
+    assert acting_in(other, "bert") == [2, 3]
+
+
+def test_from_scratch():
+    config = hf_posenc.PosEncLlamaConfig(
+        **(HOSTS["llama"].sizes | FOUR), vocab_size=61, position_encoding={"type": "shaw", "layers": "::3"}
+    )
+    model = hf_posenc.PosEncLlamaModel(config)
+    assert hf_posenc.inspect(model).layers == {"shaw": (0, 3)}
+    assert "acts in layers 0, 3" in str(hf_posenc.inspect(model))
+
+
+@pytest.mark.parametrize("host", ["gpt2", "llama"])
+@torch.no_grad()
+def test_cached_decoding(host):
+    model = patched(
+        host, {"type": "rope+alibi+shaw", "rope": {"layers": [0]}, "alibi": {"layers": [1]}, "shaw": {"layers": [2, 3]}},
+        **SIZES[host],
+    )  # fmt: skip
+    start = model(tokens(2, 12)[:, :7], use_cache=True)
+    rest = model(tokens(2, 12)[:, 7:], past_key_values=start.past_key_values, use_cache=True)
+    assert_close(torch.cat([first(start), first(rest)], dim=1), first(model(tokens(2, 12))))
+
+
+BAD = {
+    "beyond the last": ("alibi", {"layers": [4]}, r"layers=\[4\] of 'alibi' name no layer: this model has 4, from 0 to 3"),
+    "before the first": ("alibi", {"layers": [-5, 0]}, r"layers=\[-5\] of 'alibi' name no layer"),
+    "empty slice": ("alibi", {"layers": "4:"}, "layers='4:' of 'alibi' name no layer"),
+    "empty list": ("alibi", {"layers": []}, r"layers=\[\] of 'alibi': allowed is a slice"),
+    "twice": ("alibi", {"layers": [1, 1]}, r"layers=\[1, 1\] of 'alibi' name a layer twice"),
+    "twice, from both ends": ("alibi", {"layers": [3, -1]}, r"layers=\[3, -1\] of 'alibi' name a layer twice in a model of 4"),
+    "words": ("alibi", {"layers": "last"}, "layers='last' of 'alibi': allowed is a slice"),
+    "one number as text": ("alibi", {"layers": "3"}, "layers='3' of 'alibi': allowed is a slice"),
+    "a number": ("alibi", {"layers": 3}, "layers=3 of 'alibi': allowed is a slice"),
+    "step 0": ("alibi", {"layers": "::0"}, "layers='::0' of 'alibi': allowed is a slice"),
+    "a long number": ("alibi", {"layers": "1" * 30 + ":"}, "of 'alibi': allowed is a slice"),
+    "true": ("alibi", {"layers": [True]}, r"layers=\[True\] of 'alibi': allowed is a slice"),
+    "text in a list": ("alibi", {"layers": ["1"]}, r"layers=\['1'\] of 'alibi': allowed is a slice"),
+    "float": ("alibi", {"layers": [1.0]}, r"layers=\[1\.0\] of 'alibi': allowed is a slice"),
+    "a dict": ("alibi", {"layers": {}}, r"layers=\{\} of 'alibi': allowed is a slice"),
+    "at the input": ("sinusoidal", {"layers": [1]}, "layers of 'sinusoidal': its vectors are added to the input"),
+    "a part at the input": (
+        "learned+alibi",
+        {"learned__layers": [1]},
+        "layers of 'learned': its vectors are added to the input",
+    ),
+    "none": ("none", {"layers": [1]}, "layers of 'none': it does nothing in any layer"),
+    "none as a part": ("none+alibi", {"none__layers": [1]}, "layers of 'none': it does nothing in any layer"),
+    "overlapping": ("rope+alibi", {"rope__layers": ":3", "alibi__layers": [2]}, "'rope' and 'alibi' both name layer 2"),
+    "of which part": ("rope+alibi", {"layers": [1]}, "name the part it belongs to, rope__layers=… or alibi__layers=…"),
+    "no such part": ("rope+alibi", {"shaw__layers": [1]}, "no part 'shaw'"),
+    "twice without layers": ("rope+rope", {}, "rope"),
+    "twice, one without": ("rope+rope", {"rope__layers": [1]}, "rope"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused(case):
+    encoding, options, words = BAD[case]
+    for host in ("bert", "llama"):
+        model = stock(host, **SIZES[host])
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        modules, expected = [type(module) for module in model.modules()], first(model(tokens()))
+        with pytest.raises(ValueError, match=words):
+            hf_posenc.patch(model, encoding, **options)
+        assert [type(module) for module in model.modules()] == modules
+        assert not hasattr(model.config, "position_encoding")
+        assert_equal(dict(model.state_dict()), state)
+        assert_equal(first(model(tokens())), expected)
+        first(hf_posenc.patch(model, "alibi")(tokens()))
+
+
+def test_a_shared_layer():
+    """ALBERT's layers are one, used several times."""
+    model = stock("albert")
+    with pytest.raises(hf_posenc.HostRefused, match="1 attentions for 2 layers") as error:
+        hf_posenc.patch(model, "alibi", layers=[0])
+    assert error.value.reason == "no attention for each layer" and "leave layers out" in str(error.value)
+    first(hf_posenc.patch(model, "alibi")(tokens()))
+
+
+def test_an_encoding_twice_with_layers_for_each():
+    model = into("llama", "rope+rope", rope__layers=":2", rope_2__layers="2:", rope_2__theta=5.0)
+    assert hf_posenc.inspect(model).layers == {"rope": (0, 1), "rope_2": (2, 3)}
+    assert acting_in(model, "llama") == [0, 1, 2, 3]
+    same = into("llama", "rope+rope", rope__layers=":2", rope_2__layers="2:")
+    assert_equal(first(same(tokens())), first(into("llama", "rope")(tokens())))
+    assert_apart(first(model(tokens())), first(same(tokens())))
+
+
+def test_malformed_layers_in_a_config(tmp_path):
+    into("bert", "alibi", layers=[0]).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    saved = json.loads(path.read_text())
+    for wrong, words in (([9], "name no layer"), ("x", "allowed is a slice"), ([0, 0], "twice"), ([10**9], "name no layer")):
+        saved["position_encoding"]["layers"] = wrong
+        path.write_text(json.dumps(saved))
+        with pytest.raises(ValueError, match=words):
+            AutoModel.from_pretrained(tmp_path)

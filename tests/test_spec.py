@@ -1,0 +1,255 @@
+"""`position_encoding` of a config: one form, parsed once, written back as it was read."""
+
+import copy
+import json
+import pickle
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+import hf_posenc
+from conftest import HOSTS, LENGTH, TABLED, VOCABULARY, first, patched, stock, tokens
+from hf_posenc.encodings import encoding_class
+from hf_posenc.spec import PARSED, HostSpec, PositionSpec, erase, merged, read, write
+
+HOST = {"name_or_path": "somebody/base", "rows": 512, "kept": True, "fingerprint": "00ff"}
+
+GIVEN = {
+    "name": "alibi",
+    "alias": "relative_key_query",
+    "composition": "learned+rotary",
+    "a part's options": {"type": "sinusoidal+rope", "rope__theta": 50, "sinusoidal": {"base": 7}},
+    "slice": {"type": "rope", "theta": 50, "layers": " 3::4 "},
+    "indices": {"type": "alibi", "layers": [0, -1]},
+    "parts with layers": {"type": "rope+alibi", "rope__layers": "::2", "alibi": {"layers": (1, 3)}},
+    "an encoding twice": {"type": "rope+rope", "rope__layers": "::2", "rope_2__layers": "1::2", "rope_2__theta": 50},
+    "vectors in layers": {"type": "sinusoidal", "inject": "every_layer", "layers": [2]},
+    "promise": {"type": "learned", "max_length": 99},
+    "host": {"type": "none", "host": HOST},
+    "layers of None": {"type": "alibi", "layers": None},
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_round_trips(case):
+    """Of what is written the spec is equal, and it is written alike; also through JSON."""
+    given = copy.deepcopy(GIVEN[case])
+    spec = PositionSpec.parse(given)
+    assert given == GIVEN[case]
+    written = spec.to_dict()
+    assert PositionSpec.parse(written) == spec and PositionSpec.parse(json.loads(json.dumps(written))) == spec
+    assert PositionSpec.parse(written).to_dict() == written == json.loads(json.dumps(written))
+    assert pickle.loads(pickle.dumps(spec)) == spec == copy.deepcopy(spec)
+
+
+def test_canonical_form():
+    assert PositionSpec.parse("rotary").to_dict() == {
+        "type": "rope", "theta": 10000.0, "layout": "half", "inject": "input", "max_length": None, "host": None
+    }  # fmt: skip
+    spec = PositionSpec.parse({"type": "rotary+relative_key", "rotary__layers": [1, 0], "shaw__max_distance": 3, "host": HOST})
+    assert spec == PositionSpec(
+        type="rope+shaw",
+        options={"rope": {"theta": 10000.0, "layout": "half"}, "shaw": {"max_distance": 3, "terms": "keys"}},
+        layers={"rope": (1, 0)},
+        host=HostSpec("somebody/base", 512, True, "00ff"),
+    )
+    assert spec.to_dict()["rope"] == {"theta": 10000.0, "layout": "half", "layers": [1, 0]} and "layers" not in spec.to_dict()
+    assert spec.encoding is encoding_class("rope+shaw") and list(spec.parts) == ["rope", "shaw"]
+    assert PositionSpec.parse({"type": "relative_key_query"}).options["terms"] == "keys+queries"
+
+
+def test_what_is_written_is_a_copy():
+    spec = PositionSpec.parse(GIVEN["parts with layers"])
+    written = spec.to_dict()
+    written["rope"]["theta"], written["alibi"]["layers"] = 3.0, []
+    assert spec.options["rope"]["theta"] == 10000.0 and spec.layers["alibi"] == (1, 3)
+
+
+def test_frozen():
+    spec = PositionSpec.parse({"type": "alibi", "host": HOST})
+    with pytest.raises(FrozenInstanceError):
+        spec.type = "rope"
+    with pytest.raises(FrozenInstanceError):
+        spec.host.rows = 3
+    assert replace(spec, max_length=3).max_length == 3 and spec.max_length is None
+
+
+def test_parts_by_layer():
+    spec = PositionSpec.parse(GIVEN["parts with layers"])
+    assert spec.parts_by_layer(4) == [("rope",), ("alibi",), ("rope",), ("alibi",)]
+    spec = PositionSpec.parse({"type": "rope+alibi+none", "alibi__layers": "-1:"})
+    assert spec.parts_by_layer(3) == [("rope", "none"), ("rope", "none"), ("rope", "alibi", "none")]
+    spec = PositionSpec.parse({"type": "rope+alibi", "rope__layers": [0]})  # in layer 1 alibi alone, in layer 0 both
+    assert spec.parts_by_layer(2) == [("rope", "alibi"), ("alibi",)]
+    assert PositionSpec.parse({"type": "rope+alibi", "rope__layers": [0], "alibi__layers": [2]}).parts_by_layer(3)[1] == ()
+
+
+MALFORMED = {
+    "no type": ({"theta": 3.0}, "theta"),
+    "a number": (7, "7"),
+    "None": (None, "None"),
+    "a list": (["alibi"], "alibi"),
+    "type of another kind": ({"type": 5}, "5"),
+    "unknown": ({"type": "alibbi"}, "'alibbi'"),
+    "unknown option": ({"type": "alibi", "slope": 3}, "'slope'"),
+    "unknown key": ({"type": "alibi", "where": ["decoder"]}, "where"),
+    "option of another kind": ({"type": "rope", "theta": "big"}, "'big'"),
+    "inject": ({"type": "sinusoidal", "inject": "output"}, "inject='output'"),
+    "inject of a list": ({"type": "sinusoidal", "inject": ["input"]}, r"inject=\['input'\]"),
+    "inject of what makes no vectors": ({"type": "alibi", "inject": "every_layer"}, "inject='every_layer'"),
+    "max_length": ({"type": "alibi", "max_length": 0}, "max_length=0"),
+    "max_length of text": ({"type": "alibi", "max_length": "many"}, "max_length='many'"),
+    "max_length of True": ({"type": "alibi", "max_length": True}, "max_length=True"),
+    "layers": ({"type": "alibi", "layers": "some"}, "layers='some'"),
+    "part of text": ({"type": "rope+alibi", "rope": "fast"}, "'fast'"),
+    "host of text": ({"type": "alibi", "host": "bert"}, "host.*'bert'"),
+    "host without a key": ({"type": "alibi", "host": {k: v for k, v in HOST.items() if k != "kept"}}, "host.*00ff"),
+    "host with another key": ({"type": "alibi", "host": {**HOST, "more": 1}}, "more"),
+    "rows of text": ({"type": "alibi", "host": {**HOST, "rows": "512"}}, "host.*'512'"),
+    "rows of True": ({"type": "alibi", "host": {**HOST, "rows": True}}, "host.*True"),
+    "no rows": ({"type": "alibi", "host": {**HOST, "rows": 0}}, "0"),
+    "kept of a number": ({"type": "alibi", "host": {**HOST, "kept": 1}}, "'kept': 1"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed(case):
+    given, words = MALFORMED[case]
+    with pytest.raises(ValueError, match=words):
+        PositionSpec.parse(given)
+    if given is not None:  # a config without an encoding is one; only building the model asks for it
+        with pytest.raises(ValueError, match=words):
+            hf_posenc.PosEncBertConfig(position_encoding=given)
+
+
+def test_huge_values_are_refused_quickly():
+    deep = {"type": "alibi"}
+    for _ in range(500):
+        deep = {"type": "alibi", "host": deep}
+    for given in ({"type": "alibi", "host": "x" * 10**7}, {"type": "alibi", "layers": list(range(10**6))}, deep):
+        with pytest.raises(ValueError) as error:
+            PositionSpec.parse(given)
+        assert len(str(error.value)) < 1000
+
+
+def test_host_spec():
+    assert HostSpec.parse(None) is None and HostSpec.parse({**HOST, "rows": None}).rows is None
+    model = stock("bert")
+    model.name_or_path = model.config.name_or_path = "somebody/base"
+    host = hf_posenc.patch(model, "alibi").config.position_spec.host
+    assert host == HostSpec("somebody/base", LENGTH, True, host.fingerprint) and len(host.fingerprint) == 16
+    assert not hf_posenc.patch(model, "alibi", keep_host=False).config.position_spec.host.kept
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """What PositionSpec.parse was called with."""
+    calls, parse = [], PositionSpec.parse.__func__
+
+    def counting(cls, given):
+        calls.append(given)
+        return parse(cls, given)
+
+    monkeypatch.setattr(PositionSpec, "parse", classmethod(counting))
+    return calls
+
+
+@pytest.mark.parametrize("host", ["bert", "gpt2", "mpnet", "llama"])
+def test_parsed_once(host, parsed):
+    model = stock(host, HOSTS[host].head)
+    new = hf_posenc.patch(model, "sinusoidal+shaw")
+    assert len(parsed) == 1
+    new(tokens())
+    new.config.to_dict(), hf_posenc.inspect(new), hf_posenc.unpatch(new)
+    assert len(parsed) == 1
+
+
+def test_parsed_once_on_loading(parsed, tmp_path):
+    patched("bert", "sinusoidal+shaw", "ForMaskedLM").save_pretrained(tmp_path)
+    parsed.clear()
+    AutoConfig.from_pretrained(tmp_path)
+    by_config = len(parsed)
+    parsed.clear()
+    AutoModel.from_pretrained(tmp_path)(tokens())
+    assert len(parsed) == by_config == 1
+
+
+def test_a_changed_config_is_read_anew(parsed):
+    config = hf_posenc.PosEncBertConfig(position_encoding="alibi")
+    assert read(config) is read(config) is config.position_spec and len(parsed) == 1
+    config.position_encoding = "rotary"
+    assert read(config).type == "rope" and config.position_spec.type == "rope"
+    config.position_encoding = {"type": "rope", "theta": 50.0}
+    assert read(config).options["theta"] == 50.0
+    write(config, replace(read(config), max_length=9))
+    before = len(parsed)
+    assert read(config).max_length == 9 and config.position_encoding["max_length"] == 9
+    config.position_encoding["max_length"] = 5
+    assert read(config).max_length == 5 and len(parsed) == before + 1
+    erase(config)
+    assert "position_encoding" not in vars(config) and PARSED not in vars(config) and config.position_encoding is None
+
+
+@pytest.mark.parametrize("encoding", ["learned", "alibi", {"type": "rope+shaw", "shaw__layers": [0]}])
+@pytest.mark.parametrize("host", ["bert", "roberta", "gpt2", "llama"])
+def test_building_a_model_leaves_its_config(host, encoding):
+    facts = HOSTS[host]
+    config = getattr(hf_posenc, f"PosEnc{facts.prefix}Config")(vocab_size=VOCABULARY, **facts.sizes, position_encoding=encoding)
+    before = copy.deepcopy(config.to_dict())
+    model = AutoModel.from_config(config)
+    first(model(tokens()))
+    assert config.to_dict() == before == model.config.to_dict()
+    if host in TABLED and encoding == "learned":
+        assert model.posenc.weight.shape[0] == LENGTH and config.position_encoding["max_length"] is None
+
+
+def test_configs_are_compared_copied_and_pickled(tmp_path):
+    config = patched("bert", "rope+shaw").config
+    read(config)
+    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), copy.copy(config)):
+        assert twin == config and twin.position_spec == config.position_spec
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert loaded.position_encoding == config.position_encoding and loaded.position_spec == config.position_spec
+    twin = copy.deepcopy(config)
+    twin.position_encoding["rope"]["theta"] = 3.0
+    assert twin != config and twin.position_spec.options["rope"]["theta"] == 3.0
+    assert config.position_spec.options["rope"]["theta"] == 10000.0
+    fresh = hf_posenc.PosEncBertConfig(position_encoding="alibi")
+    other = hf_posenc.PosEncBertConfig(position_encoding={"type": "alibi"})
+    fresh.position_spec  # noqa: B018  # reading must not make them unequal
+    assert fresh == other
+
+
+def test_the_parsed_spec_is_not_saved(tmp_path):
+    model = patched("llama", {"type": "rope+alibi", "rope__layers": [0], "alibi__layers": [1]}, "ForCausalLM")
+    assert PARSED in vars(model.config)
+    model.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert PARSED not in text and "PositionSpec" not in text
+    for written in (model.config.to_dict(), model.config.to_diff_dict(), json.loads(model.config.to_json_string())):
+        assert PARSED not in written and written["position_encoding"] == model.config.position_encoding
+    assert PARSED not in repr(model.config)
+    assert PARSED not in json.loads(model.config.to_json_string(use_diff=False))
+    assert PARSED not in vars(hf_posenc.unpatch(model).config)
+
+
+def test_merged():
+    saved = PositionSpec.parse({"type": "rope+alibi", "rope__layers": [0], "host": HOST}).to_dict()
+    assert merged(saved, None) == saved and merged(saved, "rotary+alibi")["host"] == HOST
+    changed = merged(saved, {"type": "rope+alibi", "rope": {"layers": [1]}, "max_length": 7})
+    assert PositionSpec.parse(changed) == replace(PositionSpec.parse(saved), layers={"rope": (1,)}, max_length=7)
+    with pytest.raises(ValueError, match="saved with the 'rope\\+alibi' encoding, not 'rope'"):
+        merged(saved, "rope")
+
+
+def test_two_patched_models_of_one():
+    """Each has a config of its own; the stock one has no encoding."""
+    model = stock("bert")
+    one, two = hf_posenc.patch(model, "alibi"), hf_posenc.patch(model, "rope", theta=50)
+    assert (one.config.position_spec.type, two.config.position_spec.type) == ("alibi", "rope")
+    assert not hasattr(model.config, "position_encoding")
+    with torch.no_grad():
+        assert not torch.equal(first(one(tokens())), first(two(tokens())))
