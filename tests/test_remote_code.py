@@ -17,7 +17,12 @@ from hf_posenc import remote_code
 from hf_posenc.modeling import auto_classes
 
 PACKAGE = ROOT / "hf_posenc"
-AUTO = {"ForMaskedLM": "AutoModelForMaskedLM", "LMHeadModel": "AutoModelForCausalLM", "Model": "AutoModel"}
+AUTO = {
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "Model": "AutoModel",
+}
 OWN = '''
 import math
 from typing import Annotated
