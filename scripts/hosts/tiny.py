@@ -35,7 +35,8 @@ SIZES: dict[str, Any] = {
     **_named(64, "sliding_window", "attention_chunk_size", "local_attention"),
     **_named(32, "image_size"),
     **_named(8, "patch_size"),
-    **_named(8, "hidden_size_per_layer_input", "laurel_rank"),
+    **_named(8, "d_kv", "hidden_size_per_layer_input", "laurel_rank"),
+    **_named(48, "mlp_hidden_size"),
     **_named(VOCABULARY, "vocab_size", "vocab_size_per_layer_input"),
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -101,8 +102,8 @@ def _arguments(default: Any, without: tuple[str, ...], only: int | None) -> dict
     chosen = chosen if only is None else chosen[only : only + 1]
     for name in known & {*LAYERS}:
         sizes[name] = len(chosen) if count else sizes[name]
-    for name in known - {*kind.attribute_map}:
-        value = _value(default, name)
+    for name in known:
+        value = None if isinstance(getattr(kind, name, None), property) else _value(default, name)
         if isinstance(value, (list, tuple)) and count and len(value) == count and count > 2:
             sizes[name] = [value[index] for index in chosen]
     by_layer = slice(None) if only is None else slice(only, only + 1)
