@@ -1,5 +1,6 @@
 """Puts an encoding into a stack: silences the host's sources, gives each attention what acts in it, adds vectors."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,8 @@ from hf_posenc.sources import HostRefused
 from hf_posenc.spec import PositionSpec
 from hf_posenc.structure import Structure
 
+STREAMS = re.compile(r"HyperConnection|AltUp")
+"""In class names of modules that mix several streams of hidden states, so that a layer's input is not `[B, L, D]`."""
 Parts = Mapping[str, tuple[str, ...]]
 """Path of an attention -> the parts of the encoding that act in it."""
 
@@ -101,6 +104,12 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     tables = tuple(source.path for source in structure.sources if source.takes_vectors)
     if spec.inject == "input" and tables:
         return tables
+    if spec.inject != "after_attention" and any(STREAMS.search(type(module).__name__) for module in stack.modules()):
+        raise HostRefused(
+            f"{type(stack).__name__} has several streams of hidden states between its layers, to which vectors can't be added",
+            reason="several streams of hidden states",
+            remedy="take an encoding that acts in the attentions, or inject='after_attention'",
+        )
     blocks = structure.blocks
     layers = {path: block.rpartition(".")[0] for path, block in blocks.items()}
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}

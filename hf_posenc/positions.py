@@ -104,7 +104,7 @@ class Beginning:
             past=past,
             start=start,
             consecutive=consecutive,
-            first_keys=_first_keys(cache, length),
+            first_keys=_first_keys(cache, length, getattr(stack.config, "layer_types", None)),
         )
         changes: dict[str, Any] = {"position_ids": ids + self.offset, attention.CONTEXT: context}
         if self.needs_token_types and call["token_type_ids"] is None:
@@ -112,11 +112,21 @@ class Beginning:
         return call.changed(**changes)
 
 
-def _first_keys(cache: Any, length: int) -> tuple[int, ...]:
-    """By layer, the index of the first key that a cache gives out next: above 0 where a sliding window has dropped keys."""
+def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:
+    """By layer, the index of the first key that a cache gives out next: above 0 where a sliding window has dropped keys.
+
+    kinds: of the layers. One that the cache holds nothing of reuses the keys of the last one of its kind that it holds.
+    """
     if cache is None or not any(cache.is_sliding):
         return ()
-    return tuple(cache.get_mask_sizes(length, layer)[1] for layer in range(len(cache.is_sliding)))
+    first: list[int] = []
+    by_kind: dict[Any, int] = {}
+    for layer, is_empty in enumerate(cache.is_dummy):
+        kind = kinds[layer] if kinds else None
+        if not is_empty:
+            by_kind[kind] = cache.get_mask_sizes(length, layer)[1]
+        first.append(by_kind.get(kind, 0))
+    return tuple(first)
 
 
 def _from_zero(stack: Any, ids: Tensor, offset: int) -> Tensor:

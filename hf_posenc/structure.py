@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import written_out
@@ -79,8 +79,9 @@ class Structure:
 
     def _geometry(self, attention: Any, max_length: int | None, width: int | None) -> Geometry:
         config = self.stack.config
-        heads = config.num_attention_heads
-        head_dim = getattr(attention, "head_dim", None) or getattr(attention, "attention_head_size", None)
+        heads = getattr(attention, "num_heads", None) or config.num_attention_heads
+        sizes = (getattr(attention, name, None) for name in ("qk_head_dim", "head_dim", "attention_head_size"))
+        head_dim = next((size for size in sizes if size), None)
         groups = getattr(attention, "num_key_value_groups", None)
         return Geometry(
             hidden_size=width or config.hidden_size,
@@ -114,11 +115,27 @@ def find(stack: Any) -> Structure | None:
             "or biased there",
             "attention beside Transformers' interface",
         )
+    _refuse_several_models(stack, modules)
     sources = tuple(source for kind in Source.kinds for source in kind.find(stack, modules))
     structure = Structure(stack, sources, attentions)
     _refuse_unclaimed(structure, modules)
     _refuse_unreachable(structure, modules)
     return structure
+
+
+def _refuse_several_models(stack: Any, modules: Mapping[str, nn.Module]) -> None:
+    """Raises HostRefused for a model that joins others (LLaVA, DPR). The halves of one model, as BART's, have its config."""
+    for path, module in modules.items():
+        if path and isinstance(module, PreTrainedModel) and type(module.config) is not type(stack.config):
+            raise _several_models(stack, path)
+
+
+def _several_models(stack: Any, inner: str) -> HostRefused:
+    return HostRefused(
+        f"{type(stack).__name__} is made of several models ({inner} lies within one of its own)",
+        "made of several models",
+        "patch the part that reads the text",
+    )
 
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
@@ -141,11 +158,9 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
     stack, attentions, name = structure.stack, structure.attentions, type(structure.stack).__name__
     inner = next((path for path in attentions for part in _owners(path) if isinstance(modules[part], PreTrainedModel)), None)
     if inner is not None:
-        raise HostRefused(
-            f"{name} is made of several models ({inner} lies within one of its own)",
-            "made of several models",
-            "patch the part that reads the text",
-        )
+        raise _several_models(stack, inner)
+    if not _reads_tokens(stack):
+        raise HostRefused(f"{name} has no table of token embeddings", "no table of token embeddings")
     if without := _layers_without_attention(structure, modules):
         raise HostRefused(
             f"{name}.{without[0]} is a {type(modules[without[0]]).__name__} without an attention of Transformers' interface: "
@@ -166,6 +181,14 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
             "layers",
             "no position_ids in its forward",
         )
+
+
+def _reads_tokens(stack: Any) -> bool:
+    """Whether the inputs are ids of one table: `[B, L]`, not several ids for each place or the features of a sound."""
+    try:
+        return isinstance(getattr(stack.get_input_embeddings(), "weight", None), Tensor)
+    except NotImplementedError:
+        return False
 
 
 def none_found(host: type[PreTrainedModel]) -> HostRefused:

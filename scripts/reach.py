@@ -1,109 +1,149 @@
-"""Which of Transformers' model types can be patched: tiny random models of all that build from common sizes.
+"""Which of Transformers' model types can be patched: a tiny random model of each that common sizes build, checked by running.
 
-    python scripts/reach.py            # a minute on one core; kept in scripts/results/reach.txt
+    python scripts/reach.py --output_file scripts/results/reach.txt     # five minutes on two cores
+    python scripts/reach.py --types llama,bert
 
-For each type taken: by how much its outputs move when the input is permuted, without positions and with an encoding of
-each kind. Without positions an encoder must not notice. A type refused is listed with the reason.
+Prints the types that are taken, by the positions that the stock model has, with how each check of `hosts/checks.py` went;
+then those refused, by reason.
 """
 
-import dataclasses
+import argparse
 import logging
+import multiprocessing
+import os
 import warnings
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from tqdm.auto import tqdm
-from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
 import hf_posenc
+from hosts import checks, tiny
 
-KINDS = ("none", "sinusoidal", "rope", "alibi", "shaw")
-LENGTH, VOCABULARY, MOST_VALUES = 11, 61, 3_000_000
-# Every host's own word for the same few sizes; a config takes those that it knows.
-SIZES = (
-    dict.fromkeys(("hidden_size", "embedding_size", "n_embd", "dim", "d_model", "word_embed_proj_dim"), 32)
-    | dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_layers"), 2)
-    | dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads", "num_heads"), 4
-    )
-    | dict.fromkeys(("intermediate_size", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim"), 48)
-    | dict.fromkeys(("max_position_embeddings", "n_positions"), 24)
-    | {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-)
+WIDTH = 128
 
 
-def tiny(kind: str, generator: torch.Generator) -> PreTrainedModel | None:
-    """A tiny random model of a type, or None where these sizes don't make one that reads token ids."""
-    try:
-        config_class = CONFIG_MAPPING[kind]
-        known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-        sizes: dict[str, Any] = {name: value for name, value in SIZES.items() if name in known}
-        config = config_class(**sizes)
-        with init_empty_weights(include_buffers=True):
-            empty = AutoModel.from_config(config)
-        if sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers())) > MOST_VALUES:
-            return None
-        model = AutoModel.from_config(config).eval()
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-        model(torch.arange(3, LENGTH + 3)[None])
-    except Exception:  # whatever a host makes of sizes that aren't its own
-        return None
-    return model
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a model type.
+
+    source: the positions of the stock model, if it is taken; reason, message: of the refusal, if it is refused; crash:
+        another error. checks: check -> how it went; empty where the model doesn't run on token ids alone.
+    """
+
+    kind: str
+    source: str = ""
+    reason: str = ""
+    message: str = ""
+    crash: str = ""
+    checks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def verified(self) -> bool:
+        return bool(self.checks) and all(result in (checks.PASSED, checks.NOT_APPLICABLE) for result in self.checks.values())
 
 
-def movements(model: PreTrainedModel, generator: torch.Generator) -> dict[str, float]:
-    """Encoding -> the largest change of an output, each compared with the same token's, when the input is permuted."""
-    ids = torch.randint(3, VOCABULARY, (1, LENGTH), generator=generator)
-    order = torch.randperm(LENGTH, generator=generator)
-    moved = {}
-    for kind in KINDS:
-        patched = hf_posenc.patch(model, kind)
-        moved[kind] = float((patched(ids)[0][:, order] - patched(ids[:, order])[0]).abs().max())
-    return moved
-
-
-@torch.no_grad()
-def main() -> None:
-    warnings.simplefilter("ignore")
+def judge(kind: str) -> Verdict | None:
+    """The verdict on a model type, or None where these sizes make no model of it."""
+    torch.set_num_threads(1)
     transformers.logging.set_verbosity(logging.CRITICAL)
-    taken, refused = {}, defaultdict(list)
-    kinds = [kind for kind in sorted(CONFIG_MAPPING) if not kind.startswith("posenc-")]
-    for kind in tqdm(kinds, desc="building", unit="type"):
-        generator = torch.Generator().manual_seed(0)
-        model = tiny(kind, generator)
+    transformers.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = tiny.build(kind)
         if model is None:
-            continue
+            return None
         try:
-            taken[kind] = movements(model, generator)
-        except ValueError as error:
-            refused[reason(str(error))].append(kind)
-    print(f"{len(taken)} model types taken; change of the outputs when the input is permuted\n")
-    print(f"{'':24}" + "".join(f"{kind:>12}" for kind in KINDS))
-    for kind, moved in taken.items():
-        print(f"{kind:24}" + "".join(f"{value:12.1e}" for value in moved.values()))
-    print(f"\n{sum(map(len, refused.values()))} refused")
-    for why, names in sorted(refused.items(), key=lambda item: -len(item[1])):
-        print(f"\n{why} ({len(names)}):\n    {', '.join(names)}")
+            hf_posenc.patch(model, "none")
+            source = hf_posenc.inspect(model).encoding
+        except hf_posenc.HostRefused as error:
+            return Verdict(kind, reason=error.reason or "no reason", message=str(error).partition(". It was left")[0])
+        except Exception as error:  # a bug: every host is taken or refused
+            return Verdict(kind, crash=f"{type(error).__name__}: {error}")
+        return Verdict(kind, source=source, checks=checks.checked(kind, model) if tiny.reads(model) else {})
 
 
-def reason(error: str) -> str:
-    """The kind of refusal that an error of `patch` is."""
-    for words, why in {
-        "rotary": "rotary positions of its own",
-        "which can't be taken over": "other sources of position",
-        "way of its own": "position ids in a way of its own",
-        "goes through": "attention beside Transformers' interface",
-        "no place": "neither a position table nor an attention of the interface",
-        "no position table": "no position table",
-        "doesn't take position_ids": "no position_ids in its forward",
-    }.items():
-        if words in error:
-            return why
-    return error
+def model_types() -> list[str]:
+    """Transformers' own model types that AutoModel makes."""
+    return [kind for kind in sorted(CONFIG_MAPPING) if not kind.startswith("posenc-") and CONFIG_MAPPING[kind] in MODEL_MAPPING]
+
+
+def judged(kinds: list[str], processes: int) -> Iterator[Verdict]:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        for verdict in tqdm(pool.map(judge, kinds), total=len(kinds), unit="type"):
+            if verdict is not None:
+                yield verdict
+
+
+def report(verdicts: Iterable[Verdict]) -> str:
+    """The printed page."""
+    verdicts = sorted(verdicts, key=lambda verdict: verdict.kind)
+    taken = [verdict for verdict in verdicts if verdict.source]
+    verified = [verdict for verdict in taken if verdict.verified]
+    models = Path(transformers.__file__).parent / "models"
+    folders = {_folder(verdict.kind) for verdict in verified}
+    lines = [
+        f"{len(taken)} of {len(verdicts)} model types that build are taken, {len(verified)} verified by every check that "
+        f"applies; {len(folders)} of {len({path.parent for path in models.glob('*/modeling_*.py')})} modeling folders"
+    ]
+    for source, group in _grouped(taken, "source"):
+        lines += ["", f"{source} ({len(group)})", " " * 26 + "".join(f"{name:>12}" for name in checks.CHECKS)]
+        for each in group:
+            results = (
+                "".join(f"{each.checks[name]:>12}" for name in checks.CHECKS)
+                if each.checks
+                else " doesn't run on token ids alone"
+            )
+            lines.append(f"{each.kind:26}" + results)
+    refused = [verdict for verdict in verdicts if verdict.reason]
+    lines += ["", f"{len(refused)} refused"]
+    for reason, group in _grouped(refused, "reason"):
+        lines += ["", f"{reason} ({len(group)}), as", f"    {group[0].message}"]
+        lines += _wrapped([each.kind for each in group])
+    if crashed := [verdict for verdict in verdicts if verdict.crash]:
+        lines += ["", f"{len(crashed)} crashed", *(f"    {each.kind}: {each.crash}" for each in crashed)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _grouped(verdicts: list[Verdict], by: str) -> list[tuple[str, list[Verdict]]]:
+    """The largest group first."""
+    groups = defaultdict(list)
+    for verdict in verdicts:
+        groups[getattr(verdict, by)].append(verdict)
+    return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+
+
+def _wrapped(names: list[str]) -> list[str]:
+    lines = ["   "]
+    for name in names:
+        if len(lines[-1]) + len(name) + 2 > WIDTH:
+            lines.append("   ")
+        lines[-1] += f" {name}," if name != names[-1] else f" {name}"
+    return lines
+
+
+def _folder(kind: str) -> str:
+    return CONFIG_MAPPING[kind].__module__.split(".")[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", help="model types, separated by commas; all by default")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--output_file", type=Path, help="a file for the page, which is printed, too")
+    args = parser.parse_args()
+    page = report(judged(args.types.split(",") if args.types else model_types(), args.processes))
+    print(page, end="")
+    if args.output_file:
+        args.output_file.write_text(page)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,21 @@ PLACE_ON_A_PAGE = re.compile(r"[xyhw]_position_embeddings$")
 
 
 def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim."""
+    """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim.
+
+    A convolution whose stride is its kernel's size cuts patches out, each an input by itself.
+    """
     for path, module in modules.items():
         name = path.rpartition(".")[2]
+        if isinstance(module, nn.ModuleList) and claimed and all(f"{path}.{child}" in claimed for child in module._modules):
+            continue
         if any(path == each or path.startswith(f"{each}.") for each in claimed) or PLACE_ON_A_PAGE.search(path):
             continue
         if path and WORDS & {*_words(name), *_words(type(module).__name__)}:
             yield path, OTHER_SOURCES
-        elif isinstance(module, nn.modules.conv._ConvNd) and any(size > 1 for size in module.kernel_size):
+        elif (
+            isinstance(module, nn.modules.conv._ConvNd) and max(module.kernel_size) > 1 and module.kernel_size != module.stride
+        ):
             yield path, "convolutions, which see the order of their inputs"
         for key in (*module._parameters, *(key for key in module._buffers if key != "position_ids")):
             if WORDS & {*_words(key)}:
