@@ -1,4 +1,4 @@
-"""Any position encoding in any Transformers model."""
+"""Another position encoding in a Transformers model, with one call."""
 
 from typing import Any
 

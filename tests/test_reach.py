@@ -50,9 +50,9 @@ def test_a_failed_check_is_seen(monkeypatch):
     assert verdict.checks["order gone"] == checks.FAILED and not verdict.verified
 
 
-def test_hosts_md_quotes_the_result():
+def test_the_pages_quote_the_result():
     headline, *lines = KEPT.read_text().splitlines()
-    assert headline in (ROOT / "docs" / "hosts.md").read_text()
+    assert all(headline in page.read_text() for page in (ROOT / "README.md", ROOT / "docs" / "hosts.md"))
     assert not any("FAILED" in line or "crashed" in line for line in lines)
 
 

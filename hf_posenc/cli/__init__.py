@@ -42,7 +42,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Any position encoding in any Transformers model.",
+    help="Another position encoding in a Transformers model.",
 )
 
 
