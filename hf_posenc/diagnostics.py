@@ -1,4 +1,4 @@
-"""What can be said of an encoding or a model."""
+"""`inspect`: reports how a model knows word order."""
 
 import os
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from hf_posenc.embedding import PositionEmbedding
 
 @dataclass(frozen=True)
 class Report:
-    """What `inspect` found.
+    """The result of `inspect`.
 
     encoding: canonical name; for a stock model what its own positions amount to ("learned", MPNet's "learned+t5").
     options: the encoding's options.
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def model_max_length(self) -> int:
-        """What a tokenizer of this model should have for its `model_max_length`."""
+        """The `model_max_length` for a tokenizer of this model."""
         return VERY_LARGE_INTEGER if self.max_length is None else self.max_length
 
     def __str__(self) -> str:

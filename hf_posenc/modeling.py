@@ -30,7 +30,7 @@ PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
 
 
 class PosEncConfigMixin(EncodingConfigMixin):
-    """What a derived config adds to the host's: `position_encoding`, checked and canonical."""
+    """Adds `position_encoding`, checked and canonical, to a host's config."""
 
     if TYPE_CHECKING:
         position_encoding: Any
@@ -82,7 +82,7 @@ class HostState(nn.Module):
 
 
 class PosEncModelMixin(EncodingModelMixin):
-    """What a derived model adds to the host's class."""
+    """Adds the installation of the encoding, and its loading and checks, to a host's model class."""
 
     host_class: type[PreTrainedModel]
     config: Any

@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a patched stack does before its host's forward.
+    """Prepares the arguments of a patched stack's forward.
 
     names: the arguments of that forward, in order.
     offset: the id of the first token.

@@ -177,7 +177,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             if buffer is not None:
                 module._buffers[key] = buffer.to(source.device)
         for key, value in vars(other).items():
-            # What users set: dropout probabilities, mode, checkpointing. Names with _ are Transformers' own books.
+            # Settings of users: dropout probabilities, mode, checkpointing. Names with _ are private to Transformers.
             if key == "_gradient_checkpointing_func" or (type(value) in (bool, int, float, str) and key[0] != "_"):
                 setattr(module, key, value)
     if hasattr(source, "generation_config"):

@@ -69,14 +69,14 @@ class _Collected:
         bindings = self.bindings[module].get(name, [])
         if name == "__file__":
             raise ValueError(
-                f"{module} opens files beside itself, which can't travel with the model: write their content into it"
+                f"{module} opens files beside itself, which can't be saved with the model: write their content into it"
             )
         if name in scope and _is_plain(scope[name]):
             self.definitions[module][name] = f"{name} = {_literal(scope[name])}"
             return
         if name not in scope or not bindings:
             raise ValueError(
-                f"the source of {module}.{name} is not to be found, so it can't travel with the model: define it at the top "
+                f"the source of {module}.{name} is not to be found, so it can't be saved with the model: define it at the top "
                 "level of a file or of a notebook's cell, and import it by its name"
             )
         value, last = scope[name], bindings[-1]
@@ -90,7 +90,7 @@ class _Collected:
             self._define(module, name, value, [last, *self.bindings[module].get(f"{name}.", [])])
         else:
             raise ValueError(
-                f"{name!r} in {module} is a {type(value).__name__}, which can't travel with the model: what its encoding uses "
+                f"{name!r} in {module} is a {type(value).__name__}, which can't be saved with the model: what its encoding uses "
                 "may be classes, functions, imported names, plain values and small tensors"
             )
 
@@ -113,7 +113,7 @@ class _Collected:
             stated |= {target.attr for node, _, _ in statements[1:] for target in getattr(node, "targets", ())}
             if extra := sorted(each for each in vars(value).keys() - stated if not each.startswith("_")):
                 raise ValueError(
-                    f"{module}.{name}.{extra[0]} was set from outside the class, which can't travel: set it in its body"
+                    f"{module}.{name}.{extra[0]} was set from outside the class, which can't be saved: set it in its body"
                 )
         del self.definitions[module][name]
         self.definitions[module][name] = "\n".join(text for _, text, _ in statements)
@@ -132,7 +132,7 @@ class _Collected:
             return names if isinstance(node, ast.Import) else f"from {source} {names}"
         if whole and not (isinstance(node, ast.ImportFrom) and source == PACKAGE):
             raise ValueError(
-                f"`{ast.unparse(node)}` in {module} can't travel with the model: from {source} import the names that its "
+                f"`{ast.unparse(node)}` in {module} can't be saved with the model: from {source} import the names that its "
                 "encoding uses"
             )
         if is_ours(source):
@@ -153,7 +153,7 @@ class _Collected:
         values = {each: getattr(package, each, None) for each in sorted(used)}
         if modules := [each for each, value in values.items() if isinstance(value, ModuleType)]:
             raise ValueError(
-                f"`{name}.{modules[0]}` in {module} can't travel with the model: from {source}.{modules[0]} import the names "
+                f"`{name}.{modules[0]}` in {module} can't be saved with the model: from {source}.{modules[0]} import the names "
                 "that its encoding uses"
             )
         names = [each for each, value in values.items() if getattr(value, "__module__", "").startswith(f"{PACKAGE}.encodings.")]
@@ -212,7 +212,7 @@ def _refuse_inner(module: str, name: str, node: Any) -> None:
         source = alias.name if isinstance(node, ast.Import) else _source(module, node)
         if is_ours(source) or not _is_installed(source):
             raise ValueError(
-                f"{module}.{name} imports {source} when it runs, which can't travel with the model: import by name what it "
+                f"{module}.{name} imports {source} when it runs, which can't be saved with the model: import by name what it "
                 "uses, at the top"
             )
 
@@ -226,7 +226,7 @@ def _refuse_edited(module: str, name: str, value: Any, binding: _Binding) -> Non
         own = isinstance(function, FunctionType) and function.__module__ == module and function.__qualname__.startswith(name)
         if own and _essence(function.__code__) not in written:
             raise ValueError(
-                f"the source of {module}.{name} has changed since it was imported, so it can't travel with the model: start "
+                f"the source of {module}.{name} has changed since it was imported, so it can't be saved with the model: start "
                 "again, then load and save the model"
             )
 

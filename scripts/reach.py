@@ -33,7 +33,7 @@ WIDTH = 128
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a model type.
+    """The verdict on a model type.
 
     source: the positions of the stock model, if it is taken; reason, message: of the refusal, if it is refused; crash:
         another error. checks: check -> how it went; empty where the model doesn't run on token ids alone.

@@ -577,7 +577,7 @@ def test_names_of_two_words():
 
 
 def test_versions_are_those_of_pyproject():
-    """The code that travels with a model has no pyproject.toml."""
+    """The code saved with a model has no pyproject.toml."""
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     stated = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}

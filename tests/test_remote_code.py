@@ -1,4 +1,4 @@
-"""The code that travels with a model: loaded with trust_remote_code=True where hf_posenc is not."""
+"""The code saved with a model: loaded with trust_remote_code=True where hf_posenc is not."""
 
 import ast
 import json
@@ -121,7 +121,7 @@ inside()
 
 if __name__ == "__main__":
     SIGN = 5
-    raise SystemExit("a script's work travelled with a model")
+    raise SystemExit("a script's work was saved with a model")
 '''
 SLOPES = """
 import functools
@@ -228,7 +228,7 @@ def test_saving_again_without_the_package_writes_the_same_folder(bare):
         assert all((after / file).read_bytes() == (before / file).read_bytes() for file in os.listdir(before)), name
 
 
-def test_only_what_is_needed_travels(bare):
+def test_only_what_is_needed_is_saved(bare):
     _, folder = bare
     embedding = {"options", "context", "base", "composition", "registry", "spec", "checkpoints", "embedding"}
     embedding |= {"remote_code", "requirements", "user_code"}
@@ -319,17 +319,17 @@ def test_a_notebooks_cells(bare):
     [
         (
             "own-careless",
-            "`import slopes as unused` in own_encodings can't travel with the model: from slopes import the names",
+            "`import slopes as unused` in own_encodings can't be saved with the model: from slopes import the names",
         ),
-        ("own-adjusted", "own_encodings.Adjusted.slope was set from outside the class, which can't travel"),
-        ("own-configured", "'OPTIONS' in own_encodings is a Options, which can't travel"),
-        ("own-late", "own_encodings.Late imports slopes when it runs, which can't travel"),
+        ("own-adjusted", "own_encodings.Adjusted.slope was set from outside the class, which can't be saved"),
+        ("own-configured", "'OPTIONS' in own_encodings is a Options, which can't be saved"),
+        ("own-late", "own_encodings.Late imports slopes when it runs, which can't be saved"),
         ("own-edited", "the source of own_encodings.Edited has changed since it was imported"),
         ("own-inside", r"own_encodings.inside.<locals>.Inside is not to be found"),
         ("own-inside+alibi", "is not to be found"),
     ],
 )
-def test_what_cant_travel_is_said_and_nothing_is_lost(own, tmp_path, encoding, words):
+def test_what_cant_be_saved_is_named_and_nothing_is_lost(own, tmp_path, encoding, words):
     model = patched("bert", encoding)
     model.config.auto_map = {"AutoModel": "old.Code"}  # of an earlier save
     with pytest.warns(UserWarning, match=words) as warned:

@@ -1,4 +1,4 @@
-"""What is checked of a host that can be patched, by running it: each check passes, fails, or doesn't apply.
+"""Checks of a host that can be patched, by running it: each passes, fails, or doesn't apply.
 
 Shapes: B batch, L tokens, D hidden_size.
 """
