@@ -90,8 +90,8 @@ class _Collected:
             self._define(module, name, value, [last, *self.bindings[module].get(f"{name}.", [])])
         else:
             raise ValueError(
-                f"{name!r} in {module} is a {type(value).__name__}, which can't be saved with the model: what its encoding uses "
-                "may be classes, functions, imported names, plain values and small tensors"
+                f"{name!r} in {module} is a {type(value).__name__}, which can't be saved with the model: what its encoding "
+                "uses may be classes, functions, imported names, plain values and small tensors"
             )
 
     def _define(self, module: str, name: str, value: Any, statements: list["_Binding"]) -> None:
