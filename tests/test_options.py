@@ -16,9 +16,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import hf_posenc
-from conftest import ENCODINGS, ROOT, run_python
+from conftest import ENCODINGS, ROOT, run_python, stock
 from hf_posenc import requirements
 from hf_posenc.encodings import Above, Geometry, PositionEncoding, build, canonical, encoding_class, list_encodings
+from hf_posenc.sources import Source
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
 
@@ -730,3 +731,23 @@ assert type(AutoConfig.for_model("posenc-bert")).__name__ == "PosEncBertConfig"
 assert "transformers.models.bert.modeling_bert" not in sys.modules
 """
     )
+
+
+def test_no_module_outside_sources_names_a_kind_of_source():
+    """A kind of source is one file: without rotary.py, say, rotary hosts are refused, and nothing else changes."""
+    names = {kind.__name__ for kind in Source.kinds} | {kind.__module__.rpartition(".")[2] for kind in Source.kinds}
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name not in ("sources", "encodings"):
+            nodes = [*ast.walk(ast.parse(path.read_text()))]
+            used = {getattr(node, "id", None) or getattr(node, "name", None) for node in nodes}
+            assert not names & used, path.name
+
+
+def test_without_the_file_of_a_kind_its_hosts_are_refused(monkeypatch):
+    kinds = [kind for kind in Source.kinds if kind.__name__ != "Rotary"]
+    assert len(kinds) == len(Source.kinds) - 1
+    monkeypatch.setattr(Source, "kinds", kinds)
+    with pytest.raises(hf_posenc.HostRefused, match="rotary_emb") as refused:
+        hf_posenc.patch(stock("llama"), "alibi")
+    assert refused.value.reason == "other sources of position"
+    hf_posenc.patch(stock("bert"), "alibi")
