@@ -1,4 +1,4 @@
-"""What can be said of an encoding or a model."""
+"""`inspect`: a report on how a model knows word order."""
 
 import os
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from hf_posenc.embedding import PositionEmbedding
 
 @dataclass(frozen=True)
 class Report:
-    """What `inspect` found.
+    """The result of `inspect`.
 
     encoding: canonical name; for a stock model what its own positions amount to ("learned", MPNet's "learned+t5").
     options: the encoding's options.
@@ -22,7 +22,7 @@ class Report:
     layers: encoding, or part of a composition -> the numbers of the layers it acts in; empty where it acts in all.
     max_length: the longest usable input in tokens; None: no limit.
     host_kept: whether `unpatch` can bring the host's own positions back.
-    ignored: what the config asks for and Transformers doesn't do.
+    ignored: settings of the config that Transformers ignores.
     """
 
     model_class: str
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def model_max_length(self) -> int:
-        """What a tokenizer of this model should have for its `model_max_length`."""
+        """The `model_max_length` for a tokenizer of this model."""
         return VERY_LARGE_INTEGER if self.max_length is None else self.max_length
 
     def __str__(self) -> str:
@@ -49,7 +49,10 @@ class Report:
             f"  {verb}: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
             for verb, paths in self.enters.items()
         ]
-        lines += [f"  {part} acts in layers {', '.join(map(str, layers))}" for part, layers in self.layers.items()]
+        lines += [
+            f"  {part} acts in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+            for part, layers in self.layers.items()
+        ]
         lines += [f"  ignored: {note}" for note in self.ignored]
         if self.host_kept:
             lines.append("  the host's own positions are kept: unpatch brings them back")

@@ -30,7 +30,7 @@ PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
 
 
 class PosEncConfigMixin(EncodingConfigMixin):
-    """What a derived config adds to the host's: `position_encoding`, checked and canonical."""
+    """Adds `position_encoding`, checked and canonical, to a host's config class."""
 
     if TYPE_CHECKING:
         position_encoding: Any
@@ -82,7 +82,7 @@ class HostState(nn.Module):
 
 
 class PosEncModelMixin(EncodingModelMixin):
-    """What a derived model adds to the host's class."""
+    """Puts an encoding into each stack of a host's class when it is built."""
 
     host_class: type[PreTrainedModel]
     config: Any
