@@ -88,8 +88,8 @@ def context_for(module: nn.Module, given: PositionContext | None) -> PositionCon
     context = CURRENT.context if given is None else given
     if context is None:
         raise RuntimeError(
-            f"{type(module).__name__} was called without positions: call the model itself, not a part of it, and in a host "
-            "that hands no keyword arguments to its attentions without gradient checkpointing"
+            f"{type(module).__name__} was called without positions: call the whole model, not a part of it; if this is the "
+            "second run of gradient checkpointing, turn that off, since this host can't pass positions to it"
         )
     return context
 

@@ -156,7 +156,7 @@ def _positions(model: PreTrainedModel, report: Report) -> list[str]:
             there = " with the package; the code that comes with the model has it" if _remote_auto_class(model) else ""
             said.append(f"its class `{encoding.__name__}` is not part of hf-posenc: import or define it before loading{there}")
         if name in report.layers:
-            said.append(f"in layers {', '.join(map(str, report.layers[name]))}")
+            said.append(f"in layer{'s' * (len(report.layers[name]) > 1)} {', '.join(map(str, report.layers[name]))}")
         lines.append(f"- position encoding `{name}`" + (f": {', '.join(said)}" if said else ""))
     for verb, paths in report.enters.items():
         lines.append(f"- `{verb}` at `{paths[0]}`" + (f" and {len(paths) - 1} more" if paths[1:] else ""))

@@ -1,4 +1,4 @@
-"""`inspect`: reports how a model knows word order."""
+"""`inspect`: a report on how a model knows word order."""
 
 import os
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Report:
     layers: encoding, or part of a composition -> the numbers of the layers it acts in; empty where it acts in all.
     max_length: the longest usable input in tokens; None: no limit.
     host_kept: whether `unpatch` can bring the host's own positions back.
-    ignored: what the config asks for and Transformers doesn't do.
+    ignored: settings of the config that Transformers ignores.
     """
 
     model_class: str
@@ -49,7 +49,10 @@ class Report:
             f"  {verb}: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
             for verb, paths in self.enters.items()
         ]
-        lines += [f"  {part} acts in layers {', '.join(map(str, layers))}" for part, layers in self.layers.items()]
+        lines += [
+            f"  {part} acts in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+            for part, layers in self.layers.items()
+        ]
         lines += [f"  ignored: {note}" for note in self.ignored]
         if self.host_kept:
             lines.append("  the host's own positions are kept: unpatch brings them back")
@@ -103,7 +106,7 @@ def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
 def _stock_report(model: PreTrainedModel) -> Report:
     found = structure.find(model.base_model)
     if found is None:
-        raise ValueError(f"no source of position that hf_posenc knows was found in {type(model).__name__}")
+        raise structure.none_found(type(model))
     stack = next(name for name, module in model.named_modules() if module is model.base_model)
     enters: dict[str, tuple[str, ...]] = {}
     for source in found.sources:

@@ -113,7 +113,7 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     blocks = structure.blocks
     layers = {path: block.rpartition(".")[0] for path, block in blocks.items()}
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
-    if spec.inject == "input":  # nothing stands where they could be added but the first layer's own input
+    if spec.inject == "input":  # no table to replace: add them to the first layer's input
         first = next(iter(layers))
         injection.before(stack.get_submodule(layers[first]), embedding[first])
         return (layers[first],)

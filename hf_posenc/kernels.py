@@ -1,4 +1,4 @@
-"""Which way the bias of an encoding is computed, and how it joins the attention mask.
+"""Computes the bias of an encoding, and merges it with the attention mask.
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 """

@@ -30,7 +30,7 @@ PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
 
 
 class PosEncConfigMixin(EncodingConfigMixin):
-    """Adds `position_encoding`, checked and canonical, to a host's config."""
+    """Adds `position_encoding`, checked and canonical, to a host's config class."""
 
     if TYPE_CHECKING:
         position_encoding: Any
@@ -82,7 +82,7 @@ class HostState(nn.Module):
 
 
 class PosEncModelMixin(EncodingModelMixin):
-    """Adds the installation of the encoding, and its loading and checks, to a host's model class."""
+    """Puts an encoding into each stack of a host's class when it is built."""
 
     host_class: type[PreTrainedModel]
     config: Any

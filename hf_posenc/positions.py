@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Beginning:
-    """Prepares the arguments of a patched stack's forward.
+    """Makes the `PositionContext` of a patched stack, before its host's forward.
 
     names: the arguments of that forward, in order.
     offset: the id of the first token.
@@ -157,7 +157,7 @@ def _check_length(stack: Any, length: int, past: Any, cache: Any) -> None:
         # A static cache counts on its device; its size is known without asking.
         total, what = cache.get_max_length(), "a static cache of"
     else:
-        total, what = past + length, "an input of" if cache is None else "cached and new tokens,"
+        total, what = past + length, "an input of" if cache is None else "an input with its cache of"
     if total > limit:
         raise ValueError(
             f"{what} {total} tokens is longer than max_length={limit} of this model's {stack.config.position_spec.type!r} "

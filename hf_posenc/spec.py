@@ -1,4 +1,4 @@
-"""`position_encoding` in config.json: its parsed form, and the only code that reads and writes it.
+"""The `position_encoding` of config.json, parsed once. Its only reader and writer.
 
 The JSON form is a dict: the encoding's canonical type and options, and the placement beside them (`layers`, `inject`,
 `max_length`, `host`).
@@ -33,7 +33,7 @@ Layers = str | tuple[int, ...]
 
 @dataclass(frozen=True)
 class HostSpec:
-    """Facts about the stock model that `unpatch` needs.
+    """Facts of the stock model that `unpatch` needs.
 
     name_or_path: the stock model's id, or its folder's name.
     rows: the stock config's own length field: the rows of its position table, if it has one.

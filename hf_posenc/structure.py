@@ -1,4 +1,4 @@
-"""Finds the sources of position, attentions and layers of a stack, and refuses hosts that can't be taken over."""
+"""Finds the sources of position, attentions and layers of a stack, and refuses hosts that an encoding can't be put into."""
 
 import inspect
 import re
@@ -21,7 +21,7 @@ LAYER = re.compile(r"((?:.*\.)?(\d+))\.[^.]+")
 
 @dataclass(frozen=True)
 class Structure:
-    """The findings in one stack. Paths are dotted, and relative to it.
+    """The sources and attentions of one stack. Paths are dotted, and relative to it.
 
     sources: where it has positions of its own.
     attentions: path -> self-attention.

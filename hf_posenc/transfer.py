@@ -89,10 +89,16 @@ def to_stock(model: Any, stock: Any) -> Any:
     Raises ValueError where they were not kept. Warns where the weights are no longer those which were patched.
     """
     host = specs.read(model.config).host
-    if host is None or not host.kept:
-        base = (host and host.name_or_path) or "the model it was made from"
+    if host is None:
         raise ValueError(
-            f"the host's own positions were not kept in this model: take them from {base!r}, or patch with keep_host=True"
+            "this model was made from scratch with its encoding, not patched (its config has no 'host'), so there are no "
+            "positions of the host's to go back to: "
+            f"make a {stock.__name__} instead"
+        )
+    if not host.kept:
+        base = repr(host.name_or_path) if host.name_or_path else "the model it was made from"
+        raise ValueError(
+            f"the host's own positions were not kept in this model: take them from {base}, or patch with keep_host=True"
         )
     config = copy.deepcopy(model.config)
     config.__class__ = stock.config_class
@@ -177,7 +183,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             if buffer is not None:
                 module._buffers[key] = buffer.to(source.device)
         for key, value in vars(other).items():
-            # Settings of users: dropout probabilities, mode, checkpointing. Names with _ are private to Transformers.
+            # What users set: dropout probabilities, mode, checkpointing. Names with _ are Transformers' own state.
             if key == "_gradient_checkpointing_func" or (type(value) in (bool, int, float, str) and key[0] != "_"):
                 setattr(module, key, value)
     if hasattr(source, "generation_config"):

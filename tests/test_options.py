@@ -627,7 +627,7 @@ ORDER = [
     {"hub"},
     {"cli"},
 ]
-"""A room imports from those to its left alone. A new room needs a place here."""
+"""A module imports from the lines above its own alone. A new module needs a place here."""
 
 PACKAGE = ROOT / "hf_posenc"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
@@ -650,20 +650,20 @@ def ours(path):
     return {name for name in imported(path) if name.partition(".")[0] == "hf_posenc"}
 
 
-def rank(room):
-    return next((index for index, group in enumerate(ORDER) if room in group), None)
+def rank(module):
+    return next((index for index, group in enumerate(ORDER) if module in group), None)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_import_order(path):
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    assert rank(room) is not None, f"{room} has no place in ORDER"
+    module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert rank(module) is not None, f"{module} has no place in ORDER"
     for name in ours(path):
-        if name == "hf_posenc" and room == "cli":  # thin over the public API
+        if name == "hf_posenc" and module == "cli":  # thin over the public API
             continue
         other = name.split(".")[1] if "." in name else None
-        assert rank(other) is not None, f"{path.name} imports {name}, which is no room"
-        assert other == room or rank(other) < rank(room), f"{room} imports {other}"
+        assert rank(other) is not None, f"{path.name} imports {name}, which is no module of ours"
+        assert other == module or rank(other) < rank(module), f"{module} imports {other}"
 
 
 @pytest.mark.parametrize("path", ENCODING_MODULES, ids=lambda path: path.name)

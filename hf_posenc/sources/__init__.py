@@ -1,4 +1,4 @@
-"""Where a host has its positions. One kind, one file; importing this package registers them all."""
+"""The kinds of sources of position in hosts. One kind, one file; importing this package registers them all."""
 
 import importlib
 import pkgutil

@@ -67,7 +67,7 @@ def _is_rotation(module: Any, arguments: dict[str, Any]) -> bool:
                 _tensors(module(torch.zeros(1, 1, 1), position_ids=torch.tensor([[position]]), **arguments))
                 for position in (0, 1)
             )
-        except Exception:  # whatever such a module makes of two arguments
+        except Exception:  # a module of another format may raise anything
             return False
     kinds = {complex(value.sgn().flatten()[0]) if value.numel() else None for value in here}
     rotates = all(value.sgn().eq(value.sgn().flatten()[0]).all() for value in here if value.numel())

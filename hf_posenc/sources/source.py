@@ -11,7 +11,9 @@ HOSTS_PAGE = "docs/hosts.md lists the hosts that are taken, and what to do about
 
 
 class HostRefused(ValueError):
-    """A model in which not all sources of position can be taken over. It was left as it is.
+    """Raised for a host that an encoding can't be put into. The model is left as it is.
+
+    The message ends with a remedy. docs/hosts.md lists the reasons.
 
     reason: a short phrase, the same for all hosts that are refused for it.
     """
@@ -33,7 +35,7 @@ class Source(abc.ABC):
     kinds: ClassVar[list[type["Source"]]] = []
     """Every kind of source."""
     encoding: ClassVar[str]
-    """The encoding of ours that these positions amount to."""
+    """The name of our encoding that these positions are equivalent to."""
     verb: ClassVar[str]
     """How they act: embed, rotate, distance_bias."""
     arguments: ClassVar[tuple[str, ...]] = ()
@@ -93,7 +95,7 @@ class Source(abc.ABC):
 
 
 class Silenced(nn.Module):
-    """Stands where the host had a learned table of its own, of the shape `rows × size`.
+    """Replaces a learned table of the host's, of the shape `rows × size`.
 
     key: of the table's weight, relative to the stack.
     """
@@ -123,6 +125,6 @@ class Silenced(nn.Module):
 
 
 def replace(stack: Any, path: str, module: nn.Module) -> None:
-    """Put a module into a stack where another one stands."""
+    """Replace the module at a path of a stack."""
     owner, _, attribute = path.rpartition(".")
     setattr(stack.get_submodule(owner), attribute, module)

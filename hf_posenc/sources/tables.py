@@ -30,7 +30,7 @@ class Table(Source):
             rows = getattr(stack.config, LENGTH_FIELD, None)
             if type(module) is not nn.Embedding or module.num_embeddings != rows:
                 raise HostRefused(
-                    f"{type(stack).__name__}.{path} counts its positions in a way of its own (a {type(module).__name__} of "
+                    f"{type(stack).__name__}.{path} counts its positions in a way of its own ({type(module).__name__}, "
                     f"{getattr(module, 'num_embeddings', '?')} rows for {LENGTH_FIELD}={rows})",
                     reason="position ids in a way of its own",
                 )
