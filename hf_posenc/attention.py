@@ -38,11 +38,27 @@ PARTS = "position_parts"
 """The attribute of an attention that names the parts of the encoding which act in it."""
 
 
-class AttentionConfigView:
-    """A config seen by one attention module: everything of the original, live, but the implementation's name."""
+class NameForBranches(str):
+    """A prefixed name that is looked up by itself, and equals the name without its prefix, too."""
 
-    def __init__(self, config: Any) -> None:
-        self.__dict__["config"] = config
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) or str.__eq__(self.removeprefix(PREFIX), other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+class AttentionConfigView:
+    """A config seen by one attention module: everything of the original, live, but the implementation's name.
+
+    branches: whether the module's forward does something else under some implementations (DeepSeek-V3.2 masks what its
+        indexer didn't choose under "eager" and "sdpa" only).
+    """
+
+    def __init__(self, config: Any, branches: bool = False) -> None:
+        self.__dict__.update(config=config, branches=branches)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "config" not in self.__dict__:
@@ -54,7 +70,8 @@ class AttentionConfigView:
 
     @property
     def _attn_implementation(self) -> str:
-        return PREFIX + self.__dict__["config"]._attn_implementation
+        name = PREFIX + self.__dict__["config"]._attn_implementation
+        return NameForBranches(name) if self.__dict__["branches"] else name
 
 
 class KeyRotatingCache:
@@ -130,13 +147,15 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """The host's attention function, with queries and keys rotated and the bias of the encoding in its mask."""
     position_context = context_for(module, position_context)
-    if keys_are_rotated:
-        query, _ = rotate(module, query, None, position_context)
-    else:
-        query, key = rotate(module, query, key, position_context)
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
     context = position_context.for_attention(scaling, getattr(module, "layer_idx", None))
     encodings = acting(module, context)
+    if not keys_are_rotated and key.shape[2] == context.positions.shape[1]:
+        query, key = rotate(module, query, key, context)
+    else:
+        query, _ = rotate(module, query, None, context)
+        if not keys_are_rotated and any("rotate" in encoding.acts_by() for encoding in encodings):
+            _, key = rotate(module, None, key, context.for_keys(key.shape[2]))
     if implementation == "flex_attention":
         bias = score_bias(encodings, query, key, context)
         if bias is not None:

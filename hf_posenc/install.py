@@ -1,5 +1,6 @@
 """Puts an encoding into a stack: silences the host's sources, gives each attention what acts in it, adds vectors."""
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -39,6 +40,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         ],
     )
     at_input = spec.inject == "input"
+    store_rotated = _cached_keys_are_final(structure)
     for source in structure.sources:
         source.silence(stack, adds_vectors=at_input)
     for (path, module), posenc in zip(structure.attentions.items(), owned, strict=True):
@@ -48,8 +50,9 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         if written_out.row_of(module):
             written_out.install(module)
         else:
-            module.config = attention.AttentionConfigView(module.config)  # type: ignore[assignment]
-            if any("rotate" in spec.parts[part].acts_by() for part in parts[path]):
+            branches = _branches_by_implementation(module)
+            module.config = attention.AttentionConfigView(module.config, branches)  # type: ignore[assignment]
+            if store_rotated and any("rotate" in spec.parts[part].acts_by() for part in parts[path]):
                 module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
     entrances = {
         verb: _add_vectors(structure, spec, parts)
@@ -122,6 +125,21 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     for path, here in places.items():
         add(stack.get_submodule(path), here)
     return tuple(places)
+
+
+def _cached_keys_are_final(structure: Structure) -> bool:
+    """Whether what each attention stores in a cache are the keys that it, and no other attention, multiplies queries by.
+
+    Latent attention stores what keys are made from. Layers that share keys may be rotated by different parts.
+    """
+    modules = structure.attentions.values()
+    return not any(hasattr(module, "expand_kv") or getattr(module, "is_kv_shared_layer", False) for module in modules)
+
+
+def _branches_by_implementation(module: nn.Module) -> bool:
+    """Whether an attention's forward compares the name of its implementation with several."""
+    constants = inspect.unwrap(type(module).forward).__code__.co_consts
+    return any(isinstance(value, (tuple, frozenset)) and "sdpa" in value for value in constants)
 
 
 def rotate_into_cache(names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

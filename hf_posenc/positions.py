@@ -107,6 +107,9 @@ class Beginning:
             first_keys=_first_keys(cache, length, getattr(stack.config, "layer_types", None)),
         )
         changes: dict[str, Any] = {"position_ids": ids + self.offset, attention.CONTEXT: context}
+        if call["logits_to_keep"] is not None:
+            # Gemma 4 would drop all other queries in its last layers. Its head takes what it needs of all outputs.
+            changes["logits_to_keep"] = 0
         if self.needs_token_types and call["token_type_ids"] is None:
             changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
         return call.changed(**changes)

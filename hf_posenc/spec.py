@@ -194,6 +194,7 @@ def merged(saved: Any, given: Any) -> Any:
             f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
             f"then model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})"
         )
+    given = {**encoding_class(given["type"]).preset(given["type"]), **given}
     both = [key for key in given if isinstance(given[key], dict) and isinstance(saved.get(key), dict)]
     parts = {key: {**saved[key], **given[key]} for key in both}
     return {**saved, **given, **parts}

@@ -183,8 +183,10 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             if buffer is not None:
                 module._buffers[key] = buffer.to(source.device)
         for key, value in vars(other).items():
-            # What users set: dropout probabilities, mode, checkpointing. Names with _ are Transformers' own state.
-            if key == "_gradient_checkpointing_func" or (type(value) in (bool, int, float, str) and key[0] != "_"):
+            # Settings of users: dropout probabilities, mode, checkpointing. Names with _ are private to Transformers. A
+            # number in a tensor is the longest length yet of rotary positions, for which their buffers were computed.
+            number = type(value) in (bool, int, float, str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+            if key == "_gradient_checkpointing_func" or (number and key[0] != "_"):
                 setattr(module, key, value)
     if hasattr(source, "generation_config"):
         target.generation_config = copy.deepcopy(source.generation_config)

@@ -205,6 +205,38 @@ def test_every_frequency_rule_is_silenced(rule):
 
 
 @torch.no_grad()
+def test_frequencies_of_a_long_input_before():
+    """Dynamic frequencies stay those of the longest input until a short one comes."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model, short = rotary("llama", rope_parameters=rope, max_position_embeddings=8), tokens(1, 6)
+    expected = first(model(short))
+    new = hf_posenc.patch(model, "none")
+    new.posenc.blend = 0.0
+    new(tokens(1, 20))
+    assert_equal(first(hf_posenc.unpatch(new)(short)), expected)
+    assert_close(first(new(short)), expected)
+    assert_equal(first(model(short)), expected)
+
+
+@pytest.mark.parametrize("rule", ["dynamic", "longrope", "yarn"])
+@torch.no_grad()
+def test_unpatch_of_a_reloaded_model_with_another_length(rule, tmp_path):
+    """These rules choose frequencies, or their scale, by the host's own length, which the promised one replaces."""
+    rope = {"rope_type": rule, "rope_theta": 10000.0, **RULES[rule]}
+    rope.pop({"dynamic": "original_max_position_embeddings", "yarn": "attention_factor"}.get(rule, "factor"))
+    model = rotary("llama", rope_parameters=rope, max_position_embeddings=16)
+    lengths = tokens(1, 6), tokens(1, 20)
+    expected = [first(model(ids)) for ids in lengths]
+    hf_posenc.patch(model, "alibi", max_length=LONG).save_pretrained(tmp_path)
+    again = hf_posenc.PosEncLlamaModel.from_pretrained(tmp_path)
+    again.posenc.blend = 0.0
+    assert_close([first(again(ids)) for ids in lengths], expected)
+    again = hf_posenc.unpatch(again)
+    assert_equal([first(again(ids)) for ids in lengths], expected)
+    assert again.config.rope_parameters == model.config.rope_parameters
+
+
+@torch.no_grad()
 def test_blend_of_rotations():
     model, ids = rotary("llama"), tokens()
     for encoding, options in (("alibi", {}), ("rope", {"theta": 50.0}), ("sinusoidal", {})):

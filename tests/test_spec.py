@@ -245,6 +245,16 @@ def test_merged():
         merged(saved, "rope")
 
 
+def test_merged_with_an_alias():
+    """An alias asks for its own options."""
+    saved = PositionSpec.parse("shaw").to_dict()
+    assert saved["terms"] == "keys"
+    assert PositionSpec.parse(merged(saved, "relative_key_query")).options["terms"] == "keys+queries"
+    assert PositionSpec.parse(merged(saved, {"type": "relative_key_query", "terms": "keys"})).options["terms"] == "keys"
+    both = PositionSpec.parse("shaw+alibi").to_dict()
+    assert PositionSpec.parse(merged(both, "relative_key_query+alibi")).options["shaw"]["terms"] == "keys+queries"
+
+
 def test_two_patched_models_of_one():
     """Each has a config of its own; the stock one has no encoding."""
     model = stock("bert")

@@ -58,6 +58,14 @@ class PositionContext:
         new = torch.arange(self.positions.shape[1], device=keys.device) + self.past - self.first_key
         return keys.expand(self.positions.shape[0], -1).index_copy(1, new, self.positions.to(keys.dtype))
 
+    def for_keys(self, length: int) -> "PositionContext":
+        """The context of all keys of an attention, those of a cache among them, as if they were the new tokens."""
+
+        def make() -> "PositionContext":
+            return replace(self, positions=self.key_positions(length).clamp(min=0), computed={})
+
+        return self.cached(("keys", length, self.first_key), make)
+
     def distances(self, keys: int) -> Tensor:
         """`[1 or B, Q, K]`: key position - query position."""
         return self.key_positions(keys)[:, None, :] - self.positions[:, :, None]

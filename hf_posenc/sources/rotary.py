@@ -1,5 +1,6 @@
 """Rotary positions which the host computes once for all layers: Llama, Qwen, Gemma, ModernBERT, GPT-NeoX."""
 
+import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.sources.source import HostRefused, Source
+from hf_posenc.sources.source import HostRefused, Source, replace
 from hf_posenc.spec import LENGTH_FIELD
 
 CLASS = re.compile(r"rotary\w*embedding|rope\w*embedding", re.IGNORECASE)
@@ -38,8 +39,20 @@ class Rotary(Source):
                 yield cls(path, module)
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
+        self._make_for_the_hosts_length(stack)
         self.module.register_forward_pre_hook(partial(without_positions, stack, _arguments(self.module)), with_kwargs=True)
         self.module.register_forward_hook(partial(without_scaling, stack))
+
+    def _make_for_the_hosts_length(self, stack: Any) -> None:
+        """Make the module anew where the config says another length than the host's, by which some rules choose their
+        frequencies: `unpatch` gives the module back as the stock model has it."""
+        host, config = stack.config.position_spec.host, getattr(self.module, "config", None)
+        if host is None or config is None or host.rows in (None, getattr(config, LENGTH_FIELD, None)):
+            return
+        config = copy.copy(config)
+        setattr(config, LENGTH_FIELD, host.rows)
+        self.module = type(self.module)(config)
+        replace(stack, self.path, self.module)
 
     def usable_length(self, config: Any) -> int | None:
         return getattr(config, LENGTH_FIELD, None)

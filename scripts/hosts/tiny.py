@@ -29,7 +29,8 @@ SIZES: dict[str, Any] = {
     **_named(4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     **_named(2, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token"),
     **_named(1, "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "num_shared_experts"),
-    **_named(16, "q_lora_rank", "kv_lora_rank"),
+    **_named(16, "q_lora_rank"),
+    **_named(24, "kv_lora_rank"),  # no head's width, so that what is cached can't be taken for keys
     **_named(8, "head_dim", "global_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "attention_head_dim"),
     **_named(24, "max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"),
     **_named(64, "sliding_window", "attention_chunk_size", "local_attention"),

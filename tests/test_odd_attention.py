@@ -1,0 +1,125 @@
+"""Attentions that do more than multiply queries and keys: latent keys, keys shared by layers, keys an indexer chooses."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import hf_posenc
+from conftest import assert_close, first, randomize_encoding, stock, tokens
+from oracles import in_pieces
+from test_rotary import WINDOW, decoder
+
+LATENT = dict(
+    q_lora_rank=16,
+    kv_lora_rank=24,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    num_key_value_heads=4,
+    moe_intermediate_size=16,
+    n_routed_experts=2,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+)
+SPARSE = dict(LATENT, index_n_heads=2, index_head_dim=8)
+BLOCKS = dict(num_local_experts=2, num_experts_per_tok=2, index_n_heads=2, index_head_dim=8, index_block_size=2)
+
+LATENTS = {
+    "deepseek-v3": decoder("DeepseekV3", **LATENT, first_k_dense_replace=1),
+    "deepseek-v2": decoder("DeepseekV2", **LATENT, first_k_dense_replace=1),
+    "minicpm3": decoder("MiniCPM3", **{name: LATENT[name] for name in [*LATENT][:6]}),
+    "deepseek-v32": decoder("DeepseekV32", **SPARSE, index_topk=64, first_k_dense_replace=1),
+}
+
+
+def kept(model):
+    return {"dynamic": DynamicCache(config=model.config), "static": StaticCache(config=model.config, max_cache_len=20)}
+
+
+@pytest.mark.parametrize("host", LATENTS)
+@pytest.mark.parametrize("rank", [16, 24])
+@pytest.mark.parametrize("encoding", ["rope", "rope+alibi+shaw"])
+@torch.no_grad()
+def test_latent_keys_in_a_cache(host, rank, encoding):
+    """What these hosts cache is no key yet, also where it is as wide as one (16)."""
+    model = stock(LATENTS[host], kv_lora_rank=rank)
+    model, ids, mask = randomize_encoding(hf_posenc.patch(model, encoding)), tokens(2, 14), torch.ones(2, 14)
+    mask[0, :3] = 0
+    expected = first(model(ids, attention_mask=mask, use_cache=False))[mask.bool()]
+    assert_close(first(model(ids, attention_mask=mask))[mask.bool()], expected)
+    for cache in kept(model).values():
+        assert_close(in_pieces(model, ids, (6, 7, 11), mask, cache)[mask.bool()], expected)
+    assert_close(first(model(ids[:1, 3:], use_cache=False))[0], expected[:11])
+
+
+def gemma4(**changes):
+    sizes = dict(
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=WINDOW,
+        global_head_dim=8,
+        num_global_key_value_heads=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=61,
+    )
+    return stock(decoder("Gemma4Text", head_prefix="Gemma4", **sizes), "ForCausalLM", **changes)
+
+
+SHARED = [
+    {"type": "rope"},
+    {"type": "rope", "layers": [0]},
+    {"type": "rope", "layers": [2, 3]},
+    {"type": "rope+rope", "rope__layers": [0, 3], "rope_2__layers": [1, 2], "rope_2__theta": 3.0},
+    {"type": "alibi", "layers": [2]},
+]
+
+
+@pytest.mark.parametrize("encoding", SHARED, ids=str)
+@torch.no_grad()
+def test_shared_keys_are_rotated_by_each_layers_own_parts(encoding):
+    model, ids = hf_posenc.patch(gemma4(), encoding), tokens(2, 17)
+    expected = first(model(ids, use_cache=False))
+    for cache in kept(model).values():
+        assert_close(in_pieces(model, ids, (5, 6, 9, 14), cache=cache), expected)
+
+
+@pytest.mark.parametrize("encoding", ["rope", "alibi", "shaw"])
+@pytest.mark.parametrize("keep", [1, 3])
+@torch.no_grad()
+def test_the_last_logits_alone(encoding, keep):
+    """Gemma 4's last layers would get the queries of these tokens alone."""
+    model, ids = randomize_encoding(hf_posenc.patch(gemma4(), encoding)), tokens(2, 11)
+    assert_close(first(model(ids, logits_to_keep=keep)), first(model(ids))[:, -keep:])
+
+
+CHOOSING = {
+    "deepseek-v32": (decoder("DeepseekV32", **SPARSE, first_k_dense_replace=1), {"index_topk": 3}, {"index_topk": 64}),
+    "glm-moe-dsa": (decoder("GlmMoeDsa", **SPARSE), {"index_topk": 3}, {"index_topk": 64}),
+    "minimax-m3": (
+        decoder("MiniMaxM3VLText", **BLOCKS, layer_types=["minimax_m3_sparse"] * 2),
+        {"index_topk_blocks": 2},
+        {"index_topk_blocks": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("host", CHOOSING)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.no_grad()
+def test_chosen_keys(host, implementation):
+    """Only the keys are seen which the host's indexer chooses."""
+    kind, few, all_keys = CHOOSING[host]
+    ids, outputs = tokens(2, 14), []
+    for changes in (few, all_keys):
+        model = stock(kind, attn_implementation=implementation, **changes)
+        new = hf_posenc.patch(model, "none")
+        model.rotary_emb.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "position_ids": torch.zeros_like(kwargs["position_ids"])}),
+            with_kwargs=True,
+        )
+        outputs.append(first(model(ids)))
+        assert_close(first(new(ids)), outputs[-1])
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-2 * outputs[1].abs().max()
