@@ -6,7 +6,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
-from conftest import ENCODINGS, HOSTS, LOOSE, assert_close, backends, first, pairs, patched, stock, tokens
+from conftest import ENCODINGS, HOSTS, LOOSE, assert_close, backends, first, needs_inductor, pairs, patched, stock, tokens
 from hf_posenc import attention, kernels
 from hf_posenc.encodings import PositionContext
 from oracles import ids_of, padded
@@ -142,6 +142,7 @@ def test_a_backend_that_would_drop_the_bias(monkeypatch):
 
 
 @pytest.mark.slow
+@needs_inductor
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Transformers' own flex path
 @pytest.mark.parametrize("host", ["bert", "distilbert"])
 @pytest.mark.parametrize("encoding", ["alibi", "relative", "rope", "learned"])

@@ -22,6 +22,7 @@ from conftest import (
     assert_equal,
     backends,
     first,
+    needs_inductor,
     patched,
     randomize_encoding,
     run_python,
@@ -419,6 +420,7 @@ def test_backends_agree(host, encoding):
 
 
 @pytest.mark.slow
+@needs_inductor
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Transformers' own flex path
 @pytest.mark.parametrize("host", ["llama", "qwen3", "modernbert"])
 @pytest.mark.parametrize("encoding", ["rope", "alibi", "shaw"])
