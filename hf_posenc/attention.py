@@ -29,7 +29,9 @@ CONTEXT = "position_context"
 
 
 class _Current(threading.local):
-    context: PositionContext | None = None
+    def __init__(self) -> None:
+        # Of the instance in each thread: torch.compile guards on which attributes it has.
+        self.context: PositionContext | None = None
 
 
 CURRENT = _Current()
