@@ -76,8 +76,8 @@ def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
     numbers, count = structure.layers, structure.stack.config.num_hidden_layers
     if sorted(numbers.values()) != list(range(count)):
         raise HostRefused(
-            f"{type(structure.stack).__name__} has {len(numbers)} attentions for {count} layers, so that none is one layer's "
-            "own",
+            f"{type(structure.stack).__name__} counts {count} layers, but its attentions lie in layers "
+            f"{sorted(numbers.values())}: none is one layer's own",
             reason="no attention for each layer",
             remedy="leave layers out",
         )

@@ -294,7 +294,7 @@ def test_refused(case):
 def test_a_shared_layer():
     """ALBERT's layers are one, used several times."""
     model = stock("albert")
-    with pytest.raises(hf_posenc.HostRefused, match="1 attentions for 2 layers") as error:
+    with pytest.raises(hf_posenc.HostRefused, match=r"counts 2 layers, but its attentions lie in layers \[0\]") as error:
         hf_posenc.patch(model, "alibi", layers=[0])
     assert error.value.reason == "no attention for each layer" and "leave layers out" in str(error.value)
     first(hf_posenc.patch(model, "alibi")(tokens()))
