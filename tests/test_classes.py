@@ -38,7 +38,7 @@ def test_from_scratch():
     assert config.position_encoding == expected and config.model_type == "posenc-bert"
     model = AutoModelForMaskedLM.from_config(config)
     assert type(model) is hf_posenc.PosEncBertForMaskedLM and first(model(tokens(1, 600))).isfinite().all()
-    with pytest.raises(ValueError, match="not kept"):
+    with pytest.raises(ValueError, match="made from scratch with its encoding"):
         hf_posenc.unpatch(model)
     learned = AutoModel.from_config(
         hf_posenc.PosEncBertConfig(**{**config.to_dict(), "position_encoding": {"type": "learned", "max_length": 9}})
