@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_posenc import attention
-from hf_posenc.positions import Call, argument_names
+from hf_posenc.calls import Call, argument_names
 
 
 def before(module: nn.Module, parts: tuple[str, ...]) -> None:

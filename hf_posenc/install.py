@@ -11,8 +11,9 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from hf_posenc import attention, injection, kernels, written_out
+from hf_posenc.calls import Call, argument_names
 from hf_posenc.encodings import Geometry, build_within_limits
-from hf_posenc.positions import Beginning, Call, argument_names
+from hf_posenc.positions import Beginning
 from hf_posenc.sources import HostRefused
 from hf_posenc.spec import PositionSpec
 from hf_posenc.structure import Structure
@@ -87,9 +88,7 @@ def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
 
 def _refuse_unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> None:
     """Raises HostRefused where attentions of several sizes would share what is made for one."""
-    shared = {
-        part for part, kind in spec.parts.items() if not kind.per_layer and {*kind.acts_by()} - {"embed"}
-    }  # fmt: skip
+    shared = {part for part, kind in spec.parts.items() if not kind.per_layer and {*kind.acts_by()} - {"embed"}}
     for path, module in structure.attentions.items():
         its = replace(structure.geometry_of(module, geometry.max_length), hidden_size=geometry.hidden_size)
         if shared & {*parts[path]} and its != geometry:

@@ -613,7 +613,7 @@ def test_versions_in_range(monkeypatch):
 # The rules of the house.
 
 ORDER = [
-    {"requirements", "encodings", "user_code"},
+    {"requirements", "encodings", "user_code", "calls"},
     {"remote_code", "spec", "kernels"},
     {"sources", "attention", "checkpoints"},
     {"written_out", "positions", "embedding"},

@@ -233,7 +233,9 @@ def test_only_what_is_needed_is_saved(bare):
     embedding = {"options", "context", "base", "composition", "registry", "spec", "checkpoints", "embedding"}
     embedding |= {"remote_code", "requirements", "user_code"}
     sources = {path.stem for path in (ROOT / "hf_posenc/sources").glob("[!_]*.py")}
-    common = embedding | sources | {"attention", "injection", "install", "kernels", "modeling", "positions", "structure"}
+    common = (
+        embedding | sources | {"attention", "calls", "injection", "install", "kernels", "modeling", "positions", "structure"}
+    )
     common |= {"transfer", "written_out"}
     for name, encodings in {
         "bert-alibi": {"alibi"},

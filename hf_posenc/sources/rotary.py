@@ -1,7 +1,6 @@
 """Rotary positions which the host computes once for all layers: Llama, Qwen, Gemma, ModernBERT, GPT-NeoX."""
 
 import copy
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.calls import Call, argument_names
 from hf_posenc.sources.source import HostRefused, Source, replace
 from hf_posenc.spec import LENGTH_FIELD
 
@@ -30,7 +30,7 @@ class Rotary(Source):
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
             if CLASS.search(type(module).__name__):
-                if "position_ids" not in _arguments(module) or not _is_understood(module, stack.config):
+                if "position_ids" not in argument_names(module) or not _is_understood(module, stack.config):
                     raise HostRefused(
                         f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't turn position_ids into "
                         "cosines and sines, or complex numbers, alone",
@@ -40,7 +40,7 @@ class Rotary(Source):
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         self._make_for_the_hosts_length(stack)
-        self.module.register_forward_pre_hook(partial(without_positions, stack, _arguments(self.module)), with_kwargs=True)
+        self.module.register_forward_pre_hook(partial(without_positions, stack, argument_names(self.module)), with_kwargs=True)
         self.module.register_forward_hook(partial(without_scaling, stack))
 
     def _make_for_the_hosts_length(self, stack: Any) -> None:
@@ -58,10 +58,6 @@ class Rotary(Source):
         return getattr(config, LENGTH_FIELD, None)
 
 
-def _arguments(module: nn.Module) -> list[str]:
-    return list(inspect.signature(type(module).forward).parameters)[1:]
-
-
 def _is_understood(module: Any, config: Any) -> bool:
     """Whether the module answers position 0 with the rotation by nothing, and other positions with others.
 
@@ -69,7 +65,7 @@ def _is_understood(module: Any, config: Any) -> bool:
     """
     if any(buffer.is_meta for buffer in module.buffers()):
         return True
-    types = {*(getattr(config, "layer_types", None) or ())} if "layer_type" in _arguments(module) else {None}
+    types = {*(getattr(config, "layer_types", None) or ())} if "layer_type" in argument_names(module) else {None}
     return all(_is_rotation(module, {} if kind is None else {"layer_type": kind}) for kind in types)
 
 
@@ -97,12 +93,9 @@ def _tensors(answer: Any) -> list[Tensor]:
 
 def without_positions(stack: Any, names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Pre-hook of a rotary module: all position ids become 0, or nearer to it while the encoding's `blend` is below 1."""
-    share = 1.0 - stack.posenc.blend
-    args, index = list(args), names.index("position_ids")  # type: ignore[assignment]
-    owner: Any = (kwargs, "position_ids") if "position_ids" in kwargs else (args, index)
-    ids = owner[0][owner[1]]
-    owner[0][owner[1]] = torch.zeros_like(ids) if share == 0.0 else ids * share
-    return tuple(args), kwargs
+    share, call = 1.0 - stack.posenc.blend, Call(names, args, kwargs)
+    ids = call["position_ids"]
+    return call.changed(position_ids=torch.zeros_like(ids) if share == 0.0 else ids * share)
 
 
 def without_scaling(stack: Any, module: nn.Module, args: tuple, answer: Any) -> Any:
