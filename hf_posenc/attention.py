@@ -125,7 +125,8 @@ def acting(module: nn.Module, context: PositionContext) -> list[PositionEncoding
 def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
     """Queries and new keys, rotated by all that acts in this attention."""
     for encoding in acting(module, context):
-        query, key = encoding.rotate(query, key, context)
+        if "rotate" in encoding.acts_by():
+            query, key = encoding("rotate", query, key, context)
     return query, key
 
 

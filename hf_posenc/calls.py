@@ -32,3 +32,7 @@ class Call:
             else:
                 kwargs[name] = value
         return tuple(args), kwargs
+
+    def of_type(self, kind: type) -> Any:
+        """The first argument of a type, or None: hosts name their caches differently."""
+        return next((value for value in (*self.args, *self.kwargs.values()) if isinstance(value, kind)), None)

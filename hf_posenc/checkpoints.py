@@ -8,12 +8,11 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import remote_code
-from hf_posenc.encodings import PositionEncoding, encoding_class
+from hf_posenc.encodings import PositionEncoding, encoding_class, refill
 from hf_posenc.spec import merged
 
 
@@ -62,8 +61,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PositionEncoding):
-            with torch.no_grad():
-                module.reset_parameters()
+            refill([module])
         else:
             super()._init_weights(module)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
-from hf_posenc.encodings import Above, Geometry, build, canonical, checked_max_length, checked_value, positions_of
+from hf_posenc.encodings import Above, Geometry, build, canonical, checked_max_length, checked_value, counted, positions_of
 
 
 class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
@@ -143,10 +143,13 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
         if position_ids is None:
             if mask is not None and mask.ndim != 4 and mask.shape not in ((1, total), (batch, total)):
                 raise ValueError(f"attention_mask has shape {tuple(mask.shape)}: expected [{batch}, {total}]")
-            position_ids, _ = positions_of(length, past_length, mask, embeds.device)
+            if past_length and mask is not None and mask.ndim == 2:
+                position_ids = counted(mask)[:, past_length:].clamp(min=0)
+            else:
+                position_ids, _ = positions_of(length, past_length, mask, embeds.device)
         elif position_ids.shape not in ((length,), (1, length), (batch, length)):
             raise ValueError(f"position_ids have shape {tuple(position_ids.shape)}: expected [{batch}, {length}]")
-        return self.dropout(embeds + self.posenc.embed(position_ids).to(embeds.dtype))
+        return self.dropout(embeds + self.posenc("embed", position_ids).to(embeds.dtype))
 
 
 class TokenPositionEmbedding(nn.Module):

@@ -43,7 +43,7 @@ def _vectors(parts: tuple[str, ...], module: nn.Module, kwargs: dict[str, Any], 
     here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
 
     def compute() -> Tensor:
-        terms = ((encoding.blend, encoding.embed(context.positions)) for encoding in here)
+        terms = ((encoding.blend, encoding("embed", context.positions)) for encoding in here)
         return sum(vectors * blend for blend, vectors in terms if vectors is not None).to(hidden.dtype)  # type: ignore[union-attr]
 
     trained = any(encoding.is_trained() for encoding in here)

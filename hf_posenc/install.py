@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from hf_posenc import attention, injection, kernels, written_out
 from hf_posenc.calls import Call, argument_names
 from hf_posenc.encodings import Geometry, build_within_limits
-from hf_posenc.positions import Beginning
+from hf_posenc.positions import ForwardPass
 from hf_posenc.sources import HostRefused
 from hf_posenc.spec import PositionSpec
 from hf_posenc.structure import Structure
@@ -62,7 +62,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         for verb in encoding.acts_by()
     }
     stack._posenc_entrances = entrances
-    stack._posenc_begin = Beginning(
+    stack._posenc_pass = ForwardPass(
         names=argument_names(stack),
         offset=structure.offset,
         refused=tuple(name for source in structure.sources for name in source.arguments),

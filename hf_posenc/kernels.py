@@ -27,8 +27,11 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
     for encoding in encodings:
         if encoding.blend == 0.0:
             continue
-        terms = _distance_bias(encoding, query.shape[2], key.shape[2], context), encoding.score_bias(query, key, context)
-        for term in terms:
+        verbs = encoding.acts_by()
+        for term in (
+            _distance_bias(encoding, query.shape[2], key.shape[2], context) if "distance_bias" in verbs else None,
+            encoding("score_bias", query, key, context) if "score_bias" in verbs else None,
+        ):
             if term is not None:
                 term = term if encoding.blend == 1.0 else term * encoding.blend
                 total = term if total is None else total + term
@@ -44,7 +47,7 @@ def _distance_bias(encoding: PositionEncoding, queries: int, keys: int, context:
 def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
     """`[1, H, Q, K]` from one value for each of the Q + K - 1 distances."""
     distance = torch.arange(1 - queries, keys, device=context.positions.device) + context.first_key - context.past
-    bias = encoding.distance_bias(distance)
+    bias = encoding("distance_bias", distance)
     if bias is None:
         return None
     if torch.compiler.is_compiling():
@@ -57,7 +60,7 @@ def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context:
 def _general_bias(encoding: PositionEncoding, keys: int, context: PositionContext) -> Tensor | None:
     """`[1 or B, H, Q, K]` for positions which jump: packed sequences, ids given by hand."""
     distance = context.distances(keys)
-    bias = encoding.distance_bias(distance.flatten())
+    bias = encoding("distance_bias", distance.flatten())
     return None if bias is None else bias.unflatten(-1, distance.shape).movedim(0, 1)
 
 

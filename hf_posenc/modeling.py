@@ -230,12 +230,14 @@ def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "posenc" not in self._modules:
             return host.forward(self, *args, **kwargs)
-        args, kwargs = self._posenc_begin(self, args, kwargs)
+        args, kwargs = self._posenc_pass.begin(self, args, kwargs)
         before, attention.CURRENT.context = attention.CURRENT.context, kwargs.get(attention.CONTEXT)
         try:
-            return host.forward(self, *args, **kwargs)
+            output = host.forward(self, *args, **kwargs)
         finally:
             attention.CURRENT.context = before
+        self._posenc_pass.end(args, kwargs, output)
+        return output
 
     return forward
 

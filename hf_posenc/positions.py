@@ -3,20 +3,22 @@
 Shapes: B batch, L tokens, D hidden_size.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from hf_posenc import attention
+from hf_posenc import attention, remembering
 from hf_posenc.calls import Call
-from hf_posenc.encodings import PositionContext, positions_of
+from hf_posenc.encodings import PositionContext, counted, positions_of
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """Makes the `PositionContext` of a patched stack, before its host's forward.
+class ForwardPass:
+    """Makes the `PositionContext` of a patched stack before its host's forward, and keeps what its cache needs after it.
 
     names: the arguments of that forward, in order.
     offset: the id of the first token.
@@ -29,11 +31,12 @@ class Beginning:
     refused: tuple[str, ...]
     needs_token_types: bool
 
-    def __call__(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def begin(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The arguments with the `PositionContext` of this forward pass in them.
 
-        Explicit `position_ids`, counted as the host counts them, win; else they come from the attention mask (see
-        `positions_of`).
+        Explicit `position_ids`, counted as the host counts them, win; else they come from the attention mask: in decoders,
+        and behind cached keys, by counting what it shows (`counted`), elsewhere by index from the first that it shows
+        (`positions_of`).
         """
         call = Call(self.names, args, kwargs)
         for name in self.refused:
@@ -42,49 +45,69 @@ class Beginning:
                     f"{name} given by hand are the positions of the stock {type(stack).host_class.__name__}, which this model "
                     f"doesn't use: leave them out, or give position_ids"
                 )
-        cache, mask, ids, embeds = (
-            call[name] for name in ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")
-        )
+        ids, embeds = call["position_ids"], call["inputs_embeds"]
         if embeds is None and call["input_ids"] is None:
             return args, kwargs  # the host says what is missing
         shape, device = (
             (embeds.shape[:-1], embeds.device) if embeds is not None else (call["input_ids"].shape, call["input_ids"].device)
         )
         length = shape[-1]
+        cache, mask = call.of_type(Cache), call["attention_mask"]
         past = 0 if cache is None else cache.get_seq_length()
         # A static cache counts in place, and its first layer would change this number.
         past = past.clone() if isinstance(past, Tensor) else past
         _check_length(stack, length, past, cache)
-        if ids is None:
-            ids, start = positions_of(length, past, mask if isinstance(mask, Tensor) else None, device)
-            consecutive = True
-        else:
-            if ids.shape[-1] != length:
-                raise ValueError(
-                    f"position_ids have shape {tuple(ids.shape)}, but the input has {length} tokens: give each one"
-                )
-            if ids.ndim > 2:
-                raise ValueError(
-                    f"position_ids have shape {tuple(ids.shape)}, but the {stack.config.position_spec.type!r} encoding has one "
-                    "position for each token: give [batch, length]"
-                )
-            ids = _from_zero(stack, ids.reshape(-1, length).long(), self.offset)
-            start, consecutive = past - ids[:, :1], _rises_by_one(ids)
+        if ids is not None:
+            ids = self._from_zero(stack, ids, length)
+        padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        positions, start, keys = _positions(ids, padding, cache, past, shape, device, stack.posenc.geometry.is_causal)
         context = PositionContext(
             stack.posenc,
-            positions=ids,
+            positions=positions,
             past=past,
             start=start,
-            consecutive=consecutive,
+            keys=keys,
             first_keys=_first_keys(cache, length, getattr(stack.config, "layer_types", None)),
         )
-        changes: dict[str, Any] = {"position_ids": ids + self.offset, attention.CONTEXT: context}
+        changes: dict[str, Any] = {"position_ids": positions + self.offset, attention.CONTEXT: context}
         if call["logits_to_keep"] is not None:
             # Gemma 4 would drop all other queries in its last layers. Its head takes what it needs of all outputs.
             changes["logits_to_keep"] = 0
         if self.needs_token_types and call["token_type_ids"] is None:
             changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
         return call.changed(**changes)
+
+    def _from_zero(self, stack: Any, ids: Tensor, length: int) -> Tensor:
+        """Positions `[1 or B, L]` from ids in the host's own count, whose first token has the id `offset`, and padding the one
+        before."""
+        if ids.shape[-1] != length:
+            raise ValueError(f"position_ids have shape {tuple(ids.shape)}, but the input has {length} tokens: give each one")
+        if ids.ndim > 2:
+            raise ValueError(
+                f"position_ids have shape {tuple(ids.shape)}, but the {stack.config.position_spec.type!r} encoding has one "
+                "position for each token: give [batch, length]"
+            )
+        ids = ids.reshape(-1, length).long()
+        if self.offset == 0:
+            return ids
+        # Worth reading values even on a GPU: ids from 0 would be silently wrong, and ids given by hand are rare here.
+        if not torch.compiler.is_compiling() and ids.numel() and ids.min() < self.offset - 1:
+            raise ValueError(
+                f"position_ids begin at {int(ids.min())}, but {type(stack).__name__} counts its first token as {self.offset} "
+                f"and padding as {self.offset - 1}, patched or not: add {self.offset} to ids that count from 0"
+            )
+        return (ids - self.offset).clamp(min=0)
+
+    def end(self, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Keep the positions of all keys with the cache that the host's forward has filled, where it wouldn't tell them."""
+        call, context = Call(self.names, args, kwargs), kwargs.get(attention.CONTEXT)
+        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+        cache = call.of_type(Cache)
+        if cache is None:
+            cache = next((value for value in values if isinstance(value, Cache)), None)
+        if context is not None and cache is not None and not torch.compiler.is_exporting():
+            tokens = call["input_ids"] if call["inputs_embeds"] is None else call["inputs_embeds"]
+            remembering.remember(cache, len(tokens), context)
 
 
 def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:
@@ -104,24 +127,61 @@ def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:
     return tuple(first)
 
 
-def _from_zero(stack: Any, ids: Tensor, offset: int) -> Tensor:
-    """Ids in the host's own count, whose first token has the id `offset`, and padding the one before -> positions."""
-    if offset == 0:
-        return ids
-    # Worth reading values even on a GPU: ids from 0 would be silently wrong, and ids given by hand are rare here.
-    if not torch.compiler.is_compiling() and ids.numel() and ids.min() < offset - 1:
+def _positions(
+    ids: Tensor | None,
+    mask: Tensor | None,
+    cache: Cache | None,
+    past: int | Tensor,
+    shape: Sequence[int],
+    device: torch.device,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a `PositionContext` has as positions, start and keys.
+
+    ids: positions given by hand, `[1 or B, L]`. mask: `[B, K]`. shape: B and L.
+    """
+    batch, length = shape
+    if cache is None and ids is None and not is_causal:
+        return *positions_of(length, 0, mask, device), None
+    remembered = None if cache is None else remembering.recall(cache, batch, past)
+    index = (torch.arange(length, device=device) + past)[None]
+    room = remembering.room(cache)
+    if ids is None and mask is None and remembered is None and room is None:
+        return index, index.new_zeros(1, 1), None
+    seen = None if mask is None else counted(mask)
+    if seen is not None and room is None and seen.shape[1] < past + length:
         raise ValueError(
-            f"position_ids begin at {int(ids.min())}, but {type(stack).__name__} counts its first token as {offset} and "
-            f"padding as {offset - 1}, patched or not: add {offset} to ids that count from 0"
+            f"attention_mask has {seen.shape[1]} columns for {past} cached and {length} new tokens: give one for each of them"
         )
-    return (ids - offset).clamp(min=0)
+    new = index if seen is None else seen[:, index[0].clamp(max=seen.shape[1] - 1)]
+    new = new if ids is None else ids
+    if cache is None:
+        keys = new
+    elif room is not None:
+        there = torch.arange(room, device=device)[None] if remembered is None else remembered.to(device)
+        keys = there.expand(batch, -1).index_copy(1, index[0], new.expand(batch, -1))
+        return new.clamp(min=0), index.new_zeros(1, 1), keys
+    else:
+        there = torch.arange(int(past), device=device)[None] if seen is None else seen[:, :past]
+        there = there if remembered is None else remembered.to(device)
+        keys = torch.cat([there.expand(batch, -1), new.expand(batch, -1)], dim=1)
+    start, rises = _rising(keys, None if mask is None else mask[:, : keys.shape[1]] != 0)
+    return new.clamp(min=0), start, None if rises else keys
 
 
-def _rises_by_one(ids: Tensor) -> bool:
-    """Whether all rows are consecutive. Not assumed where reading values would stall a GPU or break a trace."""
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    return torch.equal(ids, ids[:, :1] + torch.arange(ids.shape[1]))
+def _rising(keys: Tensor, shown: Tensor | None) -> tuple[Tensor, bool]:
+    """The index at which position 0 would be, `[1 or B, 1]`, and whether the positions of all shown keys rise by one from
+    there. In a traced graph, where values can't be read, they are taken to jump."""
+    offset = torch.arange(keys.shape[1], device=keys.device) - keys
+    if torch.compiler.is_compiling():
+        return offset[:, -1:], False
+    if shown is None:
+        start = offset[:, -1:]
+        return start, bool((offset == start).all())
+    offset = offset.expand(len(shown), -1)
+    last = shown.shape[1] - 1 - shown.int().flip(-1).argmax(dim=-1, keepdim=True)
+    start = offset.gather(1, last)
+    return start, bool(((offset == start) | ~shown).all())
 
 
 def _check_length(stack: Any, length: int, past: Any, cache: Any) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
 
 from hf_posenc import spec as specs
 from hf_posenc import structure
-from hf_posenc.encodings import PositionEncoding
+from hf_posenc.encodings import PositionEncoding, marked_as_loaded, refill
 from hf_posenc.sources import Silenced
 from hf_posenc.spec import LENGTH_FIELD, HostSpec, PositionSpec
 
@@ -62,10 +63,7 @@ def to_derived(model: PreTrainedModel, derived: Any, spec: PositionSpec, keep_ho
     for owner in patched.modules():
         if isinstance(vars(owner)["_modules"].get("posenc"), PositionEncoding):
             owner.posenc.to_empty(device=like.device).to(like.dtype).train(owner.training)
-            with torch.no_grad():
-                for module in owner.posenc.modules():
-                    if isinstance(module, PositionEncoding):
-                        module.reset_parameters()
+    refill(module for module in patched.modules() if isinstance(module, PositionEncoding))
     for name, stack in patched.named_modules():
         if structure.is_patched(stack):
             _copy_positions(model.get_submodule(name), stack)
@@ -143,12 +141,8 @@ def _public_name(name_or_path: Any) -> str:
 
 
 def shell(cls: Any, config: Any) -> Any:
-    """A model whose parameters are on the meta device and whose computed buffers are real."""
-    try:  # not needed to load a patched model, which may be all that is wanted
-        from accelerate import init_empty_weights
-    except ImportError as error:
-        raise ImportError("to patch a model that was loaded as a stock one: pip install accelerate") from error
-    with init_empty_weights(include_buffers=False):
+    """A model without memory: all of it is on the meta device, as Transformers builds models that it loads."""
+    with torch.device("meta"), meta_device_safe_creation_ops():
         return cls(config)
 
 
@@ -179,15 +173,26 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             # Id buffers as long as the old table are the only ones that differ.
             if buffer is not None and key in module._buffers and buffer.shape == module._buffers[key].shape:
                 module._buffers[key] = buffer
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = buffer.to(source.device)
         for key, value in vars(other).items():
             # Settings of users: dropout probabilities, mode, checkpointing. Names with _ are private to Transformers. A
             # number in a tensor is the longest length yet of rotary positions, for which their buffers were computed.
             number = type(value) in (bool, int, float, str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
             if key == "_gradient_checkpointing_func" or (number and key[0] != "_"):
                 setattr(module, key, value)
+    for module in reversed(list(target.modules())):  # a model within another initialises its own
+        if isinstance(module, PreTrainedModel):
+            _compute_buffers(module, source.device)
     if hasattr(source, "generation_config"):
         target.generation_config = copy.deepcopy(source.generation_config)
     target.name_or_path = source.name_or_path
+
+
+def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Give the buffers that are left on the meta device their values, as Transformers does for a model that it loads."""
+    for name, module in model.named_modules():
+        left = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if left and "posenc" not in name.split("."):
+            for key in left:
+                module._buffers[key] = torch.empty_like(module._buffers[key], device=device)  # type: ignore[arg-type]
+            with torch.no_grad(), guard_torch_init_functions(), marked_as_loaded(module.parameters()):
+                model._init_weights(module)

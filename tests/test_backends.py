@@ -112,7 +112,6 @@ def test_each_mask_gets_the_bias():
         torch.arange(5)[None],
         past=0,
         start=torch.zeros(1, 1, dtype=torch.long),
-        consecutive=True,
     )
     every, some = torch.ones(1, 1, 5, 5, dtype=torch.bool), torch.eye(5, dtype=torch.bool)[None, None]
     acting = attention.acting(module, context)

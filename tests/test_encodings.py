@@ -22,7 +22,16 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posenc
 from conftest import ENCODINGS
-from hf_posenc.encodings import Geometry, PositionContext, PositionEncoding, build, canonical, encoding_class, positions_of
+from hf_posenc.encodings import (
+    Geometry,
+    PositionContext,
+    PositionEncoding,
+    build,
+    canonical,
+    encoding_class,
+    positions_of,
+    refill,
+)
 
 LAYOUTS = ["interleaved", "concatenated"]
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
@@ -34,9 +43,10 @@ def make(kind, hidden_size=16, heads=4, head_dim=8, max_length=None, is_causal=F
 
 
 def context_of(encoding, positions, past=0, start=None, consecutive=False):
-    """The context of one forward pass over positions `[1 or B, L]`."""
+    """The context of new tokens behind cached keys whose positions rise by one from `start`."""
     start = past - positions[:, :1] if start is None else start
-    return PositionContext(encoding, positions=positions, past=past, start=start, consecutive=consecutive)
+    keys = None if consecutive else torch.cat([torch.arange(past) - start, positions], dim=1)
+    return PositionContext(encoding, positions=positions, past=past, start=start, keys=keys)
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -291,16 +301,15 @@ def test_learned_sinusoidal_start(size):
     torch.testing.assert_close(weight.detach().double(), sinusoid_table(range(40), size), atol=1e-7, rtol=0)
 
 
-def test_learned_leaves_loaded_weights_alone():
+def test_refill_leaves_loaded_weights_alone():
     """Transformers marks what came from a checkpoint; the rest is filled anew."""
-    encoding = make("learned", 6, max_length=4, init="sinusoidal")
-    torch.nn.init.zeros_(encoding.weight)
-    encoding.weight._is_hf_initialized = True
-    encoding.reset_parameters()
-    assert not encoding.weight.any()
-    encoding.weight._is_hf_initialized = False
-    encoding.reset_parameters()
-    torch.testing.assert_close(encoding.weight.detach().double(), sinusoid_table(range(4), 6), atol=1e-7, rtol=0)
+    encoding, expected = make("learned", 6, max_length=4, init="sinusoidal"), sinusoid_table(range(4), 6)
+    for loaded in (True, False):
+        torch.nn.init.zeros_(encoding.weight)
+        encoding.weight._is_hf_initialized = loaded
+        refill([encoding])
+        assert bool(encoding.weight.any()) is not loaded
+    torch.testing.assert_close(encoding.weight.detach().double(), expected, atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("rows", [4, 10, 17])
@@ -603,29 +612,30 @@ def test_once_computes_once_in_each_pass():
     assert calls == [1, None, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("tensor_past", [False, True])
 @pytest.mark.parametrize(
-    ("positions", "past", "start", "consecutive", "expected"),
+    ("start", "keys", "first_key", "expected"),
     [
-        pytest.param([[0, 1, 2]], 0, [[0]], True, [[0, 1, 2]], id="consecutive"),
-        pytest.param([[7, 8]], 3, [[-4]], True, [[4, 5, 6, 7, 8]], id="offset"),
-        pytest.param([[2, 3], [0, 1]], 3, [[1], [3]], True, [[-1, 0, 1, 2, 3], [-3, -2, -1, 0, 1]], id="left padding"),
-        pytest.param([[9, 4, 4]], 0, [[-9]], False, [[9, 4, 4]], id="jumping"),
-        pytest.param([[5, 2], [3, 0]], 3, [[-2], [0]], False, [[2, 3, 4, 5, 2], [0, 1, 2, 3, 0]], id="jumping after a past"),
-        pytest.param([[5, 2]], 1, [[-4]], False, [[4, 5, 2, 7, 8]], id="room left in a static cache"),
+        pytest.param([[0]], None, 0, [[0, 1, 2]], id="consecutive"),
+        pytest.param([[-4]], None, 0, [[4, 5, 6, 7, 8]], id="offset"),
+        pytest.param([[1], [3]], None, 0, [[-1, 0, 1, 2, 3], [-3, -2, -1, 0, 1]], id="left padding"),
+        pytest.param([[1], [3]], None, 2, [[1, 2, 3], [-1, 0, 1]], id="left padding behind a window"),
+        pytest.param([[0]], [[9, 4, 4]], 0, [[9, 4, 4]], id="jumping"),
+        pytest.param([[0]], [[9, 4, 4], [1, 2, 7]], 1, [[4, 4], [2, 7]], id="jumping behind a window"),
+        pytest.param([[0]], [[4, 5, 2]], 0, [[4, 5, 2, 2, 2]], id="more keys than positions"),
     ],
 )
-def test_key_positions(positions, past, start, consecutive, expected, tensor_past, dtype):
+def test_key_positions(start, keys, first_key, expected):
     context = PositionContext(
         PositionEncoding(Geometry(4)),
-        positions=torch.tensor(positions, dtype=dtype),
-        past=torch.tensor(past) if tensor_past else past,
+        positions=torch.arange(1)[None],
+        past=0,
         start=torch.tensor(start),
-        consecutive=consecutive,
+        keys=None if keys is None else torch.tensor(keys),
+        first_key=first_key,
     )
-    keys = context.key_positions(len(expected[0]))
-    assert not keys.is_floating_point() and keys.tolist() == expected
+    actual = context.key_positions(len(expected[0]))
+    assert not actual.is_floating_point() and actual.tolist() == expected
+    assert context.consecutive is (keys is None)
 
 
 MASKS = {

@@ -4,7 +4,8 @@ import importlib
 import pkgutil
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.context import PositionContext, positions_of
+from hf_posenc.encodings.building import build, build_within_limits, marked_as_loaded, refill
+from hf_posenc.encodings.context import PositionContext, counted, positions_of
 from hf_posenc.encodings.options import (
     Above,
     check_size,
@@ -16,8 +17,6 @@ from hf_posenc.encodings.options import (
     shown,
 )
 from hf_posenc.encodings.registry import (
-    build,
-    build_within_limits,
     canonical,
     encoding_class,
     list_encodings,
@@ -38,12 +37,16 @@ __all__ = [
     "check_size",
     "checked_max_length",
     "checked_value",
+    "counted",
     "described",
     "encoding_class",
     "list_encodings",
     "listed",
+    "marked_as_loaded",
     "options_of",
     "positions_of",
+    "refill",
+    "refill",
     "refuse_oversized",
     "shown",
 ]

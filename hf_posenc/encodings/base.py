@@ -48,10 +48,13 @@ class PositionEncoding(nn.Module):
                 return torch.where(distance.abs() > self.width, -torch.inf, 0.0)[None]
 
     Options are class annotations with defaults; they are checked and set as attributes of the same name. Sizes are in
-    `self.geometry`. Parameters are created in `__init__` (after `super().__init__`) and filled in `reset_parameters`,
-    with functions of `torch.nn.init` or with `fill_`, which leave loaded weights alone; `__init__` runs on the meta
-    device first, to measure the memory it needs. A subclass overrides one or more of the verbs `embed`, `rotate`,
-    `distance_bias`, `score_bias`; each is a no-op here.
+    `self.geometry`. Parameters, buffers and modules are created in `__init__` (after `super().__init__`), with their values or
+    filled in `reset_parameters`, which is called if `__init__` leaves memory uninitialised. What isn't saved, such as a
+    non-persistent buffer, is made again when a model is loaded, so it must come out the same each time. A subclass
+    overrides one or more of the verbs `embed`, `rotate`, `distance_bias`, `score_bias`; each is a no-op here.
+
+    The verbs are called through the module, `encoding("embed", positions)`, so that hooks see the call: those of Accelerate
+    bring offloaded weights, those of FSDP gather shards.
 
     With `per_layer = True` each attention has an instance, and parameters, of its own; otherwise all attentions share the
     stack's. Aliases may set options: `aliases={"near": {"width": 8}}`. `title` and `paper` (URLs) appear in listings and
@@ -92,6 +95,8 @@ class PositionEncoding(nn.Module):
         cls.aliases = aliases if isinstance(aliases, dict) else {name: {} for name in aliases}
         if reserved := RESERVED & set(cls.option_types()):
             raise ValueError(f"{cls.__qualname__} can't name an option {listed(sorted(reserved))}: those are hf_posenc's own")
+        if "forward" in vars(cls):
+            raise ValueError(f"{cls.__qualname__} can't define forward, by which hf_posenc calls its verbs: name it otherwise")
         checked_value(f"{cls.__qualname__}.title", cls.title, str)
         checked_value(f"{cls.__qualname__}.paper", cls.paper, tuple[str, ...])
         # Running a notebook cell again replaces its class, under all names that it had.
@@ -103,8 +108,17 @@ class PositionEncoding(nn.Module):
         super().__init__()
         self.geometry = geometry
         self.blend = 1.0
-        for name, value in self.checked_options(options).items():
+        self._options = self.checked_options(options)
+        for name, value in self._options.items():
             setattr(self, name, value)
+
+    def forward(self, verb: str, *args: Any) -> Any:
+        """The result of one of the verbs."""
+        return getattr(self, verb)(*args)
+
+    def anew(self) -> "PositionEncoding | None":
+        """Another module as the class makes it, or None for one whose parts are made by themselves."""
+        return type(self)(self.geometry, **self._options)
 
     def embed(self, positions: Tensor) -> Tensor | None:
         """Vectors to add to token embeddings: `[..., L]` integers -> `[..., L, D]`."""
@@ -201,10 +215,3 @@ class PositionEncoding(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.option_types())
-
-
-def fill_(tensor: Tensor, values: Tensor) -> None:
-    """Copy values into a parameter or buffer, unless Transformers has marked it as loaded from a checkpoint."""
-    if not getattr(tensor, "_is_hf_initialized", False):
-        with torch.no_grad():
-            tensor.copy_(values)

@@ -27,6 +27,9 @@ class Composition(PositionEncoding):
         for name, own in self.checked_options(options).items():
             self.add_module(name, self.parts[name](geometry, **own))
 
+    def anew(self) -> None:
+        return None
+
     @classmethod
     def component_classes(cls) -> dict[str, Any]:
         return dict(cls.parts)
@@ -45,18 +48,18 @@ class Composition(PositionEncoding):
             part.blend = value
 
     def embed(self, positions: Tensor) -> Tensor | None:
-        return _sum(part.embed(positions) for part in self.named_parts().values())
+        return _sum(part("embed", positions) for part in self.named_parts().values())
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
         for part in self.named_parts().values():
-            query, key = part.rotate(query, key, context)
+            query, key = part("rotate", query, key, context)
         return query, key
 
     def distance_bias(self, distance: Tensor) -> Tensor | None:
-        return _sum(part.distance_bias(distance) for part in self.named_parts().values())
+        return _sum(part("distance_bias", distance) for part in self.named_parts().values())
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-        return _sum(part.score_bias(query, key, context) for part in self.named_parts().values())
+        return _sum(part("score_bias", query, key, context) for part in self.named_parts().values())
 
     def adopt(self, table: Tensor | None) -> None:
         for part in self.named_parts().values():

@@ -18,8 +18,8 @@ class PositionContext:
     encoding: the stack's `PositionEncoding`.
     positions: `[1 or B, L]`, the positions of the new tokens (the queries, and the keys that enter the cache).
     past: number of keys cached before them; an int, or a 0-dim tensor for static caches.
-    start: `[1 or B, 1]`, the index of the key at position 0; the positions of cached keys rise by one from there.
-    consecutive: True if the new positions rise by one too, so that distances follow from indices alone.
+    start: `[1 or B, 1]`, the index of the key at position 0, from which the positions of keys rise by one.
+    keys: `[1 or B, K]`, the positions of all keys where they don't; else None, and distances follow from indices alone.
     computed: results of `cached`.
     first_keys: by layer, the index of the first key that the cache still holds; empty if it holds all (above 0 behind a
         sliding window).
@@ -31,7 +31,7 @@ class PositionContext:
     positions: Tensor
     past: int | Tensor
     start: Tensor
-    consecutive: bool
+    keys: Tensor | None = None
     computed: dict[Any, Any] = field(default_factory=dict)
     first_keys: tuple[int, ...] = ()
     scaling: float = 1.0
@@ -50,13 +50,18 @@ class PositionContext:
             self.computed[key] = compute()
         return self.computed[key]
 
+    @property
+    def consecutive(self) -> bool:
+        """Whether the distance of two tokens is that of their indices."""
+        return self.keys is None
+
     def key_positions(self, length: int) -> Tensor:
         """`[1 or B, K]`; negative for keys before position 0, which are padding."""
-        keys = torch.arange(length, device=self.positions.device) + self.first_key - self.start
-        if self.consecutive:
-            return keys
-        new = torch.arange(self.positions.shape[1], device=keys.device) + self.past - self.first_key
-        return keys.expand(self.positions.shape[0], -1).index_copy(1, new, self.positions.to(keys.dtype))
+        index = torch.arange(length, device=self.positions.device) + self.first_key
+        if self.keys is None:
+            return index - self.start
+        # Behind the last key of a static cache there is nothing yet.
+        return self.keys[:, index.clamp(max=self.keys.shape[1] - 1)]
 
     def for_keys(self, length: int) -> "PositionContext":
         """The context of all keys of an attention, those of a cache among them, as if they were the new tokens."""
@@ -78,9 +83,17 @@ def positions_of(length: int, past: int | Tensor, attention_mask: Tensor | None,
     so that padding on either side changes nothing. Without a mask, or with a 4-D one, positions count from the start.
     """
     index = (torch.arange(length, device=device) + past)[None]
-    if attention_mask is None or attention_mask.ndim == 4:
+    if attention_mask is None or attention_mask.ndim != 2:
         return index, index.new_zeros(1, 1)
-    shown = (attention_mask.reshape(-1, attention_mask.shape[-1]) != 0).int()
+    shown = (attention_mask != 0).int()
     first = shown.argmax(dim=-1, keepdim=True)
     last = shown.shape[-1] - 1 - shown.flip(-1).argmax(dim=-1, keepdim=True)
     return torch.minimum(index.clamp(min=first), last) - first, first
+
+
+def counted(attention_mask: Tensor) -> Tensor:
+    """Positions that count only what a mask `[B, K]` shows: -1 before the first such token, then those of the last one.
+
+    What is hidden between others is the padding of an earlier call: a right-padded prompt, a prefix before padding.
+    """
+    return (attention_mask != 0).long().cumsum(-1) - 1

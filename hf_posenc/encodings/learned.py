@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_posenc.encodings.base import Geometry, PositionEncoding, fill_
+from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.options import Above
 from hf_posenc.encodings.sinusoidal import sinusoids
 
@@ -37,7 +37,8 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
     def reset_parameters(self) -> None:
         if self.init == "sinusoidal":
             rows, size = self.weight.shape
-            fill_(self.weight, sinusoids(torch.arange(rows, device=self.weight.device), size, base=10000.0))
+            with torch.no_grad():
+                self.weight.copy_(sinusoids(torch.arange(rows, device=self.weight.device), size, base=10000.0))
         else:
             nn.init.normal_(self.weight, std=self.std)
 

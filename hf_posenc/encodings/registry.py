@@ -1,15 +1,11 @@
-"""Registered encodings by name, and modules from configs."""
+"""Registered encodings by name."""
 
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
-import torch
-from torch import nn
-
-from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.base import PositionEncoding
 from hf_posenc.encodings.composition import composed
-from hf_posenc.encodings.options import check_size, listed, refuse_oversized, shown
+from hf_posenc.encodings.options import listed, refuse_oversized, shown
 
 
 def list_encodings() -> dict[str, type[PositionEncoding]]:
@@ -70,24 +66,3 @@ def canonical(encoding: Any, layered: Collection[str] = ()) -> dict[str, Any]:
 def options_of(encoding: dict[str, Any]) -> dict[str, Any]:
     """A canonical dict without its type."""
     return {key: value for key, value in encoding.items() if key != "type"}
-
-
-def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
-    """One module with all parameters of a canonical dict. Raises ValueError for one beyond MAX_VALUES."""
-    (module,) = build_within_limits(
-        encoding["type"], lambda: [encoding_class(encoding["type"])(geometry, **options_of(encoding))]
-    )
-    return module
-
-
-def build_within_limits(kind: str, make: Callable[[], list[Any]]) -> list[Any]:
-    """The modules returned by `make`. Raises ValueError if they have more than MAX_VALUES elements together.
-
-    `make` runs on the meta device first, where tensors have shapes and take no memory.
-    """
-    with torch.device("meta"):
-        trial = nn.ModuleList(make())
-    tensors = [*trial.parameters(), *trial.buffers()]
-    largest = max((tensor.shape for tensor in tensors), key=math.prod, default=())
-    check_size(f"the {kind!r} encoding, with tables of up to {tuple(largest)},", sum(t.numel() for t in tensors))
-    return make()

@@ -81,7 +81,9 @@ class SilencedTable(Silenced):
         (stack,) = self._stack
         encoding = stack.posenc
         dtype = stack.get_input_embeddings().weight.dtype
-        vectors = None if self.offset is None else encoding.embed(position_ids - self.offset)
+        vectors = None
+        if self.offset is not None and "embed" in encoding.acts_by():
+            vectors = encoding("embed", position_ids - self.offset)
         if vectors is None:
             vectors = torch.zeros((), dtype=dtype, device=position_ids.device).expand(*position_ids.shape, self.shape[1])
         if encoding.blend != 1.0 and self.kept is not None:

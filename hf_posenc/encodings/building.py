@@ -1,0 +1,171 @@
+"""Builds encodings: within limits of memory, with the values that their classes give them, and without drawing from torch's
+generator, so that a model made from scratch has the same weights with every encoding."""
+
+import contextlib
+import hashlib
+import math
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.options import check_size
+from hf_posenc.encodings.registry import encoding_class, options_of
+
+Encodings = list[PositionEncoding | None]
+LOADED = "_is_hf_initialized"
+"""Transformers' mark on tensors that need no initial value, and on modules that it doesn't initialise."""
+EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
+
+
+def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
+    """One module with all parameters of a canonical dict. Raises ValueError for one beyond MAX_VALUES."""
+    kind = encoding["type"]
+    (module,) = build_within_limits(kind, lambda: [encoding_class(kind)(geometry, **options_of(encoding))])
+    assert module is not None
+    return module
+
+
+def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
+    """The modules returned by `make`, on the device and in the dtype of the surrounding context.
+
+    `make` runs on the meta device first, where tensors take no memory, to measure them. Then it runs on the CPU, whatever the
+    context: when Transformers loads a model all else is on the meta device, but what `__init__` computes needs values.
+
+    Raises ValueError if they have more than MAX_VALUES elements together, hold uninitialised memory, or anything that would
+    be another one in the model when it is loaded.
+    """
+    try:
+        with torch.device("meta"):
+            trial = make()
+    except (RuntimeError, NotImplementedError):  # of a class that reads values of tensors
+        trial = []
+    _check_size(kind, trial)
+    built = _with_values(make)
+    _check_size(kind, built)
+    if _differing(built, trial) and (name := _differing(built, _with_values(make, draw=1))):
+        raise ValueError(
+            f"{name} of the {kind!r} encoding isn't saved, and is another one each time that it is built: make it a parameter "
+            "or a persistent buffer, or draw it from a generator with a seed of its own"
+        )
+    device, dtype = torch.empty(0).device, torch.get_default_dtype()
+    for module in built:
+        for inner in module.modules() if module is not None else ():
+            if not isinstance(inner, PositionEncoding):
+                setattr(inner, LOADED, True)
+        if module is not None and (device.type != "cpu" or dtype != torch.float32):
+            module.to(device=device, dtype=dtype)
+        for tensor in _tensors(module).values():
+            if not tensor.is_meta:
+                setattr(tensor, LOADED, True)
+    return built
+
+
+def refill(encodings: Iterable[PositionEncoding]) -> None:
+    """Give tensors that were allocated anew the values that their classes give them. Those marked as loaded are left alone."""
+    # An encoding within another is filled first, since the other may have changed it.
+    waiting = [e for e in reversed(list(encodings)) if not all(getattr(t, LOADED, False) for t in _tensors(e).values())]
+    with torch.no_grad():
+        for encoding, fresh in zip(waiting, _with_values(lambda: [each.anew() for each in waiting]), strict=True):
+            values = _tensors(fresh)
+            for name, tensor in _tensors(encoding).items():
+                if name in values and not getattr(tensor, LOADED, False):
+                    tensor.copy_(values[name])
+
+
+@contextlib.contextmanager
+def marked_as_loaded(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Marks tensors for a while, so that Transformers' initialisation leaves them alone."""
+    marked = [tensor for tensor in tensors if not getattr(tensor, LOADED, False)]
+    for tensor in marked:
+        setattr(tensor, LOADED, True)
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            delattr(tensor, LOADED)
+
+
+class _Poisoned(TorchFunctionMode):
+    """Fills uninitialised memory with NaN."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.fill_(math.nan) if func in EMPTY and made.is_floating_point() else made
+
+
+def _with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
+    """What `make` returns, with values, on the CPU and in float32.
+
+    draw: another number gives other random values. They depend on the state of torch's generator, which stays as it is.
+    """
+    seed = hashlib.sha256(torch.get_rng_state().numpy().tobytes() + bytes([draw])).digest()[:8]
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), _Poisoned():
+            torch.manual_seed(int.from_bytes(seed, "little"))
+            built = make()
+            for module in built:
+                for encoding in module.modules() if module is not None else ():
+                    if isinstance(encoding, PositionEncoding) and _empty(encoding):
+                        with torch.no_grad():
+                            encoding.reset_parameters()
+                if name := _empty(module):
+                    raise ValueError(
+                        f"{type(module).__name__}.{name} holds uninitialised memory: fill it in __init__ or reset_parameters"
+                    )
+    finally:
+        torch.set_default_dtype(dtype)
+    return built
+
+
+def _tensors(module: nn.Module | None) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {} if module is None else {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _empty(module: nn.Module | None) -> str | None:
+    """The name of a tensor that holds uninitialised memory."""
+    tensors = _tensors(module).items()
+    return next((name for name, tensor in tensors if tensor.is_floating_point() and tensor.isnan().any()), None)
+
+
+def _differing(built: Encodings, others: Encodings) -> str | None:
+    """The name of a value which is not saved with its module, and which differs between two builds."""
+    if len(built) != len(others):
+        return "a value"
+    for one, other in zip(built, others, strict=True):
+        ours, theirs = _unsaved(one), _unsaved(other)
+        for name in ours.keys() | theirs.keys():
+            if _pickled(ours.get(name)) != _pickled(theirs.get(name)):
+                return name
+    return None
+
+
+def _unsaved(encoding: nn.Module | None) -> dict[str, Any]:
+    """Attributes and buffers of an encoding's modules, by dotted path, that are not in its state_dict."""
+    values: dict[str, Any] = {}
+    for path, module in encoding.named_modules() if encoding is not None else ():
+        buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        attributes = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
+        values |= {f"{path}.{name}".lstrip("."): value for name, value in {**attributes, **buffers}.items()}
+    return values
+
+
+def _pickled(value: Any) -> Any:
+    """Bytes that are equal for equal values. None for what can't be compared, such as a lambda."""
+    try:
+        return pickle.dumps(value)
+    except Exception:  # whatever an attribute's own __reduce__ raises
+        return None
+
+
+def _check_size(kind: str, modules: Encodings) -> None:
+    tensors = [tensor for module in modules for tensor in _tensors(module).values()]
+    largest = max((tensor.shape for tensor in tensors), key=math.prod, default=())
+    check_size(f"the {kind!r} encoding, with tables of up to {tuple(largest)},", sum(map(Tensor.numel, tensors)))

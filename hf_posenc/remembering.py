@@ -1,0 +1,102 @@
+"""The positions of cached keys, remembered with the cache.
+
+The keys of a right-padded prompt, behind a prefix or from position_ids that jump don't lie at 0, 1, 2, …, and no later call
+says where they do. So their positions are kept in the cache's first layer, where all that changes the cache (beam search,
+cropping, selecting rows) changes them, too. A cache whose keys do lie at 0, 1, 2, … stays as it is.
+
+Shapes: B batch, K cached keys.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
+
+from hf_posenc.encodings import PositionContext
+
+PREFIX, POSITIONS = "Remembering", "key_positions"
+CHANGES: dict[str, Callable[..., Tensor | None]] = {
+    "crop": lambda positions, count: positions[:, : -abs(count)] if count else positions,
+    "reorder_cache": lambda positions, rows: positions.index_select(0, rows.to(positions.device)),
+    "batch_repeat_interleave": lambda positions, repeats: positions.repeat_interleave(repeats, dim=0),
+    "batch_select_indices": lambda positions, rows: positions[rows],
+    "reset": lambda positions: None,
+}
+"""Method of a cache's layer -> what it does to the positions `[B, K]`."""
+
+
+def __getattr__(name: str) -> Any:
+    """`Remembering<Layer>` for any class of layers in a cache; by its name a cache is pickled."""
+    base = getattr(cache_utils, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    if base is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _remembering(base)
+
+
+def _remembering(base: type) -> type:
+    """A subclass of a layer's class whose methods change the positions, too."""
+    name = PREFIX + base.__name__
+    if name not in globals():
+        body = {method: _followed(getattr(base, method), change) for method, change in CHANGES.items() if hasattr(base, method)}
+        # Without _layer_type, by which a subclass would be registered as the layer of its kind.
+        globals()[name] = type(name, (base,), {"__module__": __name__, "_layer_type": None, **body})
+    return globals()[name]
+
+
+def _followed(method: Callable[..., None], change: Callable[..., Tensor | None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def changed(self: Any, *args: Any) -> None:
+        method(self, *args)
+        if getattr(self, POSITIONS) is not None:
+            setattr(self, POSITIONS, change(getattr(self, POSITIONS), *args))
+
+    return changed
+
+
+def room(cache: Cache | None) -> int | None:
+    """How many keys a static cache has room for. None for one that grows."""
+    layer = None if cache is None else _first_layer(cache)
+    # A static layer with a window gives out as many keys as it has got, until it is full.
+    return layer.max_cache_len if isinstance(layer, StaticLayer) and not layer.is_sliding else None
+
+
+def recall(cache: Cache, batch: int, past: int | Tensor) -> Tensor | None:
+    """The positions of a cache's keys, `[B, K]` (K of a static cache: its whole length), or None if it remembers none.
+
+    Raises ValueError if there are not as many as keys.
+    """
+    layer = _first_layer(cache)
+    positions = getattr(layer, POSITIONS, None)
+    if positions is None:
+        return None
+    if positions.shape[0] != batch or positions.shape[1] != (past if room(cache) is None else room(cache)):
+        raise ValueError(
+            f"this cache holds {past} keys, for a batch of {batch}, but knows the positions of {tuple(positions.shape)}: its "
+            "tensors were changed by hand. Change it by its own methods (crop, reorder_cache, batch_select_indices, "
+            "batch_repeat_interleave), or begin with a new one"
+        )
+    return positions
+
+
+def remember(cache: Cache, batch: int, context: PositionContext) -> None:
+    """Keep the positions of all keys with a cache that a forward pass has filled, unless they are 0, 1, 2, …"""
+    layer, keys = _first_layer(cache), context.keys
+    if layer is None:
+        return
+    if keys is None:
+        if getattr(layer, POSITIONS, None) is None and (torch.compiler.is_compiling() or not context.start.any()):
+            return
+        keys = context.key_positions(cache.get_seq_length())
+    if not type(layer).__name__.startswith(PREFIX) and not torch.compiler.is_compiling():
+        layer.__class__ = _remembering(type(layer))
+    setattr(layer, POSITIONS, keys.expand(batch, -1))
+
+
+def _first_layer(cache: Cache) -> Any:
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    return next((layer for layer, is_dummy in zip(cache.layers, cache.is_dummy, strict=True) if not is_dummy), None)
