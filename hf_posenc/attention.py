@@ -12,7 +12,7 @@ import functools
 import hashlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,12 +20,16 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_posenc.encodings import PositionContext, PositionEncoding
-from hf_posenc.kernels import biased_mask, score_bias
+from hf_posenc.kernels import biased_mask, biases, score_bias
 
 PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
 """Differs in each copy of this module that was saved with a checkpoint (`remote_code`)."""
 CONTEXT = "position_context"
 """The keyword argument by which a stack hands its `PositionContext` to its attentions."""
+
+
+TAKE_A_BIAS = ("eager", "sdpa", "flex_attention")
+"""Beginnings of the names of attention implementations which add a mask or bias to the scores."""
 
 
 class _Current(threading.local):
@@ -72,7 +76,8 @@ class AttentionConfigView:
 
     @property
     def _attn_implementation(self) -> str:
-        name = PREFIX + self.__dict__["config"]._attn_implementation
+        # Registered as it is asked for: a parent may have set the name in this config without a call of ours.
+        name = register(self.__dict__["config"]._attn_implementation)
         return NameForBranches(name) if self.__dict__["branches"] else name
 
 
@@ -130,10 +135,22 @@ def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) ->
     return query, key
 
 
-def register(implementation: str) -> None:
-    """Make an attention implementation of Transformers (eager, sdpa, …) available to patched modules."""
-    if PREFIX + implementation not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(PREFIX + implementation, functools.partial(attend, implementation))
+def register(implementation: str) -> str:
+    """Make an attention implementation of Transformers (eager, sdpa, …) available to patched modules, by the name returned."""
+    name = PREFIX + implementation
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, functools.partial(attend, implementation))
+    return name
+
+
+def refusal(implementation: str, encodings: Iterable[PositionEncoding | type[PositionEncoding]]) -> str | None:
+    """Why an attention implementation can't carry encodings, or None."""
+    if not implementation.startswith(TAKE_A_BIAS) and any(map(biases, encodings)):
+        return (
+            f"attn_implementation={implementation!r} takes no score bias, so the encoding would be lost: "
+            "use 'sdpa', 'flex_attention' or 'eager'"
+        )
+    return None
 
 
 def attend(
@@ -153,6 +170,9 @@ def attend(
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
     context = position_context.for_attention(scaling, getattr(module, "layer_idx", None))
     encodings = acting(module, context)
+    paged = kwargs.get("cache") is not None
+    if reason := refusal(implementation, encodings) or (refusal_of_pages(encodings) if paged else None):
+        raise ValueError(reason)
     if not keys_are_rotated and key.shape[2] == context.positions.shape[1]:
         query, key = rotate(module, query, key, context)
     else:
@@ -169,6 +189,16 @@ def attend(
         is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]
         attention_mask = biased_mask(encodings, query, key, attention_mask, context, bool(is_causal))
     return host_function(module, implementation)(module, query, key, value, attention_mask, **kwargs)
+
+
+def refusal_of_pages(encodings: Iterable[PositionEncoding | type[PositionEncoding]]) -> str | None:
+    """Why continuous batching can't carry encodings, or None."""
+    if any(map(biases, encodings)):
+        return (
+            "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, to which no bias by "
+            "distance can be given: use model.generate with a padded batch"
+        )
+    return None
 
 
 def host_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_posenc import attention, injection, kernels, written_out
+from hf_posenc import attention, injection, written_out
 from hf_posenc.calls import Call, argument_names
 from hf_posenc.encodings import Geometry, build_within_limits
 from hf_posenc.positions import ForwardPass
@@ -150,13 +150,3 @@ def rotate_into_cache(names: list[str], module: nn.Module, args: tuple, kwargs: 
     context = attention.context_for(module, kwargs.get(attention.CONTEXT))
     cache = attention.rotating(given[name], module, context)
     return Call(names, args, kwargs).changed(**{name: cache}, keys_are_rotated=True)
-
-
-def refusal(implementation: str, spec: PositionSpec) -> str | None:
-    """Why an attention implementation can't carry an encoding, or None."""
-    if kernels.biases(spec.encoding) and not implementation.startswith(("eager", "sdpa", "flex_attention")):
-        return (
-            f"attn_implementation={implementation!r} takes no score bias, so the encoding would be lost: "
-            "use 'sdpa', 'flex_attention' or 'eager'"
-        )
-    return None

@@ -112,5 +112,10 @@ def _merged(bias: Tensor, mask: Tensor | None, causal: bool, context: PositionCo
         return bias.masked_fill(index + context.first_key > context.past, lowest)
     if mask.dtype == torch.bool:
         return torch.where(mask, bias, lowest)
+    if not mask.is_floating_point():
+        raise ValueError(
+            f"an attention_mask of shape {tuple(mask.shape)} and type {mask.dtype} would be added to the scores as it is: give "
+            "a boolean one (True: seen), a float one (0: seen, -inf: hidden), or a 2-D one of 0 and 1"
+        )
     # A sum below the lowest number would be -inf, and a row of those is NaN.
     return (bias + mask.to(bias.dtype)).clamp(min=lowest)

@@ -23,7 +23,7 @@ from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
 from hf_posenc.encodings import check_size
-from hf_posenc.install import install, refusal
+from hf_posenc.install import install
 from hf_posenc.sources import Source
 
 PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
@@ -146,10 +146,28 @@ class PosEncModelMixin(EncodingModelMixin):
     def _check_attention(self) -> None:
         for module in self.modules():
             if structure.is_patched(module):
-                implementation = module.config._attn_implementation
-                if reason := refusal(implementation, module.config.position_spec):
+                encodings = module.config.position_spec.parts.values()
+                if reason := attention.refusal(module.config._attn_implementation, encodings):
                     raise ValueError(reason)
-                attention.register(implementation)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As of Transformers. Raises ValueError for encodings that bias, whose distances a paged cache can't tell."""
+        if reason := attention.refusal_of_pages(self.config.position_spec.parts.values()):
+            raise ValueError(reason)
+        return super().init_continuous_batching(*args, **kwargs)
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: dict[str, Any]) -> Any:
+        """The ids that `generate` makes where the user gives none, counted as the host counts them: RoBERTa's from 2 on."""
+        offset = next(module._posenc_pass.offset for module in self.modules() if structure.is_patched(module))
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs) + offset
+
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """Raises ValueError: the host's table, which this would make anew, isn't used."""
+        raise ValueError(
+            f"{type(self).__name__} has the {self.config.position_spec.type!r} encoding instead of a position table: raise its "
+            f"length with hf_posenc.extend(model, max_length={new_num_position_embeddings}), or resize the stock model, then "
+            "patch it"
+        )
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

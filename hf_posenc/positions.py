@@ -165,7 +165,8 @@ def _positions(
         there = torch.arange(int(past), device=device)[None] if seen is None else seen[:, :past]
         there = there if remembered is None else remembered.to(device)
         keys = torch.cat([there.expand(batch, -1), new.expand(batch, -1)], dim=1)
-    start, rises = _rising(keys, None if mask is None else mask[:, : keys.shape[1]] != 0)
+    # Ids given by hand hold for padding, too: `generate` begins behind the padding of a right-padded prompt.
+    start, rises = _rising(keys, None if mask is None or ids is not None else mask[:, : keys.shape[1]] != 0)
     return new.clamp(min=0), start, None if rises else keys
 
 
