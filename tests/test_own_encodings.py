@@ -1,5 +1,6 @@
 """Encodings defined outside the library."""
 
+import random
 from typing import Annotated
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from transformers import AutoModel
 
 import hf_posenc
-from conftest import HOSTS, assert_close, first, randomize_encoding, run_python, scale, stock, tokens
+import valued
+from conftest import ENCODINGS, HOSTS, assert_close, assert_equal, first, randomize_encoding, run_python, scale, stock, tokens
 from hf_posenc.encodings import Above
 from oracles import future, gpt2_query_key, in_pieces
 
@@ -110,3 +112,115 @@ def test_own_encodings_by_layer(kind):
         assert_close(actual, scores.masked_fill(future(11), -torch.inf).softmax(-1))
     # The cache stores keys after `rotate`.
     assert_close(in_pieces(model, tokens(), (6, 7)), first(output))
+
+
+@pytest.mark.parametrize("way", ["patch", "from scratch", "half precision"])
+def test_values_made_in_init_are_kept(way):
+    """They are those which the class gives them when it is called by itself."""
+    for kind in valued.KINDS:
+        model = stock("bert").bfloat16() if way == "half precision" else stock("bert")
+        if way == "from scratch":
+            torch.manual_seed(0)
+            model = AutoModel.from_config(hf_posenc.PosEncBertConfig(**{**HOSTS["bert"].sizes, "position_encoding": kind}))
+        else:
+            model = hf_posenc.patch(model, kind)
+        encodings = [e for e in model.modules() if isinstance(e, hf_posenc.PositionEncoding) and e.type == kind]
+        assert len(encodings) == (2 if kind == "test-modules" else 1)
+        for encoding in encodings:
+            expected = type(encoding)(encoding.geometry)
+            if kind == "test-filled":
+                expected.reset_parameters()
+            for name, tensor in [*expected.named_parameters(), *expected.named_buffers()]:
+                actual = (
+                    encoding.get_parameter(name) if name in dict(expected.named_parameters()) else encoding.get_buffer(name)
+                )
+                if name in ("several.0", "several.1", "table.weight", "out.0.weight", "out.0.bias"):
+                    assert actual.isfinite().all() and actual.float().std(unbiased=False) < 3 and actual.any()
+                    # torch's own start of an Embedding and of a Linear, not BERT's of 0.02
+                    assert name != "table.weight" or 0.6 < actual.float().std() < 1.4
+                else:
+                    assert torch.equal(actual, tensor.to(actual.dtype)), (kind, name)
+            if kind == "test-buffers":
+                assert torch.equal(encoding.plain, expected.plain) and encoding.scale == expected.scale
+        if kind == "test-modules":
+            assert not torch.equal(encodings[0].table.weight, encodings[1].table.weight)  # layers begin differently
+
+
+def test_values_made_in_init_come_back(tmp_path):
+    expected = {}
+    for kind in valued.KINDS:
+        model = hf_posenc.patch(stock("gpt2"), kind).eval()
+        model.save_pretrained(tmp_path / kind)
+        expected[kind] = first(model(tokens())).detach()
+    torch.save(expected, tmp_path / "expected.pt")
+    code = (
+        "import sys, torch, valued, hf_posenc\nfrom transformers import AutoModel\n"
+        "expected = torch.load(sys.argv[1] + '/expected.pt')\n"
+        "from conftest import tokens\n"
+        "for kind, value in expected.items():\n"
+        "    for dtype in (torch.float32, torch.bfloat16):\n"
+        "        model = AutoModel.from_pretrained(sys.argv[1] + '/' + kind, dtype=dtype)\n"
+        "        print(kind, dtype, (model(tokens())[0] - value).abs().max().item() / value.abs().max().item())\n"
+    )
+    for line in run_python(code, tmp_path).splitlines():
+        assert float(line.split()[-1]) <= (0.0 if "float32" in line else 0.05), line
+
+
+def test_what_would_come_back_differently_is_refused():
+    class Random(hf_posenc.PositionEncoding, type="test-random"):
+        place: str = "buffer"
+
+        def __init__(self, geometry, **options):
+            super().__init__(geometry, **options)
+            match self.place:
+                case "buffer":
+                    self.register_buffer("noise", torch.rand(4), persistent=False)
+                case "plain":
+                    self.noise = torch.rand(4)
+                case "number":
+                    self.noise = torch.rand(()).item()
+                case "module":
+                    self.inner = torch.nn.Module()
+                    self.inner.noise = random.random()
+                case "seeded":
+                    self.noise = torch.rand(4, generator=torch.Generator().manual_seed(3))
+                case "saved":
+                    self.register_buffer("noise", torch.rand(4))
+                case "empty":
+                    self.weight = torch.nn.Parameter(torch.empty(4))
+
+        def embed(self, positions):
+            return positions[..., None].float().expand(*positions.shape, self.geometry.hidden_size)
+
+    for place in ("buffer", "plain", "number", "module"):
+        with pytest.raises(ValueError, match=r"noise of the 'test-random' encoding isn't saved.*persistent buffer"):
+            hf_posenc.patch(stock("bert"), "test-random", place=place)
+    with pytest.raises(ValueError, match=r"Random.weight holds uninitialised memory: fill it in __init__"):
+        hf_posenc.patch(stock("bert"), "test-random", where="empty")
+    for place in ("seeded", "saved"):
+        hf_posenc.patch(stock("bert"), "test-random", place=place)
+
+
+def test_an_encoding_draws_nothing_from_torchs_generator():
+    """A model made from scratch gets the same weights with every encoding, and another seed gives the encoding others."""
+    reference, own = None, []
+    for encoding in (*ENCODINGS, "sinusoidal+rope+relative+shaw", *valued.KINDS):
+        torch.manual_seed(5)
+        config = hf_posenc.PosEncBertConfig(**{**HOSTS["bert"].sizes, "position_encoding": encoding})
+        model = AutoModel.from_config(config)
+        after = torch.rand(1)
+        host = {name: value for name, value in model.state_dict().items() if "posenc" not in name}
+        assert_equal({**host, "next": after}, reference := reference or {**host, "next": after})
+    for seed in (5, 6, 5):
+        torch.manual_seed(seed)
+        config = hf_posenc.PosEncBertConfig(**{**HOSTS["bert"].sizes, "position_encoding": "relative"})
+        own.append(AutoModel.from_config(config).posenc.weight)
+    assert torch.equal(own[0], own[2]) and not torch.equal(own[0], own[1])
+
+
+def test_forward_is_not_a_users_to_define():
+    with pytest.raises(ValueError, match="Stolen can't define forward"):
+
+        class Stolen(hf_posenc.PositionEncoding, type="test-stolen"):
+            def forward(self, positions):
+                return positions

@@ -142,7 +142,7 @@ def _differing(built: Encodings, others: Encodings) -> str | None:
     for one, other in zip(built, others, strict=True):
         ours, theirs = _unsaved(one), _unsaved(other)
         for name in ours.keys() | theirs.keys():
-            if _pickled(ours.get(name)) != _pickled(theirs.get(name)):
+            if _comparable(ours.get(name)) != _comparable(theirs.get(name)):
                 return name
     return None
 
@@ -157,8 +157,14 @@ def _unsaved(encoding: nn.Module | None) -> dict[str, Any]:
     return values
 
 
-def _pickled(value: Any) -> Any:
-    """Bytes that are equal for equal values. None for what can't be compared, such as a lambda."""
+def _comparable(value: Any) -> Any:
+    """Equal for equal values; None for what can't be compared, such as a lambda."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.shape, None if value.is_meta else repr(value.tolist())
+    if isinstance(value, dict):
+        return {repr(key): _comparable(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_comparable(each) for each in value]
     try:
         return pickle.dumps(value)
     except Exception:  # whatever an attribute's own __reduce__ raises

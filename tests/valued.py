@@ -1,0 +1,82 @@
+"""Encodings of a user's own whose values are made in `__init__`, in the ways that torch's modules are written."""
+
+import torch
+from torch import nn
+
+import hf_posenc
+
+
+class Buffers(hf_posenc.PositionEncoding, type="test-buffers"):
+    """Values in a saved buffer, in one that isn't saved, in a plain tensor and in numbers read from tensors."""
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        self.register_buffer("saved", torch.linspace(0.5, 2.0, geometry.num_attention_heads))
+        self.register_buffer("computed", torch.arange(geometry.num_attention_heads) / 8, persistent=False)
+        self.plain = torch.full((geometry.num_attention_heads,), 0.25)
+        self.several = [torch.tensor(0.5), {"half": torch.tensor(0.5)}]
+        self.scale = self.saved.sum().item()
+
+    def distance_bias(self, distance):
+        slope = (self.saved + self.computed + self.plain + self.several[0] * self.several[1]["half"]) / self.scale
+        return -slope[:, None] * distance.abs()
+
+
+class Parameters(hf_posenc.PositionEncoding, type="test-parameters"):
+    """Values in a parameter, and random ones."""
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        self.slope = nn.Parameter(torch.linspace(-1, 1, geometry.num_attention_heads))
+        self.several = nn.ParameterList(nn.Parameter(torch.randn(1)) for _ in range(2))
+
+    def distance_bias(self, distance):
+        return (self.slope * self.several[0] + self.several[1])[:, None] * distance.abs()
+
+
+class Modules(hf_posenc.PositionEncoding, type="test-modules"):
+    """Modules of torch, as they initialise themselves, in each layer."""
+
+    per_layer = True
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        self.table = nn.Embedding(9, 6)
+        self.out = nn.Sequential(nn.Linear(6, geometry.num_attention_heads), nn.BatchNorm1d(geometry.num_attention_heads))
+
+    def distance_bias(self, distance):
+        return self.out.eval()(self.table(distance.clamp(-4, 4) + 4)).T
+
+
+class Overwritten(hf_posenc.PositionEncoding, type="test-overwritten"):
+    """Values that are written after `reset_parameters`."""
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        self.slope = nn.Parameter(torch.empty(geometry.num_attention_heads))
+        self.reset_parameters()
+        with torch.no_grad():
+            self.slope[0] = 7.0
+
+    def reset_parameters(self):
+        nn.init.ones_(self.slope)
+
+    def distance_bias(self, distance):
+        return self.slope[:, None] * distance.abs()
+
+
+class Filled(hf_posenc.PositionEncoding, type="test-filled"):
+    """Memory which `__init__` leaves uninitialised, and `reset_parameters` fills."""
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        self.slope = nn.Parameter(torch.empty(geometry.num_attention_heads))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.slope)
+
+    def distance_bias(self, distance):
+        return self.slope[:, None] * distance.abs()
+
+
+KINDS = [cls.type for cls in (Buffers, Parameters, Modules, Overwritten, Filled)]
