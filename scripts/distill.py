@@ -174,13 +174,14 @@ def load_teacher(
     """The teacher, and its SentenceTransformer or None; `modules` is the student's. Raises SystemExit if it can't teach."""
     name = arguments.teacher or arguments.model_name_or_path
     try:
-        if hasattr(AutoConfig.from_pretrained(name), "position_encoding"):
-            raise ValueError("it is patched: a teacher has the positions that it was trained with")
-        if (vocabulary := AutoTokenizer.from_pretrained(name).get_vocab()) != tokenizer.get_vocab():
-            raise ValueError(f"its tokenizer knows other tokens ({len(vocabulary)}) than the student's ({len(tokenizer)})")
         # Loaded separately: a patched model shares its parameters with the model that it was made from.
         found = sentences.load(name) if arguments.teacher else modules
         teacher = AutoModel.from_pretrained(name, dtype=torch.float32) if found is None else found[0].model
+        if hasattr(teacher.config, "position_encoding"):
+            raise ValueError("it is patched: a teacher has the positions that it was trained with")
+        known = (AutoTokenizer.from_pretrained(name) if found is None else found.tokenizer).get_vocab()
+        if known != tokenizer.get_vocab():
+            raise ValueError(f"its tokenizer knows other tokens ({len(known)}) than the student's ({len(tokenizer)})")
         ours, theirs = student.config.hidden_size, teacher.config.hidden_size
         if ours != theirs:
             raise ValueError(f"its hidden states are {theirs} wide, the student's {ours}")
