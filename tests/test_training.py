@@ -381,7 +381,7 @@ def test_two_processes_do_what_one_does_in_each_script(tiny, tmp_path, launch, s
         "train_clm": ("train_clm", "gpt2", ["--position_encoding", "rope"]),
         "distill": ("distill", "still", ["--position_encoding", "shaw", *FADING]),
         "stream": ("train_mlm", "still", ["--streaming", "--shuffle_buffer", 5]),
-        "stream and pack": ("train_clm", "gpt2", ["--streaming", "--packing", "--block_size", 12]),
+        "stream and pack": ("train_clm", "gpt2", ["--streaming", "--packing", "--text_length", 12]),
     }[script]  # fmt: skip
     for folder, processes, batch in (("one", 1, 6), ("two", 2, 3)):
         cut = ("--per_device_train_batch_size", batch)
@@ -554,7 +554,7 @@ def test_flags_refused(tiny, tmp_path, capsys):
         ("train_mlm", "bert", ("--packing", "--position_encoding", "nope", "--text_length", 900), "no block of 900 tokens"),
         ("train_mlm", "bert", ("--model_name_or_path", "nowhere"), "nowhere"),
         ("train_mlm", "bert", ("--mlm_probability", 1.5), "--mlm_probability 1.5: allowed is a number between 0 and 1"),
-        ("distill", "still", (), "--position_encoding is missing"),
+        ("distill", "still", FADING, "--position_encoding is missing"),
     ],
 )  # fmt: skip
 def test_refused_before_anything_expensive(tiny, tmp_path, launch, script, model, more, words):
