@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc.modeling import PosEncModelMixin, derive
 from hf_posenc.spec import PLACEMENT, PositionSpec
@@ -31,7 +32,7 @@ def patch(
 
     Args:
         model: any Transformers model in which all sources of position can be taken over; or a SentenceTransformer with
-            one, which comes back as a SentenceTransformer. A max_length is then its max_seq_length, too.
+            one, which comes back as a SentenceTransformer. Its max_seq_length is then the model's usable length.
         encoding: a name or alias (`hf_posenc.list_encodings()`), a composition of several (`"sinusoidal+alibi"`), or
             `{"type": name, **options}`.
         max_length: the longest input in tokens, checked on every forward and written to the config's length field.
@@ -107,8 +108,8 @@ def _holds_a_model(model: Any) -> bool:
 def _changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedModel]) -> Any:
     """A twin of a SentenceTransformer with its model changed and a tokenizer of its own; it shares all else.
 
-    Its max_seq_length is its tokenizer's model_max_length. A promised length is taken over, and one beyond the model's is
-    cut; where the model has no limit, the length stays what it was.
+    Its max_seq_length, which is its tokenizer's model_max_length, becomes the patched model's usable length: without a limit
+    Transformers' VERY_LARGE_INTEGER, so that no text is cut. `unpatch` cuts it down to the host's.
     """
     first = outer[0]
     model = change(first.model)
@@ -117,13 +118,16 @@ def _changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedMo
     twin._modules = {**outer._modules, next(iter(outer._modules)): holder}
     holder.processor = copy.deepcopy(first.processor)
     if isinstance(model, PosEncModelMixin):
-        length = model.config.position_spec.max_length
+        usable = next(stack.posenc.geometry.max_length for stack in model.modules() if is_patched(stack))
+        holder.max_seq_length = VERY_LARGE_INTEGER if usable is None else usable
+        # Without this key sentence-transformers loads the tokenizer's length cut down to config.max_position_embeddings,
+        # which stays the host's if the encoding has no limit.
+        holder.config_keys = [*type(first).config_keys, "max_seq_length"]
     else:
+        vars(holder).pop("config_keys", None)
         found = find(model.base_model)
-        usable = found and found.usable_length
-        length = min(first.max_seq_length, usable) if usable else first.max_seq_length
-    if length is not None:
-        holder.max_seq_length = length
+        if found and found.usable_length:
+            holder.max_seq_length = min(first.max_seq_length, found.usable_length)
     # As sentence-transformers' own merge does: the given model's card doesn't describe this one.
     twin._model_card_text = None
     twin.model_card_data = twin.model_card_data_class(local_files_only=True)

@@ -109,7 +109,7 @@ def fine_tuned(name: str, start: str) -> Made:
     measured = {
         "command": records.command("scripts/seeds.py", *arguments),
         "training": {"datasets": [{**REVIEWS, "split": "train"}], "steps": run["steps"]},
-        "results": records.of_seeds(runs, name, REVIEWS, int(flags[flags.index("--max_length") + 1])),
+        "results": records.of_seeds(runs, name, REVIEWS, int(flags[flags.index("--text_length") + 1])),
         "notes": notes,
     }
     return measured, []

@@ -102,7 +102,7 @@ def main() -> None:
 
 def distillation(model: str, output_dir: str) -> list[str]:
     """The arguments of distill.py."""
-    arguments = ["--model_name_or_path", model, "--position_encoding", "alibi", "--max_length", str(MAX_LENGTH)]
+    arguments = ["--model_name_or_path", model, "--position_encoding", "alibi", "--model_max_length", str(MAX_LENGTH)]
     arguments += ["--max_train_steps", str(STEPS), "--fade_steps", str(FADE_STEPS)]
     return [*arguments, "--output_dir", output_dir]
 

@@ -1,16 +1,22 @@
 """Win a patched model's quality back: the unpatched original teaches the patched one, without labels.
 
     python scripts/distill.py --model_name_or_path bert-base-uncased --position_encoding alibi --output_dir bert-alibi
+    python scripts/distill.py --model_name_or_path bert-alibi --teacher bert-base-uncased --output_dir bert-alibi-distilled
     accelerate launch --config_file scripts/accelerate/multi_gpu.yaml scripts/distill.py …
 
-The student starts with its own old positions; over --fade_steps these fade out while the new encoding comes in. It learns
-the teacher's token states and pooled embedding, on texts cut to a length drawn anew for each step. The model, its tokenizer
-and distillation.json are written to --output_dir.
+The student is the model with --position_encoding, or one that was patched before. It starts with its own old positions; over
+--fade_steps these fade out while the new encoding comes in. It learns the teacher's token states and embeddings, on texts cut
+to a length drawn anew for each step: those of --train_file or --dataset_name, or else the documentation of Python's standard
+library. Embeddings are pooled by the modules of a SentenceTransformer, or else by the mean over tokens. The model with these
+modules, its tokenizer and distillation.json are written to --output_dir.
 """
 
 import argparse
 import hashlib
 import random
+import shlex
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +26,11 @@ from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoModel, DataCollatorWithPadding, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, DataCollatorWithPadding, PreTrainedModel
 
 import hf_posenc
 from evaluation import corpus
-from training import data, flags, loop, models
+from training import data, flags, loop, models, sentences
 from training.task import Task
 
 
@@ -39,20 +45,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         max_train_steps=300,
     )
     add = parser.add_argument_group("distillation").add_argument
-    add("--max_length", type=flags.at_least(1), help="longest input of the patched model; default: as hf_posenc.patch")
-    add("--packing", action="store_true", help="join texts to rows of --max_seq_length; they see each other")
+    add("--teacher", help="the original of a model that is patched already; default: the model itself, unpatched")
+    add("--packing", action="store_true", help="join texts to rows of --text_length; they see each other")
     add("--fade_steps", type=flags.at_least(0), default=200, help="steps over which the old positions fade out")
-    add("--min_seq_length", type=flags.at_least(3), default=48, help="shortest length that texts are cut to, in tokens")
-    add("--max_seq_length", type=flags.at_least(3), default=192, help="longest length that texts are cut to, in tokens")
+    add("--min_text_length", type=flags.at_least(3), default=48, help="shortest length that texts are cut to, in tokens")
+    add("--text_length", type=flags.at_least(3), default=192, help="longest length that texts are cut to, in tokens")
     arguments = flags.parse(parser, argv)
-    if not arguments.position_encoding:
-        parser.error("--position_encoding is missing: the one that the student is to get")
+    validated = arguments.validation_file or arguments.validation_split_percentage
+    if (validated or arguments.streaming) and not (arguments.train_file or arguments.dataset_name):
+        parser.error("--validation_file, --validation_split_percentage and --streaming go with --train_file or --dataset_name")
     if arguments.fade_steps >= arguments.max_train_steps:
         parser.error(f"--fade_steps {arguments.fade_steps} must be below --max_train_steps {arguments.max_train_steps}")
-    if arguments.min_seq_length > arguments.max_seq_length:
-        parser.error(
-            f"--min_seq_length {arguments.min_seq_length} must be from 3 to --max_seq_length {arguments.max_seq_length}"
-        )
+    if arguments.min_text_length > arguments.text_length:
+        parser.error(f"--min_text_length {arguments.min_text_length} must be from 3 to --text_length {arguments.text_length}")
     return arguments
 
 
@@ -65,14 +70,19 @@ def checksum(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def distillation_losses(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-    """Hidden states `[B, L, D]` of student and teacher, mask `[B, L]` -> losses `[B]`.
+def distillation_losses(
+    student: Tensor,
+    teacher: Tensor,
+    batch: dict[str, Tensor],
+    pools: tuple[sentences.Pool, sentences.Pool] = (sentences.mean, sentences.mean),
+) -> Tensor:
+    """Hidden states `[B, L, D]` of student and teacher, their batch, and how each is pooled -> losses `[B]`.
 
-    The mean of 1 - cosine over a text's real tokens, plus 1 - cosine of the two mean-pooled embeddings.
+    The mean of 1 - cosine over a text's real tokens, plus 1 - cosine of the two embeddings.
     """
-    weights = mask / mask.sum(1, keepdim=True)
-    tokens = ((1 - F.cosine_similarity(student, teacher, dim=-1)) * weights).sum(1)
-    ours, theirs = ((hidden * weights[..., None]).sum(1) for hidden in (student, teacher))
+    mask = batch["attention_mask"].to(teacher.dtype)
+    tokens = ((1 - F.cosine_similarity(student, teacher, dim=-1)) * (mask / mask.sum(1, keepdim=True))).sum(1)
+    ours, theirs = (pool(hidden, batch) for pool, hidden in zip(pools, (student, teacher), strict=True))
     return tokens + 1 - F.cosine_similarity(ours, theirs, dim=-1)
 
 
@@ -88,14 +98,22 @@ class Distillation(Task):
     """Off: it would add noise to the states that the student learns from."""
 
     def __init__(
-        self, arguments: argparse.Namespace, student: PreTrainedModel, teacher: PreTrainedModel, tokenizer: Any
+        self,
+        arguments: argparse.Namespace,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel,
+        tokenizer: Any,
+        modules: Any,
+        pools: tuple[sentences.Pool, sentences.Pool],
     ) -> None:
-        self.arguments, self.student, self.teacher = arguments, student, teacher
+        """`modules` is the student's SentenceTransformer, or None; `pools` are how student and teacher are pooled."""
+        self.arguments, self.student, self.teacher, self.tokenizer = arguments, student, teacher, tokenizer
+        self.modules, self.pools = modules, pools
         self.cut, self.pad = data.Cut(tokenizer), DataCollatorWithPadding(tokenizer)
 
     def collate(self, rows: data.Rows, step: int | None = None) -> Any:
-        longest = self.arguments.max_seq_length
-        drawn = random.Random(f"{self.arguments.seed} {step}").randint(self.arguments.min_seq_length, longest)
+        longest = self.arguments.text_length
+        drawn = random.Random(f"{self.arguments.seed} {step}").randint(self.arguments.min_text_length, longest)
         length = longest if step is None else drawn
         return self.pad([{"input_ids": self.cut(row["input_ids"], length)} for _, row in rows])
 
@@ -107,7 +125,7 @@ class Distillation(Task):
         return self._losses(model, batch).mean()
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
-        """The mean loss of texts cut to --max_seq_length tokens, with the new encoding alone."""
+        """The mean loss of texts cut to --text_length tokens, with the new encoding alone."""
         set_blend(self.student, 1.0)
         losses: list[float] = []
         for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
@@ -117,30 +135,107 @@ class Distillation(Task):
     def _losses(self, model: torch.nn.Module, batch: Any) -> Tensor:
         with torch.no_grad():
             target = self.teacher(**batch).last_hidden_state
-        return distillation_losses(model(**batch).last_hidden_state, target, batch["attention_mask"].to(target.dtype))
+        return distillation_losses(model(**batch).last_hidden_state, target, batch, self.pools)
+
+    def save_beside(self, folder: Path) -> None:
+        if self.modules is not None:
+            sentences.save(self.modules, self.tokenizer, folder)
+
+
+def check_student(arguments: argparse.Namespace, given: list[str]) -> None:
+    """Raises SystemExit if flags and model don't say what the student's encoding is, and who teaches it."""
+    name, chosen = arguments.model_name_or_path, arguments.position_encoding
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{name}: {error}") from None
+    if not hasattr(config, "position_encoding"):
+        if not chosen:
+            raise SystemExit(
+                f"--position_encoding is missing: the one that {name} is to get. For a model that is patched already, its "
+                "original is the --teacher"
+            )
+        return
+    host = config.position_spec.host
+    if not arguments.teacher:
+        original = (host and host.name_or_path) or "ORIGINAL"
+        command = shlex.join(["python", "scripts/distill.py", *given, "--teacher", original])
+        raise SystemExit(f"{name} is patched already: name the model that it was made from,\n  {command}")
+    if arguments.fade_steps and not (host and host.kept):
+        raise SystemExit(
+            f"--fade_steps {arguments.fade_steps}: {name} was saved without its old positions, so they can't fade out; "
+            "give --fade_steps 0"
+        )
+
+
+def load_teacher(
+    arguments: argparse.Namespace, student: PreTrainedModel, tokenizer: Any, modules: Any
+) -> tuple[PreTrainedModel, Any]:
+    """The teacher, and its SentenceTransformer or None; `modules` is the student's. Raises SystemExit if it can't teach."""
+    name = arguments.teacher or arguments.model_name_or_path
+    try:
+        # Loaded separately: a patched model shares its parameters with the model that it was made from.
+        found = sentences.load(name) if arguments.teacher else modules
+        teacher = AutoModel.from_pretrained(name, dtype=torch.float32) if found is None else found[0].model
+        if hasattr(teacher.config, "position_encoding"):
+            raise ValueError("it is patched: a teacher has the positions that it was trained with")
+        known = (AutoTokenizer.from_pretrained(name) if found is None else found.tokenizer).get_vocab()
+        if known != tokenizer.get_vocab():
+            raise ValueError(f"its tokenizer knows other tokens ({len(known)}) than the student's ({len(tokenizer)})")
+        ours, theirs = student.config.hidden_size, teacher.config.hidden_size
+        if ours != theirs:
+            raise ValueError(f"its hidden states are {theirs} wide, the student's {ours}")
+        if found is not None and modules is not None:
+            ours, theirs = modules.get_embedding_dimension(), found.get_embedding_dimension()
+            if ours != theirs:
+                raise ValueError(f"its embeddings have {theirs} dimensions, the student's {ours}")
+        usable = hf_posenc.inspect(teacher).max_length
+        if usable is not None and usable < arguments.text_length:
+            raise ValueError(f"its usable length is {usable} tokens: lower --text_length {arguments.text_length}")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"the teacher {name}: {error}") from None
+    return teacher.requires_grad_(False).eval(), found
+
+
+def load_texts(accelerator: Accelerator, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The splits of --train_file or --dataset_name, or else the documentation of the standard library."""
+    if arguments.train_file or arguments.dataset_name:
+        return data.check_texts(data.load_splits(accelerator, arguments), arguments.text_column)
+    texts = corpus.split(progress=accelerator.is_main_process)[1]
+    accelerator.print(
+        f"neither --train_file nor --dataset_name: training on {len(texts)} passages of the documentation of Python's "
+        "standard library"
+    )
+    return {"train": Dataset.from_dict({arguments.text_column: texts})}
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     accelerator = flags.start(arguments)
-    tokenizer = models.load_tokenizer(arguments.model_name_or_path)
+    check_student(arguments, sys.argv[1:] if argv is None else argv)
+    name = arguments.model_name_or_path
+    ours = sentences.load(name)
+    tokenizer = models.load_tokenizer(name) if ours is None else models.with_padding(ours.tokenizer, name)
     # Patched first, so that an unknown encoding fails before anything expensive.
     student = models.load_model(arguments, AutoModel, tokenizer)
-    # Loaded separately: a patched model shares its parameters with the model that it was made from.
-    teacher = AutoModel.from_pretrained(arguments.model_name_or_path, dtype=torch.float32).requires_grad_(False).eval()
-    if hasattr(teacher.config, "position_encoding"):
-        raise SystemExit(f"{arguments.model_name_or_path} is patched already: distil from the model that it was made from")
+    teacher, theirs = load_teacher(arguments, student, tokenizer, ours)
     teacher.to(accelerator.device)
+    # If one of them is a SentenceTransformer, its modules pool the other, too.
+    ours, theirs = theirs if ours is None else ours, ours if theirs is None else theirs
+    if ours is not None and arguments.push_to_hub:
+        raise SystemExit(
+            "--push_to_hub sends no modules of sentence-transformers: leave it out, and push by "
+            f"SentenceTransformer({str(arguments.output_dir)!r}).push_to_hub({arguments.hub_model_id!r})"
+        )
+    accelerator.print(f"embeddings are pooled by {sentences.described(ours)}")
     before = checksum(teacher)
-    if arguments.train_file or arguments.dataset_name:
-        splits = data.check_texts(data.load_splits(accelerator, arguments), arguments.text_column)
-    else:
-        splits = {"train": Dataset.from_dict({arguments.text_column: corpus.split(progress=accelerator.is_main_process)[1]})}
-    length, report = arguments.max_seq_length, hf_posenc.inspect(student)
+    splits = load_texts(accelerator, arguments)
+    length, report = models.text_length(arguments.text_length, student, tokenizer), hf_posenc.inspect(student)
     rows = data.tokenized(
         accelerator, splits, tokenizer, arguments.text_column, length, packing=arguments.packing, usable=report.max_length
     )
-    task = Distillation(arguments, student, teacher, tokenizer)
+    pools = sentences.pooling(ours, accelerator.device), sentences.pooling(theirs, accelerator.device)
+    task = Distillation(arguments, student, teacher, tokenizer, ours, pools)
 
     def teachers() -> dict[str, dict[str, str]]:
         after = checksum(teacher)

@@ -33,7 +33,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("fine-tuning").add_argument
     add("--task", choices=TASKS, default="sequence-classification")
     add("--label_column", default="label")
-    add("--max_length", "--max_seq_length", type=flags.at_least(1), help=flags.MAX_LENGTH_HELP)
+    add("--text_length", type=flags.at_least(1), help=flags.TEXT_LENGTH_HELP)
     add("--doc_stride", type=flags.at_least(0), default=128, help="tokens that pieces of a context share: no answer has more")
     add("--max_question_length", type=flags.at_least(1), default=64, help="tokens that questions are cut to")
     add("--max_answer_length", type=flags.at_least(1), default=30, help="tokens of the longest answer given")
@@ -51,11 +51,11 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = models.load_tokenizer(arguments.model_name_or_path)
     task = TASKS[arguments.task](accelerator, arguments, tokenizer)
     model = models.load_model(arguments, task.kind, tokenizer, task.adapt)
-    length = models.text_length(arguments.max_length, model, tokenizer)
+    length = models.text_length(arguments.text_length, model, tokenizer)
     report = hf_posenc.inspect(model)
     accelerator.print(f"{report}\n  texts are cut to {length} tokens")
     splits = task.prepare(accelerator, length, report.max_length)
-    about = {"max_length": length, "train_samples": None if arguments.streaming else len(splits["train"])}
+    about = {"text_length": length, "train_samples": None if arguments.streaming else len(splits["train"])}
     loop.train(accelerator, arguments, task, model, tokenizer, splits, "all_results", lambda: about)
 
 

@@ -1,6 +1,6 @@
 """Train a model to predict the next token: on from a checkpoint, or from scratch.
 
-    python scripts/train_clm.py --model_name_or_path gpt2 --position_encoding rope --block_size 2048 \\
+    python scripts/train_clm.py --model_name_or_path gpt2 --position_encoding rope --model_max_length 2048 \\
         --train_file texts.txt --validation_split_percentage 5 --packing --output_dir gpt2-rope
     accelerate launch --config_file scripts/accelerate/multi_gpu.yaml scripts/train_clm.py …
 

@@ -1,6 +1,6 @@
 """Train a model to fill in masked tokens: on from a checkpoint, or from scratch.
 
-    python scripts/train_mlm.py --model_name_or_path bert-base-uncased --position_encoding alibi --max_length 1024 \\
+    python scripts/train_mlm.py --model_name_or_path bert-base-uncased --position_encoding alibi --model_max_length 1024 \\
         --train_file texts.txt --validation_split_percentage 5 --packing --output_dir bert-alibi
     accelerate launch --config_file scripts/accelerate/multi_gpu.yaml scripts/train_mlm.py …
 

@@ -48,7 +48,8 @@ def serve():
     import torch
 
     torch.set_num_threads(1)
-    for name in ("finetune", "train_mlm", "train_clm", "distill", "sharded", "torch.utils.tensorboard"):
+    scripts = ("finetune", "train_mlm", "train_clm", "distill")
+    for name in (*scripts, "sharded", "sentence_transformers", "torch.utils.tensorboard"):
         importlib.import_module(name)
     for line in sys.stdin:
         job = json.loads(line)

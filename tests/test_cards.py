@@ -397,7 +397,7 @@ def test_from_a_shell(tmp_path):
 def test_a_training_record_becomes_an_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scripts/finetune.py", "--train_file", "a b.csv", "--hub_token", "abc"])
     arguments = {"train_file": "data/a b.csv", "validation_file": "data/c.csv", "dataset_name": None}
-    record = {"arguments": arguments, "steps": 12, "step": 12, "max_length": 64, "losses": [1.0], "eval_samples": 100}
+    record = {"arguments": arguments, "steps": 12, "step": 12, "text_length": 64, "losses": [1.0], "eval_samples": 100}
     record |= {"eval_accuracy": 0.75, "eval_majority_share": 0.5}
     made = files.of_training(record, "PosEncBertForSequenceClassification")
     files.write(tmp_path / EVALUATION, made)

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -138,12 +140,88 @@ def test_an_older_model_has_a_vocabulary_alone(folders, tmp_path):
     assert tokenizer.model_max_length == LENGTH and tokenizer("a b").input_ids == [2, 5, 6, 3]
 
 
-def test_the_rest_of_a_sentence_transformer_is_not_dropped_silently(folders, tmp_path):
-    stock("bert").save_pretrained(tmp_path / "old")
-    (tmp_path / "old" / "modules.json").write_text("[]")
-    for arguments in ((tmp_path / "new",), (tmp_path / "old", "--overwrite")):
-        assert "SentenceTransformer" in run("patch", tmp_path / "old", "alibi", "--output-dir", *arguments)
-    assert "SentenceTransformer" not in run("patch", folders / "roberta", "alibi", "--output-dir", tmp_path / "other")
+@pytest.fixture(scope="module")
+def sentences(folders, tmp_path_factory):
+    """A SentenceTransformer with modules that aren't the default, and a prompt."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    path = tmp_path_factory.mktemp("sentences") / "stock"
+    body = Transformer(str(folders / "bert"))
+    modules = [body, Pooling(body.get_embedding_dimension(), "cls"), Normalize()]
+    made = SentenceTransformer(modules=modules, device="cpu", prompts={"query": "a b "}, similarity_fn_name="dot")
+    made.save_pretrained(str(path), create_model_card=False)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_patch_keeps_the_modules_of_a_sentence_transformer(sentences, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    shown = run("patch", sentences, "relative", "--output-dir", tmp_path / "new")
+    assert "not saved" not in shown and "no tokenizer" not in shown
+    before, after = (SentenceTransformer(str(path), device="cpu") for path in (sentences, tmp_path / "new"))
+    assert type(after[0].model).__name__ == "PosEncBertModel" and str(list(after)[1:]) == str(list(before)[1:])
+    assert (after.prompts["query"], after.similarity_fn_name, after.max_seq_length) == ("a b ", "dot", VERY_LARGE_INTEGER)
+    expected = hf_posenc.patch(before, "relative")
+    expected[0].model.load_state_dict(after[0].model.state_dict())  # biases are drawn at random
+    assert (after.encode(["a b a"]) == expected.encode(["a b a"])).all()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_patch_takes_the_other_models_of_sentence_transformers(folders, tmp_path):
+    from sentence_transformers import CrossEncoder
+
+    CrossEncoder(str(folders / "bert"), device="cpu").save_pretrained(str(tmp_path / "old"), create_model_card=False)
+    shown = run("patch", tmp_path / "old", "alibi", "--output-dir", tmp_path / "new")
+    found = CrossEncoder(str(tmp_path / "new"), device="cpu")
+    assert type(found[0].model).__name__ == "PosEncBertForSequenceClassification" and "distil" not in shown
+    about = tmp_path / "old" / "config_sentence_transformers.json"
+    about.write_text(json.dumps({"model_type": "Tagger"}))
+    error = run("patch", tmp_path / "old", "alibi", "--output-dir", tmp_path / "newer", code=1)
+    assert "model_type 'Tagger': allowed is SentenceTransformer, CrossEncoder" in error
+
+
+def test_without_sentence_transformers_its_modules_are_not_dropped_silently(sentences, tmp_path):
+    code = """
+import sys
+sys.modules["sentence_transformers"] = None
+from hf_posenc.cli import app
+sys.path.insert(0, sys.argv[3])
+from training import sentences
+try:
+    sentences.load(sys.argv[1])
+except SystemExit as refusal:
+    print(refusal)
+app(["patch", sys.argv[1], "alibi", "--output-dir", sys.argv[2]])
+"""
+    said = run_python(code, sentences, tmp_path / "new", ROOT / "scripts")
+    assert f"{sentences} has modules of sentence-transformers: pip install sentence-transformers" in said
+    assert "modules (pooling) are not saved: pip install sentence-transformers, and patch again" in said
+    assert (tmp_path / "new" / "config.json").exists() and not (tmp_path / "new" / "modules.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "keeping"), [("sentences", ()), ("older sentences", ()), ("plain", ()), ("plain", ("--no-keep-host",))]
+)
+def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_path, kind, keeping):
+    original = folders / "bert" if kind == "plain" else shutil.copytree(sentences, tmp_path / "original")
+    if kind == "older sentences":  # whose Transformers model has a folder of its own
+        (original / "0_Transformer").mkdir()
+        for file in {*original.glob("*token*"), *original.glob("*.txt"), *original.glob("model*"), original / "config.json"}:
+            file.rename(original / "0_Transformer" / file.name)
+        (original / "sentence_bert_config.json").rename(original / "0_Transformer" / "sentence_bert_config.json")
+        listed = json.loads((original / "modules.json").read_text())
+        (original / "modules.json").write_text(json.dumps([{**listed[0], "path": "0_Transformer"}, *listed[1:]]))
+    shown = run("patch", original, "alibi", *keeping, "--output-dir", tmp_path / "a new one")
+    python, script, *given = shlex.split(shown.splitlines()[-1])
+    assert (python, script) == ("python", str(ROOT / "scripts" / "distill.py"))
+    (tmp_path / "texts.txt").write_text("a b\nb a b\n" * 9)
+    few = ["--train_file", tmp_path / "texts.txt", "--max_train_steps", 2, "--min_text_length", 3, "--text_length", 8]
+    codes, said = launch("distill", *given, *few, *(() if keeping else ("--fade_steps", 1)))
+    assert codes == [0], said
+    assert (tmp_path / "a new one-distilled" / "modules.json").exists() == (kind != "plain")
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_metrics_are_those_of_the_saved_model(tiny, one_process):
     assert "step 40: accuracy 0.7273" in shown and "BertForSequenceClassification: learned" in shown
     assert "labels: bad, good" in shown and "1 process on cpu" in shown
     assert "warning: 1 of 40 training texts are cut to 24 tokens" in shown
-    assert AutoTokenizer.from_pretrained(output).model_max_length == LENGTH == record["max_length"]
+    assert AutoTokenizer.from_pretrained(output).model_max_length == LENGTH == record["text_length"]
     assert json.loads((output / "tokenizer.json").read_text())["truncation"] is None
 
 
@@ -231,24 +231,24 @@ def test_accumulated_gradients_are_those_of_the_larger_batch(tiny, tmp_path):
 
 def test_patched_and_patched_before(tiny, tmp_path):
     encoding = '{"type": "rope", "theta": 500}'
-    first = train(tiny, tmp_path / "first", "--position_encoding", encoding, "--max_length", 2 * LENGTH)
+    first = train(tiny, tmp_path / "first", "--position_encoding", encoding, "--model_max_length", 2 * LENGTH)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "first")
     assert type(model).__name__ == "PosEncBertForSequenceClassification"
     assert model.config.position_encoding["theta"] == 500 and model.config.position_encoding["max_length"] == 2 * LENGTH
-    assert AutoTokenizer.from_pretrained(tmp_path / "first").model_max_length == 2 * LENGTH == first["max_length"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "first").model_max_length == 2 * LENGTH == first["text_length"]
     classify = pipeline("text-classification", model=str(tmp_path / "first"))
     assert [each["label"] for each in classify([text for text, _ in rows(6)])] == [label for _, label in rows(6)]
 
     trained = {"model": tmp_path / "first"}
     for name, again in (("same", ("--position_encoding", "rotary")), ("none", ())):
         second = train(tiny, tmp_path / name, *again, "--max_train_steps", 3, **trained)
-        assert max(second["losses"]) < first["losses"][0] / 4 and second["max_length"] == 2 * LENGTH
+        assert max(second["losses"]) < first["losses"][0] / 4 and second["text_length"] == 2 * LENGTH
         config = AutoModelForSequenceClassification.from_pretrained(tmp_path / name).config
         assert config.position_encoding == model.config.position_encoding
     with pytest.raises(SystemExit, match="saved with the 'rope' encoding, not 'alibi'"):
         train(tiny, tmp_path / "other", "--position_encoding", "alibi", **trained)
-    with pytest.raises(SystemExit, match="--max_length 49 is above the usable length .* 48 tokens"):
-        train(tiny, tmp_path / "longer", "--max_length", 49, **trained)
+    with pytest.raises(SystemExit, match="--text_length 49 is above the usable length .* 48 tokens"):
+        train(tiny, tmp_path / "longer", "--text_length", 49, **trained)
     write(tmp_path / "three.csv", [*rows(6), ("w3 w4", "so-so")])
     with pytest.raises(SystemExit, match="tells 2 classes apart, and the data have 3"):
         train(tiny, tmp_path / "three", "--train_file", tmp_path / "three.csv", **trained)
@@ -270,7 +270,7 @@ def test_a_trained_head_keeps_the_order_of_its_labels(tiny, tmp_path):
 def test_decoder_without_pad_token_and_without_limit(tiny, tmp_path):
     data = ("--position_encoding", "alibi", "--dataset_name", tiny / "data")
     record = train(tiny, tmp_path / "out", *data, model="gpt2", data=())
-    assert record["eval_accuracy"] == pytest.approx(8 / 11) and record["max_length"] == 512
+    assert record["eval_accuracy"] == pytest.approx(8 / 11) and record["text_length"] == 512
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.pad_token == tokenizer.eos_token == "[CLS]" and tokenizer.model_max_length == int(1e30)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
@@ -475,7 +475,7 @@ def assert_tag_metrics(record, output, validation, length):
     [("bert", "json", ()), ("bert", "csv", ("alibi",)), ("bert", "parquet", ("t5",)), ("gpt2", "json", ("alibi",))],
 )
 def test_tags_are_learned_and_measured_over_words(tiny, tags, tmp_path, capsys, model, kind, encoding):
-    chosen = ("--position_encoding", *encoding, "--max_length", LENGTH) if encoding else ()
+    chosen = ("--position_encoding", *encoding, "--model_max_length", LENGTH) if encoding else ()
     record = tag(tiny, tmp_path / "out", tags, kind, *chosen, model=model)
     assert_tag_metrics(record, tmp_path / "out", tags / "validation.json", LENGTH)
     said = capsys.readouterr().out
@@ -612,7 +612,7 @@ def test_answers_are_learned_and_measured_as_squad_does(tiny, quiz, tmp_path, ki
         BertModel.from_pretrained(tiny / "bert").save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         model = folder
-    chosen = ("--position_encoding", encoding, "--max_length", LENGTH) if encoding else ()
+    chosen = ("--position_encoding", encoding, "--model_max_length", LENGTH) if encoding else ()
     line = quiz_line(quiz, kind, *chosen, "--max_train_steps", 120 if model == "gpt2" else 80)
     record = train(tiny, tmp_path / "out", *line, data=(), model=model)
     said = assert_answers(record, tmp_path / "out", quiz / f"{kind}-validation.json")
@@ -622,7 +622,7 @@ def test_answers_are_learned_and_measured_as_squad_does(tiny, quiz, tmp_path, ki
 
 
 def test_answers_in_two_processes(tiny, quiz, tmp_path, launch):
-    line = quiz_line(quiz, "v2", "--position_encoding", "t5", "--max_length", LENGTH, "--max_train_steps", 12)
+    line = quiz_line(quiz, "v2", "--position_encoding", "t5", "--model_max_length", LENGTH, "--max_train_steps", 12)
     alone = train(tiny, tmp_path / "one", *line, data=())
     codes, said = launch("finetune", *arguments_for(tiny, tmp_path / "two", *line, data=(), batch=4), processes=2)
     assert codes == [0, 0], said[-3000:]
@@ -706,7 +706,7 @@ def test_every_piece_maps_back_to_the_answer(make, side):
         (("--push_to_hub", "--hub_model_id", "me/it"), "there is no token for the Hub"),
         (("--dataset_config_name", "plain"), "goes with --dataset_name"),
         (("--position_encoding", "{rope}"), "'{rope}' is no JSON"),
-        (("--max_length", "0"), "'0': allowed is an integer from 1 on"),
+        (("--text_length", "0"), "'0': allowed is an integer from 1 on"),
         (("--num_train_epochs", "1.5"), "'1.5': allowed is an integer from 1 on"),
         (("--learning_rate", "inf"), "--learning_rate inf is no positive number"),
         (("--task", "token-clasification"), "invalid choice: 'token-clasification'"),
@@ -829,8 +829,8 @@ def test_data_set_without_a_train_split(tiny, tmp_path):
     [
         (("--position_encoding", "alibbi"), "unknown position encoding 'alibbi'"),
         (("--position_encoding", '{"type": "rope", "thetta": 1}'), "thetta"),
-        (("--max_length", LENGTH + 1), "--max_length 25 is above the usable length .* 24 tokens"),
-        (("--max_length", 2), "--max_length 2 leaves no room for text beside 2 special tokens"),
+        (("--text_length", LENGTH + 1), "--text_length 25 is above the usable length .* 24 tokens"),
+        (("--text_length", 2), "--text_length 2 leaves no room for text beside 2 special tokens"),
         (("--learning_rate", "1e30"), "the loss is nan at step 2"),
         (("--learning_rate", "1e30", "--max_train_steps", 2), "the loss is nan at step 2|after step 2 the weights"),
     ],
@@ -872,11 +872,11 @@ def test_several_seeds(tmp_path, capsys):
             (tmp_path / f"{name}-{seed}").mkdir()
             found = {"eval_accuracy": value, "eval_macro_f1": 1 - value, "steps": 3, "seconds": 1.0}
             (tmp_path / f"{name}-{seed}" / "all_results.json").write_text(json.dumps(found))
-    seeds.main(["a=nowhere", "b=nowhere", "--output_dir", str(tmp_path), "--", "--max_length", "64"])
+    seeds.main(["a=nowhere", "b=nowhere", "--output_dir", str(tmp_path), "--", "--text_length", "64"])
     shown = capsys.readouterr().out
     assert "0.520 ± 0.050" in shown and "0.480 ± 0.050" in shown and "0.700 ± 0.000" in shown
     kept = json.loads((tmp_path / "seeds.json").read_text())
-    assert kept["flags"] == ["--max_length", "64"] and kept["models"]["a"]["values"]["eval_accuracy"] == [0.5, 0.52, 0.54]
+    assert kept["flags"] == ["--text_length", "64"] and kept["models"]["a"]["values"]["eval_accuracy"] == [0.5, 0.52, 0.54]
     for wrong in (["a"], ["a=m", "--seeds", "1"], ["a=m", "--seeds", "1", "1"]):
         with pytest.raises(SystemExit):
             seeds.parse_arguments([*wrong, "--output_dir", str(tmp_path)])

@@ -1,16 +1,22 @@
 """The scripts: what the evaluation measures, and distillation from end to end on a tiny model."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoModel, BertTokenizer
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 import distill
 import hf_posenc
-from conftest import LENGTH, ROOT, VOCABULARY, stock, tokens
+from conftest import LENGTH, ROOT, VOCABULARY, assert_close, run_python, stock, tokens
 from evaluation import corpus, retrieval
+from training import sentences
 
 SCRIPTS = ROOT / "scripts"
 WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
@@ -77,30 +83,52 @@ def test_embeddings_keep_the_order_of_the_texts(tiny):
 
 def test_loss_is_zero_for_the_teacher_and_ignores_padding():
     hidden, mask = torch.randn(2, 5, 8), torch.tensor([[1.0, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    assert distill.distillation_losses(hidden, hidden, mask).tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
+    batch = {"attention_mask": mask}
+    assert distill.distillation_losses(hidden, hidden, batch).tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
     other = hidden.clone()
     other[0, 3:] = 100.0
-    assert distill.distillation_losses(other, hidden, mask).tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
-    assert distill.distillation_losses(-hidden, hidden, mask).tolist() == pytest.approx([4.0, 4.0], abs=1e-5)
+    assert distill.distillation_losses(other, hidden, batch).tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert distill.distillation_losses(-hidden, hidden, batch).tolist() == pytest.approx([4.0, 4.0], abs=1e-5)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder with a tiny BERT, its tokenizer, and a few lines of text."""
+    """A folder with a tiny BERT in several forms, its tokenizer, and a few lines of text."""
     path = tmp_path_factory.mktemp("tiny")
     stock("bert").save_pretrained(path / "model")
-    hf_posenc.patch(stock("bert"), "alibi").save_pretrained(path / "patched")
-    (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
-    for name in ("model", "patched"):
+    stock("bert").save_pretrained(path / "words")
+    stock("bert", hidden_size=16).save_pretrained(path / "narrow")
+    original = AutoModel.from_pretrained(path / "model")
+    original.config.name_or_path = "me/original"
+    hf_posenc.patch(original, "alibi").save_pretrained(path / "patched")
+    hf_posenc.patch(original, "alibi", keep_host=False).save_pretrained(path / "forgetful")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (path / "vocab.txt").write_text("\n".join([*special, *WORDS]))
+    (path / "few.txt").write_text("\n".join([*special, "a"]))
+    for name in ("model", "patched", "forgetful", "narrow"):
         BertTokenizer(str(path / "vocab.txt")).save_pretrained(path / name)
+    BertTokenizer(str(path / "few.txt")).save_pretrained(path / "words")
     (path / "texts.txt").write_text("\n".join(" ".join(WORDS[i : i + 12]) for i in range(40)))
+    for mode in ("cls", "mean"):
+        write_sentence_transformer(path / mode, path / "model", mode)
+    CrossEncoder(str(path / "model"), device="cpu").save_pretrained(str(path / "reranker"), create_model_card=False)
     return path
+
+
+def write_sentence_transformer(folder, model, mode):
+    """A SentenceTransformer with a projection, whose pooling isn't sentence-transformers' default, and with a prompt."""
+    body = Transformer(str(model))
+    width = body.get_embedding_dimension()
+    torch.manual_seed(0)
+    modules = [body, Pooling(width, mode), Dense(width, 7), Normalize()]
+    made = SentenceTransformer(modules=modules, device="cpu", prompts={"query": "w1 w2 "}, similarity_fn_name="dot")
+    made.save_pretrained(str(folder), create_model_card=False)
 
 
 def run(launch, tiny, output, *arguments, processes=1, fails=False):
     """What a run of distill.py says."""
     given = ["--model_name_or_path", tiny / "model", "--output_dir", output, "--train_file", tiny / "texts.txt"]
-    given += ["--max_train_steps", 4, "--fade_steps", 2, "--min_seq_length", 6, "--max_seq_length", 12]
+    given += ["--max_train_steps", 4, "--fade_steps", 2, "--min_text_length", 6, "--text_length", 12]
     codes, said = launch("distill", *given, "--per_device_train_batch_size", 4, *arguments, processes=processes)
     assert any(codes) == fails and "Traceback" not in said, said[-3000:]
     return said
@@ -121,6 +149,69 @@ def test_distill(launch, tiny, tmp_path, encoding):
         hf_posenc.unpatch(model)
 
 
+SENTENCES = """
+import json, sys, torch, hf_posenc
+from sentence_transformers import SentenceTransformer
+model = SentenceTransformer(sys.argv[1], device="cpu")
+length = model.preprocess(["w3 " * 2000])["input_ids"].shape[1]
+kind = type(model[0].model).__name__
+print(json.dumps([model.max_seq_length, length, kind, model.prompts["query"], model.similarity_fn_name]))
+torch.save([str(list(model)[1:]), model[2].linear.weight], sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("mode", ["cls", pytest.param("mean", marks=pytest.mark.slow)])
+def test_distill_a_sentence_transformer(launch, tiny, tmp_path, mode):
+    """Its own modules pool it in training, are frozen there, and make the result a SentenceTransformer again."""
+    chosen = ("--model_name_or_path", tiny / mode, "--position_encoding", "alibi", "--load_best_model_at_end")
+    said = run(launch, tiny, tmp_path / "out", *chosen, "--validation_file", tiny / "texts.txt", "--eval_steps", 2)
+    assert f"embeddings are pooled by Pooling ({mode}), Dense, Normalize" in said
+    loaded = json.loads(run_python(SENTENCES, tmp_path / "out", tmp_path / "modules.pt").splitlines()[-1])
+    assert loaded == [VERY_LARGE_INTEGER, 2002, "PosEncBertModel", "w1 w2 ", "dot"]
+    before = SentenceTransformer(str(tiny / mode), device="cpu")
+    shown, projection = torch.load(tmp_path / "modules.pt", weights_only=True)
+    assert shown == str(list(before)[1:]) and torch.equal(projection, before[2].linear.weight)
+
+
+def test_a_patched_model_is_distilled_from_its_original(launch, tiny, tmp_path):
+    """Whichever of the two is a SentenceTransformer: its modules pool both, and come with the result."""
+    pooled = hf_posenc.patch(SentenceTransformer(str(tiny / "cls"), device="cpu"), "alibi")
+    pooled.save_pretrained(str(tmp_path / "cls-patched"), create_model_card=False)
+    losses = {}
+    for student, teacher in (("patched", "model"), ("patched", "cls"), ("cls-patched", "cls"), ("cls-patched", "model")):
+        folder, output = (tiny if student == "patched" else tmp_path) / student, tmp_path / f"{student}-{teacher}"
+        run(launch, tiny, output, "--model_name_or_path", folder, "--teacher", tiny / teacher)
+        losses[student, teacher] = json.loads((output / "distillation.json").read_text())["losses"]
+        assert AutoModel.from_pretrained(output).config.position_encoding["type"] == "alibi"
+        assert (output / "modules.json").exists() == ("cls" in output.name)
+    plain = losses.pop(("patched", "model"))
+    assert len({*map(tuple, losses.values())}) == 1 and plain != losses["patched", "cls"]
+    found = SentenceTransformer(str(tmp_path / "patched-cls"), device="cpu")
+    assert found.max_seq_length == VERY_LARGE_INTEGER and type(found[0].model).__name__ == "PosEncBertModel"
+
+
+@pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken", ("cls", "max")])
+def test_pooling_is_that_of_the_sentence_transformer(tiny, tmp_path, mode):
+    body = Transformer(str(tiny / "model"))
+    made = SentenceTransformer(modules=[body, Pooling(body.get_embedding_dimension(), mode), Normalize()], device="cpu")
+    made.save_pretrained(str(tmp_path / "made"), create_model_card=False)
+    found = sentences.load(str(tmp_path / "made"))
+    texts = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9"]
+    batch = found.tokenizer(texts, padding=True, return_tensors="pt").data
+    with torch.no_grad():
+        embeddings = sentences.pooling(found, torch.device("cpu"))(found[0].model(**batch).last_hidden_state, batch)
+    assert_close(embeddings, made.encode(texts, convert_to_tensor=True))
+
+
+def test_distill_says_what_it_trains_on(library, capsys, monkeypatch):
+    monkeypatch.setattr(corpus, "split", lambda progress: library)  # as it is, but not read again
+    chosen = SimpleNamespace(train_file=None, dataset_name=None, text_column="words")
+    texts = distill.load_texts(Accelerator(cpu=True), chosen)["train"]["words"]
+    assert list(texts) == library[1]
+    said = f"training on {len(texts)} passages of the documentation of Python's standard library"
+    assert f"neither --train_file nor --dataset_name: {said}" in capsys.readouterr().out
+
+
 def test_distill_in_two_processes(launch, tiny, tmp_path):
     run(launch, tiny, tmp_path / "out", "--position_encoding", "relative", processes=2)
     record = json.loads((tmp_path / "out" / "distillation.json").read_text())
@@ -133,15 +224,48 @@ def test_distill_in_two_processes(launch, tiny, tmp_path):
     [
         (("--position_encoding", "alibbi"), "unknown position encoding 'alibbi'"),
         (("--position_encoding", "alibi", "--fade_steps", "9"), "--fade_steps 9 must be below --max_train_steps 4"),
-        (("--position_encoding", "alibi", "--min_seq_length", "20"), "--min_seq_length 20"),
-        (("--position_encoding", "alibi", "--model_name_or_path", "patched"), "is patched already"),
+        (("--position_encoding", "alibi", "--min_text_length", "20"), "--min_text_length 20"),
+        (("--model_name_or_path", "patched"), "--model_name_or_path {patched} --teacher me/original"),
+        (("--model_max_length", "90"), "--model_max_length is of the model that --position_encoding makes"),
+        (("--position_encoding", "alibi", "--max_length", "90"), "unrecognized arguments: --max_length 90"),
+        (("--position_encoding", "alibi", "--max_seq_length", "9"), "unrecognized arguments: --max_seq_length 9"),
+        (("--position_encoding", "alibi", "--text_len", "9"), "unrecognized arguments: --text_len 9"),
         (("--position_encoding", "alibi", "--learning_rate", "3e37", "--num_warmup_steps", 0), "the loss is nan at step 2"),
     ],
 )
 def test_distill_refuses(launch, tiny, tmp_path, arguments, words):
-    arguments = [tiny / each if each == "patched" else each for each in arguments]
-    assert words in run(launch, tiny, tmp_path / "out", *arguments, fails=True)
+    arguments = [tiny / each if (tiny / str(each)).is_dir() else each for each in arguments]
+    assert words.format(patched=tiny / "patched") in run(launch, tiny, tmp_path / "out", *arguments, fails=True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("teacher", "more", "words"),
+    [
+        ("patched", (), "patched: it is patched: a teacher has the positions that it was trained with"),
+        ("narrow", (), "narrow: its hidden states are 16 wide, the student's 32"),
+        ("words", (), "words: its tokenizer knows other tokens (6) than the student's"),
+        ("reranker", (), "reranker is a CrossEncoder of sentence-transformers"),
+        ("nowhere", (), "the teacher nowhere: "),
+        ("model", ("--text_length", LENGTH + 1), "model: its usable length is 24 tokens: lower --text_length 25"),
+        ("model", ("--position_encoding", "rope"), "saved with the 'alibi' encoding, not 'rope'"),
+        ("model", ("--position_encoding", "alibi", "--model_max_length", 90), "--model_max_length 90 is of a model that is"),
+        ("model", ("--model_name_or_path", "forgetful"), "--fade_steps 2: {forgetful} was saved without its old positions"),
+        ("cls", ("--push_to_hub", "--hub_model_id", "me/it"), "SentenceTransformer('{output}').push_to_hub('me/it')"),
+    ],
+)
+def test_a_teacher_refused(launch, tiny, tmp_path, teacher, more, words):
+    given = ["--model_name_or_path", "patched", "--teacher", teacher, *more]
+    given = [tiny / str(each) if (tiny / str(each)).is_dir() else each for each in given]
+    words = words.format(forgetful=tiny / "forgetful", output=tmp_path / "out")
+    assert words in run(launch, tiny, tmp_path / "out", *given, fails=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_validation_without_training_texts(launch, tiny, tmp_path):
+    given = ["--model_name_or_path", tiny / "model", "--position_encoding", "alibi", "--output_dir", tmp_path / "out"]
+    codes, said = launch("distill", *given, "--validation_file", tiny / "texts.txt")
+    assert codes == [2] and "go with --train_file or --dataset_name" in said
 
 
 def test_distill_without_text(launch, tiny, tmp_path):

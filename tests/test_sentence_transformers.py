@@ -1,8 +1,11 @@
 """Patched models in sentence-transformers: as encoders, in training, as cross-encoders."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoTokenizer
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 import hf_posenc
 from conftest import HOSTS, LENGTH, WORDS, assert_apart, assert_close, first, patched, run_python, stock
@@ -41,9 +44,36 @@ def test_sentence_transformer(minilm, tmp_path):
     loaded, back = run_python(SENTENCES, tmp_path / "saved", tmp_path / "expected.pt").splitlines()[-2:]
     assert loaded == "[1024, 1024, true]" and back == '[512, "BertModel"]'
     assert (hf_posenc.unpatch(model).encode(["a short one"]) == stock_model.encode(["a short one"])).all()
-    assert hf_posenc.patch(stock_model, "alibi").max_seq_length == 256
     with pytest.raises(ValueError, match="unknown position encoding 'alibbi'"):
         hf_posenc.patch(stock_model, "alibbi")
+
+
+UNLIMITED = """
+import json, sys, hf_posenc
+from sentence_transformers import SentenceTransformer
+for folder in sys.argv[1:]:
+    model = SentenceTransformer(folder)
+    tokens = model.preprocess(["positions " * 2000])["input_ids"].shape[1]
+    print(json.dumps([model.max_seq_length, tokens, hf_posenc.unpatch(model).max_seq_length]))
+"""
+
+
+def test_the_length_follows_the_model(minilm, tmp_path):
+    """Without a limit nothing is cut, also after reloading, which takes config.max_position_embeddings for a limit."""
+    from sentence_transformers import SentenceTransformer
+
+    stock_model = SentenceTransformer(minilm, device="cpu")
+    model = hf_posenc.patch(stock_model, "alibi")
+    assert model.max_seq_length == VERY_LARGE_INTEGER and stock_model.max_seq_length == 256
+    model.save_pretrained(str(tmp_path / "unlimited"))
+    model.max_seq_length = 1500
+    model.save_pretrained(str(tmp_path / "by hand"))
+    lines = run_python(UNLIMITED, tmp_path / "unlimited", tmp_path / "by hand").splitlines()[-2:]
+    assert [json.loads(line) for line in lines] == [[VERY_LARGE_INTEGER, 2002, 512], [1500, 1500, 512]]
+    assert hf_posenc.patch(stock_model, "learned").max_seq_length == 512
+    back = hf_posenc.unpatch(hf_posenc.patch(stock_model, "alibi", max_length=128))
+    back.save_pretrained(str(tmp_path / "back"))
+    assert back.max_seq_length == 128 and "max_seq_length" not in (tmp_path / "back" / "sentence_bert_config.json").read_text()
 
 
 @pytest.mark.parametrize("host", ["bert", "roberta", "mpnet"])

@@ -109,7 +109,7 @@ def write_labels(tiny, folder):
 # A run that is killed.
 
 KEEPING = ("--checkpointing_steps", 3, "--eval_steps", 2, "--load_best_model_at_end", "--gradient_accumulation_steps", 2)
-FADING = ("--fade_steps", 4, "--min_seq_length", 4, "--max_seq_length", 9)
+FADING = ("--fade_steps", 4, "--min_text_length", 4, "--text_length", 9)
 LATEST = ("--resume_from_checkpoint", "latest")
 
 
@@ -176,7 +176,7 @@ def test_each_script_resumes_exactly(tiny, tmp_path, launch, script):
         "train_clm": ("train_clm", ["--position_encoding", "learned+alibi"], "gpt2"),
         "distill": ("distill", ["--position_encoding", "relative", *FADING], "still"),
         "stream": ("train_mlm", ["--streaming", "--shuffle_buffer", 7], "bert"),
-        "packed stream": ("train_mlm", ["--streaming", "--shuffle_buffer", 7, "--packing", "--max_length", 12], "bert"),
+        "packed stream": ("train_mlm", ["--streaming", "--shuffle_buffer", 7, "--packing", "--text_length", 12], "bert"),
         "early": ("train_mlm", ["--early_stopping_patience", 2, "--eval_steps", 1, "--learning_rate", 0.3], "bert"),
         "epochs": ("train_mlm", ["--checkpointing_steps", "epoch", "--per_device_train_batch_size", 15], "bert"),
     }[script]  # fmt: skip
@@ -381,7 +381,7 @@ def test_two_processes_do_what_one_does_in_each_script(tiny, tmp_path, launch, s
         "train_clm": ("train_clm", "gpt2", ["--position_encoding", "rope"]),
         "distill": ("distill", "still", ["--position_encoding", "shaw", *FADING]),
         "stream": ("train_mlm", "still", ["--streaming", "--shuffle_buffer", 5]),
-        "stream and pack": ("train_clm", "gpt2", ["--streaming", "--packing", "--block_size", 12]),
+        "stream and pack": ("train_clm", "gpt2", ["--streaming", "--packing", "--text_length", 12]),
     }[script]  # fmt: skip
     for folder, processes, batch in (("one", 1, 6), ("two", 2, 3)):
         cut = ("--per_device_train_batch_size", batch)
@@ -547,14 +547,14 @@ def test_flags_refused(tiny, tmp_path, capsys):
         ("train_mlm", "bert", ("--train_file", "."), "holds files of several kinds, .jsonl, .txt"),
         ("train_mlm", "bert", ("--train_file", "nowhere.txt"), "nowhere.txt is not there"),
         ("train_mlm", "bert", ("--train_file", "x.docx"), "none of the files that are read here: .csv, .json"),
-        ("train_mlm", "bert", ("--max_length", LENGTH + 1), "--max_length 25 is above the usable length of BertForMaskedLM"),
-        ("train_mlm", "bert", ("--max_length", 2), "--max_length 2 leaves no room for text beside 2 special tokens"),
+        ("train_mlm", "bert", ("--text_length", LENGTH + 1), "--text_length 25 is above the usable length of BertForMaskedLM"),
+        ("train_mlm", "bert", ("--text_length", 2), "--text_length 2 leaves no room for text beside 2 special tokens"),
         ("train_mlm", "bert", ("--train_positions_only",), "'learned' has no parameters that could be trained alone"),
         ("train_mlm", "bert", ("--position_encoding", "alibi", "--train_positions_only"), "'alibi' has no parameters"),
-        ("train_mlm", "bert", ("--packing", "--position_encoding", "nope", "--max_length", 900), "no block of 900 tokens"),
+        ("train_mlm", "bert", ("--packing", "--position_encoding", "nope", "--text_length", 900), "no block of 900 tokens"),
         ("train_mlm", "bert", ("--model_name_or_path", "nowhere"), "nowhere"),
         ("train_mlm", "bert", ("--mlm_probability", 1.5), "--mlm_probability 1.5: allowed is a number between 0 and 1"),
-        ("distill", "still", (), "--position_encoding is missing"),
+        ("distill", "still", FADING, "--position_encoding is missing"),
     ],
 )  # fmt: skip
 def test_refused_before_anything_expensive(tiny, tmp_path, launch, script, model, more, words):
@@ -757,16 +757,16 @@ def test_warned_where_texts_are_cut_or_fill_the_model(tiny, tmp_path, launch):
     usable = "is under 1.2 times that of the longest training text, 13"
     for more, words, silent in (
         (
-            ("--max_length", 8),
+            ("--text_length", 8),
             f"{sum(length > 8 for length in lengths)} of 43 training texts are cut to 8 tokens",
             usable,
         ),
         (
-            ("--position_encoding", "alibi", "--max_length", 15),
+            ("--position_encoding", "alibi", "--model_max_length", 15),
             f"length, 15 tokens, {usable}",
             "training texts are cut",
         ),
-        (("--position_encoding", "alibi", "--max_length", 16), "1 steps", "warning: "),
+        (("--position_encoding", "alibi", "--model_max_length", 16), "1 steps", "warning: "),
         (("--position_encoding", "alibi"), "1 steps", "warning: "),
     ):
         output = tmp_path / "-".join(map(str, more))

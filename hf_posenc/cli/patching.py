@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
-from transformers.utils import has_file
+from transformers.utils import cached_file, has_file
 
 import hf_posenc
 from hf_posenc.cards import architecture
@@ -22,6 +23,9 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     *("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model"),  # the only files of older models
 )
+SENTENCES = "config_sentence_transformers.json"
+SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
+"""Values of `model_type` in SENTENCES, which older folders don't have: classes of sentence-transformers."""
 
 
 @app.command("patch")
@@ -40,6 +44,8 @@ def patch(
 ) -> None:
     """Replace a model's positions by an encoding, and save it with its tokenizer.
 
+    A folder of sentence-transformers comes back as one, with all its modules, if that package is installed.
+
     [bold]hf-posenc patch bert-base-uncased alibi --max-length 2048 --output-dir bert-alibi[/]
 
     [bold]hf-posenc patch bert-base-uncased sinusoidal+alibi --option sinusoidal__base=5000 --output-dir both[/]
@@ -47,36 +53,78 @@ def patch(
     _check_output_dir(output_dir, overwrite)
     chosen = _encoding(encoding, option or [])
     some = {} if layers is None else {"layers": _value(layers)}
-    patched = hf_posenc.patch(load(model), chosen, max_length=max_length, inject=inject, keep_host=keep_host, **some)
-    tokenizer, pooling = load_tokenizer(model), has_file(model, "modules.json")
-    report = hf_posenc.inspect(patched)
+    sentences = load_sentences(model)
+    given = load(model) if sentences is None else sentences
+    patched: Any = hf_posenc.patch(given, chosen, max_length=max_length, inject=inject, keep_host=keep_host, **some)
+    tokenizer = load_tokenizer(model) if sentences is None else sentences.tokenizer
+    report = hf_posenc.inspect(patched if sentences is None else patched[0].model)
     with _replaced_when_complete(output_dir) as folder:
-        patched.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.model_max_length = report.model_max_length
-            tokenizer.save_pretrained(folder)
+        if sentences is not None:
+            patched.save_pretrained(str(folder), create_model_card=False)
+        else:
+            patched.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.model_max_length = report.model_max_length
+                tokenizer.save_pretrained(folder)
     console.print(str(report), markup=False)
     missing = " (there was no tokenizer beside the model)" if tokenizer is None else ""
     console.print(f"saved to {output_dir}{missing}", markup=False)
-    if pooling:
+    if sentences is None and has_file(model, "modules.json"):
         console.print(
-            "Its sentence-transformers modules (pooling) are not saved: hf_posenc.patch(SentenceTransformer(…), …) keeps them."
+            "Its sentence-transformers modules (pooling) are not saved: pip install sentence-transformers, and patch again."
         )
-    console.print("A trained model has lost its sense of order now: fine-tune it, or distil it from its original.")
+    lost = "A trained model has lost its sense of order now: fine-tune it"
+    if sentences is not None and type(sentences).__name__ != "SentenceTransformer":  # scripts/distill.py takes no others
+        console.print(f"{lost}.")
+    else:
+        console.print(f"{lost}, or distil it from its original:")
+        console.print(_distillation(model, output_dir, keep_host), markup=False, highlight=False)
 
 
 def load(model: str) -> PreTrainedModel:
     """Loads a model with the head that its config names."""
     cls: Any = architecture(AutoConfig.from_pretrained(model)) or AutoModel
-    try:
+    with _reading_weights(model):
         return cls.from_pretrained(model)
-    except (RuntimeError, SafetensorError) as error:  # shapes that differ from the config's, a truncated file
-        raise ValueError(f"the weights of {model} don't load: {error}") from None
+
+
+def load_sentences(model: str) -> Any:
+    """Loads a model of sentence-transformers; None if this isn't one, or that package isn't installed."""
+    if not has_file(model, "modules.json"):
+        return None
+    try:
+        import sentence_transformers
+    except ImportError:
+        return None
+    about = json.loads(Path(str(cached_file(model, SENTENCES))).read_text("utf-8")) if has_file(model, SENTENCES) else {}
+    kind = about.get("model_type", SENTENCE_CLASSES[0])
+    if kind not in SENTENCE_CLASSES:
+        raise ValueError(f"{SENTENCES} of {model} has model_type {kind!r}: allowed is {', '.join(SENTENCE_CLASSES)}")
+    with _reading_weights(model):
+        return getattr(sentence_transformers, kind)(model, device="cpu")
 
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer saved with a model, or None. (Without files, AutoTokenizer would return an empty one.)"""
     return AutoTokenizer.from_pretrained(model) if any(has_file(model, name) for name in TOKENIZER_FILES) else None
+
+
+@contextlib.contextmanager
+def _reading_weights(model: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:  # shapes that differ from the config's, a truncated file
+        raise ValueError(f"the weights of {model} don't load: {error}") from None
+
+
+def _distillation(original: str, patched: Path, keep_host: bool) -> str:
+    """The command that distils a patched model from its original."""
+    script = Path(hf_posenc.__file__).parents[1] / "scripts" / "distill.py"
+    if not script.is_file():  # installed without the repository
+        script = Path("scripts", "distill.py")
+    fading = () if keep_host else ("--fade_steps", "0")
+    names = ("--model_name_or_path", str(patched), "--teacher", original, *fading, "--output_dir", f"{patched}-distilled")
+    return shlex.join(["python", str(script), *names])
 
 
 def _encoding(given: str, options: list[str]) -> dict[str, Any]:

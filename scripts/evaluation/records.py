@@ -62,7 +62,7 @@ def of_training(record: Record, class_name: str) -> Record:
     """The evaluation.json of the model that a training run finished with."""
     task = next((task for end, task in TASKS.items() if class_name.endswith(end)), "feature-extraction")
     trained, validated = _datasets(record["arguments"])
-    about = {"task": task, "dataset": validated, "length": record.get("max_length"), "count": record.get("eval_samples")}
+    about = {"task": task, "dataset": validated, "length": record.get("text_length"), "count": record.get("eval_samples")}
     results = [
         {"model": "this model", "this": True, **about, "metric": key.removeprefix("eval_"), "value": value}
         for key, value in record.items()

@@ -1,6 +1,6 @@
 """Retrieval with sentence embeddings: does a query find its own document among all others?
 
-From scripts/, `python -m evaluation.retrieval MODEL [MODEL …] --max_seq_length 256` scores models (folders or Hub ids,
+From scripts/, `python -m evaluation.retrieval MODEL [MODEL …] --text_length 256` scores models (folders or Hub ids,
 patched or not) on the standard library's documentation (corpus.py), beside a bag of words. Embeddings are mean-pooled over
 real tokens and normalised, as all-MiniLM's are.
 
@@ -121,13 +121,13 @@ def bag_of_words(tokenizer: Any, max_seq_length: int) -> Score:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="folders or Hub ids")
-    parser.add_argument("--max_seq_length", type=int, default=256, help="documents are cut at this many tokens")
+    parser.add_argument("--text_length", type=int, default=256, help="documents are cut at this many tokens")
     arguments = parser.parse_args()
     results = {}
     for name in arguments.models:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        results[name] = evaluate(AutoModel.from_pretrained(name), tokenizer, arguments.max_seq_length, name)
-    results["bag of words"] = bag_of_words(tokenizer, arguments.max_seq_length)
+        results[name] = evaluate(AutoModel.from_pretrained(name), tokenizer, arguments.text_length, name)
+    results["bag of words"] = bag_of_words(tokenizer, arguments.text_length)
     print(records.as_text(results))
 
 

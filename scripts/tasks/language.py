@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 import hf_posenc
 from training.data import check_texts, load_splits, tokenized
-from training.flags import MAX_LENGTH_HELP, argument_parser, at_least
+from training.flags import TEXT_LENGTH_HELP, argument_parser, at_least
 from training.loop import train
 from training.models import load_model, text_length
 from training.task import Task, token_losses
@@ -20,8 +20,8 @@ from training.task import Task, token_losses
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The flags of train_mlm.py and train_clm.py."""
     parser = argument_parser(description)
-    parser.add_argument("--max_length", "--max_seq_length", "--block_size", type=at_least(1), help=MAX_LENGTH_HELP)
-    parser.add_argument("--packing", action="store_true", help="join texts to rows of --max_length; they see each other")
+    parser.add_argument("--text_length", type=at_least(1), help=TEXT_LENGTH_HELP)
+    parser.add_argument("--packing", action="store_true", help="join texts to rows of --text_length; they see each other")
     parser.add_argument("--from_scratch", action="store_true", help="take the model's config and tokenizer, not its weights")
     return parser
 
@@ -59,10 +59,10 @@ def run(accelerator: Accelerator, arguments: argparse.Namespace, task: LanguageM
     """Load, tokenize and train."""
     splits = check_texts(load_splits(accelerator, arguments), arguments.text_column)
     model = load_model(arguments, kind, tokenizer)
-    length = text_length(arguments.max_length, model, tokenizer)
+    length = text_length(arguments.text_length, model, tokenizer)
     report = hf_posenc.inspect(model)
     accelerator.print(f"{report}\n  texts are {'packed' if arguments.packing else 'cut'} to {length} tokens")
     splits = tokenized(
         accelerator, splits, tokenizer, arguments.text_column, length, packing=arguments.packing, usable=report.max_length
     )
-    train(accelerator, arguments, task, model, tokenizer, splits, "all_results", lambda: {"max_length": length})
+    train(accelerator, arguments, task, model, tokenizer, splits, "all_results", lambda: {"text_length": length})

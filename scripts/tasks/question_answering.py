@@ -47,7 +47,7 @@ class QuestionAnswering(Supervised):
         if length - special - asked - self.arguments.doc_stride < 1:
             raise SystemExit(
                 f"{length} tokens leave no room for a context beside {special} special tokens, --max_question_length {asked} "
-                f"and --doc_stride {self.arguments.doc_stride}: lower these, or raise --max_length"
+                f"and --doc_stride {self.arguments.doc_stride}: lower these, or raise --text_length"
             )
         if "validation" in self.splits:
             self.examples = self.splits["validation"].select_columns(["question", "context", "answers"])

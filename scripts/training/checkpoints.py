@@ -50,8 +50,10 @@ def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], N
     def complete(aside: Path) -> None:
         for file in sorted(_files(aside), key=lambda file: file.name == last):
             _synchronise(file)
-            file.replace(output_dir / file.name)
-        aside.rmdir()
+            there = output_dir / file.relative_to(aside)
+            there.parent.mkdir(exist_ok=True)
+            file.replace(there)
+        shutil.rmtree(aside)
 
     refusal = f"the model can't be written to {output_dir}"
     _aside(accelerator, output_dir / ".model", fill, complete, refusal, "the checkpoints are as they were")

@@ -153,7 +153,7 @@ def tokenized(
 
             made[name] = mapped(accelerator, made[name], pack, f"{name}, packed")
             if next(iter(made[name]), None) is None:
-                raise SystemExit(f"the {name} data make no block of {length} tokens: lower --max_length, or leave --packing")
+                raise SystemExit(f"the {name} data make no block of {length} tokens: lower --text_length, or leave --packing")
     return made
 
 
@@ -179,7 +179,7 @@ def warn_of_length(accelerator: Accelerator, data: Any, length: int, usable: int
     if usable is not None and usable < ROOM * longest:
         accelerator.print(
             f"warning: the model's usable length, {usable} tokens, is under {ROOM} times that of the longest training text, "
-            f"{longest}: texts in use may be longer (--position_encoding with --max_length makes room)"
+            f"{longest}: texts in use may be longer (--position_encoding with --model_max_length makes room)"
         )
 
 

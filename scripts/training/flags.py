@@ -20,11 +20,10 @@ from transformers import SchedulerType
 import hf_posenc
 from training import checkpoints
 
-DEFAULT_MAX_LENGTH = 512
+DEFAULT_TEXT_LENGTH = 512
 """Tokens that texts are cut to if the model has no limit."""
-MAX_LENGTH_HELP = (
-    "tokens that texts are cut to, and with --position_encoding the longest input of the patched model; default: the model's "
-    f"usable length, or {DEFAULT_MAX_LENGTH} where it has no limit"
+TEXT_LENGTH_HELP = (
+    f"tokens that texts are cut to; default: the model's usable length, or {DEFAULT_TEXT_LENGTH} where it has no limit"
 )
 
 
@@ -57,7 +56,10 @@ def steps_or_epoch(text: str) -> int | str:
 
 def argument_parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """The flags that all scripts have, named as in Transformers' `*_no_trainer.py`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # Without abbreviations a flag of another script is an error, not the one flag here that begins like it.
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add = parser.add_argument_group("model").add_argument
     add("--model_name_or_path", required=True, help="folder or Hub id of a model, patched or not")
     add(
@@ -65,6 +67,7 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
         type=position_encoding,
         help='name, or JSON such as \'{"type": "rope", "theta": 5000}\'; default: the positions that the model has',
     )
+    add("--model_max_length", type=at_least(1), help="longest input with --position_encoding; default: as hf_posenc.patch")
     add("--train_positions_only", action="store_true", help="all that the model had before stays as it is")
 
     add = parser.add_argument_group("data: a file or a folder of files (CSV, JSON, text, parquet), or a data set").add_argument
@@ -135,6 +138,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         "--early_stopping_patience and --load_best_model_at_end need validation rows: give a --validation_file": (
             (parsed.early_stopping_patience or parsed.load_best_model_at_end) and not evaluated
         ),
+        "--model_max_length is of the model that --position_encoding makes: give both": parsed.model_max_length
+        and not parsed.position_encoding,
         "--keep_last goes with --checkpointing_steps": parsed.keep_last and not parsed.checkpointing_steps,
         "--push_to_hub and --hub_model_id go together: give both or neither": parsed.push_to_hub != bool(parsed.hub_model_id),
         "--hub_private_repo goes with --push_to_hub": parsed.hub_private_repo and not parsed.push_to_hub,

@@ -68,7 +68,7 @@ def train(
     run.train()
     record = {**run.progress.best, **run.figures(), **about()}
     best = run.best_folder() if run.keeps_best() else None
-    output.finish(accelerator, arguments, run.model, run.kind, tokenizer, best, record, name)
+    output.finish(accelerator, arguments, run.save_model, run.kind, tokenizer, best, record, name)
     # DDP has to be freed before the process group: if it is the last to refer to it, gloo's destructor may deadlock.
     del run
     accelerator.free_memory()
@@ -266,7 +266,7 @@ class Run:
         elif better:
             self._check_weights()
             progress.best, progress.best_step = metrics, progress.step
-            checkpoints.write(self.accelerator, self.best_folder(), self._save_model, {"step": progress.step})
+            checkpoints.write(self.accelerator, self.best_folder(), self.save_model, {"step": progress.step})
             self._prune()
 
     def keeps_best(self) -> bool:
@@ -275,8 +275,11 @@ class Run:
     def best_folder(self) -> Path:
         return self.output_dir / f"best_{self.progress.best_step}"
 
-    def _save_model(self, folder: Path) -> None:
+    def save_model(self, folder: Path) -> None:
+        """Save the model with all that belongs to it. Called on all processes."""
         output.save_model(self.accelerator, self.model, self.tokenizer, folder)
+        if self.accelerator.is_main_process:
+            self.task.save_beside(folder)
 
     def _checkpoint(self) -> None:
         """Write all that resuming needs."""

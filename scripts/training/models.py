@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 import hf_posenc
-from training.flags import DEFAULT_MAX_LENGTH
+from training.flags import DEFAULT_TEXT_LENGTH
 
 
 def load_tokenizer(name: str) -> Any:
@@ -20,6 +20,11 @@ def load_tokenizer(name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{name} has no tokenizer that can be loaded: {error}") from None
+    return with_padding(tokenizer, name)
+
+
+def with_padding(tokenizer: Any, name: str) -> Any:
+    """The tokenizer of a model, with a padding token. Raises SystemExit if it has no token for that."""
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise SystemExit(f"the tokenizer of {name} has neither a pad_token nor an eos_token")
@@ -31,10 +36,12 @@ def load_model(
     arguments: argparse.Namespace, kind: Any, tokenizer: Any, adapt: Callable[[Any], None] = lambda config: None
 ) -> PreTrainedModel:
     """The model, patched with --position_encoding; `adapt` changes its config first. Raises SystemExit for bad combinations."""
-    chosen, name = arguments.position_encoding, arguments.model_name_or_path
+    chosen, name, longest = arguments.position_encoding, arguments.model_name_or_path, arguments.model_max_length
     try:
         # The config of a patched model refuses another encoding here; a stock config ignores the key.
         config = AutoConfig.from_pretrained(name, **({"position_encoding": chosen} if chosen else {}))
+        if longest and hasattr(config, "position_encoding"):
+            raise ValueError(f"--model_max_length {longest} is of a model that is patched now, and this one is already")
         adapt(config)
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id
@@ -47,7 +54,7 @@ def load_model(
             model, loading = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
             new = [parameter for key, parameter in model.named_parameters() if key in loading["missing_keys"]]
         if chosen and not hasattr(config, "position_encoding"):
-            model = hf_posenc.patch(model, chosen, max_length=arguments.max_length)
+            model = hf_posenc.patch(model, chosen, max_length=longest)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{name}: {error}") from None
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
@@ -89,16 +96,16 @@ def shard(accelerator: Accelerator, model: PreTrainedModel) -> None:
     fully_shard(model, **how)
 
 
-def text_length(max_length: int | None, model: PreTrainedModel, tokenizer: Any) -> int:
-    """The tokens that texts are cut to. Raises SystemExit for a --max_length that doesn't fit the model."""
+def text_length(given: int | None, model: PreTrainedModel, tokenizer: Any) -> int:
+    """The tokens that texts are cut to. Raises SystemExit for a --text_length that doesn't fit the model."""
     report, special = hf_posenc.inspect(model), tokenizer.num_special_tokens_to_add()
-    if max_length is None:
-        return DEFAULT_MAX_LENGTH if report.max_length is None else report.max_length
-    if report.max_length is not None and max_length > report.max_length:
+    if given is None:
+        return DEFAULT_TEXT_LENGTH if report.max_length is None else report.max_length
+    if report.max_length is not None and given > report.max_length:
         raise SystemExit(
-            f"--max_length {max_length} is above the usable length of {report.model_class} ({report.encoding}), "
+            f"--text_length {given} is above the usable length of {report.model_class} ({report.encoding}), "
             f"{report.max_length} tokens: lower it, or give an unpatched model a --position_encoding"
         )
-    if max_length <= special:
-        raise SystemExit(f"--max_length {max_length} leaves no room for text beside {special} special tokens")
-    return max_length
+    if given <= special:
+        raise SystemExit(f"--text_length {given} leaves no room for text beside {special} special tokens")
+    return given

@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def save_model(accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any,
 def finish(
     accelerator: Accelerator,
     arguments: argparse.Namespace,
-    model: torch.nn.Module,
+    save: Callable[[Path], None],
     kind: type[PreTrainedModel],
     tokenizer: Any,
     best: Path | None,
@@ -42,13 +43,13 @@ def finish(
 ) -> None:
     """Put the model and `{name}.json` at the root of --output_dir, and push them to the Hub with --push_to_hub.
 
-    The model is a copy of the folder `best`, or without one the prepared `model`, of the class `kind`.
+    The model, of the class `kind`, is a copy of the folder `best`, or without one what `save` writes on all processes.
     """
     output_dir = arguments.output_dir
 
     def fill(folder: Path) -> None:
         if best is None:
-            save_model(accelerator, model, tokenizer, folder)
+            save(folder)
         elif accelerator.is_main_process:
             shutil.copytree(best, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(checkpoints.MANIFEST))
         if accelerator.is_main_process:

@@ -1,5 +1,6 @@
 """The interface between the loop and a task."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ class Task:
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
         """The metrics over the rows of all processes."""
         raise NotImplementedError
+
+    def save_beside(self, folder: Path) -> None:
+        """Write what belongs beside the model and its tokenizer."""
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
