@@ -1,10 +1,14 @@
 """Decoders: caches, generation, packed sequences, cross-attention."""
 
+import copy
+import pickle
+
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import DynamicLayer
 
-from conftest import CAUSAL, ENCODINGS, HOSTS, assert_close, first, pairs, patched, tokens
+from conftest import ALL_WAYS, CAUSAL, ENCODINGS, HOSTS, OFFSET, assert_close, first, pairs, patched, tokens
 from oracles import in_pieces
 
 every_pair = pytest.mark.parametrize(("host", "encoding"), pairs(hosts=CAUSAL))
@@ -109,3 +113,137 @@ def test_packed_sequences(host, encoding):
     packed = first(model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]), use_cache=False))
     apart = torch.cat([first(model(ids[:, :5])), first(model(ids[:, 5:]))], dim=1)
     assert_close(packed, apart)
+
+
+@every_pair
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_decoding_behind_right_padding(host, encoding, static):
+    """What follows a right-padded prompt is as far from it as without the padding."""
+    model = patched(host, encoding, HOSTS[host].head)
+    prompt, new = tokens(3, 7), tokens(3, 4, seed=1)
+    lengths = (4, 7, 1)
+    mask = torch.arange(7)[None] < torch.tensor(lengths)[:, None]
+    whole = torch.cat([mask, torch.ones(3, 4, dtype=torch.bool)], dim=1).long()
+    ids = torch.cat([prompt, new], dim=1)
+    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+    decoded = in_pieces(model, ids, (7, 8, 10), whole, cache)[:, 7:]
+    assert_close(decoded, first(model(ids, attention_mask=whole))[:, 7:])
+    for row, length in enumerate(lengths):
+        alone = first(model(torch.cat([prompt[row, :length], new[row]])[None]))[:, length:]
+        assert_close(decoded[row : row + 1], alone)
+
+
+@every_pair
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_decoding_behind_ids_that_jump(host, encoding, static):
+    """Cached keys stay where they were, with ids given for what follows, and without."""
+    model = patched(host, encoding, HOSTS[host].head)
+    ids, jumping = tokens(2, 9), torch.tensor([[0, 1, 2, 9, 10], [3, 4, 2, 1, 0]])
+    for following in ([[11, 12, 13, 20]], [[14, 2, 3, 4], [0, 1, 2, 17]], None):
+        cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+        positions = torch.cat([jumping, torch.tensor(following or [[5, 6, 7, 8]]).expand(2, -1)], dim=1)
+        decoded = []
+        for start, stop in ((0, 5), (5, 6), (6, 8), (8, 9)):
+            given = {} if following is None and start else {"position_ids": positions[:, start:stop]}
+            decoded.append(first(model(ids[:, start:stop], past_key_values=cache, use_cache=True, **given)))
+        assert_close(torch.cat(decoded, dim=1), first(model(ids, position_ids=positions)))
+
+
+@pytest.mark.parametrize("encoding", ["alibi", ALL_WAYS])
+@torch.no_grad()
+def test_a_cache_changed_by_its_own_methods(encoding):
+    """Positions follow their keys, also through a copy and a pickle. A cache changed by hand is refused."""
+    model, ids = patched("gpt2", encoding), tokens(3, 8)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+
+    def step(cache, rows, length=6):
+        whole = torch.cat([mask[rows, :length], mask.new_ones(len(rows), 2)], dim=1)
+        expected = first(model(torch.cat([ids[rows, :length], ids[rows, 6:]], dim=1), attention_mask=whole))[:, length:]
+        assert_close(first(model(ids[rows, 6:], attention_mask=whole, past_key_values=cache)), expected)
+
+    def filled():
+        return model(ids[:, :6], attention_mask=mask, use_cache=True).past_key_values
+
+    for change, rows, length in (
+        (lambda cache: cache, [0, 1, 2], 6),
+        (lambda cache: cache.crop(-2), [0, 1, 2], 4),
+        (lambda cache: cache.crop(0), [0, 1, 2], 6),
+        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0], 6),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2], 6),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2, 1])), [2, 1], 6),
+    ):
+        for copied in (lambda cache: cache, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))):
+            cache = copied(filled())
+            change(cache)
+            step(cache, rows, length)
+            cache.reset()
+            first(model(ids[:, :6], attention_mask=mask, past_key_values=cache))
+            step(cache, [0, 1, 2])
+    cache = filled()
+    cache.layers[0].keys, cache.layers[0].values = cache.layers[0].keys[:, :, :5], cache.layers[0].values[:, :, :5]
+    with pytest.raises(ValueError, match="holds 5 keys, for a batch of 3, but knows the positions of .3, 6.*begin with a new"):
+        model(ids[:, 6:], past_key_values=cache)
+
+
+def test_a_plain_cache_stays_as_it_is():
+    model = patched("gpt2", "alibi")
+    cache = model(tokens(), use_cache=True).past_key_values
+    assert type(cache.layers[0]) is DynamicLayer and "key_positions" not in vars(cache.layers[0])
+
+
+def test_a_mask_shorter_than_what_is_cached():
+    model = patched("gpt2", "alibi")
+    cache = model(tokens(2, 5), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="attention_mask has 1 columns for 5 cached and 1 new tokens: give one for each"):
+        model(tokens(2, 1), attention_mask=torch.ones(2, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(("host", "encoding"), pairs(hosts=[*OFFSET[:1], "bert"], encodings=ENCODINGS, on=("roberta",)))
+@torch.no_grad()
+def test_generate_with_an_encoder_turned_decoder(host, encoding, cached):
+    """The ids that `generate` makes are counted from 0, whatever the host's are. The oracle picks one token after another."""
+    head = "LMHeadModel" if host == "bert" else "ForCausalLM"
+    model = patched(host, encoding, head, is_decoder=True)
+    ids, mask = tokens(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[0, :3] = 0
+    settings = dict(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=cached)
+    both = model.generate(ids, attention_mask=mask, **settings)
+    for row, start in ((0, 3), (1, 0)):
+        expected = ids[row : row + 1, start:]
+        for _ in range(5):
+            expected = torch.cat([expected, first(model(expected))[:, -1].argmax(-1, keepdim=True)], dim=1)
+        assert torch.equal(both[row, 6:], expected[0, -5:])
+
+
+@torch.no_grad()
+def test_generate_keeps_a_users_ids():
+    """Given by hand they are counted as the host counts them, and go on by one."""
+    model = patched("roberta", "learned", "ForCausalLM", is_decoder=True)
+    ids, positions = tokens(1, 4), torch.tensor([[2, 3, 7, 8]])
+    made = model.generate(ids, position_ids=positions, max_new_tokens=2, do_sample=False, eos_token_id=None)
+    expected = ids
+    for length in (4, 5):
+        logits = first(model(expected, position_ids=torch.tensor([[2, 3, 7, 8, 9]])[:, :length]))
+        expected = torch.cat([expected, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(made, expected)
+
+
+@torch.no_grad()
+def test_continuous_batching():
+    """Its paged cache suits encodings that rotate or add vectors; those that bias are refused."""
+    settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = [tokens(1, 5)[0].tolist(), tokens(1, 9, seed=3)[0].tolist()]
+    biased = patched("llama", "alibi", "ForCausalLM")
+    with pytest.raises(ValueError, match="continuous batching .generate_batch. .*no bias by distance.*use model.generate"):
+        biased.generate_batch(prompts, generation_config=settings)
+    cache = object()
+    with pytest.raises(ValueError, match="use model.generate with a padded batch"):
+        biased(tokens(1, 5), cache=cache)
+    rotated = patched("llama", "rope", "ForCausalLM")
+    outputs = rotated.generate_batch(prompts, generation_config=settings)
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        expected = rotated.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False, eos_token_id=None)
+        assert output.error is None and output.generated_tokens == expected[0, len(prompt) :].tolist()

@@ -196,7 +196,7 @@ def test_what_would_come_back_differently_is_refused():
         with pytest.raises(ValueError, match=r"noise of the 'test-random' encoding isn't saved.*persistent buffer"):
             hf_posenc.patch(stock("bert"), "test-random", place=place)
     with pytest.raises(ValueError, match=r"Random.weight holds uninitialised memory: fill it in __init__"):
-        hf_posenc.patch(stock("bert"), "test-random", where="empty")
+        hf_posenc.patch(stock("bert"), "test-random", place="empty")
     for place in ("seeded", "saved"):
         hf_posenc.patch(stock("bert"), "test-random", place=place)
 
