@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import EncoderDecoderModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -154,3 +155,46 @@ def test_flex_attention(host, encoding):
         model.set_attn_implementation("flex_attention")
         actual = first(model(tokens(), attention_mask=mask))
     assert_close(actual[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.parametrize("way", ["config", "parent"])
+@torch.no_grad()
+def test_an_implementation_set_by_a_parent(way, monkeypatch):
+    """A model made of patched ones sets their configs itself. A kernel without a bias is refused where it would act."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", sdpa_mask)
+    decoder = patched("bert", "alibi", "LMHeadModel", is_decoder=True, add_cross_attention=True)
+    model = EncoderDecoderModel(encoder=patched("bert", "rope"), decoder=decoder).eval()
+    ids = {"input_ids": tokens(), "decoder_input_ids": tokens(2, 5)}
+    expected = model(**ids).logits
+
+    def choose(name):
+        if way == "config":
+            model.encoder.config._attn_implementation = model.decoder.bert.config._attn_implementation = name
+        else:
+            model.set_attn_implementation(name)
+
+    for name in ("eager", "sdpa"):
+        choose(name)
+        assert model.encoder.config._attn_implementation == name
+        assert_close(model(**ids).logits, expected)
+    states = first(model.encoder(tokens()))
+    with pytest.raises(ValueError, match="'test_kernel' takes no score bias.*use 'sdpa', 'flex_attention' or 'eager'"):
+        choose("test_kernel")
+        model(**ids)
+    model.encoder.config._attn_implementation = "test_kernel"
+    assert_close(first(model.encoder(tokens())), states)  # a rotation needs none
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_mask_of_integers(implementation):
+    """It would be added to the scores as 0 and 1. A 2-D one is made boolean by Transformers."""
+    model = patched("gpt2", "alibi")
+    model.set_attn_implementation(implementation)
+    seen = torch.ones(11, 11).tril()[None, None].expand(2, 1, 11, 11)
+    with pytest.raises(ValueError, match=r"attention_mask of shape .2, 1, 11, 11. and type torch.int64.*give a boolean one"):
+        model(tokens(), attention_mask=seen.long())
+    expected = first(model(tokens()))
+    assert_close(first(model(tokens(), attention_mask=torch.zeros(seen.shape).masked_fill(seen == 0, -torch.inf))), expected)
+    if implementation == "sdpa":
+        assert_close(first(model(tokens(), attention_mask=seen.bool())), expected)

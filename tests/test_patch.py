@@ -143,3 +143,12 @@ def test_distilbert_fills_a_sinusoidal_table_of_its_own():
     new = hf_posenc.patch(model, "alibi")
     assert torch.equal(first(hf_posenc.unpatch(new)(tokens())), first(model(tokens())))
     assert first(AutoModel.from_config(new.config)(tokens())).isfinite().all()
+
+
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification"])
+def test_a_table_that_is_not_used_is_not_resized(head):
+    model = hf_posenc.patch(stock("distilbert", head), "alibi")
+    expected = first(model(tokens()))
+    with pytest.raises(ValueError, match="has the 'alibi' encoding instead of a position table.*extend.model, max_length=64"):
+        model.resize_position_embeddings(64)
+    assert torch.equal(first(model(tokens())), expected)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification
 
 import hf_posenc
@@ -110,3 +111,27 @@ def test_patch_comes_before_peft():
     wrapped = get_peft_model(stock("bert"), LoraConfig(target_modules=["query"]))
     with pytest.raises(ValueError, match="patch first"):
         hf_posenc.patch(wrapped, "alibi")
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "relative", "t5", "shaw", "rope", "sinusoidal"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_prefix_tuning(encoding, side):
+    """A prefix of keys that no token made, then padding: each row as it is alone."""
+    model = patched("gpt2", encoding, "LMHeadModel")
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    tuned = get_peft_model(model, config).eval()
+    for parameter in tuned.prompt_encoder.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    real = slice(4, 9) if side == "left" else slice(0, 5)
+    mask[0] = 0
+    mask[0, real] = 1
+    both = tuned(input_ids=tokens(2, 9), attention_mask=mask).logits
+    assert_close(both[:1, real], tuned(input_ids=tokens(2, 9)[:1, real], attention_mask=mask[:1, real]).logits)
+    assert_close(both[1:], tuned(input_ids=tokens(2, 9)[1:], attention_mask=mask[1:]).logits)
+    if side == "left":
+        settings = dict(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+        made = tuned.generate(input_ids=tokens(2, 9), attention_mask=mask, **settings)
+        alone = tuned.generate(input_ids=tokens(2, 9)[:1, real], attention_mask=mask[:1, real], **settings)
+        assert torch.equal(made[0, 9:], alone[0, 5:])

@@ -114,7 +114,15 @@ class PositionEncoding(nn.Module):
 
     def forward(self, verb: str, *args: Any) -> Any:
         """The result of one of the verbs."""
-        return getattr(self, verb)(*args)
+        # Accelerate brings offloaded weights to a module that is called. Some within are only read, such as a ParameterList.
+        read = [(module, module._hf_hook) for module in self.modules() if module is not self and hasattr(module, "_hf_hook")]
+        for module, hook in read:
+            hook.pre_forward(module)
+        try:
+            return getattr(self, verb)(*args)
+        finally:
+            for module, hook in read:
+                hook.post_forward(module, None)
 
     def anew(self) -> "PositionEncoding | None":
         """Another module as the class makes it, or None for one whose parts are made by themselves."""

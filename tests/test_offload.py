@@ -1,0 +1,76 @@
+"""Weights that Accelerate keeps elsewhere and brings when a module is called."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from transformers import AutoModel
+
+import hf_posenc
+import valued
+from conftest import ALL_WAYS, assert_equal, first, pairs, patched, stock, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+every_pair = pytest.mark.parametrize(("host", "encoding"), pairs(on=("bert",), once=True))
+
+
+@every_pair
+@torch.no_grad()
+def test_offloaded(host, encoding, tmp_path):
+    model = patched(host, encoding)
+    expected = first(model(tokens()))
+    for offload in (
+        lambda offloaded: cpu_offload(offloaded, execution_device="cpu"),
+        lambda offloaded: disk_offload(offloaded, str(tmp_path / "disk"), execution_device="cpu"),
+        lambda offloaded: cpu_offload(offloaded, execution_device="cpu", offload_buffers=True),
+    ):
+        offloaded = copy.deepcopy(model)
+        offload(offloaded)
+        assert all(parameter.is_meta for parameter in offloaded.parameters())
+        for _ in range(2):
+            assert_equal(first(offloaded(tokens())), expected)
+
+
+@every_pair
+@torch.no_grad()
+def test_a_device_map(host, encoding, tmp_path):
+    """By the sizes that are left, and by names: the encoding or all else on disk."""
+    model = patched(host, encoding)
+    expected = first(model(tokens()))
+    model.save_pretrained(tmp_path / "model")
+    folder = {"offload_folder": str(tmp_path / "offload")}
+    children = dict.fromkeys((name for name, _ in model.named_children()), "disk")
+    for device_map, memory in (
+        ("auto", None),
+        ("auto", {"cpu": "40KB"}),
+        ("auto", {"cpu": "1KB"}),
+        ({**children, "posenc": "cpu"}, None),
+        ({**dict.fromkeys(children, "cpu"), "posenc": "disk"}, None),
+    ):
+        loaded = AutoModel.from_pretrained(tmp_path / "model", device_map=device_map, max_memory=memory, **folder)
+        assert_equal(first(loaded(tokens())), expected)
+    dispatched = dispatch_model(
+        copy.deepcopy(model), {**children, "posenc": "cpu"}, main_device="cpu", offload_dir=tmp_path / "d"
+    )
+    assert_equal(first(dispatched(tokens())), expected)
+
+
+@pytest.mark.parametrize("kind", valued.KINDS)
+@torch.no_grad()
+def test_an_own_encoding(kind, tmp_path):
+    """Also its own modules, buffers and plain tensors."""
+    model = hf_posenc.patch(stock("gpt2"), kind)
+    expected = first(model(tokens()))
+    offloaded = copy.deepcopy(model)
+    cpu_offload(offloaded, execution_device="cpu", offload_buffers=True)
+    assert_equal(first(offloaded(tokens())), expected)
+
+
+@torch.no_grad()
+def test_decoding_with_offloaded_weights():
+    model = patched("gpt2", ALL_WAYS, "LMHeadModel")
+    offloaded = copy.deepcopy(model)
+    cpu_offload(offloaded, execution_device="cpu")
+    settings = dict(max_new_tokens=5, do_sample=False, eos_token_id=None, attention_mask=torch.ones(2, 6, dtype=torch.long))
+    assert torch.equal(offloaded.generate(tokens(2, 6), **settings), model.generate(tokens(2, 6), **settings))
