@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import transformers
 
-LENGTH, FAR = 24, 4096
+LENGTH, FAR = 24, 2**16
 """Tokens in a probe, and the distance that they reach where nothing limits it."""
 LARGE = 2**26
 """Elements of an encoding from which on it is probed with a shorter max_length."""
@@ -99,40 +99,40 @@ def _shown(call: str, seen: dict[str, str]) -> str:
 @functools.lru_cache(maxsize=32)
 def _elsewhere(files: tuple[tuple[str, str], ...], job: str) -> list[dict[str, str]] | str:
     """What `observe` returns for each encoding in a process that has these files alone, or why it can't."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="posenc-") as name:
+            folder = Path(name)
+            (folder / "code").mkdir()
+            for file, text in files:
+                (folder / "code" / file).write_text(text, encoding="utf-8")
+            (folder / "job.json").write_text(job)
+            status, said = _run(folder)
+            if not (folder / "seen.json").exists():
+                return f"the code ends the process that loads it, with status {status} ({said})"
+            seen: list[dict[str, str]] | str = json.loads((folder / "seen.json").read_text())
+    except (OSError, subprocess.TimeoutExpired) as error:  # not cached: another time it may work
+        raise ValueError(f"the code can't be tried in a process of its own ({error})") from error
+    if isinstance(seen, str):
+        # Transformers advises to install what is missing, though it may be the user's own.
+        said = re.sub(r"\.? Run `pip install .*", "", seen.replace(name, ""), flags=re.DOTALL)
+        return (
+            f"the code doesn't load by itself: {said}. It may open no files, and import installed packages, "
+            "hf_posenc.PositionEncoding, hf_posenc.encodings, and files beside it (from .helpers import …)"
+        )
+    return seen
+
+
+def _run(folder: Path) -> tuple[int, str]:
+    """The exit status of the other process, and the last line that it printed."""
     path = [entry for entry in sys.path if {"site-packages", "dist-packages"} & {*Path(entry).parts}]
     path += [str(Path(package.__file__ or "").parents[1]) for package in (torch, transformers)]
-    with tempfile.TemporaryDirectory(prefix="posenc-") as name:
-        folder = Path(name)
-        (folder / "code").mkdir()
-        for file, text in files:
-            (folder / "code" / file).write_text(text, encoding="utf-8")
-        (folder / "job.json").write_text(job)
-        environment = {name: value for name, value in os.environ.items() if ENVIRONMENT.fullmatch(name.upper())}
-        environment |= {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-I", "-S", "-c", START, __file__, name, json.dumps(path)]
-        try:
-            with (folder / "errors").open("wb") as errors:
-                status = subprocess.run(
-                    command,
-                    cwd=folder,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=errors,
-                    stderr=errors,
-                    timeout=TIMEOUT,
-                ).returncode
-        except (OSError, subprocess.TimeoutExpired) as error:  # another time it may work
-            raise ValueError(f"the code can't be tried in a process of its own ({error})") from error
-        if not (folder / "seen.json").exists():
-            last = (folder / "errors").read_text(errors="replace").strip().rpartition("\n")[2]
-            return f"the code ends the process that loads it, with status {status}" + (f" ({last})" if last else "")
-        seen: list[dict[str, str]] | str = json.loads((folder / "seen.json").read_text())
-        if isinstance(seen, str):
-            return (
-                f"the code doesn't load by itself: {seen.replace(name, '')}. It may open no files, and import installed "
-                "packages, hf_posenc.PositionEncoding, hf_posenc.encodings, and files beside it (from .helpers import …)"
-            )
-        return seen
+    command = [sys.executable, "-I", "-S", "-c", START, __file__, str(folder), json.dumps(path)]
+    environment = {name: value for name, value in os.environ.items() if ENVIRONMENT.fullmatch(name.upper())}
+    environment |= {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
+    with (folder / "said").open("wb") as said:
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+        status = subprocess.run(command, cwd=folder, env=environment, timeout=TIMEOUT, **pipes).returncode
+    return status, (folder / "said").read_text(errors="replace").strip().rpartition("\n")[2]
 
 
 def observe(base: ModuleType, cls: Any, job: dict[str, Any], seed: int) -> dict[str, str]:
@@ -249,12 +249,8 @@ def _alone() -> Iterator[None]:
         stack.callback(torch.set_default_dtype, dtype)
         stack.callback(random.setstate, drawn[0])
         stack.callback(np.random.set_state, drawn[1])
-        for each in (
-            torch.random.fork_rng(devices=[]),
-            torch.device("cpu"),
-            torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
-        ):
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for each in (torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False)):
             stack.enter_context(each)
         yield
 

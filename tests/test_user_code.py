@@ -3,17 +3,19 @@
 import importlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 import hf_posenc
 from conftest import ROOT, first, patched, tokens
-from hf_posenc import remote_code
+from hf_posenc import probe, remote_code
 
 IMPORTS = "import torch\nfrom hf_posenc import PositionEncoding\n"
 CLASS = """
@@ -73,7 +75,6 @@ def own(tmp_path_factory):
         patch.setattr(sys, "dont_write_bytecode", True)  # which may be taken for that of an edited file
         patch.setenv("MY_SLOPE", "3")
         patch.setattr(sys, "own_encodings", True, raising=False)
-        patch.setattr(remote_code, "_announce", lambda path: None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the escape
             modules = {module: importlib.import_module(module) for module in texts}
@@ -146,12 +147,92 @@ def test_each_that_differs_is_refused(own, module):
         code_for([module])
 
 
-FEW = ("own_absolute", "own_patch")
-
-
 @pytest.mark.parametrize(
-    "module", [pytest.param(each, marks=() if each in FEW else pytest.mark.slow) for each in KINDS["fails"]]
+    "module", [pytest.param(each, marks=() if each == "own_absolute" else pytest.mark.slow) for each in KINDS["fails"]]
 )
 def test_what_doesnt_load_by_itself_is_refused(own, module):
     with pytest.raises(ValueError, match=KINDS["fails"][module][1]):
         code_for([module])
+
+
+STEPS = """
+import random
+import torch
+from hf_posenc import PositionEncoding
+
+STEP = 2.0
+
+
+class Steps(PositionEncoding, type="own-steps"):
+    '''Mine.'''
+
+    size: float = 1.0
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        self.weight = torch.nn.Parameter(torch.full((geometry.hidden_size,), random.random()))
+
+    def embed(self, positions):
+        return (positions[..., None] // STEP) * self.size * self.weight
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "own_steps.py").write_text(STEPS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("own_steps")
+    del sys.modules["own_steps"]
+
+
+def test_one_process_for_each_version_of_the_code(module, tmp_path, caplog):
+    """And a line in the log for each file; the state of random numbers stays as it is."""
+    layer = hf_posenc.PositionEmbedding("own-steps", hidden_size=4)
+    drawn, started = (random.getstate(), torch.get_rng_state()), probe._elsewhere.cache_info().misses
+    layer.save_pretrained(tmp_path / "model")
+    layer.config.save_pretrained(tmp_path / "config")
+    assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
+    for folder in ("model", "config"):
+        assert (tmp_path / folder / "posenc_own_own_steps.py").is_file()
+    assert probe._elsewhere.cache_info().misses == started + 1
+    said = [record.getMessage() for record in caplog.records if record.name == "hf_posenc.remote_code"]
+    assert said == [f"{module.__file__} is saved with the model, whole: whoever loads it can read it"]
+    module.STEP = 3.0
+    with pytest.warns(UserWarning, match="differs from what runs here in 'own-steps' .embed far apart"):
+        layer.save_pretrained(tmp_path / "changed")
+    assert probe._elsewhere.cache_info().misses == started + 1
+    assert {path.name for path in (tmp_path / "changed").glob("*.py")} == {"modeling_posenc.py"}
+
+
+def test_a_process_that_takes_too_long_is_a_reason_and_another_time_may_not(module, tmp_path, monkeypatch):
+    layer = hf_posenc.PositionEmbedding("own-steps", hidden_size=4, size=2.0)
+    for _ in range(2):
+        monkeypatch.setattr(probe, "TIMEOUT", 0.01)
+        started = probe._elsewhere.cache_info().misses
+        with pytest.warns(UserWarning, match="can't be tried in a process of its own .*timed out"):
+            layer.save_pretrained(tmp_path / "model")
+        assert probe._elsewhere.cache_info().misses == started + 1
+
+
+def test_files_that_cant_be_copied(module, tmp_path):
+    config = hf_posenc.PosEncBertConfig(position_encoding="none")
+
+    def refuses(words, *classes):
+        with pytest.raises(ValueError, match=words):
+            remote_code.files("modeling", [(cls, {}) for cls in classes], config)
+
+    (tmp_path / "own_").mkdir()
+    for name in ("own_/steps", "own__steps"):
+        (tmp_path / f"{name}.py").write_text(STEPS.replace("own-steps", name.replace("/", "-").replace("_", "x")))
+    others = [importlib.import_module(name) for name in ("own_.steps", "own__steps")]
+    refuses(
+        r"own_/steps.py and .*own__steps.py would both be saved as posenc_own_own__steps.py", *(each.Steps for each in others)
+    )
+    path = Path(module.__file__)
+    path.write_text("x = \n")
+    refuses("own_steps.py can't be saved with the model, since it can't be read: invalid syntax", module.Steps)
+    path.unlink()
+    refuses("can't be read: .*No such file", module.Steps)
+    del sys.modules["own_steps"]
+    refuses("Steps is defined in own_steps, no file", module.Steps)
+    sys.modules["own_steps"] = module
