@@ -43,9 +43,10 @@ class UserCode:
 
     def add_class(self, cls: type) -> None:
         """Adds the file of a class. Raises ValueError if there is none, or if it can't be copied."""
-        path = _file(cls.__module__) if cls.__module__ != "__main__" else None
+        started = cls.__module__ in ("__main__", "__mp_main__")  # the second where multiprocessing starts the script again
+        path = None if started else _file(cls.__module__)
         if path is None:
-            place = "a notebook or a script that was started" if cls.__module__ == "__main__" else "no file"
+            place = "a notebook or a script that was started" if started else "no file"
             raise ValueError(
                 f"{cls.__qualname__} is defined in {cls.__module__}, {place}, and can't be saved with the model: write it to a "
                 f"file and import it (from my_encodings import {cls.__name__})"

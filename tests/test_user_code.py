@@ -61,17 +61,23 @@ KINDS = read()
 def own(tmp_path_factory):
     """A folder of a user's modules, all imported, then some of them changed from outside."""
     folder = tmp_path_factory.mktemp("own")
+    installed = folder / "site-packages"  # where the package is
+
+    def path_of(name):
+        return (installed if name.startswith("package") else folder) / name
+
     for name, text in BESIDE.items():
-        (folder / name).parent.mkdir(exist_ok=True, parents=True)
-        (folder / name).write_text(text)
+        path_of(name).parent.mkdir(exist_ok=True, parents=True)
+        path_of(name).write_text(text)
     texts = {module: text for kind in KINDS.values() for module, (text, _) in kind.items()}
     texts["own_lines"] = texts["own_lines"].replace("\n", "\r\n")
     texts["own_mark"] = "\ufeff" + texts["own_mark"]
     for module, text in texts.items():
-        path = folder / f"{module.replace('.', '/')}.py"
+        path = path_of(f"{module.replace('.', '/')}.py")
         path.write_bytes(text.encode("latin-1" if module == "own_latin" else "utf-8"))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
+        patch.syspath_prepend(installed)
         patch.setattr(sys, "dont_write_bytecode", True)  # which may be taken for that of an edited file
         patch.setenv("MY_SLOPE", "3")
         patch.setattr(sys, "own_encodings", True, raising=False)
