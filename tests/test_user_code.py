@@ -204,7 +204,7 @@ def test_one_process_for_each_version_of_the_code(module, tmp_path, caplog):
     said = [record.getMessage() for record in caplog.records if record.name == "hf_posenc.remote_code"]
     assert said == [f"{module.__file__} is saved with the model, whole: whoever loads it can read it"]
     module.STEP = 3.0
-    with pytest.warns(UserWarning, match="differs from what runs here in 'own-steps' .embed far apart"):
+    with pytest.warns(UserWarning, match="differs from what runs here in 'own-steps' .embed of new tokens"):
         layer.save_pretrained(tmp_path / "changed")
     assert probe._elsewhere.cache_info().misses == started + 1
     assert {path.name for path in (tmp_path / "changed").glob("*.py")} == {"modeling_posenc.py"}
