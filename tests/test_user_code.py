@@ -78,6 +78,7 @@ def own(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         patch.syspath_prepend(installed)
+        patch.setattr(hf_posenc.PositionEncoding, "registered", {**hf_posenc.PositionEncoding.registered})
         patch.setattr(sys, "dont_write_bytecode", True)  # which may be taken for that of an edited file
         patch.setenv("MY_SLOPE", "3")
         patch.setattr(sys, "own_encodings", True, raising=False)
@@ -187,6 +188,7 @@ class Steps(PositionEncoding, type="own-steps"):
 def module(tmp_path, monkeypatch):
     (tmp_path / "own_steps.py").write_text(STEPS)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(hf_posenc.PositionEncoding, "registered", {**hf_posenc.PositionEncoding.registered})
     yield importlib.import_module("own_steps")
     del sys.modules["own_steps"]
 
