@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import remote_code
-from hf_posenc.encodings import PositionEncoding, encoding_class, refill
-from hf_posenc.spec import merged
+from hf_posenc.encodings import PositionEncoding, refill
+from hf_posenc.spec import PositionSpec, merged
+from hf_posenc.user_code import is_ours
 
 
 class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -24,13 +25,18 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         if self.position_encoding is not None and not os.path.isfile(save_directory):
-            cls, auto_classes = encoding_class(self.position_encoding["type"]), self._auto_classes()
+            spec, auto_classes = PositionSpec.parse(self.position_encoding), self._auto_classes()
+            cls, options = spec.encoding, spec.encoding.by_part(dict(spec.options))
             try:
                 files = remote_code.files(
-                    type(self).__module__.rpartition(".")[2].removeprefix("posenc_"), cls.component_classes().values()
+                    type(self).__module__.rpartition(".")[2].removeprefix("posenc_"),
+                    [(part, options[name]) for name, part in spec.parts.items()],
+                    self,
                 )
             except ValueError as reason:
-                remedy = f"it loads where hf-posenc is installed and {cls.__module__}.{cls.__qualname__} is imported"
+                users = [part for part in spec.parts.values() if not is_ours(part.__module__)]
+                names = " and ".join(f"{user.__module__}.{user.__qualname__}" for user in users)
+                remedy = f"it loads where hf-posenc is installed and {names} is imported"
                 warnings.warn(f"{reason}. The model is saved without its code: {remedy}", stacklevel=3)
                 files = remote_code.without_code(cls.type, remedy)
                 auto_classes = {"AutoConfig": auto_classes["AutoConfig"]}

@@ -7,24 +7,33 @@ the files beside it.
 
 import ast
 import functools
+import logging
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from hf_posenc.user_code import PACKAGE, is_ours, sources
+from hf_posenc import probe
+from hf_posenc.encodings import Geometry
+from hf_posenc.user_code import PACKAGE, UserCode, flat, is_ours
 
 ENTRY = "modeling_posenc"
 COPIED = "posenc_remote_code"
 _OWN_NAME = __name__.rpartition(".")[2]
 
 
-def files(root: str, encodings: Iterable[type]) -> dict[str, str]:
-    """File name -> source of all code needed by a model of module `root` with these encodings.
+logger = logging.getLogger(__name__)
 
-    Raises ValueError if the source of a user's encoding isn't found, or needs something that can't be saved.
+
+def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> dict[str, str]:
+    """File name -> source of all code needed by a model of module `root` with these encodings, (class, options) each.
+
+    Raises ValueError if a user's encoding can't be copied, or if its copy doesn't do the same.
     """
-    classes = list(encodings)
+    encodings = list(encodings)
+    classes = [cls for cls, _ in encodings]
     users = [cls for cls in classes if not is_ours(cls.__module__)]
     if _OWN_NAME == COPIED:
         if users:
@@ -32,28 +41,65 @@ def files(root: str, encodings: Iterable[type]) -> dict[str, str]:
                 f"{users[0].__qualname__} can't be added to a model's own code: pip install hf-posenc, and patch with it"
             )
         return {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*posenc*.py"))}
+    code = UserCode()
+    for cls in users:
+        code.add_class(cls)
     found: dict[str, str] = {}
     # Sources register themselves: no module imports each of them by name.
     registered = sorted(name for name in sys.modules if root == "modeling" and name.startswith(f"{PACKAGE}.sources."))
     ours = [cls.__module__ for cls in classes if cls not in users]
-    for module in (f"{PACKAGE}.requirements", f"{PACKAGE}.{root}", *registered, *ours):
-        _copy(module, found)
-    authors = {}
-    for name, source in sources(users).items():
-        authors[name], imported = _flattened(source)
-        for module in imported:
-            _copy(module, found)
+    for module in (f"{PACKAGE}.requirements", f"{PACKAGE}.{root}", *registered, *ours, *sorted(code.ours)):
+        _copy(module, code.ours, found)
     version = sys.modules[PACKAGE].__version__
     header = (
         f"# From hf-posenc {version} (Apache-2.0): what this model needs where that package isn't installed, with "
         "trust_remote_code=True.\n# Where it is installed, `import hf_posenc` loads the model without this file.\n"
     )
     # Transformers fetches the modules that the entry imports. Encodings register themselves; __getattr__ makes the classes.
-    imports = "".join(f"from .{name} import __name__ as _\n" for name in sorted([*found, *authors]))
+    imports = "".join(f"from .{name} import __name__ as _\n" for name in [*sorted(found), *code.texts])
     names = "__getattr__" if hasattr(sys.modules[f"{PACKAGE}.{root}"], "__getattr__") else "*"
-    entry = f"from .{_flat('requirements')} import check\n\ncheck()\n{imports}from .{_flat(root)} import {names}\n"
+    entry = f"from .{flat('requirements')} import check\n\ncheck()\n{imports}from .{flat(root)} import {names}\n"
     texts = {name: header + text for name, text in {ENTRY: entry, **found}.items()}
-    return {f"{name}.py": text for name, text in {**texts, **authors}.items()}
+    saved = {f"{name}.py": text for name, text in {**texts, **code.texts}.items()}
+    if users:
+        _try(code, saved, [(cls, options) for cls, options in encodings if cls in users], config)
+    return saved
+
+
+def _try(code: UserCode, saved: dict[str, str], encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> None:
+    """Raises ValueError if the saved code doesn't do what the classes here do; says which files are saved if it does."""
+    jobs = [{"type": cls.type, "options": options, "geometry": asdict(_geometry(cls, config))} for cls, options in encodings]
+    blocked = {PACKAGE, *(module.partition(".")[0] for module in code.modules)}
+    if reason := probe.difference(saved, jobs, sys.modules[f"{PACKAGE}.encodings.base"], blocked):
+        raise ValueError(f"{', '.join(map(str, code.paths.values()))} can't be saved with the model: {reason}")
+    for path in code.paths.values():
+        _announce(path)
+
+
+def _geometry(cls: Any, config: Any) -> Geometry:
+    """The sizes of a model as its config says them; building it would take its memory."""
+    text = config.get_text_config()
+
+    def size(name: str, default: int) -> int:
+        value = getattr(text, name, None)
+        return value if isinstance(value, int) and value > 0 else default
+
+    width, heads = size("hidden_size", 64), size("num_attention_heads", 0)
+    geometry = Geometry(
+        hidden_size=width,
+        num_attention_heads=heads,
+        head_dim=size("head_dim", width // max(heads, 1)),
+        max_length=config.position_encoding.get("max_length") or getattr(config, "max_length", None),
+        num_key_value_heads=size("num_key_value_heads", heads),
+    )
+    if geometry.max_length is None and cls.needs_max_length(geometry):
+        return replace(geometry, max_length=size("max_position_embeddings", 512))
+    return geometry
+
+
+@functools.cache
+def _announce(path: Path) -> None:
+    logger.warning("%s is saved with the model, whole: whoever loads it can read it", path)
 
 
 def without_code(encoding: str, remedy: str) -> dict[str, str]:
@@ -62,17 +108,32 @@ def without_code(encoding: str, remedy: str) -> dict[str, str]:
     return {f"{ENTRY}.py": f"raise ImportError({message!r})\n"}
 
 
-def _flat(module: str) -> str:
-    """The name of a module's copy."""
-    return f"posenc_{module.rpartition('.')[2]}"
+def _copy(module: str, wanted: Iterable[str], found: dict[str, str]) -> None:
+    """Adds a flat copy of one of our modules, and of those it imports, to `found`.
 
-
-def _copy(module: str, found: dict[str, str]) -> None:
-    """Adds a flat copy of one of our modules, and of those it imports, to `found`."""
-    if _flat(module) not in found:
-        found[_flat(module)], imported = _copied(module)
+    Of a package, a module that stands for it; `wanted` are the modules of a package that users' files reach through it.
+    """
+    if flat(module) not in found:
+        package = hasattr(sys.modules[module], "__path__")
+        found[flat(module)], imported = _stand_in(module, wanted) if package else _copied(module)
         for each in imported:
-            _copy(each, found)
+            _copy(each, wanted, found)
+
+
+def _stand_in(package: str, wanted: Iterable[str]) -> tuple[str, list[str]]:
+    """A flat module with the public names of a package that come from encodings/; other names are errors."""
+    values = {name: getattr(sys.modules[package], name) for name in sys.modules[package].__all__}  # type: ignore[attr-defined]
+    owners = {name: value.__module__ for name, value in values.items() if value.__module__.startswith(f"{PACKAGE}.encodings.")}
+    modules = sorted(module for module in wanted if module.rpartition(".")[0] == package)
+    lines = [f"from .{flat(owner)} import {name}\n" for name, owner in owners.items()]
+    lines += [f"from . import {flat(module)} as {module.rpartition('.')[2]}\n" for module in modules]
+    message = f"{package}.{{name}} is not saved with a model"
+    lines += [
+        f"\n__all__ = {sorted(owners)}\n",
+        "\n\ndef __getattr__(name):\n    # Not AttributeError, from which `from … import …` makes a message of its own.\n",
+        f'    raise (AttributeError if name.startswith("__") else ImportError)(f"{message}")\n',
+    ]
+    return "".join(lines), [*owners.values(), *modules]
 
 
 @functools.cache
@@ -96,7 +157,7 @@ def _relative(module: str, alias: ast.alias) -> tuple[str, str]:
     """`from <one of our modules> import name` as written in a flat copy, and the module that defines the name."""
     value = getattr(sys.modules[module], alias.name)
     if isinstance(value, ModuleType):
-        return f"from . import {_flat(value.__name__)} as {alias.asname or alias.name}", value.__name__
+        return f"from . import {flat(value.__name__)} as {alias.asname or alias.name}", value.__name__
     # A package re-exports names of its modules.
     owner = value.__module__ if hasattr(sys.modules[module], "__path__") else module
-    return f"from .{_flat(owner)} import {alias.name}" + (f" as {alias.asname}" if alias.asname else ""), owner
+    return f"from .{flat(owner)} import {alias.name}" + (f" as {alias.asname}" if alias.asname else ""), owner

@@ -45,9 +45,9 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
     except (RuntimeError, NotImplementedError):  # of a class that reads values of tensors
         trial = []
     _check_size(kind, trial)
-    built = _with_values(make)
+    built = with_values(make)
     _check_size(kind, built)
-    if _differing(built, trial) and (name := _differing(built, _with_values(make, draw=1))):
+    if _differing(built, trial) and (name := _differing(built, with_values(make, draw=1))):
         raise ValueError(
             f"{name} of the {kind!r} encoding isn't saved, and is another one each time that it is built: make it a parameter "
             "or a persistent buffer, or draw it from a generator with a seed of its own"
@@ -70,7 +70,7 @@ def refill(encodings: Iterable[PositionEncoding]) -> None:
     # An encoding within another is filled first, since the other may have changed it.
     waiting = [e for e in reversed(list(encodings)) if not all(getattr(t, LOADED, False) for t in _tensors(e).values())]
     with torch.no_grad():
-        for encoding, fresh in zip(waiting, _with_values(lambda: [each.anew() for each in waiting]), strict=True):
+        for encoding, fresh in zip(waiting, with_values(lambda: [each.anew() for each in waiting]), strict=True):
             values = _tensors(fresh)
             for name, tensor in _tensors(encoding).items():
                 if name in values and not getattr(tensor, LOADED, False):
@@ -98,7 +98,7 @@ class _Poisoned(TorchFunctionMode):
         return made.fill_(math.nan) if func in EMPTY and made.is_floating_point() else made
 
 
-def _with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
+def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
     """What `make` returns, with values, on the CPU and in float32.
 
     draw: another number gives other random values. They depend on the state of torch's generator, which stays as it is.

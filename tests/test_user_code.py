@@ -1,0 +1,246 @@
+"""The files of one's own encodings, saved with a model: they do the same elsewhere, or aren't saved, and the reason is said."""
+
+import importlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_posenc
+from conftest import ROOT, first, patched, tokens
+from hf_posenc import probe, remote_code
+
+IMPORTS = "import torch\nfrom hf_posenc import PositionEncoding\n"
+CLASS = """
+
+class Own(PositionEncoding, type="TYPE"):
+    '''Mine.'''
+
+    def distance_bias(self, distance):
+        return -(factor() * distance.abs()[None])
+"""
+BESIDE = {
+    "package/__init__.py": "SLOPE = 2.0\nfrom .one import Own\n",
+    "package/helpers.py": "SECOND = 3.0\ndef slope(): return 1.5\n",
+    "package/late.py": "LATE = 7.0\n",
+    "package/inner/__init__.py": "INNER = 0.5\n",
+    "package/inner/deep.py": "from ..helpers import slope as third\n",
+    "absolute.py": "def slope(): return 2.0\n",
+    "slopes.json": "2.0",
+}
+
+
+def read():
+    """What a file is to do -> its module's name -> its text, and the words of its refusal."""
+    text = (ROOT / "tests" / "own_encodings.txt").read_bytes().decode()
+    kinds = {"loads": {}, "alike": {}, "differs": {}, "fails": {}}
+    for kind, name, body in re.findall(r"^=== (\w+): (.+)\n((?:(?!=== ).*\n)*)", text, re.MULTILINE):
+        module = name if "." in name else f"own_{name.replace(' ', '_')}"
+        code, _, words = body.strip("\n ").partition("\n=> ")
+        code = code if "from hf_posenc" in code.partition("def ")[0] and "import torch" in code else IMPORTS + code
+        code = (code if "class Own" in code or "# class" in code else code + CLASS) + "\n"
+        kinds[kind][module] = re.sub(r"\bTYPE\b", type_of(module), code), words
+    return kinds
+
+
+def type_of(module):
+    return "own-" + module.removeprefix("own_").replace("_", "-").replace(".", "-")
+
+
+KINDS = read()
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A folder of a user's modules, all imported, then some of them changed from outside."""
+    folder = tmp_path_factory.mktemp("own")
+    installed = folder / "site-packages"  # where the package is
+
+    def path_of(name):
+        return (installed if name.startswith("package") else folder) / name
+
+    for name, text in BESIDE.items():
+        path_of(name).parent.mkdir(exist_ok=True, parents=True)
+        path_of(name).write_text(text)
+    texts = {module: text for kind in KINDS.values() for module, (text, _) in kind.items()}
+    texts["own_lines"] = texts["own_lines"].replace("\n", "\r\n")
+    texts["own_mark"] = "\ufeff" + texts["own_mark"]
+    for module, text in texts.items():
+        path = path_of(f"{module.replace('.', '/')}.py")
+        path.write_bytes(text.encode("latin-1" if module == "own_latin" else "utf-8"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.syspath_prepend(installed)
+        patch.setattr(hf_posenc.PositionEncoding, "registered", {**hf_posenc.PositionEncoding.registered})
+        patch.setattr(sys, "dont_write_bytecode", True)  # which may be taken for that of an edited file
+        patch.setenv("MY_SLOPE", "3")
+        patch.setattr(sys, "own_encodings", True, raising=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the escape
+            modules = {module: importlib.import_module(module) for module in texts}
+        path = folder / "own_edited.py"
+        path.write_text(path.read_text().replace("2.0", "3.0"))
+        for name in ("set", "far", "causal", "behind_a_cache", "training", "of_keys"):
+            modules[f"own_{name}"].FACTOR = 5.0
+        modules["own_initial"].STD = 2.0
+        modules["own_appended"].FACTORS.append(5.0)
+        modules["own_default_set"].factor.__defaults__ = (5.0,)
+        modules["own_method"].Own.distance_bias = lambda self, distance: -distance[None]
+        modules["own_per_layer"].Own.per_layer = True
+        model = patched("bert", "own-reloaded")
+        path = folder / "own_reloaded.py"
+        path.write_text(path.read_text().replace("2.0", "3.0"))
+        importlib.reload(modules["own_reloaded"])
+        modules["own_made_elsewhere"].make("own-made-elsewhere")
+        yield folder
+        assert model.posenc  # an encoding of the class before it was reloaded
+
+
+def code_for(modules):
+    """What is saved for these encodings, together in one model."""
+    classes = [hf_posenc.PositionEncoding.registered[type_of(module)] for module in modules]
+    config = hf_posenc.PosEncBertConfig(hidden_size=32, num_attention_heads=4, position_encoding="none")
+    return remote_code.files("modeling", [(cls, cls.checked_options({})) for cls in classes], config)
+
+
+@pytest.fixture(scope="module")
+def saved(own, tmp_path_factory):
+    """Models with all encodings that load, and what a process without the package saw of them."""
+    folder = tmp_path_factory.mktemp("saved")
+    model = patched("bert", "+".join(map(type_of, KINDS["loads"])), "ForMaskedLM")
+    model.save_pretrained(folder / "all")
+    with torch.no_grad():
+        torch.save(({"input_ids": tokens()}, first(model(tokens()))), folder / "all.pt")
+    (folder / "cases.json").write_text(json.dumps({"all": "AutoModelForMaskedLM"}))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "HF_MODULES_CACHE": str(folder / "modules")}
+    command = [sys.executable, ROOT / "tests" / "bare.py", folder]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def test_what_is_saved_is_bit_equal_elsewhere(saved):
+    assert json.loads((saved / "seen.json").read_text())["all"]["equal"] == [True, True, True]
+
+
+def test_files_are_copied_whole(own, saved):
+    """But for their imports of the package and of neighbours."""
+    modules = {"package", "package.helpers", "package.late", "package.inner", "package.inner.deep", *KINDS["loads"]}
+    names = {f"posenc_own_{module.replace('.', '_')}.py" for module in modules}
+    assert {path.name for path in (saved / "all").glob("posenc_own_*.py")} == names
+    for module in ("own_text", "own_dataclass", "own_executed", "own_feed", "own_lines"):
+        original, copy = (own / f"{module}.py").read_text(), (saved / "all" / f"posenc_own_{module}.py").read_text()
+        assert copy == original.replace("from hf_posenc import", "from .posenc_hf_posenc import")
+
+
+def test_what_differs_is_named(own):
+    """All of those that differ, in one process, and none of the others."""
+    with pytest.raises(ValueError, match="differs from what runs here") as refused:
+        code_for([*KINDS["differs"], *KINDS["alike"], "own_text", "own_weights", "package.inner.two"])
+    assert {*re.findall(r"'(own-[\w-]+)' \(", str(refused.value))} == {*map(type_of, KINDS["differs"])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", KINDS["differs"])
+def test_each_that_differs_is_refused(own, module):
+    with pytest.raises(ValueError, match=f"{module}.py can't be saved with the model: the saved code differs"):
+        code_for([module])
+
+
+@pytest.mark.parametrize(
+    "module", [pytest.param(each, marks=() if each == "own_absolute" else pytest.mark.slow) for each in KINDS["fails"]]
+)
+def test_what_doesnt_load_by_itself_is_refused(own, module):
+    with pytest.raises(ValueError, match=KINDS["fails"][module][1]):
+        code_for([module])
+
+
+STEPS = """
+import random
+import torch
+from hf_posenc import PositionEncoding
+
+STEP = 2.0
+
+
+class Steps(PositionEncoding, type="own-steps"):
+    '''Mine.'''
+
+    size: float = 1.0
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        self.weight = torch.nn.Parameter(torch.full((geometry.hidden_size,), random.random()))
+
+    def embed(self, positions):
+        return (positions[..., None] // STEP) * self.size * self.weight
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "own_steps.py").write_text(STEPS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(hf_posenc.PositionEncoding, "registered", {**hf_posenc.PositionEncoding.registered})
+    yield importlib.import_module("own_steps")
+    del sys.modules["own_steps"]
+
+
+def test_one_process_for_each_version_of_the_code(module, tmp_path, caplog):
+    """And a line in the log for each file; the state of random numbers stays as it is."""
+    layer = hf_posenc.PositionEmbedding("own-steps", hidden_size=4)
+    drawn, started = (random.getstate(), torch.get_rng_state()), probe._elsewhere.cache_info().misses
+    layer.save_pretrained(tmp_path / "model")
+    layer.config.save_pretrained(tmp_path / "config")
+    assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
+    for folder in ("model", "config"):
+        assert (tmp_path / folder / "posenc_own_own_steps.py").is_file()
+    assert probe._elsewhere.cache_info().misses == started + 1
+    said = [record.getMessage() for record in caplog.records if record.name == "hf_posenc.remote_code"]
+    assert said == [f"{module.__file__} is saved with the model, whole: whoever loads it can read it"]
+    module.STEP = 3.0
+    with pytest.warns(UserWarning, match="differs from what runs here in 'own-steps' .embed of new tokens"):
+        layer.save_pretrained(tmp_path / "changed")
+    assert probe._elsewhere.cache_info().misses == started + 1
+    assert {path.name for path in (tmp_path / "changed").glob("*.py")} == {"modeling_posenc.py"}
+
+
+def test_a_process_that_takes_too_long_is_a_reason_and_another_time_may_not(module, tmp_path, monkeypatch):
+    layer = hf_posenc.PositionEmbedding("own-steps", hidden_size=4, size=2.0)
+    for _ in range(2):
+        monkeypatch.setattr(probe, "TIMEOUT", 0.01)
+        started = probe._elsewhere.cache_info().misses
+        with pytest.warns(UserWarning, match="can't be tried in a process of its own .*timed out"):
+            layer.save_pretrained(tmp_path / "model")
+        assert probe._elsewhere.cache_info().misses == started + 1
+
+
+def test_files_that_cant_be_copied(module, tmp_path):
+    config = hf_posenc.PosEncBertConfig(position_encoding="none")
+
+    def refuses(words, *classes):
+        with pytest.raises(ValueError, match=words):
+            remote_code.files("modeling", [(cls, {}) for cls in classes], config)
+
+    (tmp_path / "own_").mkdir()
+    for name in ("own_/steps", "own__steps"):
+        (tmp_path / f"{name}.py").write_text(STEPS.replace("own-steps", name.replace("/", "-").replace("_", "x")))
+    others = [importlib.import_module(name) for name in ("own_.steps", "own__steps")]
+    refuses(
+        r"own_/steps.py and .*own__steps.py would both be saved as posenc_own_own__steps.py", *(each.Steps for each in others)
+    )
+    path = Path(module.__file__)
+    path.write_text("x = \n")
+    refuses("own_steps.py can't be saved with the model, since it can't be read: invalid syntax", module.Steps)
+    path.unlink()
+    refuses("can't be read: .*No such file", module.Steps)
+    del sys.modules["own_steps"]
+    refuses("Steps is defined in own_steps, no file", module.Steps)
+    sys.modules["own_steps"] = module
