@@ -149,14 +149,13 @@ def observe(base: ModuleType, cls: Any, job: dict[str, Any], seed: int) -> dict[
             try:
                 if _size(cls, geometry, job["options"]) > LARGE and geometry.max_length:
                     geometry = dataclasses.replace(geometry, max_length=min(geometry.max_length, FAR))
-                make, with_values = partial(cls, geometry, **job["options"]), _building(base).with_values
                 _seed(0)
-                (module,) = with_values(lambda: [make()])
+                module = _made(base, cls, geometry, job["options"])
                 seen |= {f"__init__, {name}, {where}": digest(value) for name, value in _state(module).items()}
                 module.reset_parameters()
                 seen |= {f"reset_parameters, {name}, {where}": digest(value) for name, value in _state(module).items()}
                 _seed(seed)
-                (module,) = with_values(lambda: [make()])
+                module = _made(base, cls, geometry, job["options"])
                 _draw(module)
                 seen[f"__init__, {where}"] = f"needs_max_length {cls.needs_max_length(geometry)}"
             except Exception as error:
@@ -174,9 +173,10 @@ def observe(base: ModuleType, cls: Any, job: dict[str, Any], seed: int) -> dict[
     return seen
 
 
-def _building(base: ModuleType) -> ModuleType:
-    """The module beside that of PositionEncoding which builds them."""
-    return sys.modules[re.sub("base$", "building", base.__name__)]
+def _made(base: ModuleType, cls: Any, geometry: Any, options: dict[str, Any]) -> Any:
+    """An encoding as a model gets it, by the module beside `base` which builds them."""
+    building = sys.modules[re.sub("base$", "building", base.__name__)]
+    return building.with_values(lambda: [cls(geometry, **options)])[0]
 
 
 def _calls(base: ModuleType, module: Any, geometry: Any) -> Iterator[tuple[str, Callable[[], Any]]]:

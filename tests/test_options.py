@@ -615,7 +615,7 @@ def test_versions_in_range(monkeypatch):
 ORDER = [
     {"requirements", "encodings", "user_code", "probe", "calls"},
     {"remote_code", "spec", "kernels"},
-    {"sources", "attention", "checkpoints"},
+    {"sources", "attention", "checkpoints", "remembering"},
     {"written_out", "positions", "embedding"},
     {"structure", "injection"},
     {"install", "transfer"},
@@ -675,7 +675,7 @@ def test_encodings_know_nothing_of_hosts(path):
     assert not others
 
 
-FOUNDATION = ["options", "context", "base", "composition", "registry"]
+FOUNDATION = ["options", "context", "base", "composition", "registry", "building"]
 """The modules of encodings/ that are no encodings. Each imports from those to its left alone."""
 
 

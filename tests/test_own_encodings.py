@@ -169,6 +169,8 @@ def test_values_made_in_init_come_back(tmp_path):
 
 def test_what_would_come_back_differently_is_refused():
     class Random(hf_posenc.PositionEncoding, type="test-random"):
+        """Zeros, beside a random value."""
+
         place: str = "buffer"
 
         def __init__(self, geometry, **options):

@@ -115,7 +115,8 @@ class PositionEncoding(nn.Module):
     def forward(self, verb: str, *args: Any) -> Any:
         """The result of one of the verbs."""
         # Accelerate brings offloaded weights to a module that is called. Some within are only read, such as a ParameterList.
-        read = [(module, module._hf_hook) for module in self.modules() if module is not self and hasattr(module, "_hf_hook")]
+        within: list[Any] = [module for module in self.modules() if module is not self]
+        read = [(module, module._hf_hook) for module in within if hasattr(module, "_hf_hook")]
         for module, hook in read:
             hook.pre_forward(module)
         try:
