@@ -27,10 +27,10 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 
-from attacks.cases import FAULTS, OUTCOMES, REFUSED, Settings, Verdict, judge
+from attacks.cases import FAULTS, OUTCOMES, REFUSED, Settings, Verdict, clean_up, judge
 from attacks.subjects import encodings
 
-FAMILIES = ("decoding", "gaps")
+FAMILIES = ("own", "decoding", "gaps", "offload", "threads", "surgery", "masks", "seeds")
 """The modules of `attacks/` with `cases`."""
 PARTS = 6
 """Into how many jobs each family is split."""
@@ -45,8 +45,10 @@ def judged(family: str, settings: Settings, part: int = 0, parts: int = 1, only:
         warnings.simplefilter("ignore")
         cases = list(importlib.import_module(f"attacks.{family}").cases(settings))
         cases = [case for case in cases if only in case.name_in(family)]
-        found = [judge(family, case) for case in cases[len(cases) * part // parts : len(cases) * (part + 1) // parts]]
-    return found
+        try:
+            return [judge(family, case) for case in cases[len(cases) * part // parts : len(cases) * (part + 1) // parts]]
+        finally:
+            clean_up()
 
 
 def all_judged(families: list[str], settings: Settings, only: str, processes: int) -> Iterator[Verdict]:

@@ -1,8 +1,14 @@
 """A case: one attack on one model. Running it gives a verdict."""
 
+import functools
+import multiprocessing
+import re
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,14 +90,15 @@ def judge(family: str, case: Case) -> Verdict:
         for compared in comparisons:
             apart = _apart(*compared)
             if not apart <= case.same:
-                return verdict(STOCK_TOO if _stock_fails(case, None) else WRONG, f"differs by {apart:.2g} of the largest value")
+                note = f"differs by {apart:.2g} of the largest value" if isinstance(compared[0], Tensor) else str(compared[0])
+                return verdict(STOCK_TOO if _stock_fails(case, None) else WRONG, note)
     except Hanging:
         return verdict(HANG, f"not done in {case.limit:g} s")
     except Exception as error:
         note = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if isinstance(error, case.refusals) and _has_remedy(error):
             return verdict(REFUSED, note)
-        return verdict(STOCK_TOO if _stock_fails(case, error) else CRASH, f"{note} [{_place(error)}]")
+        return verdict(STOCK_TOO if _stock_fails(case, error) else CRASH, f"{note} [{':'.join(_raised_in(error))}]")
     return verdict(EQUAL if comparisons else SKIPPED)
 
 
@@ -138,14 +145,39 @@ def _stock_fails(case: Case, error: Exception | None) -> bool:
 
 def _has_remedy(error: Exception) -> bool:
     """Whether hf-posenc itself raised it, with a message that goes on after what is wrong."""
-    frames = traceback.extract_tb(error.__traceback__)
-    raised_here = Path(frames[-1].filename).is_relative_to(Path(hf_posenc.__file__).parent)
+    raised_here = Path(_raised_in(error)[0]).is_relative_to(Path(hf_posenc.__file__).parent)
     return raised_here and any(mark in str(error) for mark in (": ", "; "))
 
 
-def _place(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}"
+def _raised_in(error: Exception) -> tuple[str, str]:
+    """File and line, of the other process if the error is from one."""
+    lines = "".join(traceback.format_exception(error.__cause__ or error))
+    return re.findall(r'File "([^"]+)", line (\d+)', lines.partition("The above exception")[0])[-1]
+
+
+FOLDERS = ExitStack()
+
+
+def new_folder() -> str:
+    """A folder that lives until `clean_up`."""
+    return FOLDERS.enter_context(tempfile.TemporaryDirectory())
+
+
+@functools.cache
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a module's function in another process, which has seen none of this one's classes."""
+    return _process().submit(function, *arguments).result()
+
+
+def clean_up() -> None:
+    """Ends the other process, which a process can't end without, and deletes the folders."""
+    _process().shutdown()
+    _process.cache_clear()
+    FOLDERS.close()
 
 
 def no_grad(run: Callable[..., Iterator[Comparison]], *arguments: Any) -> Callable[[], Iterator[Comparison]]:
