@@ -27,10 +27,10 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 
-from attacks.cases import FAULTS, OUTCOMES, REFUSED, Settings, Verdict, clean_up, judge
+from attacks.cases import FAULTS, OUTCOMES, REFUSED, STOCK_TOO, Settings, Verdict, clean_up, judge
 from attacks.subjects import encodings
 
-FAMILIES = ("own", "decoding", "gaps", "offload", "threads", "surgery", "masks", "seeds")
+FAMILIES = ("own", "decoding", "gaps", "offload", "threads", "surgery", "masks", "seeds", "generation", "batching", "backends", "kills", "stalls")
 """The modules of `attacks/` with `cases`."""
 PARTS = 6
 """Into how many jobs each family is split."""
@@ -71,9 +71,10 @@ def report(verdicts: list[Verdict], settings: Settings) -> str:
         row = "".join(f"{counts[outcome] or '-':>11}" for outcome in OUTCOMES)
         lines.append(f"{family + ': ' + attack:56}" + row)
     lines += ["", *_by_encoding(verdicts, settings)]
-    refused = Counter((each.family, each.note) for each in verdicts if each.outcome == REFUSED)
-    lines += ["", f"{sum(refused.values())} refused"]
-    lines += [f"{count:6} {family}: {note[:110]}" for (family, note), count in sorted(refused.items())]
+    for outcome in (REFUSED, STOCK_TOO):
+        said = Counter((each.family, each.note) for each in verdicts if each.outcome == outcome)
+        lines += ["", f"{sum(said.values())} {outcome}"]
+        lines += [f"{count:6} {family}: {note[:110]}" for (family, note), count in sorted(said.items())]
     faults = sorted((each for each in verdicts if each.outcome in FAULTS), key=_order)
     lines += ["", f"{len(faults)} faults" + ("; to see one again: python scripts/attack.py --only NAME" if faults else "")]
     lines += [f"{each.outcome:6} {each.name}: {each.note[:160]}" for each in faults]

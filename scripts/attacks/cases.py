@@ -98,7 +98,8 @@ def judge(family: str, case: Case) -> Verdict:
         note = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if isinstance(error, case.refusals) and _has_remedy(error):
             return verdict(REFUSED, note)
-        return verdict(STOCK_TOO if _stock_fails(case, error) else CRASH, f"{note} [{':'.join(_raised_in(error))}]")
+        note += f" [{_place(error)}]"
+        return verdict(STOCK_TOO if _stock_fails(case, error) else CRASH, note)
     return verdict(EQUAL if comparisons else SKIPPED)
 
 
@@ -153,6 +154,11 @@ def _raised_in(error: Exception) -> tuple[str, str]:
     """File and line, of the other process if the error is from one."""
     lines = "".join(traceback.format_exception(error.__cause__ or error))
     return re.findall(r'File "([^"]+)", line (\d+)', lines.partition("The above exception")[0])[-1]
+
+
+def _place(error: Exception) -> str:
+    file, line = _raised_in(error)
+    return f"{Path(file).name}:{line}"
 
 
 FOLDERS = ExitStack()
