@@ -11,7 +11,6 @@ with which the exit status is 1.
 
 import argparse
 import importlib
-import logging
 import multiprocessing
 import os
 import sys
@@ -20,17 +19,30 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-import transformers
 from tqdm.auto import tqdm
 
-from attacks.cases import FAULTS, OUTCOMES, REFUSED, STOCK_TOO, Settings, Verdict, clean_up, judge
+from attacks.cases import FAULTS, OUTCOMES, REFUSED, STOCK_TOO, Settings, Verdict, end_elsewhere, judge, quiet
 from attacks.subjects import encodings
 
-FAMILIES = ("own", "decoding", "gaps", "offload", "threads", "surgery", "masks", "seeds", "generation", "batching", "backends", "kills", "stalls")
+FAMILIES = (
+    "own",
+    "decoding",
+    "gaps",
+    "offload",
+    "threads",
+    "surgery",
+    "masks",
+    "seeds",
+    "generation",
+    "batching",
+    "backends",
+    "kills",
+    "stalls",
+)
 """The modules of `attacks/` with `cases`."""
 PARTS = 6
 """Into how many jobs each family is split."""
@@ -38,24 +50,20 @@ PARTS = 6
 
 def judged(family: str, settings: Settings, part: int = 0, parts: int = 1, only: str = "") -> list[Verdict]:
     """Verdicts on one of so many parts of a family's cases, of those whose name contains `only`."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity(logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        quiet()
         cases = list(importlib.import_module(f"attacks.{family}").cases(settings))
         cases = [case for case in cases if only in case.name_in(family)]
         try:
             return [judge(family, case) for case in cases[len(cases) * part // parts : len(cases) * (part + 1) // parts]]
         finally:
-            clean_up()
+            end_elsewhere()
 
 
 def all_judged(families: list[str], settings: Settings, only: str, processes: int) -> Iterator[Verdict]:
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        jobs = [
-            pool.submit(judged, family, settings, part, PARTS, only) for part in range(PARTS) for family in families
-        ]
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        os.environ["TMPDIR"] = folder  # of the workers, which are started now; killed ones don't tidy up
+        jobs = [pool.submit(judged, family, settings, part, PARTS, only) for part in range(PARTS) for family in families]
         for job in tqdm(as_completed(jobs), total=len(jobs), unit="job"):
             yield from job.result()
 

@@ -1,19 +1,21 @@
 """A case: one attack on one model. Running it gives a verdict."""
 
 import functools
+import logging
 import multiprocessing
 import re
 import signal
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 import hf_posenc
@@ -161,17 +163,22 @@ def _place(error: Exception) -> str:
     return f"{Path(file).name}:{line}"
 
 
-FOLDERS = ExitStack()
-
-
 def new_folder() -> str:
-    """A folder that lives until `clean_up`."""
-    return FOLDERS.enter_context(tempfile.TemporaryDirectory())
+    """A folder that is deleted with all that the run writes."""
+    return tempfile.mkdtemp()
+
+
+def quiet() -> None:
+    """Leaves only the verdicts to be printed."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
 
 
 @functools.cache
 def _process() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=quiet)
 
 
 def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -179,11 +186,10 @@ def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
     return _process().submit(function, *arguments).result()
 
 
-def clean_up() -> None:
-    """Ends the other process, which a process can't end without, and deletes the folders."""
+def end_elsewhere() -> None:
+    """Ends that process: this one can't end before."""
     _process().shutdown()
     _process.cache_clear()
-    FOLDERS.close()
 
 
 def no_grad(run: Callable[..., Iterator[Comparison]], *arguments: Any) -> Callable[[], Iterator[Comparison]]:

@@ -59,9 +59,7 @@ def in_steps(it: Subject, side: str, ids_given: bool = False, static: bool = Fal
     def given(positions: Tensor) -> dict[str, Tensor]:
         return {"position_ids": positions} if ids_given else {}
 
-    logits = it.model(
-        ids, attention_mask=mask, past_key_values=cache, **given((mask.cumsum(-1) - 1).clamp(min=0))
-    ).logits
+    logits = it.model(ids, attention_mask=mask, past_key_values=cache, **given((mask.cumsum(-1) - 1).clamp(min=0))).logits
     expected = [it.expected(text[: len(prompt) + 5]) for text, prompt in zip(TEXTS, prompts, strict=True)]
     for row, prompt in enumerate(prompts):
         yield logits[row][mask[row].bool()], expected[row][: len(prompt)]
@@ -168,5 +166,3 @@ def prefix_tuned(it: Subject, side: str, generate: bool = False) -> Iterator[Com
         for row, prompt in enumerate(prompts):
             text = torch.cat([prompt, out.sequences[row, ids.shape[1] :]])
             yield torch.stack(out.logits)[:, row], oracle(input_ids=text[None]).logits[0, len(prompt) - 1 : -1]
-
-

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attacks.cases import Case, Comparison, Settings, no_grad
-from attacks.subjects import Subject, padded, stock, subject, tokens
+from attacks.subjects import padded, stock, subject, tokens
 
 TEXTS = [tokens(9, 1), tokens(6, 2)]
 CAUSAL = ("gpt2", "llama")
@@ -31,8 +31,12 @@ FORMS: dict[str, Callable[[Tensor, bool], Any]] = {
     "4-D bool": square,
     "4-D int": lambda shown, causal: square(shown, causal).long(),
     "4-D float of 0 and 1": lambda shown, causal: square(shown, causal).float(),
-    "4-D added": lambda shown, causal: torch.zeros(()).expand(square(shown, causal).shape).masked_fill(~square(shown, causal), LOWEST),
-    "4-D added, -inf": lambda shown, causal: torch.zeros(()).expand(square(shown, causal).shape).masked_fill(~square(shown, causal), -torch.inf),
+    "4-D added": lambda shown, causal: (
+        torch.zeros(()).expand(square(shown, causal).shape).masked_fill(~square(shown, causal), LOWEST)
+    ),
+    "4-D added, -inf": lambda shown, causal: (
+        torch.zeros(()).expand(square(shown, causal).shape).masked_fill(~square(shown, causal), -torch.inf)
+    ),
     "4-D added, by head": lambda shown, causal: FORMS["4-D added"](shown, causal).expand(-1, 4, -1, -1),
     "dict of 4-D": lambda shown, causal: {"full_attention": FORMS["4-D added"](shown, causal)},
     "dict of 2-D": lambda shown, causal: {"full_attention": shown},

@@ -23,7 +23,9 @@ def cases(settings: Settings) -> Iterator[Case]:
         "dispatch_model, layers on disk": lambda model: dispatched(model, ("h", "layers", "encoder")),
         "dispatch_model, all but layers on disk": lambda model: dispatched(model, ("h", "layers", "encoder"), others=True),
         "from_pretrained, auto": lambda model: loaded(model, device_map="auto", max_memory={"cpu": "1GB"}),
-        "from_pretrained, little memory": lambda model: loaded(model, device_map="auto", max_memory={"cpu": "40KB", "disk": "1GB"}),
+        "from_pretrained, little memory": lambda model: loaded(
+            model, device_map="auto", max_memory={"cpu": "40KB", "disk": "1GB"}
+        ),
         "from_pretrained, on the CPU": lambda model: loaded(model, device_map={"": "cpu"}),
         "from_pretrained, encoding on disk": lambda model: loaded(model, device_map=mapped(model, ("posenc",))),
         "from_pretrained, layers on disk": lambda model: loaded(model, device_map=mapped(model, ("h", "layers", "encoder"))),
