@@ -44,6 +44,12 @@ SWITCHES: dict[str, Callable[[Any], Any]] = {
     "an unknown name": lambda model: model.set_attn_implementation("nonsense"),
     "an unknown name, in the config": lambda model: through_config(model, "nonsense"),
 }
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "parent": lambda it: it,
+    "child": lambda it: it.decoder,
+    "base of a child": lambda it: it.decoder.base_model,
+}
+"""Where in an encoder-decoder model."""
 
 
 def cases(settings: Settings) -> Iterator[Case]:

@@ -1,5 +1,6 @@
 """`generate_batch`: continuous batching over a paged cache, in which requests lie behind one another."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +19,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     for implementation in IMPLEMENTATIONS:
         for host in ("gpt2", "llama"):
             for encoding in settings.encodings:
-
-                def run(
-                    host: str = host, encoding: str = encoding, implementation: str = implementation
-                ) -> Iterator[Comparison]:
-                    return batched(host, encoding, implementation)
+                run = functools.partial(batched, host, encoding, implementation)
 
                 def alone(host: str = host, implementation: str = implementation) -> bool:
                     return len(answers(stock(host, AutoModelForCausalLM), implementation)) == len(PROMPTS)

@@ -21,6 +21,12 @@ def square(shown: Tensor, causal: bool) -> Tensor:
     return (seen.tril() if causal else seen) | torch.eye(length, dtype=torch.bool)
 
 
+def added(shown: Tensor, causal: bool, lowest: float = LOWEST) -> Tensor:
+    """0 for what each token sees, the lowest value for the rest."""
+    seen = square(shown, causal)
+    return torch.zeros(seen.shape).masked_fill(~seen, lowest)
+
+
 FORMS: dict[str, Callable[[Tensor, bool], Any]] = {
     "2-D int": lambda shown, causal: shown,
     "2-D bool": lambda shown, causal: shown.bool(),
@@ -31,14 +37,10 @@ FORMS: dict[str, Callable[[Tensor, bool], Any]] = {
     "4-D bool": square,
     "4-D int": lambda shown, causal: square(shown, causal).long(),
     "4-D float of 0 and 1": lambda shown, causal: square(shown, causal).float(),
-    "4-D added": lambda shown, causal: (
-        torch.zeros(()).expand(square(shown, causal).shape).masked_fill(~square(shown, causal), LOWEST)
-    ),
-    "4-D added, -inf": lambda shown, causal: (
-        torch.zeros(()).expand(square(shown, causal).shape).masked_fill(~square(shown, causal), -torch.inf)
-    ),
-    "4-D added, by head": lambda shown, causal: FORMS["4-D added"](shown, causal).expand(-1, 4, -1, -1),
-    "dict of 4-D": lambda shown, causal: {"full_attention": FORMS["4-D added"](shown, causal)},
+    "4-D added": added,
+    "4-D added, -inf": lambda shown, causal: added(shown, causal, -torch.inf),
+    "4-D added, by head": lambda shown, causal: added(shown, causal).expand(-1, 4, -1, -1),
+    "dict of 4-D": lambda shown, causal: {"full_attention": added(shown, causal)},
     "dict of 2-D": lambda shown, causal: {"full_attention": shown},
 }
 

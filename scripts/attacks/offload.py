@@ -15,20 +15,19 @@ IDS = tokens(20).view(2, 10)
 
 
 def cases(settings: Settings) -> Iterator[Case]:
+    layers, little = ("h", "layers", "encoder"), {"cpu": "40KB", "disk": "1GB"}
     attacks: dict[str, Callable[[Any], Any]] = {
         "cpu_offload": lambda model: cpu_offload(model, CPU),
         "cpu_offload of its modules": lambda model: cpu_offload(model, CPU, offload_buffers=True),
         "disk_offload": lambda model: disk_offload(model, new_folder(), CPU),
         "disk_offload with buffers": lambda model: disk_offload(model, new_folder(), CPU, offload_buffers=True),
-        "dispatch_model, layers on disk": lambda model: dispatched(model, ("h", "layers", "encoder")),
-        "dispatch_model, all but layers on disk": lambda model: dispatched(model, ("h", "layers", "encoder"), others=True),
+        "dispatch_model, layers on disk": lambda model: dispatched(model, layers),
+        "dispatch_model, all but layers on disk": lambda model: dispatched(model, layers, others=True),
         "from_pretrained, auto": lambda model: loaded(model, device_map="auto", max_memory={"cpu": "1GB"}),
-        "from_pretrained, little memory": lambda model: loaded(
-            model, device_map="auto", max_memory={"cpu": "40KB", "disk": "1GB"}
-        ),
+        "from_pretrained, little memory": lambda model: loaded(model, device_map="auto", max_memory=little),
         "from_pretrained, on the CPU": lambda model: loaded(model, device_map={"": "cpu"}),
         "from_pretrained, encoding on disk": lambda model: loaded(model, device_map=mapped(model, ("posenc",))),
-        "from_pretrained, layers on disk": lambda model: loaded(model, device_map=mapped(model, ("h", "layers", "encoder"))),
+        "from_pretrained, layers on disk": lambda model: loaded(model, device_map=mapped(model, layers)),
         "disk_offload, save, load": lambda model: loaded(disk_offload(model, new_folder(), CPU)),
     }
     for attack, change in attacks.items():
