@@ -1,5 +1,6 @@
 """Attention implementations, switched in every place where Transformers can: the encoding stays, or there is an error."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +51,12 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "base of a child": lambda it: it.decoder.base_model,
 }
 """Where in an encoder-decoder model."""
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "parent": lambda it: it,
+    "child": lambda it: it.decoder,
+    "base of a child": lambda it: it.decoder.base_model,
+}
+"""Where in an encoder-decoder model."""
 
 
 def cases(settings: Settings) -> Iterator[Case]:
@@ -57,19 +64,12 @@ def cases(settings: Settings) -> Iterator[Case]:
         for host in ("bert", "gpt2", "llama", "distilbert"):
             for encoding in settings.encodings:
                 run = no_grad(switched, host, encoding, switch)
-                yield Case(attack, host, encoding, run, stock=lambda host=host, switch=switch: used(host, switch))
-    places: dict[str, Callable[[Any], Any]] = {
-        "parent": lambda it: it,
-        "child": lambda it: it.decoder,
-        "base of a child": lambda it: it.decoder.base_model,
-    }
-    for place, at in places.items():
+                yield Case(attack, host, encoding, run, stock=functools.partial(used, host, switch))
+    for place, at in PLACES.items():
         for attack, switch in SWITCHES.items():
             for encoding in settings.encodings:
-                run = no_grad(within, encoding, switch, at)
-                yield Case(
-                    f"{attack}, {place}", "encoder-decoder", encoding, run, stock=lambda s=switch, at=at: used_within(s, at)
-                )
+                run, alone = no_grad(within, encoding, switch, at), functools.partial(used_within, switch, at)
+                yield Case(f"{attack}, {place}", "encoder-decoder", encoding, run, stock=alone)
 
 
 def switched(host: str, encoding: str, switch: Callable[[Any], Any]) -> Iterator[Comparison]:

@@ -41,8 +41,11 @@ def cases(settings: Settings) -> Iterator[Case]:
     for attack, run in attacks.items():
         for host in ("gpt2", "llama"):
             for encoding in settings.encodings:
-                attacked = no_grad(lambda host=host, encoding=encoding, run=run: run(made(host, encoding)))
-                yield Case(attack, host, encoding, attacked)
+                yield Case(attack, host, encoding, no_grad(on, run, host, encoding))
+
+
+def on(attack: Any, host: str, encoding: str) -> Iterator[Comparison]:
+    return attack(made(host, encoding))
 
 
 def made(host: str, encoding: str) -> Subject:

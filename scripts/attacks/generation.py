@@ -3,6 +3,7 @@
 Each token must have been chosen from the logits that one forward pass over the row's text gives.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from attacks.cases import Case, Comparison, Settings, no_grad
-from attacks.subjects import Subject, drawn, padded, subject, tokens
+from attacks.subjects import ITSELF, Subject, drawn, padded, subject, tokens
 
 PROMPTS = [tokens(9, 1), tokens(6, 2)]
 HOSTS = ("gpt2", "llama", "mistral", "roberta")
@@ -37,12 +38,15 @@ def cases(settings: Settings) -> Iterator[Case]:
             for mode in MODES:
                 for padding in (False, True):
                     run = no_grad(generated, host, encoding, mode, padding)
-                    yield Case(
-                        f"{mode}, left-padded" if padding else mode, host, encoding, run, stock=plain(host, mode, padding)
-                    )
+                    attack = f"{mode}, left-padded" if padding else mode
+                    yield Case(attack, host, encoding, run, stock=functools.partial(plain, host, mode, padding))
             for attack, function in others.items():
-                run = no_grad(lambda h=host, e=encoding, function=function: function(made(h, e)))
-                yield Case(f"cache: {attack}", host, encoding, run, stock=lambda h=host, f=function: works(f, h))
+                run = no_grad(on, function, host, encoding)
+                yield Case(f"cache: {attack}", host, encoding, run, stock=functools.partial(works, function, host))
+
+
+def on(attack: Any, host: str, encoding: str) -> Iterator[Comparison]:
+    return attack(made(host, encoding))
 
 
 def made(host: str, encoding: str) -> Subject:
@@ -51,12 +55,12 @@ def made(host: str, encoding: str) -> Subject:
 
 def plain(host: str, mode: str, padding: bool) -> Any:
     """The same call of a stock model."""
-    return lambda: answer(made(host, "itself").oracle, host, mode, padding) is not None
+    return answer(made(host, ITSELF).oracle, host, mode, padding)
 
 
 @torch.no_grad()
 def works(function: Any, host: str) -> None:
-    oracle = made(host, "itself").oracle
+    oracle = made(host, ITSELF).oracle
     list(function(Subject(oracle, oracle)))
 
 
@@ -109,7 +113,7 @@ def reordered(it: Subject) -> Iterator[Comparison]:
     ids, mask = padded(PROMPTS, "left")
     cache, order = DynamicCache(config=it.model.config), torch.tensor([1, 1])
     it.model(ids, attention_mask=mask, past_key_values=cache, **counted(it, mask))
-    cache.reorder_cache(order)
+    cache.reorder_cache(order)  # type: ignore[arg-type]
     mask, new = mask[order], tokens(4, 7).view(2, 2)
     for step in range(2):
         mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ def pair(attack: str) -> tuple[str, float, Tensor, Tensor]:
 
 
 def copied(folder: str) -> str:
-    return shutil.copytree(folder, Path(new_folder(), "model"))
+    return shutil.copytree(folder, f"{new_folder()}/model")
 
 
 def killed(attack: str, part: float, in_another_process: bool) -> Iterator[Comparison]:

@@ -1,5 +1,6 @@
 """Accelerate's offloading: parts of a model on disk, or in memory until they are used. A CPU stands for the accelerator."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +35,11 @@ def cases(settings: Settings) -> Iterator[Case]:
         for host in ("bert", "gpt2", "llama"):
             for encoding in settings.encodings:
                 run = no_grad(offloaded, host, encoding, change)
-                yield Case(attack, host, encoding, run, stock=lambda host=host, change=change: change(stock(host))(IDS))
+                yield Case(attack, host, encoding, run, stock=functools.partial(alone, host, change))
+
+
+def alone(host: str, change: Callable[[Any], Any]) -> Any:
+    return change(stock(host))(IDS)
 
 
 def offloaded(host: str, encoding: str, change: Callable[[Any], Any]) -> Iterator[Comparison]:

@@ -65,8 +65,8 @@ def cases(settings: Settings) -> Iterator[Case]:
 
 
 @functools.cache
-def patched(kind: type[Own]) -> Any:
-    return hf_posenc.patch(stock("bert"), kind.type)
+def patched(encoding: str) -> Any:
+    return hf_posenc.patch(stock("bert"), encoding)
 
 
 def changed(kind: type[Own], change: Any) -> Iterator[Comparison]:
@@ -74,7 +74,7 @@ def changed(kind: type[Own], change: Any) -> Iterator[Comparison]:
     model = hf_posenc.patch(stock("bert"), kind.type)
     before = model(IDS)[0]
     if kind in FIXED:
-        yield before, patched(Reference)(IDS)[0]
+        yield before, patched(Reference.type)(IDS)[0]
     else:
         yield sound(model), True
     yield change(model)(IDS)[0], before
@@ -129,14 +129,14 @@ def output(folder: str) -> Tensor:
 
 
 def in_another_process(kind: type[Own]) -> Iterator[Comparison]:
-    model = patched(kind)
+    model = patched(kind.type)
     yield elsewhere(output, saved(model)), model(IDS)[0]
 
 
 @functools.cache
 def all_without_hf_posenc() -> dict[str, Any]:
     """Name of an encoding -> the output of its model in a process that can't import hf-posenc, or the error there."""
-    folders = {saved(patched(kind)): kind.type for kind in (*FIXED, *DRAWN)}
+    folders = {saved(patched(kind.type)): kind.type for kind in (*FIXED, *DRAWN)}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "ids.pt")
         torch.save(IDS, file)
@@ -149,7 +149,7 @@ def without_hf_posenc(kind: type[Own]) -> Iterator[Comparison]:
     result = all_without_hf_posenc()[kind.type]
     if isinstance(result, str):
         raise RuntimeError(result)
-    yield result, patched(kind)(IDS)[0]
+    yield result, patched(kind.type)(IDS)[0]
 
 
 @contextmanager

@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# torch types each attribute of a module as Tensor | Module.
 """Encodings as users write them: the same bias, its slopes made in `__init__` in every way that torch has.
 
 The bias on a score is the distance times a slope for each head. `Reference` computes the slopes when they are needed; those in
@@ -26,7 +28,7 @@ class Own(hf_posenc.PositionEncoding):
         """Make what the slopes are computed from."""
 
     def slopes(self) -> Tensor:
-        return self.values  # type: ignore[return-value]
+        return self.values
 
     def distance_bias(self, distance: Tensor) -> Tensor:
         return -self.slopes().to(distance.device, torch.float32)[:, None] * distance.abs()
@@ -52,7 +54,7 @@ class Arange(Own, type="attack-arange"):
         self.register_buffer("values", torch.arange(1, self.heads + 1), persistent=False)
 
     def slopes(self) -> Tensor:
-        return self.values * 0.1  # type: ignore[operator]
+        return self.values * 0.1
 
 
 class Half(Own, type="attack-half-buffer"):
@@ -163,8 +165,8 @@ class Lazy(Own, type="attack-made-in-forward"):
 
     def slopes(self) -> Tensor:
         if self.values is None:
-            self.values = slopes(self.heads)  # type: ignore[assignment]
-        return self.values  # type: ignore[return-value]
+            self.values = slopes(self.heads)
+        return self.values
 
 
 class DrawnLinear(Own, type="attack-linear"):

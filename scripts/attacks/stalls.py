@@ -135,7 +135,7 @@ def push(endpoint: str) -> Any:
     constants.ENDPOINT, constants.HF_HUB_DISABLE_XET, constants.HF_HUB_CACHE = endpoint, True, new_folder()
     constants.HUGGINGFACE_CO_URL_TEMPLATE = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     known = inspect.signature(hf_posenc.push_to_hub).parameters
-    patience = {name: value for name, value in (("timeout", PATIENCE), ("deadline", DEADLINE)) if name in known}
+    patience: dict[str, Any] = {name: value for name, value in (("timeout", PATIENCE), ("deadline", DEADLINE)) if name in known}
     try:
         return hf_posenc.push_to_hub(model(), f"{USER}/model", token=TOKEN, **patience).oid
     except Exception as error:

@@ -51,8 +51,8 @@ def encodings() -> tuple[str, ...]:
 class Subject:
     """model: the one that is attacked. oracle: one that shares nothing with it, called once on whole texts without padding."""
 
-    model: PreTrainedModel
-    oracle: PreTrainedModel
+    model: Any
+    oracle: Any
 
     def expected(self, ids: Tensor, **more: Any) -> Tensor:
         """`[L] -> [L, D]`: the first output for one text."""
@@ -88,13 +88,13 @@ def drawn(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
     return model
 
 
-def as_itself(model: PreTrainedModel, host: str) -> PreTrainedModel:
+def as_itself(model: PreTrainedModel, host: str) -> Any:
     """A stock model patched with the positions that it has."""
     if host in ("llama", "mistral"):
         return hf_posenc.patch(model, "rope", theta=model.config.rope_parameters["rope_theta"])
     if host != "mpnet":
         return hf_posenc.patch(model, "learned", init="host")
-    new = hf_posenc.patch(model, "learned+t5", learned__init="host")
+    new: Any = hf_posenc.patch(model, "learned+t5", learned__init="host")
     with torch.no_grad():
         new.base_model.posenc.t5.weight.copy_(model.base_model.encoder.relative_attention_bias.weight)
     return new

@@ -25,7 +25,11 @@ def cases(settings: Settings) -> Iterator[Case]:
     for attack, run in attacks.items():
         for host in ("bert", "gpt2", "llama") if run is not caches else ("gpt2", "llama"):
             for encoding in settings.encodings:
-                yield Case(attack, host, encoding, no_grad(lambda h=host, e=encoding, run=run: run(made(h, e))))
+                yield Case(attack, host, encoding, no_grad(on, run, host, encoding))
+
+
+def on(attack: Any, host: str, encoding: str) -> Iterator[Comparison]:
+    return attack(made(host, encoding))
 
 
 def made(host: str, encoding: str) -> Subject:
