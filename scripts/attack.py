@@ -13,6 +13,7 @@ import argparse
 import importlib
 import multiprocessing
 import os
+import re
 import sys
 import warnings
 from collections import Counter
@@ -80,7 +81,7 @@ def report(verdicts: list[Verdict], settings: Settings) -> str:
         lines.append(f"{family + ': ' + attack:56}" + row)
     lines += ["", *_by_encoding(verdicts, settings)]
     for outcome in (REFUSED, STOCK_TOO):
-        said = Counter((each.family, each.note) for each in verdicts if each.outcome == outcome)
+        said = Counter((each.family, re.sub(r"\d+", "0", each.note)) for each in verdicts if each.outcome == outcome)
         lines += ["", f"{sum(said.values())} {outcome}"]
         lines += [f"{count:6} {family}: {note[:110]}" for (family, note), count in sorted(said.items())]
     faults = sorted((each for each in verdicts if each.outcome in FAULTS), key=_order)

@@ -51,12 +51,6 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "base of a child": lambda it: it.decoder.base_model,
 }
 """Where in an encoder-decoder model."""
-PLACES: dict[str, Callable[[Any], Any]] = {
-    "parent": lambda it: it,
-    "child": lambda it: it.decoder,
-    "base of a child": lambda it: it.decoder.base_model,
-}
-"""Where in an encoder-decoder model."""
 
 
 def cases(settings: Settings) -> Iterator[Case]:
