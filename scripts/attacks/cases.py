@@ -1,6 +1,7 @@
 """A case: one attack on one model. Running it gives a verdict."""
 
 import functools
+import inspect
 import logging
 import multiprocessing
 import re
@@ -45,7 +46,7 @@ class Case:
     host, encoding: of the model, by the names of `subjects`; or what else is attacked.
     run: yields the comparisons; all must hold. None: the attack doesn't apply here.
     stock: the same call of a stock model: if it raises the same error, or yields False, the fault isn't the encoding's.
-    refusals: the errors that are documented for what is attacked. limit: seconds until the case counts as hanging.
+    limit: seconds until the case counts as hanging. same: as SAME, where it is another.
     """
 
     attack: str
@@ -53,7 +54,6 @@ class Case:
     encoding: str
     run: Callable[[], Iterator[Comparison]]
     stock: Callable[[], Any] | None = None
-    refusals: tuple[type[Exception], ...] = (ValueError,)
     limit: float = 60.0
     same: float = SAME
 
@@ -77,6 +77,10 @@ class Verdict:
         return "/".join((self.family, self.attack, self.host, self.encoding))
 
 
+class Refused(Exception):
+    """Raised by a case in which another process ended by an error that is documented."""
+
+
 class Hanging(BaseException):
     """Raised in a case that takes longer than its limit; no `except Exception` on the way stops it."""
 
@@ -98,7 +102,9 @@ def judge(family: str, case: Case) -> Verdict:
         return verdict(HANG, f"not done in {case.limit:g} s")
     except Exception as error:
         note = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        if isinstance(error, case.refusals) and _has_remedy(error):
+        if isinstance(error, Refused):
+            return verdict(REFUSED, str(error))
+        if isinstance(error, ValueError) and _has_remedy(error):
             return verdict(REFUSED, note)
         note += f" [{_place(error)}]"
         return verdict(STOCK_TOO if _stock_fails(case, error) else CRASH, note)
@@ -148,7 +154,7 @@ def _stock_fails(case: Case, error: Exception | None) -> bool:
 
 def _has_remedy(error: Exception) -> bool:
     """Whether hf-posenc itself raised it, with a message that goes on after what is wrong."""
-    raised_here = Path(_raised_in(error)[0]).is_relative_to(Path(hf_posenc.__file__).parent)
+    raised_here = Path(_raised_in(error)[0]).is_relative_to(Path(inspect.getfile(hf_posenc.patch)).parent)
     return raised_here and any(mark in str(error) for mark in (": ", "; "))
 
 
