@@ -86,6 +86,7 @@ def test_outcomes(name):
     assert judge("a", Case("b", "c", "d", run, stock=stock, limit=0.2)).outcome == outcome
 
 
+@pytest.mark.slow
 def test_the_exit_status_tells_of_faults():
     code = "import sys, runpy; sys.argv = ['attack.py', *sys.argv[1:]]; sys.path.insert(0, {!r})\n" + (
         "try: runpy.run_path({!r}, run_name='__main__')\nexcept SystemExit as end: print('status', int(end.code or 0))"

@@ -96,7 +96,11 @@ def judge(family: str, case: Case) -> Verdict:
         for compared in comparisons:
             apart = _apart(*compared)
             if not apart <= case.same:
-                note = f"differs by {apart:.2g} of the largest value" if isinstance(compared[0], Tensor) else str(compared[0])
+                note = (
+                    f"differs by {apart:.2g} of the largest value"
+                    if isinstance(compared[0], Tensor)
+                    else f"it gave {compared[0]}"
+                )
                 return verdict(STOCK_TOO if _stock_fails(case, None) else WRONG, note)
     except Hanging:
         return verdict(HANG, f"not done in {case.limit:g} s")
