@@ -1,0 +1,1 @@
+"""Attempts to break a patched model, one family of attacks per file, for `attack.py`."""
