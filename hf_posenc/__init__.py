@@ -12,6 +12,7 @@ from hf_posenc.cards import model_card  # noqa: E402
 from hf_posenc.diagnostics import inspect  # noqa: E402
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
+from hf_posenc.extension import extend  # noqa: E402
 from hf_posenc.hub import push_to_hub  # noqa: E402
 from hf_posenc.patching import patch, unpatch  # noqa: E402
 from hf_posenc.sources import HostRefused  # noqa: E402
@@ -22,6 +23,7 @@ __all__ = [
     "PositionEmbedding",
     "PositionEncoding",
     "TokenPositionEmbedding",
+    "extend",
     "inspect",
     "list_encodings",
     "model_card",

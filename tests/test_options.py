@@ -621,6 +621,7 @@ ORDER = [
     {"install", "transfer"},
     {"modeling"},
     {"patching"},
+    {"extension"},
     {"diagnostics"},
     {"evaluation", "commits"},
     {"cards"},
