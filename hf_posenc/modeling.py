@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc import attention, structure, transfer
+from hf_posenc import attention, loading, structure, transfer
 from hf_posenc import spec as specs
 from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
@@ -121,18 +121,19 @@ class PosEncModelMixin(EncodingModelMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a patched checkpoint; or a stock one with `position_encoding=…`, the same as `patch` after loading."""
-        if "position_encoding" in kwargs and not isinstance(kwargs.get("config"), PreTrainedConfig):
-            stock, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **_hub_kwargs(kwargs))
-            if stock.get("model_type") == cls.host_class.config_class.model_type:
-                spec = specs.PositionSpec.parse(kwargs.pop("position_encoding"))
-                kwargs.setdefault("use_safetensors", True)
-                loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-                model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
-                transfer.refuse_wrapped(model)
-                patched = transfer.to_derived(model, cls, spec)
-                return (patched, *info) if info else patched
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        """Load a patched checkpoint; or a stock one with `position_encoding=…`, the same as `patch` after loading.
+
+        The encoding may stand in a `config`, too, which is then a derived one.
+        """
+        kwargs, spec = loading.resolved(cls, pretrained_model_name_or_path, kwargs)
+        if spec is None:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        kwargs.setdefault("use_safetensors", True)
+        loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
+        transfer.refuse_wrapped(model)
+        patched = transfer.to_derived(model, cls, spec)
+        return (patched, *info) if info else patched
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         before = self.config._attn_implementation
@@ -155,11 +156,6 @@ class PosEncModelMixin(EncodingModelMixin):
     def _can_set_attn_implementation(cls) -> bool:
         # Judged by the source of the host's module, which this class is not in.
         return cls.host_class._can_set_attn_implementation()
-
-
-def _hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-    return {name: kwargs[name] for name in names if name in kwargs}
 
 
 def __getattr__(name: str) -> Any:

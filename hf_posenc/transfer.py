@@ -105,13 +105,7 @@ def to_stock(model: Any, stock: Any) -> Any:
         raise ValueError(
             f"the host's own positions were not kept in this model: take them from {base}, or patch with keep_host=True"
         )
-    config = copy.deepcopy(model.config)
-    config.__class__ = stock.config_class
-    specs.erase(config)
-    vars(config).pop("auto_map", None)
-    if host.rows is not None:
-        setattr(config, LENGTH_FIELD, host.rows)
-    unpatched = shell(stock, config)
+    unpatched = shell(stock, stock_config(model.config, stock))
     share(model, unpatched)
     for name, stack in model.named_modules():
         if structure.is_patched(stack) and "host" in stack.posenc._modules:
@@ -127,6 +121,18 @@ def to_stock(model: Any, stock: Any) -> Any:
             stacklevel=3,
         )
     return unpatched
+
+
+def stock_config(config: Any, stock: Any) -> Any:
+    """The config of a model of the class `stock` with this derived config."""
+    host = specs.read(config).host if config.position_encoding is not None else None
+    config = copy.deepcopy(config)
+    config.__class__ = stock.config_class
+    specs.erase(config)
+    vars(config).pop("auto_map", None)
+    if host is not None and host.rows is not None:
+        setattr(config, LENGTH_FIELD, host.rows)
+    return config
 
 
 def fingerprint(found: structure.Structure) -> str:

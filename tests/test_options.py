@@ -619,6 +619,7 @@ ORDER = [
     {"written_out", "positions", "embedding"},
     {"structure", "injection"},
     {"install", "transfer"},
+    {"loading"},
     {"modeling"},
     {"patching"},
     {"extension"},
