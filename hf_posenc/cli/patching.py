@@ -44,24 +44,11 @@ def patch(
 
     [bold]hf-posenc patch bert-base-uncased sinusoidal+alibi --option sinusoidal__base=5000 --output-dir both[/]
     """
-    _check_output_dir(output_dir, overwrite)
+    check_output_dir(output_dir, overwrite)
     chosen = _encoding(encoding, option or [])
     some = {} if layers is None else {"layers": _value(layers)}
     patched = hf_posenc.patch(load(model), chosen, max_length=max_length, inject=inject, keep_host=keep_host, **some)
-    tokenizer, pooling = load_tokenizer(model), has_file(model, "modules.json")
-    report = hf_posenc.inspect(patched)
-    with _replaced_when_complete(output_dir) as folder:
-        patched.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.model_max_length = report.model_max_length
-            tokenizer.save_pretrained(folder)
-    console.print(str(report), markup=False)
-    missing = " (there was no tokenizer beside the model)" if tokenizer is None else ""
-    console.print(f"saved to {output_dir}{missing}", markup=False)
-    if pooling:
-        console.print(
-            "Its sentence-transformers modules (pooling) are not saved: hf_posenc.patch(SentenceTransformer(…), …) keeps them."
-        )
+    save(patched, model, output_dir, "patch")
     console.print("A trained model has lost its sense of order now: fine-tune it, or distil it from its original.")
 
 
@@ -77,6 +64,24 @@ def load(model: str) -> PreTrainedModel:
 def load_tokenizer(model: str) -> Any:
     """The tokenizer saved with a model, or None. (Without files, AutoTokenizer would return an empty one.)"""
     return AutoTokenizer.from_pretrained(model) if any(has_file(model, name) for name in TOKENIZER_FILES) else None
+
+
+def save(changed: PreTrainedModel, source: str, output_dir: Path, call: str) -> None:
+    """Saves a model with the tokenizer of the one it was made from, by this function of the API, and reports on it."""
+    tokenizer, pooling = load_tokenizer(source), has_file(source, "modules.json")
+    report = hf_posenc.inspect(changed)
+    with _replaced_when_complete(output_dir) as folder:
+        changed.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.model_max_length = report.model_max_length
+            tokenizer.save_pretrained(folder)
+    console.print(str(report), markup=False)
+    missing = " (there was no tokenizer beside the model)" if tokenizer is None else ""
+    console.print(f"saved to {output_dir}{missing}", markup=False)
+    if pooling:
+        console.print(
+            f"Its sentence-transformers modules (pooling) are not saved: hf_posenc.{call}(SentenceTransformer(…), …) keeps them."
+        )
 
 
 def _encoding(given: str, options: list[str]) -> dict[str, Any]:
@@ -108,7 +113,7 @@ def _parsed(encoding: str) -> dict[str, Any]:
         raise ValueError(f"{encoding!r} is no JSON: {error}") from None
 
 
-def _check_output_dir(output_dir: Path, overwrite: bool) -> None:
+def check_output_dir(output_dir: Path, overwrite: bool) -> None:
     if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
         return
     if not output_dir.is_dir():
