@@ -46,9 +46,9 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
                 f"hf_posenc.{cls.config_class.__name__}.from_pretrained({str(path)!r}, …)"
             )
         given = [each for each in (saved.get("position_encoding"), config.position_encoding, encoding) if each is not None]
-        if given:
+        if given and (merged := _as_saved(*given)) != config.position_encoding:
             config = copy.deepcopy(config)
-            specs.write(config, _as_saved(*given))
+            specs.write(config, PositionSpec.parse(merged))
         return _with(kwargs, config), None
     if derived:
         if not saved and encoding is None:
@@ -89,13 +89,13 @@ def _is_patched(cls: Any, saved: dict[str, Any]) -> bool:
     return saved.get("model_type") == cls.config_class.model_type
 
 
-def _as_saved(saved: Any, *given: Any) -> PositionSpec:
+def _as_saved(saved: Any, *given: Any) -> Any:
     """The encoding as saved, with what is given on loading. Raises ValueError for another type than was saved."""
     encoding = saved
     for each in given:
         encoding = specs.merged(encoding, each)
-    spec = PositionSpec.parse(encoding)
-    return spec if spec.host else replace(spec, host=PositionSpec.parse(saved).host)
+    host = saved.get("host") if isinstance(saved, dict) else None
+    return encoding if encoding.get("host") else {**encoding, "host": host}
 
 
 def _agreed(encoding: Any, in_config: Any) -> Any:

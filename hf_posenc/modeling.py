@@ -22,7 +22,7 @@ from hf_posenc import spec as specs
 from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
-from hf_posenc.encodings import check_size
+from hf_posenc.encodings import check_size, meant
 from hf_posenc.install import install, refusal
 from hf_posenc.sources import Source
 
@@ -162,10 +162,12 @@ def __getattr__(name: str) -> Any:
     """`PosEnc<HostClass>` for any config or model class of Transformers, made once and then an ordinary attribute."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    host = getattr(transformers, name.removeprefix(PREFIX), None)
+    called = name.removeprefix(PREFIX)
+    host = getattr(transformers, called, None)
     if isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel)):
         return derive(host)
-    raise AttributeError(f"there is no class {name.removeprefix(PREFIX)!r} in Transformers to derive {name!r} from")
+    near = meant(called, dir(transformers))
+    raise AttributeError(f"there is no class {called!r}{near} in Transformers to derive {name!r} from")
 
 
 def derive(host: Any) -> Any:

@@ -310,6 +310,7 @@ def test_help():
     shown = run("--help")
     assert all(name in shown for name in ("list", "inspect", "patch", "unpatch", "extend", "card", "push"))
     assert "Missing option" in run("patch", "model", "alibi", code=2)
+    assert "Did you mean 'extend'?" in run("extnd", code=2) and "--max-length" in run("extend", "x", "--max-lenth", 3, code=2)
 
 
 @pytest.mark.parametrize("name", ["list", "inspect", "patch", "unpatch", "extend", "card", "push"])
@@ -399,4 +400,4 @@ def test_what_is_there_is_kept(folders, tmp_path, name):
     patched("bert", "alibi").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "modules.json").write_text("[]")
     shown = run(name[0], tmp_path / "model", *name[1:], "--output-dir", tmp_path / "model", "--overwrite")
-    assert f"hf_posenc.{name[0]}(SentenceTransformer" in shown and not (tmp_path / "model" / "modules.json").exists()
+    assert f"hf_posenc.{name[0]} of the SentenceTransformer" in shown and not (tmp_path / "model" / "modules.json").exists()

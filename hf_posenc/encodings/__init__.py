@@ -12,6 +12,7 @@ from hf_posenc.encodings.options import (
     checked_value,
     described,
     listed,
+    meant,
     refuse_oversized,
     shown,
 )
