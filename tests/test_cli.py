@@ -400,4 +400,4 @@ def test_what_is_there_is_kept(folders, tmp_path, name):
     patched("bert", "alibi").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "modules.json").write_text("[]")
     shown = run(name[0], tmp_path / "model", *name[1:], "--output-dir", tmp_path / "model", "--overwrite")
-    assert f"hf_posenc.{name[0]} of the SentenceTransformer" in shown and not (tmp_path / "model" / "modules.json").exists()
+    assert f"hf_posenc.{name[0]}(SentenceTransformer)" in shown and not (tmp_path / "model" / "modules.json").exists()

@@ -223,6 +223,17 @@ def test_an_older_config_has_no_type(folders, expected, tmp_path):
     assert_equal(first(Model.from_pretrained(tmp_path, position_encoding=ROPE)(tokens())), expected)
 
 
+def test_an_encoding_saved_by_its_name(folders, tmp_path):
+    """As a hand may write it."""
+    Model.from_pretrained(folders / "longer").save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "position_encoding": "rope"}))
+    for keywords in {"position_encoding": "alibi"}, {"config": config("alibi")}:
+        with pytest.raises(ValueError, match="'rope' encoding, not 'alibi'"):
+            Model.from_pretrained(tmp_path, **keywords)
+    assert Model.from_pretrained(tmp_path, config=config("rope")).config.position_spec.type == "rope"
+
+
 def test_spread_over_devices(folders, tmp_path):
     """Weights in several places can't be shared: refused, with the way that works."""
     places = {"embeddings": "cpu", "encoder": "disk", "pooler": "cpu"}

@@ -80,7 +80,7 @@ def save(changed: PreTrainedModel, source: str, output_dir: Path, call: str) -> 
     console.print(f"saved to {output_dir}{missing}", markup=False)
     if pooling:
         console.print(
-            f"Its sentence-transformers modules (pooling) are not saved: hf_posenc.{call} of the SentenceTransformer keeps them."
+            f"Its sentence-transformers modules (pooling) are not saved; hf_posenc.{call}(SentenceTransformer) keeps them."
         )
 
 

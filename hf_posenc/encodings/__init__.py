@@ -43,6 +43,7 @@ __all__ = [
     "encoding_class",
     "list_encodings",
     "listed",
+    "meant",
     "options_of",
     "positions_of",
     "refuse_oversized",
