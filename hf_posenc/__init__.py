@@ -12,6 +12,8 @@ from hf_posenc.cards import model_card  # noqa: E402
 from hf_posenc.diagnostics import inspect  # noqa: E402
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
+from hf_posenc.encodings import meant as _meant  # noqa: E402
+from hf_posenc.extension import extend  # noqa: E402
 from hf_posenc.hub import push_to_hub  # noqa: E402
 from hf_posenc.patching import patch, unpatch  # noqa: E402
 from hf_posenc.sources import HostRefused  # noqa: E402
@@ -22,6 +24,7 @@ __all__ = [
     "PositionEmbedding",
     "PositionEncoding",
     "TokenPositionEmbedding",
+    "extend",
     "inspect",
     "list_encodings",
     "model_card",
@@ -37,4 +40,9 @@ def __getattr__(name: str) -> Any:
     """`hf_posenc.PosEnc<HostClass>`, made when it is first asked for."""
     if name.startswith(_modeling.PREFIX):
         return getattr(_modeling, name)
-    raise AttributeError(f"module 'hf_posenc' has no attribute {name!r}")
+    raise AttributeError(f"module 'hf_posenc' has no attribute {name!r}{_meant(name, __all__)}")
+
+
+def __dir__() -> list[str]:
+    """The public names, without the modules that hold them."""
+    return [*__all__, "__version__"]

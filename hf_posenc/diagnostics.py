@@ -1,15 +1,21 @@
 """`inspect`: a report on how a model knows word order."""
 
+import json
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import transformers
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from torch import nn
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
+from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
 from hf_posenc import attention, structure
 from hf_posenc.embedding import PositionEmbedding
+from hf_posenc.patching import holds_a_model
 
 
 @dataclass(frozen=True)
@@ -59,18 +65,17 @@ class Report:
         return "\n".join(lines)
 
 
-def inspect(model: PreTrainedModel | str | os.PathLike[str]) -> Report:
+def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Report:
     """How a model knows word order: its encoding, where it enters, the usable length, and what is ignored.
 
     Args:
-        model: a model, patched or not, or the folder or Hub id of one (its config is read, no weights).
+        model: a model, patched or not, also within a SentenceTransformer, a PEFT model or another wrapper; or the config,
+            folder or Hub id of one (no weights are read). A PEFT adapter's report is that of its base.
 
     Raises:
-        ValueError: a model whose sources of position hf_posenc can't take over.
+        ValueError: a model whose sources of position hf_posenc can't take over, or one that is made of several models.
     """
-    if not isinstance(model, PreTrainedModel):
-        with init_empty_weights():
-            return inspect(AutoModel.from_config(AutoConfig.from_pretrained(model)))
+    model = _unwrapped(model) if isinstance(model, nn.Module) else _without_weights(model)
     config = model.config
     if isinstance(model, PositionEmbedding):
         options = {name: value for name, value in config.position_encoding.items() if name != "type"}
@@ -79,6 +84,11 @@ def inspect(model: PreTrainedModel | str | os.PathLike[str]) -> Report:
     stacks = {name: module for name, module in model.named_modules() if structure.is_patched(module)}
     if not stacks:
         return _stock_report(model)
+    if not hasattr(config, "position_spec"):
+        raise ValueError(
+            f"{type(model).__name__} is made of several models, each with positions of its own: inspect them one by one, "
+            f"hf_posenc.inspect(model.{next(iter(stacks))})"
+        )
     stack = next(iter(stacks.values()))
     spec = stack.config.position_spec
     return Report(
@@ -96,6 +106,47 @@ def inspect(model: PreTrainedModel | str | os.PathLike[str]) -> Report:
         ignored=_ignored(config),
         layers={part: _layers_of(stack, part) for part in spec.layers},
     )
+
+
+def _unwrapped(module: nn.Module) -> PreTrainedModel:
+    """The Transformers model in what other libraries wrap around it."""
+    inner: Any = module
+    while not isinstance(inner, PreTrainedModel):
+        if holds_a_model(inner):
+            inner = inner[0].model
+        elif hasattr(inner, "get_base_model"):  # PEFT
+            inner = inner.get_base_model()
+        else:  # torch.compile, DDP, our TokenPositionEmbedding
+            parts = (getattr(inner, name, None) for name in ("_orig_mod", "module", "positions"))
+            found = next((part for part in parts if isinstance(part, nn.Module)), None)
+            if found is None:
+                raise ValueError(
+                    f"{type(module).__name__} is not, and wraps, no model of Transformers: inspect the model itself"
+                )
+            inner = found
+    return inner
+
+
+def _without_weights(source: Any) -> PreTrainedModel:
+    """The model of a config, a folder or a Hub id, its parameters on the meta device."""
+    if isinstance(source, (str, os.PathLike)):
+        found, _ = PreTrainedConfig.get_config_dict(source)
+        if not found:
+            adapter = find_adapter_config_file(str(source))
+            if adapter is None:
+                raise ValueError(f"{source} has no {CONFIG_NAME}: give the folder or Hub id of a saved model")
+            source = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        source = AutoConfig.from_pretrained(source)
+    if not isinstance(source, PreTrainedConfig):
+        raise ValueError(f"a model is needed, or the config, folder or Hub id of one, not {source!r}")
+    with init_empty_weights():
+        if type(source) in MODEL_MAPPING:
+            return AutoModel.from_config(source)
+        # EncoderDecoderModel and its like are in no list of the Auto classes.
+        built = next(filter(None, (getattr(transformers, name, None) for name in source.architectures or ())), None)
+        if built is None:
+            raise ValueError(f"no class of Transformers is known for {type(source).__name__}: give the model itself")
+        return built(source)
 
 
 def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:

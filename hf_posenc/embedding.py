@@ -139,7 +139,9 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
         if past_length < 0:
             raise ValueError(f"past_length={past_length}: allowed is an integer from 0")
         if limit is not None and total > limit:
-            raise ValueError(f"{total} positions are more than max_length={limit}: crop the input, or make a longer layer")
+            sized = self.posenc.needs_max_length(self.posenc.geometry)
+            longer = "make a longer layer, and train it" if sized else "hf_posenc.extend(layer, max_length=…)"
+            raise ValueError(f"{total} positions are more than max_length={limit}: crop the input, or {longer}")
         if position_ids is None:
             if mask is not None and mask.ndim != 4 and mask.shape not in ((1, total), (batch, total)):
                 raise ValueError(f"attention_mask has shape {tuple(mask.shape)}: expected [{batch}, {total}]")

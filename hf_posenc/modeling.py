@@ -17,12 +17,12 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc import attention, structure, transfer
+from hf_posenc import attention, loading, structure, transfer
 from hf_posenc import spec as specs
 from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
-from hf_posenc.encodings import check_size
+from hf_posenc.encodings import check_size, meant
 from hf_posenc.install import install
 from hf_posenc.sources import Source
 
@@ -121,18 +121,19 @@ class PosEncModelMixin(EncodingModelMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a patched checkpoint; or a stock one with `position_encoding=…`, the same as `patch` after loading."""
-        if "position_encoding" in kwargs and not isinstance(kwargs.get("config"), PreTrainedConfig):
-            stock, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **_hub_kwargs(kwargs))
-            if stock.get("model_type") == cls.host_class.config_class.model_type:
-                spec = specs.PositionSpec.parse(kwargs.pop("position_encoding"))
-                kwargs.setdefault("use_safetensors", True)
-                loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-                model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
-                transfer.refuse_wrapped(model)
-                patched = transfer.to_derived(model, cls, spec)
-                return (patched, *info) if info else patched
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        """Load a patched checkpoint; or a stock one with `position_encoding=…`, the same as `patch` after loading.
+
+        The encoding may stand in a `config`, too, which is then a derived one.
+        """
+        kwargs, spec = loading.resolved(cls, pretrained_model_name_or_path, kwargs)
+        if spec is None:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        kwargs.setdefault("use_safetensors", True)
+        loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
+        transfer.refuse_wrapped(model)
+        patched = transfer.to_derived(model, cls, spec)
+        return (patched, *info) if info else patched
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         before = self.config._attn_implementation
@@ -175,19 +176,16 @@ class PosEncModelMixin(EncodingModelMixin):
         return cls.host_class._can_set_attn_implementation()
 
 
-def _hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-    return {name: kwargs[name] for name in names if name in kwargs}
-
-
 def __getattr__(name: str) -> Any:
     """`PosEnc<HostClass>` for any config or model class of Transformers, made once and then an ordinary attribute."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    host = getattr(transformers, name.removeprefix(PREFIX), None)
+    called = name.removeprefix(PREFIX)
+    host = getattr(transformers, called, None)
     if isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel)):
         return derive(host)
-    raise AttributeError(f"there is no class {name.removeprefix(PREFIX)!r} in Transformers to derive {name!r} from")
+    near = meant(called, dir(transformers))
+    raise AttributeError(f"there is no class {called!r}{near} in Transformers to derive {name!r} from")
 
 
 def derive(host: Any) -> Any:

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,16 +14,18 @@ from hf_posenc.spec import PLACEMENT, PositionSpec
 from hf_posenc.structure import find, is_patched
 from hf_posenc.transfer import refuse_wrapped, to_derived, to_stock
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def patch(
-    model: PreTrainedModel,
+    model: M,
     encoding: str | dict[str, Any],
     *,
     max_length: int | None = None,
     inject: str = "input",
     keep_host: bool = True,
     **options: Any,
-) -> PreTrainedModel:
+) -> M:
     """The same model with another position encoding, of class `PosEnc<HostClass>`.
 
     Parameter objects are shared with `model`, not copied: training, freezing or moving one moves the other. `model`
@@ -49,12 +51,12 @@ def patch(
         ValueError: unknown encoding or option, a wrong value; `model` is untouched.
         HostRefused: a ValueError for a host in which not all sources of position can be taken over.
     """
-    if _holds_a_model(model):
+    if holds_a_model(model):
         change = functools.partial(
             patch, encoding=encoding, max_length=max_length, inject=inject, keep_host=keep_host, **options
         )
-        return _changed_within(model, change)
-    _refuse(model)
+        return changed_within(model, change)
+    refuse(model, "patch")
     if isinstance(model, PosEncModelMixin):
         raise ValueError(
             f"this model has the {model.config.position_spec.type!r} encoding already: "
@@ -74,7 +76,7 @@ def patch(
     return to_derived(model, derive(type(model)), spec, keep_host)
 
 
-def unpatch(model: PreTrainedModel) -> PreTrainedModel:
+def unpatch(model: M) -> M:
     """The host's own class with its own positions again; parameter objects are shared, as in `patch`.
 
     Bit-equal to the model that was patched, unless it was trained in between: then it is the trained body with the old
@@ -83,16 +85,17 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: the model isn't patched, or its positions were not kept (the error names the base model).
     """
-    if _holds_a_model(model):
-        return _changed_within(model, unpatch)
-    _refuse(model)
+    if holds_a_model(model):
+        return changed_within(model, unpatch)
+    refuse(model, "unpatch")
     if not isinstance(model, PosEncModelMixin):
         raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
     return to_stock(model, type(model).host_class)
 
 
-def _refuse(model: Any) -> None:
-    refuse_wrapped(model)
+def refuse(model: Any, call: str) -> None:
+    """Raises ValueError for a model that this call can't take, wrapped or run by code of its own."""
+    refuse_wrapped(model, call)
     if is_patched(model.base_model) and not isinstance(model, PosEncModelMixin):
         raise ValueError(
             f"{type(model).__name__} is patched, but runs the code that came with its checkpoint (trust_remote_code): "
@@ -100,12 +103,12 @@ def _refuse(model: Any) -> None:
         )
 
 
-def _holds_a_model(model: Any) -> bool:
+def holds_a_model(model: Any) -> bool:
     """Whether this is a SentenceTransformer: a sequence of modules of which the first holds a Transformers model."""
     return isinstance(model, nn.Sequential) and len(model) > 0 and isinstance(getattr(model[0], "model", None), PreTrainedModel)
 
 
-def _changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedModel]) -> Any:
+def changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedModel]) -> Any:
     """A twin of a SentenceTransformer with its model changed and a tokenizer of its own; it shares all else.
 
     Its max_seq_length, which is its tokenizer's model_max_length, becomes the patched model's usable length: without a limit

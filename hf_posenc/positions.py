@@ -195,8 +195,12 @@ def _check_length(stack: Any, length: int, past: Any, cache: Any) -> None:
     else:
         total, what = past + length, "an input of" if cache is None else "an input with its cache of"
     if total > limit:
+        spec = stack.config.position_spec
+        if spec.encoding.needs_max_length(stack.posenc.geometry):
+            longer = "; it has no positions beyond, and more of them would have to be trained"
+        else:
+            longer = ", or raise the promise: hf_posenc.extend(model, max_length=…)"
         raise ValueError(
-            f"{what} {total} tokens is longer than max_length={limit} of this model's {stack.config.position_spec.type!r} "
-            "encoding: truncate the input (tokenizer: truncation=True, max_length=…), or unpatch and patch again with a larger "
-            "max_length"
+            f"{what} {total} tokens is longer than max_length={limit} of this model's {spec.type!r} encoding: truncate the "
+            f"input (tokenizer: truncation=True, max_length=…){longer}"
         )

@@ -14,6 +14,7 @@ from hf_posenc.encodings import (
     canonical,
     checked_max_length,
     encoding_class,
+    meant,
     options_of,
     refuse_oversized,
     shown,
@@ -108,7 +109,9 @@ class PositionSpec:
 
     def _check_placement(self) -> None:
         if self.inject not in INJECT:
-            raise ValueError(f"inject={shown(self.inject)}: allowed is {', '.join(map(repr, INJECT))}")
+            raise ValueError(
+                f"inject={shown(self.inject)}{meant(self.inject, INJECT)}: allowed is {', '.join(map(repr, INJECT))}"
+            )
         embeds = "embed" in self.encoding.acts_by()
         if self.inject != "input" and not embeds:
             raise ValueError(
@@ -185,7 +188,7 @@ def erase(config: Any) -> None:
 
 def merged(saved: Any, given: Any) -> Any:
     """`position_encoding` as saved, with the keys given on loading. Raises ValueError for another type than was saved."""
-    given = {"type": given} if isinstance(given, str) else given
+    saved, given = ({"type": each} if isinstance(each, str) else each for each in (saved, given))
     if not isinstance(given, dict) or not isinstance(saved, dict):
         return saved if given is None else given
     there, wanted = encoding_class(saved.get("type")).type, encoding_class(given.get("type")).type

@@ -19,9 +19,12 @@ from hf_posenc.sources import Silenced
 from hf_posenc.spec import LENGTH_FIELD, HostSpec, PositionSpec
 
 
-def refuse_wrapped(model: Any) -> None:
-    """Raises ValueError for anything but a plain PreTrainedModel with its weights in one place."""
-    order = "patch first, then wrap"
+def refuse_wrapped(model: Any, call: str = "patch") -> None:
+    """Raises ValueError for anything but a plain PreTrainedModel with its weights in one place.
+
+    call: what was to be done with it.
+    """
+    order = f"{call} first, then wrap"
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise ValueError(f"the model is wrapped by torch.compile: {order}")
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
@@ -29,16 +32,18 @@ def refuse_wrapped(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"a PreTrainedModel of Transformers is needed, not {model!r}")
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError("the model is quantised, so its parameters can't be shared: patch it first, then quantise")
+        raise ValueError(f"the model is quantised, so its parameters can't be shared: {call} it first, then quantise")
     if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in name for name, _ in model.named_modules()):
         raise ValueError(f"the model has PEFT adapters in it: {order}")
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        raise ValueError("the model is spread by Accelerate's hooks (device_map, offload): load it on one device, patch first")
+        raise ValueError(
+            f"the model is spread by Accelerate's hooks (device_map, offload): load it on one device, {call} first"
+        )
     if any(p.device.type == "meta" for p in model.parameters()):
         raise ValueError("the model has parameters on the meta device: load its weights first")
 
 
-def to_derived(model: PreTrainedModel, derived: Any, spec: PositionSpec, keep_host: bool = True) -> Any:
+def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = True) -> Any:
     """A stock model with an encoding, of the class `derived`. `model` is left as it is.
 
     Raises ValueError (HostRefused) where the encoding can't be put into it.
@@ -98,13 +103,7 @@ def to_stock(model: Any, stock: Any) -> Any:
         raise ValueError(
             f"the host's own positions were not kept in this model: take them from {base}, or patch with keep_host=True"
         )
-    config = copy.deepcopy(model.config)
-    config.__class__ = stock.config_class
-    specs.erase(config)
-    vars(config).pop("auto_map", None)
-    if host.rows is not None:
-        setattr(config, LENGTH_FIELD, host.rows)
-    unpatched = shell(stock, config)
+    unpatched = shell(stock, stock_config(model.config, stock))
     share(model, unpatched)
     for name, stack in model.named_modules():
         if structure.is_patched(stack) and "host" in stack.posenc._modules:
@@ -120,6 +119,18 @@ def to_stock(model: Any, stock: Any) -> Any:
             stacklevel=3,
         )
     return unpatched
+
+
+def stock_config(config: Any, stock: Any) -> Any:
+    """The config of a model of the class `stock` with this derived config."""
+    host = specs.read(config).host if config.position_encoding is not None else None
+    config = copy.deepcopy(config)
+    config.__class__ = stock.config_class
+    specs.erase(config)
+    vars(config).pop("auto_map", None)
+    if host is not None and host.rows is not None:
+        setattr(config, LENGTH_FIELD, host.rows)
+    return config
 
 
 def fingerprint(found: structure.Structure) -> str:
@@ -155,6 +166,8 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
     for name, module in target.named_modules():
         other = theirs.get(name)
         if "posenc" in name.split(".") or isinstance(module, Silenced) or isinstance(other, Silenced):
+            if other is not None:
+                module.training = other.training
             continue
         if other is None or not (isinstance(module, type(other)) or isinstance(other, type(module))):
             raise ValueError(

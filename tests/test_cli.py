@@ -386,11 +386,12 @@ def test_as_a_command(folders):
 
 def test_help():
     shown = run("--help")
-    assert all(name in shown for name in ("list", "inspect", "patch", "card", "push"))
+    assert all(name in shown for name in ("list", "inspect", "patch", "unpatch", "extend", "card", "push"))
     assert "Missing option" in run("patch", "model", "alibi", code=2)
+    assert "Did you mean 'extend'?" in run("extnd", code=2) and "--max-length" in run("extend", "x", "--max-lenth", 3, code=2)
 
 
-@pytest.mark.parametrize("name", ["list", "inspect", "patch", "card", "push"])
+@pytest.mark.parametrize("name", ["list", "inspect", "patch", "unpatch", "extend", "card", "push"])
 def test_help_has_an_example(name):
     assert f"hf-posenc {name} " in run(name, "--help")
 
@@ -417,3 +418,64 @@ def test_an_encoding_of_ones_own(tmp_path, monkeypatch):
     listed = json.loads(run("--import", "own_cli_encoding", "list", "--json"))
     assert "own-cli" in listed
     assert "No module named 'no_such'" in run("--import", "no_such", "list", code=1)
+
+
+def positions(folder):
+    """The class of a saved model, its logits, and its tokenizer's length."""
+    model = AutoModelForMaskedLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer_config.json").exists() else None
+    return type(model).__name__, first(model(tokens())), tokenizer and tokenizer.model_max_length
+
+
+def test_extend_and_unpatch(folders, tmp_path):
+    run("patch", folders / "bert", "relative", "--max-length", 30, "--output-dir", tmp_path / "new")
+    shown = run("extend", tmp_path / "new", "--max-length", 40, "--output-dir", tmp_path / "longer")
+    assert "usable length: 40 tokens" in shown and f"saved to {tmp_path / 'longer'}" in shown and "distil" not in shown
+    run("extend", tmp_path / "new", "--no-limit", "--output-dir", tmp_path / "new", "--overwrite")
+    assert "usable length: 24 tokens" in run("unpatch", tmp_path / "longer", "--output-dir", tmp_path / "back")
+    _, patched_logits, length = positions(tmp_path / "longer")
+    assert length == 40 and positions(tmp_path / "new")[2] == VERY_LARGE_INTEGER
+    assert torch.equal(patched_logits, positions(tmp_path / "new")[1])
+    kind, logits, length = positions(tmp_path / "back")
+    assert kind == "BertForMaskedLM" and length == LENGTH and torch.equal(logits, positions(folders / "bert")[1])
+    assert not list((tmp_path / "back").glob("*.py"))
+
+
+def test_unpatch_says_what_it_gives(folders, tmp_path):
+    """Of a trained model, of one without its host's positions, and of one without a tokenizer."""
+    model = patched("bert", "alibi", "ForMaskedLM")
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight += 1
+    model.save_pretrained(tmp_path / "trained")
+    shown = run("unpatch", tmp_path / "trained", "--output-dir", tmp_path / "back")
+    assert "Note: the weights are no longer those which were patched" in shown and "no tokenizer" in shown
+    hf_posenc.patch(stock("bert"), "alibi", keep_host=False).save_pretrained(tmp_path / "bare")
+    for name, words in (("bare", "positions were not kept"), ("back", "is not patched: there is nothing to undo")):
+        assert words in run("unpatch", tmp_path / name, "--output-dir", tmp_path / "new", code=1)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "give the new longest input, --max-length or --no-limit"),
+        (("--max-length", 9, "--no-limit"), "give the new longest input, --max-length or --no-limit"),
+        (("--max-length", 9), "max_length=9 would make the longest input shorter"),
+        (("--max-length", 0), "max_length=0"),
+    ],
+)
+def test_extend_refuses(folders, tmp_path, arguments, words):
+    assert words in run("extend", folders / "patched", *arguments, "--output-dir", tmp_path / "new", code=1)
+    assert "is not patched" in run("extend", folders / "bert", "--no-limit", "--output-dir", tmp_path / "new", code=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [("unpatch",), ("extend", "--no-limit")], ids=lambda name: name[0])
+def test_what_is_there_is_kept(folders, tmp_path, name):
+    """By all commands that save a model, as by patch."""
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "isn't empty" in run(name[0], folders / "patched", *name[1:], "--output-dir", tmp_path, code=1)
+    patched("bert", "alibi").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "modules.json").write_text("[]")
+    shown = run(name[0], tmp_path / "model", *name[1:], "--output-dir", tmp_path / "model", "--overwrite")
+    assert f"hf_posenc.{name[0]}(SentenceTransformer)" in shown and not (tmp_path / "model" / "modules.json").exists()

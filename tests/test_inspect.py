@@ -1,7 +1,10 @@
 """`inspect`: what a report says of a model or a checkpoint."""
 
+import json
+
 import pytest
 import transformers
+from torch import nn
 
 import hf_posenc
 from conftest import LENGTH, patched, stock
@@ -23,3 +26,67 @@ def test_inspect(tmp_path):
     resnet = transformers.ResNetModel(transformers.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8))
     with pytest.raises(ValueError, match="ResNetModel"):
         hf_posenc.inspect(resnet)
+
+
+def test_a_config_and_its_file(tmp_path):
+    model = patched("gpt2", "t5")
+    model.save_pretrained(tmp_path)
+    assert hf_posenc.inspect(model.config) == hf_posenc.inspect(tmp_path / "config.json") == hf_posenc.inspect(model)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_wrapped_model(minilm, tmp_path):
+    """The report is that of the model inside."""
+    from peft import LoraConfig, get_peft_model
+    from sentence_transformers import SentenceTransformer
+
+    sentences = SentenceTransformer(minilm, device="cpu")
+    assert hf_posenc.inspect(sentences) == hf_posenc.inspect(sentences[0].model)
+    sentences = hf_posenc.patch(sentences, "alibi", max_length=99)
+    sentences.save_pretrained(str(tmp_path / "sentences"))
+    assert hf_posenc.inspect(sentences) == hf_posenc.inspect(tmp_path / "sentences")
+    patched("bert", "relative", max_length=99).save_pretrained(tmp_path / "base")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "base")
+    report = hf_posenc.inspect(base)
+    assert hf_posenc.inspect(nn.DataParallel(base)) == report
+    lora = get_peft_model(base, LoraConfig(target_modules=["query"]))
+    assert hf_posenc.inspect(lora) == hf_posenc.inspect(nn.DataParallel(lora)) == report and report.max_length == 99
+    lora.save_pretrained(tmp_path / "adapter")
+    assert hf_posenc.inspect(tmp_path / "adapter") == report
+    layer = hf_posenc.TokenPositionEmbedding(50, "sinusoidal", 8, max_length=7)
+    assert hf_posenc.inspect(layer) == hf_posenc.inspect(layer.positions)
+
+
+@pytest.mark.parametrize("how", ["stock", "encoder", "both"])
+def test_a_model_made_of_several(tmp_path, how):
+    """Its parts may have encodings and lengths of their own: no report would be that of the whole."""
+    encoder = stock("bert") if how == "stock" else patched("bert", "alibi", max_length=99)
+    decoder = stock("gpt2", "LMHeadModel", add_cross_attention=True)
+    decoder = hf_posenc.patch(decoder, "rope") if how == "both" else decoder
+    model = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder)
+    model.save_pretrained(tmp_path)
+    for each in (model, tmp_path):
+        with pytest.raises(ValueError, match="EncoderDecoderModel is made of several models"):
+            hf_posenc.inspect(each)
+    assert hf_posenc.inspect(model.encoder).encoding == ("learned" if how == "stock" else "alibi")
+
+
+def test_what_is_no_model(tmp_path):
+    for given, words in (
+        (nn.Linear(1, 1), "Linear is not, and wraps, no model"),
+        (None, "a model is needed, or the config, folder or Hub id of one, not None"),
+        ({"model_type": "bert"}, "a model is needed"),
+        (tmp_path, "has no config.json: give the folder or Hub id"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hf_posenc.inspect(given)
+    with pytest.raises(OSError, match="nowhere"):
+        hf_posenc.inspect(tmp_path / "nowhere")
+    config = {
+        "model_type": "encoder-decoder",
+        "encoder": stock("bert").config.to_dict(),
+        "decoder": stock("bert").config.to_dict(),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no class of Transformers is known for EncoderDecoderConfig"):
+        hf_posenc.inspect(tmp_path)

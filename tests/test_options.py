@@ -20,6 +20,7 @@ from conftest import ENCODINGS, ROOT, run_python, stock
 from hf_posenc import requirements
 from hf_posenc.encodings import Above, Geometry, PositionEncoding, build, canonical, encoding_class, list_encodings
 from hf_posenc.sources import Source
+from hf_posenc.spec import PositionSpec
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
 
@@ -128,7 +129,7 @@ def test_acts_by_of_an_own_encoding():
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_unknown_option(name):
     allowed = encoding_class(name).option_types()
-    with pytest.raises(ValueError, match=rf"'{name}' has no option 'bass', 'wrong'; it takes") as error:
+    with pytest.raises(ValueError, match=rf"'{name}' has no option 'bass'( \(did you mean 'base'\?\))?, 'wrong'; it") as error:
         canonical({"type": name, "wrong": 1, "bass": 2})
     assert all(repr(option) in str(error.value) for option in allowed)
     if not allowed:
@@ -261,6 +262,36 @@ def test_values_of_another_type_are_refused(annotation, value):
     taking(annotation)
     with pytest.raises(ValueError, match=rf"own\.option={re.escape(repr(value))}: allowed is "):
         canonical({"type": "own", "option": value})
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("alibbi", "alibi"),
+        ("sinusodial+alibi", "sinusoidal"),
+        ("relative_keys", "relative_key"),
+        ({"type": "rope", "thet": 3.0}, "theta"),
+        ({"type": "alibi+rope", "rope__thet": 3.0}, "theta"),
+        ({"type": "alibi+rope", "rop__theta": 3.0}, "rope"),
+        ({"type": "alibi+shaw", "relative_kez__terms": "keys"}, "relative_key"),
+        ({"type": "alibi", "max_len": 99}, "max_length"),
+        ({"type": "alibi", "keep_hosts": True}, "keep_host"),
+        ({"type": "sinusoidal", "inject": "every_layers"}, "every_layer"),
+    ],
+    ids=str,
+)
+def test_did_you_mean(given, name):
+    with pytest.raises(ValueError, match=rf"\(did you mean '{name}'\?\)"):
+        PositionSpec.parse(given)
+
+
+@pytest.mark.parametrize(
+    "given", ["", "a" * 60_000, "zzz", {"type": "alibi", "keep_host": True}], ids=lambda each: str(each)[:9]
+)
+def test_nothing_like_it(given):
+    with pytest.raises(ValueError) as error:
+        PositionSpec.parse(given)
+    assert "did you mean" not in str(error.value)
 
 
 # Own encodings.
@@ -465,7 +496,7 @@ def test_an_alias_may_carry_options(alias, terms):
         ({"type": "sinusoidal+alibi", "base": 3.0}, r"'sinusoidal\+alibi' has no part 'base'.*sinusoidal__option=… or alibi__"),
         ({"type": "sinusoidal+alibi", "rope": {"theta": 3.0}}, "has no part 'rope'"),
         ({"type": "sinusoidal+alibi", "rope__theta": 3.0}, "has no part 'rope'"),
-        ({"type": "sinusoidal+alibi", "sinusoidal__bass": 3.0}, "'sinusoidal' has no option 'bass'; it takes 'base'"),
+        ({"type": "sinusoidal+alibi", "sinusoidal__bass": 3.0}, r"'sinusoidal' has no option 'bass' \(.*\); it takes 'base'"),
         ({"type": "sinusoidal+alibi", "sinusoidal": {"bass": 3.0}}, "'sinusoidal' has no option 'bass'"),
         ({"type": "sinusoidal+alibi", "alibi__slope": 1}, "'alibi' has no option 'slope'; it takes no options"),
         ({"type": "sinusoidal+alibi", "sinusoidal": 3.0}, r"sinusoidal\+alibi\['sinusoidal'\]=3.0: allowed is a dict"),
@@ -619,8 +650,10 @@ ORDER = [
     {"written_out", "positions", "embedding"},
     {"structure", "injection"},
     {"install", "transfer"},
+    {"loading"},
     {"modeling"},
     {"patching"},
+    {"extension"},
     {"diagnostics"},
     {"evaluation", "commits"},
     {"cards"},
@@ -711,8 +744,15 @@ def test_public_names(name):
 
 
 def test_unknown_public_name():
-    with pytest.raises(AttributeError, match="'hf_posenc' has no attribute 'pach'"):
+    with pytest.raises(AttributeError, match=r"'hf_posenc' has no attribute 'pach' \(did you mean 'patch'\?\)"):
         _ = hf_posenc.pach
+    with pytest.raises(AttributeError, match=r"no class 'BertForMaskdLM' \(did you mean 'BertForMaskedLM'\?\) in Transformers"):
+        _ = hf_posenc.PosEncBertForMaskdLM
+
+
+def test_dir_shows_the_public_names():
+    """Neither the modules, which tab completion would offer, nor classes, which would be made by asking for each."""
+    assert dir(hf_posenc) == sorted([*hf_posenc.__all__, "__version__"])
 
 
 def test_importing_builds_no_class():

@@ -35,7 +35,8 @@ def test_patch_keeps_the_host(host, encoding):
     assert all("posenc." in name for name in set(ours) - shared)
     assert type(new).__name__ == "PosEnc" + type(model).__name__ and isinstance(new, type(model))
     assert type(new.base_model).__name__ == "PosEnc" + type(model.base_model).__name__
-    assert new.training and not frozen.requires_grad and new.name_or_path == model.name_or_path
+    assert all(module.training for module in new.modules()) and not any(m.training for m in patched(host, encoding).modules())
+    assert not frozen.requires_grad and new.name_or_path == model.name_or_path
     tied = [each.get_output_embeddings().weight is each.get_input_embeddings().weight for each in (new, model)]
     assert tied[0] == tied[1]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

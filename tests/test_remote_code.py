@@ -121,7 +121,7 @@ def test_only_what_is_needed_is_saved(bare):
     common = (
         embedding | sources | {"attention", "calls", "injection", "install", "kernels", "modeling", "positions", "structure"}
     )
-    common |= {"transfer", "written_out", "remembering"}
+    common |= {"loading", "transfer", "written_out", "remembering"}
     for name, encodings in {
         "bert-alibi": {"alibi"},
         "bert-learned": {"learned", "sinusoidal"},  # its table can start as one

@@ -1,4 +1,6 @@
-"""The command `hf-posenc list | inspect | patch | card | push`. One file per subcommand; all files here are imported.
+"""The command `hf-posenc list | inspect | patch | unpatch | extend | card | push`.
+
+One file per subcommand; all files here are imported.
 
 They are named listing, patching, …: modules `patch` and `inspect` would hide a public function and a standard module.
 """

@@ -1,31 +1,15 @@
 """hf-posenc patch"""
 
-import contextlib
 import json
 import shlex
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
-from transformers.utils import cached_file, has_file
 
 import hf_posenc
-from hf_posenc.cards import architecture
 from hf_posenc.cli import app, console
-
-TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "tokenizer.json",
-    *("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model"),  # the only files of older models
-)
-SENTENCES = "config_sentence_transformers.json"
-SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
-"""Values of `model_type` in SENTENCES, which older folders don't have: classes of sentence-transformers."""
+from hf_posenc.cli.folders import SENTENCE_CLASSES, check_output_dir, load, save
 
 
 @app.command("patch")
@@ -50,71 +34,17 @@ def patch(
 
     [bold]hf-posenc patch bert-base-uncased sinusoidal+alibi --option sinusoidal__base=5000 --output-dir both[/]
     """
-    _check_output_dir(output_dir, overwrite)
+    check_output_dir(output_dir, overwrite)
     chosen = _encoding(encoding, option or [])
     some = {} if layers is None else {"layers": _value(layers)}
-    sentences = load_sentences(model)
-    given = load(model) if sentences is None else sentences
-    patched: Any = hf_posenc.patch(given, chosen, max_length=max_length, inject=inject, keep_host=keep_host, **some)
-    tokenizer = load_tokenizer(model) if sentences is None else sentences.tokenizer
-    report = hf_posenc.inspect(patched if sentences is None else patched[0].model)
-    with _replaced_when_complete(output_dir) as folder:
-        if sentences is not None:
-            patched.save_pretrained(str(folder), create_model_card=False)
-        else:
-            patched.save_pretrained(folder)
-            if tokenizer is not None:
-                tokenizer.model_max_length = report.model_max_length
-                tokenizer.save_pretrained(folder)
-    console.print(str(report), markup=False)
-    missing = " (there was no tokenizer beside the model)" if tokenizer is None else ""
-    console.print(f"saved to {output_dir}{missing}", markup=False)
-    if sentences is None and has_file(model, "modules.json"):
-        console.print(
-            "Its sentence-transformers modules (pooling) are not saved: pip install sentence-transformers, and patch again."
-        )
+    patched = hf_posenc.patch(load(model), chosen, max_length=max_length, inject=inject, keep_host=keep_host, **some)
+    save(patched, model, output_dir)
     lost = "A trained model has lost its sense of order now: fine-tune it"
-    if sentences is not None and type(sentences).__name__ != "SentenceTransformer":  # scripts/distill.py takes no others
+    if type(patched).__name__ in SENTENCE_CLASSES[1:]:  # scripts/distill.py takes no others
         console.print(f"{lost}.")
     else:
         console.print(f"{lost}, or distil it from its original:")
         console.print(_distillation(model, output_dir, keep_host), markup=False, highlight=False)
-
-
-def load(model: str) -> PreTrainedModel:
-    """Loads a model with the head that its config names."""
-    cls: Any = architecture(AutoConfig.from_pretrained(model)) or AutoModel
-    with _reading_weights(model):
-        return cls.from_pretrained(model)
-
-
-def load_sentences(model: str) -> Any:
-    """Loads a model of sentence-transformers; None if this isn't one, or that package isn't installed."""
-    if not has_file(model, "modules.json"):
-        return None
-    try:
-        import sentence_transformers
-    except ImportError:
-        return None
-    about = json.loads(Path(str(cached_file(model, SENTENCES))).read_text("utf-8")) if has_file(model, SENTENCES) else {}
-    kind = about.get("model_type", SENTENCE_CLASSES[0])
-    if kind not in SENTENCE_CLASSES:
-        raise ValueError(f"{SENTENCES} of {model} has model_type {kind!r}: allowed is {', '.join(SENTENCE_CLASSES)}")
-    with _reading_weights(model):
-        return getattr(sentence_transformers, kind)(model, device="cpu")
-
-
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer saved with a model, or None. (Without files, AutoTokenizer would return an empty one.)"""
-    return AutoTokenizer.from_pretrained(model) if any(has_file(model, name) for name in TOKENIZER_FILES) else None
-
-
-@contextlib.contextmanager
-def _reading_weights(model: str) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, SafetensorError) as error:  # shapes that differ from the config's, a truncated file
-        raise ValueError(f"the weights of {model} don't load: {error}") from None
 
 
 def _distillation(original: str, patched: Path, keep_host: bool) -> str:
@@ -154,34 +84,3 @@ def _parsed(encoding: str) -> dict[str, Any]:
         return json.loads(encoding)
     except json.JSONDecodeError as error:
         raise ValueError(f"{encoding!r} is no JSON: {error}") from None
-
-
-def _check_output_dir(output_dir: Path, overwrite: bool) -> None:
-    if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
-        return
-    if not output_dir.is_dir():
-        raise ValueError(f"{output_dir} is a file: choose another --output-dir")
-    if not overwrite:
-        raise ValueError(f"{output_dir} isn't empty: choose another --output-dir, or --overwrite it")
-    if not (output_dir / "config.json").is_file():
-        raise ValueError(f"{output_dir} holds no model, and --overwrite replaces nothing else: choose another --output-dir")
-
-
-@contextlib.contextmanager
-def _replaced_when_complete(output_dir: Path) -> Iterator[Path]:
-    """A temporary folder whose files replace those of output_dir once all of them are written."""
-    new = not output_dir.exists()
-    output_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        # Inside output_dir: on the same file system, and output_dir itself, which may be a mount, is kept.
-        with tempfile.TemporaryDirectory(dir=output_dir, prefix=".") as name:
-            yield Path(name)
-            for old in output_dir.iterdir():
-                if old.name != Path(name).name:
-                    shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-            for file in Path(name).iterdir():
-                file.rename(output_dir / file.name)
-    except BaseException:
-        if new:
-            output_dir.rmdir()
-        raise

@@ -8,7 +8,7 @@ import typer
 import hf_posenc
 from hf_posenc.cards import replaceable
 from hf_posenc.cli import app, console
-from hf_posenc.cli.patching import load, load_tokenizer
+from hf_posenc.cli.folders import load_model, load_tokenizer
 from hf_posenc.evaluation import EVALUATION
 from hf_posenc.hub import IMAGES
 
@@ -36,7 +36,7 @@ def push(
     The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN. Offline (HF_HUB_OFFLINE=1) all files are
     written to a folder, and nothing is sent.
     """
-    model, tokenizer = load(str(folder)), load_tokenizer(str(folder))
+    model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
     card, evaluation = folder / "README.md", folder / EVALUATION
     if card.is_file() and replaceable(card.read_text(encoding="utf-8", errors="replace")) is None:
         console.print(f"{card} is no card of this package's and isn't pushed. To use it, push it afterwards:", markup=False)

@@ -13,6 +13,7 @@ from hf_posenc.encodings.options import (
     checked_value,
     described,
     listed,
+    meant,
     refuse_oversized,
     shown,
 )
@@ -43,9 +44,9 @@ __all__ = [
     "list_encodings",
     "listed",
     "marked_as_loaded",
+    "meant",
     "options_of",
     "positions_of",
-    "refill",
     "refill",
     "refuse_oversized",
     "shown",

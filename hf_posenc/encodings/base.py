@@ -13,10 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import checked_value, listed, shown
+from hf_posenc.encodings.options import checked_value, listed, meant, shown
 
 RESERVED = {"type", "aliases", "geometry", "blend", "max_length", "layers", "host", "inject", "where", "keep_host", "submodel"}
 """Names that neither an encoding nor an option may have."""
+
+
+BESIDE = ("inject", "keep_host", "layers", "max_length")
+"""The arguments of `patch` that stand beside an encoding's options."""
 
 
 @dataclass(frozen=True)
@@ -213,9 +217,8 @@ class PositionEncoding(nn.Module):
         """All options with their defaults. Raises ValueError for an unknown name, a wrong type or range."""
         allowed = cls.option_types()
         if unknown := sorted(set(options) - set(allowed)):
-            raise ValueError(
-                f"{cls.type!r} has no option {', '.join(map(shown, unknown[:4]))}; it takes {listed(allowed) or 'no options'}"
-            )
+            names = ", ".join(f"{shown(name)}{meant(name, (*allowed, *BESIDE))}" for name in unknown[:4])
+            raise ValueError(f"{cls.type!r} has no option {names}; it takes {listed(allowed) or 'no options'}")
         missing = [name for name in allowed if name not in options and not hasattr(cls, name)]
         if missing:
             raise ValueError(f"{cls.type!r} needs the option {listed(missing)}")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import shown
+from hf_posenc.encodings.options import meant, shown
 
 
 class Composition(PositionEncoding):
@@ -105,8 +105,9 @@ class Composition(PositionEncoding):
             called, _, option = key.partition("__")
             part = next((name for name, kind in cls.parts.items() if called in (name, *kind.aliases)), None)
             if part is None:
+                names = (name for part, kind in cls.parts.items() for name in (part, *kind.aliases))
                 raise ValueError(
-                    f"{cls.type!r} has no part {shown(called)}; options are named by part: "
+                    f"{cls.type!r} has no part {shown(called)}{meant(called, names)}; options are named by part: "
                     f"{' or '.join(f'{name}__option=…' for name in cls.parts)}"
                 )
             if option:

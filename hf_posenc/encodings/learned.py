@@ -66,6 +66,6 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
             if low < 0 or high >= len(self.weight):
                 raise ValueError(
                     f"position_ids from {int(low)} to {int(high)} don't fit a learned table of {len(self.weight)} rows: "
-                    "pass ids below that, or patch with a larger max_length"
+                    "pass ids below that, or patch the stock model with a larger max_length and train that"
                 )
         return F.embedding(positions, self.weight)

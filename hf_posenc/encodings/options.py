@@ -1,6 +1,7 @@
 """Checks of option values against their annotations, and limits on what a config may ask for."""
 
 import contextlib
+import difflib
 import math
 import re
 import reprlib
@@ -144,3 +145,9 @@ def shown(value: Any) -> str:
 def listed(names: Iterable[str]) -> str:
     """Quoted names, separated by commas."""
     return ", ".join(map(repr, names))
+
+
+def meant(name: Any, names: Iterable[str]) -> str:
+    """ " (did you mean 'x'?)", for an error about an unknown name; empty where no other name is near it."""
+    near = difflib.get_close_matches(name, [each for each in names if each != name], n=1) if isinstance(name, str) else []
+    return f" (did you mean {near[0]!r}?)" if near else ""

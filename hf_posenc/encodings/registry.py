@@ -5,7 +5,7 @@ from typing import Any
 
 from hf_posenc.encodings.base import PositionEncoding
 from hf_posenc.encodings.composition import composed
-from hf_posenc.encodings.options import listed, refuse_oversized, shown
+from hf_posenc.encodings.options import listed, meant, refuse_oversized, shown
 
 
 def list_encodings() -> dict[str, type[PositionEncoding]]:
@@ -23,7 +23,8 @@ def encoding_class(name: Any) -> type[PositionEncoding]:
         return composed(classes, module=__name__)
     if not isinstance(name, str) or name not in PositionEncoding.registered:
         raise ValueError(
-            f"unknown position encoding {shown(name)}; registered: {listed(list_encodings())}. "
+            f"unknown position encoding {shown(name)}{meant(name, PositionEncoding.registered)}; registered: "
+            f"{listed(list_encodings())}. "
             "If it is one of your own, import the module that defines its class first; if its code came with a checkpoint, "
             "load that with trust_remote_code=True where hf_posenc isn't imported"
         )

@@ -1,0 +1,121 @@
+"""The folders that the commands read and write: a model, or one of sentence-transformers, with its tokenizer."""
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file, has_file
+
+import hf_posenc
+from hf_posenc.cards import architecture
+from hf_posenc.cli import console
+
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    *("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model"),  # the only files of older models
+)
+SENTENCES = "config_sentence_transformers.json"
+SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
+"""Values of `model_type` in SENTENCES, which older folders don't have: classes of sentence-transformers."""
+
+
+def load(model: str) -> Any:
+    """A model of sentence-transformers, where that package is installed, or else one of Transformers."""
+    sentences = _load_sentences(model)
+    return load_model(model) if sentences is None else sentences
+
+
+def load_model(model: str) -> PreTrainedModel:
+    """A model of Transformers with the head that its config names."""
+    cls: Any = architecture(AutoConfig.from_pretrained(model)) or AutoModel
+    with _reading_weights(model):
+        return cls.from_pretrained(model)
+
+
+def _load_sentences(model: str) -> Any:
+    """A model of sentence-transformers; None if this isn't one, or that package isn't installed."""
+    if not has_file(model, "modules.json"):
+        return None
+    try:
+        import sentence_transformers
+    except ImportError:
+        return None
+    about = json.loads(Path(str(cached_file(model, SENTENCES))).read_text("utf-8")) if has_file(model, SENTENCES) else {}
+    kind = about.get("model_type", SENTENCE_CLASSES[0])
+    if kind not in SENTENCE_CLASSES:
+        raise ValueError(f"{SENTENCES} of {model} has model_type {kind!r}: allowed is {', '.join(SENTENCE_CLASSES)}")
+    with _reading_weights(model):
+        return getattr(sentence_transformers, kind)(model, device="cpu")
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer saved with a model, or None. (Without files, AutoTokenizer would return an empty one.)"""
+    return AutoTokenizer.from_pretrained(model) if any(has_file(model, name) for name in TOKENIZER_FILES) else None
+
+
+@contextlib.contextmanager
+def _reading_weights(model: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:  # shapes that differ from the config's, a truncated file
+        raise ValueError(f"the weights of {model} don't load: {error}") from None
+
+
+def save(changed: Any, source: str, output_dir: Path) -> None:
+    """Saves a model as `load` gives it, with the tokenizer of the one it was made from, and reports on it."""
+    sentences = not isinstance(changed, PreTrainedModel)
+    report = hf_posenc.inspect(changed)
+    tokenizer = changed.tokenizer if sentences else load_tokenizer(source)
+    with _replaced_when_complete(output_dir) as folder:
+        if sentences:
+            changed.save_pretrained(str(folder), create_model_card=False)
+        else:
+            changed.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.model_max_length = report.model_max_length
+                tokenizer.save_pretrained(folder)
+    console.print(str(report), markup=False)
+    missing = " (there was no tokenizer beside the model)" if tokenizer is None else ""
+    console.print(f"saved to {output_dir}{missing}", markup=False)
+    if not sentences and has_file(source, "modules.json"):
+        console.print(
+            "Its sentence-transformers modules (pooling) are not saved: pip install sentence-transformers, and do it again."
+        )
+
+
+def check_output_dir(output_dir: Path, overwrite: bool) -> None:
+    if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
+        return
+    if not output_dir.is_dir():
+        raise ValueError(f"{output_dir} is a file: choose another --output-dir")
+    if not overwrite:
+        raise ValueError(f"{output_dir} isn't empty: choose another --output-dir, or --overwrite it")
+    if not (output_dir / "config.json").is_file():
+        raise ValueError(f"{output_dir} holds no model, and --overwrite replaces nothing else: choose another --output-dir")
+
+
+@contextlib.contextmanager
+def _replaced_when_complete(output_dir: Path) -> Iterator[Path]:
+    """A temporary folder whose files replace those of output_dir once all of them are written."""
+    new = not output_dir.exists()
+    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        # Inside output_dir: on the same file system, and output_dir itself, which may be a mount, is kept.
+        with tempfile.TemporaryDirectory(dir=output_dir, prefix=".") as name:
+            yield Path(name)
+            for old in output_dir.iterdir():
+                if old.name != Path(name).name:
+                    shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+            for file in Path(name).iterdir():
+                file.rename(output_dir / file.name)
+    except BaseException:
+        if new:
+            output_dir.rmdir()
+        raise

@@ -1,0 +1,215 @@
+"""`extend`: longer inputs for a patched model, with all that it has learned."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import hf_posenc
+from conftest import ALL_WAYS, HOSTS, LENGTH, assert_equal, first, patched, randomize_encoding, run_python, stock, tokens
+from hf_posenc.encodings import PositionEncoding
+
+FURTHER = LENGTH + 60
+
+
+def tensors(model):
+    """Name -> parameter or buffer, also those that are not saved."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_longer_promise(host):
+    model = patched(host, ALL_WAYS, HOSTS[host].head, max_length=LENGTH)
+    before, config = first(model(tokens(length=LENGTH))), model.config.to_dict()
+    longer = hf_posenc.extend(model, FURTHER)
+    assert type(longer) is type(model) and not any(module.training for module in longer.modules())
+    theirs, ours = tensors(model), tensors(longer)
+    assert all(ours[name] is value for name, value in theirs.items() if "posenc" in name.split("."))
+    assert all(value is dict(model.named_parameters())[name] for name, value in longer.named_parameters())
+    length_field = longer.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    spec, rows = {**config["position_encoding"], "max_length": FURTHER}, FURTHER + HOSTS[host].offset
+    assert longer.config.to_dict() == {**config, "position_encoding": spec, length_field: rows}
+    assert model.config.to_dict() == config
+    assert hf_posenc.inspect(longer).max_length == FURTHER
+    assert_equal(first(longer(tokens(length=LENGTH))), before)
+    assert first(longer(tokens(length=FURTHER))).isfinite().all()
+    for each, length in (model, LENGTH), (longer, FURTHER):
+        with pytest.raises(ValueError, match=rf"max_length={length} .*raise the promise: hf_posenc\.extend\(model, max_length"):
+            each(tokens(length=length + 1))
+    with torch.no_grad():
+        longer.base_model.posenc.relative.weight += 1
+    assert torch.equal(longer.base_model.posenc.relative.weight, model.base_model.posenc.relative.weight)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_unpatch_after_it(host):
+    model = stock(host, HOSTS[host].head)
+    longer = hf_posenc.extend(hf_posenc.patch(model, "shaw", max_length=LENGTH), FURTHER)
+    again = hf_posenc.unpatch(longer)
+    assert type(again) is type(model) and again.config.to_dict() == model.config.to_dict()
+    assert_equal(first(again(tokens())), first(model(tokens())))
+
+
+RELOADED = """
+import json, sys, torch, hf_posenc
+from transformers import AutoModel
+ids, expected = torch.load(sys.argv[2])
+model = AutoModel.from_pretrained(sys.argv[1])
+back = hf_posenc.unpatch(model)
+equal = torch.equal(model(ids)[0], expected)
+print(json.dumps([equal, hf_posenc.inspect(model).max_length, back.config.max_position_embeddings]))
+"""
+
+
+@pytest.mark.parametrize("host", ["roberta", "llama"])
+def test_saved_and_reloaded(host, tmp_path):
+    longer = hf_posenc.extend(patched(host, "sinusoidal+shaw", max_length=LENGTH), FURTHER)
+    longer.save_pretrained(tmp_path / "model")
+    ids = tokens(length=FURTHER)
+    torch.save((ids, first(longer(ids))), tmp_path / "expected.pt")
+    told = json.loads(run_python(RELOADED, tmp_path / "model", tmp_path / "expected.pt"))
+    assert told == [True, FURTHER, LENGTH + HOSTS[host].offset]
+
+
+@pytest.mark.parametrize("host", ["bert", "roberta", "gpt2"])
+def test_no_limit(host):
+    limited = patched(host, "t5", max_length=FURTHER)
+    free = hf_posenc.extend(limited, None)
+    twin = randomize_encoding(hf_posenc.patch(stock(host), "t5"))
+    assert free.config.to_dict() == twin.config.to_dict()
+    assert free.config.max_position_embeddings == twin.config.max_position_embeddings == LENGTH + HOSTS[host].offset
+    assert hf_posenc.inspect(free).max_length is None
+    assert_equal(first(free(tokens(length=FURTHER + 30))), first(twin(tokens(length=FURTHER + 30))))
+    assert hf_posenc.inspect(hf_posenc.extend(free, None)).max_length is None
+
+
+def test_from_scratch():
+    config = hf_posenc.PosEncBertConfig(
+        position_encoding={"type": "relative", "max_length": 9}, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=48, vocab_size=70,
+    )  # fmt: skip
+    model = hf_posenc.PosEncBertModel(config).eval()
+    longer = hf_posenc.extend(model, 700)
+    assert longer.config.max_position_embeddings == 700 and first(longer(tokens(length=700))).isfinite().all()
+    assert hf_posenc.inspect(hf_posenc.extend(model, None)).max_length is None
+
+
+def test_what_else_carries_over():
+    model = patched("gpt2", "relative+alibi", "LMHeadModel", max_length=LENGTH)
+    model.train().generation_config.max_new_tokens, model.transformer.drop.p = 7, 0.25
+    model.transformer.posenc.blend = 0.5
+    model.transformer.posenc.relative.weight.requires_grad_(False)
+    model.name_or_path = "somebody/base"
+    longer = hf_posenc.extend(model, FURTHER)
+    assert longer.generation_config.max_new_tokens == 7 and longer.generation_config is not model.generation_config
+    assert (
+        longer.transformer.drop.p == 0.25
+        and longer.transformer.posenc.alibi.training
+        and longer.name_or_path == "somebody/base"
+    )
+    assert longer.transformer.posenc.blend == longer.transformer.posenc.alibi.blend == 0.5
+    assert not longer.transformer.posenc.relative.weight.requires_grad
+    assert longer.lm_head.weight is longer.transformer.wte.weight is model.lm_head.weight
+
+
+def test_a_layer():
+    layer = hf_posenc.PositionEmbedding("sinusoidal", 8, scale="learned", max_length=5, dropout=0.5).eval()
+    inputs = torch.randn(1, 9, 8)
+    with pytest.raises(ValueError, match=r"9 positions are more than max_length=5.*hf_posenc\.extend\(layer, max_length"):
+        layer(inputs)
+    for length in (9, None):
+        longer = hf_posenc.extend(layer, length)
+        assert longer.posenc.factor is layer.posenc.factor and longer.config.max_length == length
+        assert not longer.training and longer.dropout.p == 0.5 and layer.config.max_length == 5
+        assert_equal(longer(inputs)[:, :5], layer(inputs[:, :5]))
+    tables = hf_posenc.TokenPositionEmbedding(70, "sinusoidal", 8, max_length=5)
+    assert hf_posenc.extend(tables, 11)(tokens()).shape == (2, 11, 8) and tables.positions.config.max_length == 5
+    with pytest.raises(ValueError, match="crop the input, or make a longer layer, and train it"):
+        hf_posenc.PositionEmbedding("learned", 8, max_length=5)(inputs)
+    with pytest.raises(ValueError, match="'learned' are made for its max_length.*a new layer"):
+        hf_posenc.extend(hf_posenc.PositionEmbedding("learned", 8, max_length=5), 9)
+
+
+@pytest.mark.parametrize(("host", "encoding"), [("bert", "learned"), ("bert", "alibi+learned"), ("gpt2", "normalized")])
+def test_positions_made_for_their_length(host, encoding):
+    """A learned table, and fractions of the length: there is nothing to promise."""
+    model = patched(host, encoding)
+    for length in (FURTHER, None):
+        with pytest.raises(ValueError, match=f"'{encoding.rpartition('+')[2]}' are made for its max_length.*trained anew"):
+            hf_posenc.extend(model, length)
+    with pytest.raises(ValueError, match="no positions beyond") as error:
+        model(tokens(length=FURTHER))
+    assert "extend" not in str(error.value)
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    monkeypatch.setattr(PositionEncoding, "registered", dict(PositionEncoding.registered))
+
+
+def test_an_encoding_of_ones_own_loses_nothing(own_registry):
+    """Its tensors are kept where they fit, and else it is refused: neither made anew nor left out."""
+
+    class Sized(PositionEncoding, type="sized"):
+        by: str = "rows"
+
+        def __init__(self, geometry, **options):
+            super().__init__(geometry, **options)
+            rows = geometry.max_length or 1
+            if self.by == "rows":
+                self.weight = nn.Parameter(torch.zeros(rows))
+            elif self.by == "buffer":
+                self.register_buffer("steps", torch.arange(rows), persistent=False)
+            elif self.by == "module":
+                self.parts = nn.ModuleList(nn.Linear(1, 1) for _ in range(rows))
+            elif self.by == "limit" and geometry.max_length is not None:
+                self.weight = nn.Parameter(torch.zeros(1))
+            elif self.by == "nothing":
+                self.parts = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+
+        def distance_bias(self, distance):
+            return distance.float()[None]
+
+    for by, length in (("rows", FURTHER), ("buffer", FURTHER), ("module", FURTHER), ("limit", None)):
+        with pytest.raises(ValueError, match="'sized' are made for its max_length"):
+            hf_posenc.extend(hf_posenc.patch(stock("bert"), "sized", by=by, max_length=LENGTH), length)
+    model = hf_posenc.patch(stock("bert"), "sized", by="nothing", max_length=LENGTH)
+    assert hf_posenc.extend(model, FURTHER).posenc.parts[1].weight is model.posenc.parts[1].weight
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "words"),
+    [
+        (lambda: stock("bert"), 99, r"BertModel is not patched.*hf_posenc\.patch\(model, 'alibi', max_length=99\)"),
+        (lambda: stock("llama"), 99, "LlamaModel is not patched"),
+        (
+            lambda: patched("bert", "alibi", max_length=9),
+            8,
+            "max_length=8 would make the longest input shorter: give 9 or more",
+        ),
+        (lambda: patched("bert", "alibi"), 9, "shorter: this model has no limit now"),
+        (lambda: patched("bert", "alibi", max_length=9), 0, "max_length=0: allowed is an integer above 0 or None"),
+        (lambda: patched("bert", "alibi", max_length=9), "10", "max_length='10': allowed is"),
+        (lambda: patched("bert", "alibi", max_length=9), 2**25, "max_length=33554432: allowed is"),
+        (
+            lambda: hf_posenc.PositionEmbedding("sinusoidal", 8, scale="learned", max_length=5).to("meta"),
+            9,
+            "on the meta device",
+        ),
+        (lambda: nn.Linear(1, 1), 9, "a PreTrainedModel of Transformers is needed.*extend first, then wrap"),
+    ],
+)
+def test_refused(model, length, words):
+    with pytest.raises(ValueError, match=words):
+        hf_posenc.extend(model(), length)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_sentence_transformer(minilm):
+    from sentence_transformers import SentenceTransformer
+
+    model = hf_posenc.patch(SentenceTransformer(minilm, device="cpu"), "relative", max_length=600)
+    longer = hf_posenc.extend(model, 1024)
+    assert type(longer) is SentenceTransformer and longer[0].model.posenc.weight is model[0].model.posenc.weight
+    assert longer.max_seq_length == longer.tokenizer.model_max_length == 1024 and model.max_seq_length == 600

@@ -1,0 +1,244 @@
+"""`from_pretrained` of a derived class: stock and patched checkpoints, with a config, an encoding, or both."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, BertConfig, PreTrainedModel, RobertaConfig
+
+import hf_posenc
+from conftest import BERT, LENGTH, VOCABULARY, assert_equal, first, stock, tokens
+
+SIZES = {**BERT, "vocab_size": VOCABULARY}
+Model, Config = hf_posenc.PosEncBertForMaskedLM, hf_posenc.PosEncBertConfig
+ROPE = {"type": "rope", "theta": 500.0}
+
+
+def bert_config(**changes):
+    return BertConfig(**{**SIZES, **changes})
+
+
+def config(encoding=None, **changes):
+    return Config(**{**SIZES, "position_encoding": encoding, **changes})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A stock model, a patched one, and the patched one without its host's positions and longer."""
+    path = tmp_path_factory.mktemp("models")
+    model = stock("bert", "ForMaskedLM")
+    model.save_pretrained(path / "stock")
+    hf_posenc.patch(model, ROPE).save_pretrained(path / "patched")
+    hf_posenc.patch(model, ROPE, max_length=99, keep_host=False).save_pretrained(path / "longer")
+    stock("bert", "ForMaskedLM").save_pretrained(path / "in" / "stock")
+    return path
+
+
+@pytest.fixture
+def expected(folders):
+    """Logits of the patched model."""
+    return first(hf_posenc.patch(AutoModelForMaskedLM.from_pretrained(folders / "stock"), ROPE)(tokens()))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda path: {"position_encoding": ROPE},
+        lambda path: {"position_encoding": ROPE, "config": bert_config()},
+        lambda path: {"position_encoding": ROPE, "config": config()},
+        lambda path: {"position_encoding": ROPE, "config": config(ROPE)},
+        lambda path: {"config": config(ROPE)},
+        lambda path: {"position_encoding": ROPE, "config": path / "stock"},
+        lambda path: {"position_encoding": ROPE, "config": str(path / "stock" / "config.json")},
+        lambda path: {"config": path / "patched"},
+        lambda path: {"config": Config.from_pretrained(path / "stock", position_encoding=ROPE)},
+        lambda path: {"config": Config.from_pretrained(path / "longer")},
+        lambda path: {"position_encoding": ROPE, "config": bert_config(), "output_loading_info": True},
+        lambda path: {"position_encoding": ROPE, "device_map": "cpu"},
+        lambda path: {"position_encoding": ROPE, "revision": "main", "torch_dtype": "auto"},
+        lambda path: {"position_encoding": ROPE, "hidden_dropout_prob": 0.7},
+    ],
+)
+def test_a_stock_checkpoint_is_patched(folders, expected, given):
+    """The same as `patch` after loading, however the encoding is given: `unpatch` gives the stock model back."""
+    keywords = given(folders)
+    before = [keywords["config"].to_dict()] if hasattr(keywords.get("config"), "to_dict") else []
+    loaded = Model.from_pretrained(folders / "stock", **keywords)
+    model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
+    assert type(model) is Model and model.config.position_encoding["host"]["kept"]
+    assert_equal(first(model(tokens())), expected)
+    again, original = hf_posenc.unpatch(model), stock("bert", "ForMaskedLM")
+    assert_equal(first(again(tokens())), first(original(tokens())))
+    assert again.config.max_position_embeddings == LENGTH and again.config.hidden_dropout_prob == keywords.get(
+        "hidden_dropout_prob", 0.1
+    )
+    assert not info or not info[0]["missing_keys"]
+    assert before == ([keywords["config"].to_dict()] if before else [])
+
+
+@pytest.mark.parametrize("given", [bert_config, lambda: config(ROPE)], ids=["stock", "derived"])
+def test_arguments_for_weights(folders, expected, given):
+    """Beside a config, too: folders in folders, dtypes, attention, the weights themselves."""
+    keywords = {"config": given(), "position_encoding": ROPE}
+    model = Model.from_pretrained(folders / "in", subfolder="stock", **keywords)
+    assert_equal(first(model(tokens())), expected)
+    model = Model.from_pretrained(folders / "stock", dtype=torch.bfloat16, attn_implementation="eager", **keywords)
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16} and model.config._attn_implementation == "eager"
+    weights = stock("bert", "ForMaskedLM").state_dict()
+    assert_equal(first(Model.from_pretrained(None, state_dict=weights, **keywords)(tokens())), expected)
+
+
+def test_through_the_auto_classes(folders, expected):
+    model = AutoModelForMaskedLM.from_pretrained(folders / "stock", config=config(ROPE))
+    assert type(model) is Model and model.config.position_encoding["host"]["kept"]
+    assert_equal(first(model(tokens())), expected)
+
+
+def test_new_parameters_are_initialised(folders):
+    """Not taken for missing ones, as they would be in a patched checkpoint."""
+    model = Model.from_pretrained(folders / "stock", config=config("relative"))
+    assert model.bert.posenc.weight.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["patched", "longer"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda path: {},
+        lambda path: {"position_encoding": "rope"},
+        lambda path: {"config": path},
+        lambda path: {"config": path, "position_encoding": "rotary"},
+        lambda path: {"config": Config.from_pretrained(path)},
+        lambda path: {"config": config(ROPE)},
+        lambda path: {"config": config(), "position_encoding": "rope"},
+        lambda path: {"config": config()},
+        lambda path: {"config": config(ROPE), "dtype": "float32", "attn_implementation": "sdpa", "output_loading_info": True},
+    ],
+)
+def test_a_patched_checkpoint_stays_what_it_is(folders, expected, name, given):
+    keywords = given(folders / name)
+    before = copy.deepcopy(keywords)
+    loaded = Model.from_pretrained(folders / name, **keywords)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    assert keywords == before
+    assert_equal(first(model(tokens())), expected)
+    assert model.config.position_encoding["host"] == Config.from_pretrained(folders / name).position_encoding["host"]
+
+
+def test_weights_and_a_config_alone(folders, expected):
+    model = Model.from_pretrained(folders / "patched")
+    again = Model.from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    assert_equal(first(again(tokens())), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("stock", lambda path: {}, "stock is a stock model, and PosEncBertForMaskedLM needs an encoding.*position_encoding="),
+        ("stock", lambda path: {"position_encoding": None}, "needs an encoding for it"),
+        ("stock", lambda path: {"config": bert_config()}, "needs an encoding for it"),
+        ("stock", lambda path: {"config": config()}, "needs an encoding for it"),
+        (
+            "stock",
+            lambda path: {"config": config("alibi"), "position_encoding": "rope"},
+            "='rope', but config.*'alibi'.*one of",
+        ),
+        (
+            "stock",
+            lambda path: {"config": SIZES, "position_encoding": "rope"},
+            "single settings are keywords of from_pretrained",
+        ),
+        (
+            "stock",
+            lambda path: {"config": RobertaConfig(), "position_encoding": "rope"},
+            "config=RobertaConfig is not for PosEncB",
+        ),
+        (
+            "patched",
+            lambda path: {"config": bert_config()},
+            "patched was saved with an encoding.*PosEncBertConfig.from_pretrained",
+        ),
+        ("patched", lambda path: {"config": bert_config(), "position_encoding": "rope"}, "was saved with an encoding"),
+        ("patched", lambda path: {"config": path / "stock"}, "was saved with an encoding"),
+        ("patched", lambda path: {"config": RobertaConfig()}, "config=RobertaConfig is not for PosEncBertForMaskedLM"),
+        ("patched", lambda path: {"config": config("alibi")}, "the 'rope' encoding, not 'alibi': load it as it"),
+        ("longer", lambda path: {"config": config("alibi")}, "the 'rope' encoding, not 'alibi': load it as it"),
+        (
+            "longer",
+            lambda path: {"config": config(ROPE), "position_encoding": "alibi"},
+            "'rope' encoding, not 'alibi'",
+        ),
+        ("longer", lambda path: {"config": config(), "position_encoding": "alibi"}, "'rope' encoding, not 'alibi'"),
+    ],
+)
+def test_what_does_not_go_together(folders, name, given, words):
+    with pytest.raises(ValueError, match=words):
+        Model.from_pretrained(folders / name, **given(folders))
+
+
+@pytest.mark.parametrize("name", ["stock", "longer"])
+def test_a_checkpoint_of_another_host(folders, name):
+    """Whose weights would all be missing, which Transformers only logs."""
+    with pytest.raises(ValueError, match=r"bert' model, and PosEncRobertaModel is for 'roberta', stock or patched"):
+        hf_posenc.PosEncRobertaModel.from_pretrained(folders / name, position_encoding="rope")
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_part_of_a_larger_checkpoint(tmp_path, typed):
+    """CLIP's text model is loaded from the whole CLIP, as its stock class does."""
+    from transformers import CLIPConfig, CLIPModel, CLIPTextModel
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    text = dict(sizes, vocab_size=70, max_position_embeddings=LENGTH, bos_token_id=1, eos_token_id=2)
+    whole = CLIPModel(CLIPConfig(text_config=text, vision_config=dict(sizes, image_size=8, patch_size=4)))
+    whole.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["text_config"].pop("model_type") == "clip_text_model"
+    if not typed:
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+    model = hf_posenc.PosEncCLIPTextModel.from_pretrained(tmp_path, position_encoding="alibi")
+    expected = hf_posenc.patch(CLIPTextModel.from_pretrained(tmp_path), "alibi")
+    assert_equal(first(model(tokens())), first(expected(tokens())))
+
+
+def test_a_missing_checkpoint(tmp_path):
+    """Transformers' own error, whatever is given beside it."""
+    for keywords in {}, {"position_encoding": "rope"}, {"position_encoding": "rope", "config": bert_config()}:
+        with pytest.raises(OSError):
+            Model.from_pretrained(tmp_path / "nowhere", **keywords)
+
+
+def test_a_folder_without_a_config(folders, expected, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((folders / "stock" / "model.safetensors").read_bytes())
+    model = Model.from_pretrained(tmp_path, config=bert_config(), position_encoding=ROPE)
+    assert_equal(first(model(tokens())), expected)
+
+
+def test_an_older_config_has_no_type(folders, expected, tmp_path):
+    saved = json.loads((folders / "stock" / "config.json").read_text())
+    del saved["model_type"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    (tmp_path / "model.safetensors").write_bytes((folders / "stock" / "model.safetensors").read_bytes())
+    assert_equal(first(Model.from_pretrained(tmp_path, position_encoding=ROPE)(tokens())), expected)
+
+
+def test_an_encoding_saved_by_its_name(folders, tmp_path):
+    """As a hand may write it."""
+    Model.from_pretrained(folders / "longer").save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "position_encoding": "rope"}))
+    for keywords in {"position_encoding": "alibi"}, {"config": config("alibi")}:
+        with pytest.raises(ValueError, match="'rope' encoding, not 'alibi'"):
+            Model.from_pretrained(tmp_path, **keywords)
+    assert Model.from_pretrained(tmp_path, config=config("rope")).config.position_spec.type == "rope"
+
+
+def test_spread_over_devices(folders, tmp_path):
+    """Weights in several places can't be shared: refused, with the way that works."""
+    places = {"embeddings": "cpu", "encoder": "disk", "pooler": "cpu"}
+    with pytest.raises(ValueError, match="spread by Accelerate's hooks.*load it on one device, patch first"):
+        hf_posenc.PosEncBertModel.from_pretrained(
+            folders / "stock", position_encoding="rope", device_map=places, offload_folder=str(tmp_path)
+        )
+    assert isinstance(Model.from_pretrained(folders / "patched", device_map="auto"), PreTrainedModel)
