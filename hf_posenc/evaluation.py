@@ -90,8 +90,9 @@ def parsed_json(text: str) -> Any:
 
 
 def checked_evaluation(evaluation: Any) -> dict[str, Any]:
-    """Validates the content of evaluation.json and fills in all missing entries. Access tokens and the folders of absolute paths
-    are removed.
+    """Validates the content of evaluation.json and fills in all missing entries.
+
+    Access tokens are removed from all texts, and the folders of absolute paths.
 
     - command: the command line that trained the model.
     - training: `steps`, and `datasets`, each with a `name` and, for a dataset on the Hub, its `id`.
