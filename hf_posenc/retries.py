@@ -175,8 +175,9 @@ def _reason(error: Exception) -> Exception:
 def _is_of_the_hub(error: Exception) -> bool:
     """Whether the Hub or the network failed, rather than what was to be sent, or this machine."""
     malformed = isinstance(error, (HFValidationError, Warning)) or isinstance(error.__cause__, BadRequestError)
-    remote = isinstance(error, (HTTPError, ConnectionError, LocalEntryNotFoundError)) or not isinstance(error, OSError)
-    return remote and not malformed
+    # huggingface_hub also raises OSErrors for unreadable answers; those of the operating system have a number.
+    local = isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno is not None)
+    return isinstance(error, (HTTPError, ConnectionError)) or not (malformed or local)
 
 
 def _retry_after(headers: Any) -> float:

@@ -51,7 +51,8 @@ DEADLINE = 3
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS])
 def test_sweep(kind, tmp_path):
-    cases = {f"{step}-{times}": (step, KINDS[kind], times, False) for step in STEPS for times in (1, ALWAYS)}
+    often = {"once": 1, "always": ALWAYS}
+    cases = {f"{step}-{name}": (step, KINDS[kind], times, False) for step in STEPS for name, times in often.items()}
     if kind in FAST:
         cases = {name: case for name, case in cases.items() if case[2] == ALWAYS}
     done = pushes(tmp_path, cases, {"timeout": 0.5, "deadline": DEADLINE})

@@ -12,7 +12,7 @@ from hf_posenc.cli.patching import load, load_tokenizer
 from hf_posenc.evaluation import EVALUATION
 from hf_posenc.hub import IMAGES
 
-TEXTS = (".jinja", ".json", ".model", ".txt")
+TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vocab")
 """What configs and tokenizers are loaded from. Weights are checked by being loaded."""
 
 
@@ -78,7 +78,7 @@ def _refuse_foreign_links(folder: Path) -> None:
     if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parents[1] / "blobs")
     for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
-        if path.suffix in TEXTS and not any(path.resolve().is_relative_to(root) for root in inside):
+        if path.suffix in TEXTS and path.name != EVALUATION and not any(path.resolve().is_relative_to(root) for root in inside):
             raise ValueError(
                 f"{path} is a link to {path.resolve()}, outside the folder, and its content would be pushed: if that is meant, "
                 "put the file itself there"
