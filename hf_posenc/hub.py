@@ -1,6 +1,5 @@
 """push_to_hub: weights, config, code, tokenizer, card, evaluation and figures in one commit."""
 
-import contextlib
 import copy
 import json
 import logging
@@ -21,26 +20,21 @@ from huggingface_hub import (
     ModelInfo,
     get_token,
     is_offline_mode,
-    try_to_load_from_cache,
 )
-from huggingface_hub.constants import REGEX_COMMIT_OID
-from huggingface_hub.errors import DisabledRepoError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc import leaks
-from hf_posenc.cards import INHERITED, SIGNATURE, host_name, model_card, replaceable, user_classes
+from hf_posenc.cards import SIGNATURE, model_card, user_classes
 from hf_posenc.commits import Api, Change, commit_id
 from hf_posenc.diagnostics import inspect
-from hf_posenc.evaluation import EVALUATION, checked_evaluation, parsed_json, read_json, result_files
+from hf_posenc.evaluation import EVALUATION, checked_evaluation, read_json, result_files
+from hf_posenc.repositories import base_metadata, earlier_push, ensure_branch, merged
 from hf_posenc.retries import Requests
 
 IMAGES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
-WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")
-"""Files deleted if the new push lacks them: an old model.safetensors would be loaded instead of new shards."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -134,7 +128,7 @@ def push_to_hub(
         texts_sent = leaks.texts(folder, _files(folder))
         refuse_leaks({**texts_sent, "README.md": card(repo_id).encode(), "commit_message": message.encode()})
         if offline or save_directory is not None:
-            _keep(folder, keep_in, partial(card, repo_id), _base(model))
+            _keep(folder, keep_in, partial(card, repo_id), base_metadata(model))
         if offline:
             modules = sorted({cls.__module__ for cls in user_classes(report.encoding)})
             commands = _commands(modules, keep_in, repo_id, private, revision, create_pr)
@@ -144,7 +138,7 @@ def push_to_hub(
             return keep_in
         api = Api(token=token)
         repo_id = requests.send(partial(api.create_repo, repo_id, private=private, exist_ok=True)).repo_id
-        _ensure_branch(api, requests, repo_id, revision, create_pr)
+        ensure_branch(api, requests, repo_id, revision, create_pr)
 
         def head_and_files() -> tuple[ModelInfo, str, set[str]]:
             head = api.model_info(repo_id, revision=revision)
@@ -161,12 +155,12 @@ def push_to_hub(
             file = requests.send(partial(api.hf_hub_download, repo_id, path, revision=sha))
             return Path(file).read_text(encoding="utf-8", errors="replace")
 
-        kept, stale = _earlier_push(present, read, [*_files(folder), "README.md"])
+        kept, stale = earlier_push(present, read, [*_files(folder), "README.md"])
         if kept is None:
             logger.warning("%s: its README.md was written by hand and stays as it is", repo_id)
             (folder / "README.md").unlink(missing_ok=True)
         else:
-            text = card(repo_id, metadata=_merged(_base(model, api, requests), kept))
+            text = card(repo_id, metadata=merged(base_metadata(model, api, requests), kept))
             refuse_leaks({"README.md": text.encode()})
             (folder / "README.md").write_text(text, encoding="utf-8")
         additions = [CommitOperationAdd(path, folder / path) for path in _files(folder)]
@@ -214,58 +208,6 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _base(model: PreTrainedModel, api: Api | None = None, requests: Requests | None = None) -> dict[str, Any]:
-    """The card's metadata about the host: its id, licence and language.
-
-    The id is None unless the Hub (offline: the cache) knows it, since a local folder may have a name of the same form.
-    """
-    name = host_name(model)
-    if not name or not (api and requests or isinstance(try_to_load_from_cache(name, "config.json"), str)):
-        return {"base_model": None}
-    inherited: dict[str, Any] = {}
-    if api and requests:
-        try:
-            inherited = requests.send(partial(_inherited, api, name))
-        except (GatedRepoError, DisabledRepoError):
-            pass
-        except (HFValidationError, RepositoryNotFoundError):
-            return {"base_model": None}
-    return {"base_model": name, **inherited}
-
-
-def _inherited(api: Api, name: str) -> dict[str, Any]:
-    """The metadata that a card takes from the base model's: texts and lists of texts, whatever else is there."""
-    card = api.model_info(name).card_data
-    found = {key: card.get(key) for key in INHERITED if card}
-    lists = {key: value if isinstance(value, list) else [value] for key, value in found.items()}
-    return {key: found[key] for key, values in lists.items() if all(isinstance(value, str) and value for value in values)}
-
-
-def _merged(base: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """The host's metadata, overridden by that kept from an earlier card. The licence is taken whole from one of them."""
-    inherited = {key: value for key, value in base.items() if not ("license" in kept and key.startswith("license"))}
-    return {**inherited, **kept}
-
-
-def _earlier_push(
-    present: Iterable[str], read: Callable[[str], str], new: Iterable[str]
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """The metadata to keep of the existing card (None if it was written by hand), and the files to delete: those that an
-    earlier push wrote and the new one lacks."""
-    present = set(present)
-    written = {path for path in present if WRITTEN.fullmatch(path)}
-    try:
-        card = read("README.md") if "README.md" in present else ""
-        measured = read(EVALUATION) if EVALUATION in present else "null"
-    except GatedRepoError:  # write access doesn't imply read access
-        return None, sorted(written.difference(new))
-    if (kept := replaceable(card)) is not None:
-        written.update(re.findall(r"!\[[^]]*\]\(([\w.-]+)\)", card))
-    with contextlib.suppress(ValueError):  # an evaluation.json of another origin
-        written |= {EVALUATION, *result_files(parsed_json(measured))}
-    return kept, sorted((written & present).difference(new))
-
-
 def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str, Any]) -> None:
     """Copies the folder, with a card, to `keep_in`."""
     if keep_in.exists() and not keep_in.is_dir():
@@ -275,7 +217,7 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
         return (keep_in / path).read_text(encoding="utf-8", errors="replace")
 
     present, new = _files(keep_in), [*_files(folder), "README.md"]
-    kept, stale = _earlier_push(present, read, new)
+    kept, stale = earlier_push(present, read, new)
     ours = "README.md" in present and SIGNATURE.partition("{")[0] in read("README.md")
     if others := sorted(set(present).difference(new if ours else (), stale if ours else ())):
         raise ValueError(
@@ -285,7 +227,7 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
     if kept is None:
         logger.warning("%s was written by hand and stays as it is", keep_in / "README.md")
     else:
-        (folder / "README.md").write_text(card(metadata=_merged(base, kept)), encoding="utf-8")
+        (folder / "README.md").write_text(card(metadata=merged(base, kept)), encoding="utf-8")
     keep_in.mkdir(parents=True, exist_ok=True)
     # Renamed, not overwritten: the model's tensors may be memory-mapped from the file being replaced.
     with tempfile.TemporaryDirectory(dir=keep_in, prefix=".") as near:
@@ -308,24 +250,3 @@ def _commands(
         shlex.join(["hf-posenc", *(f"--import={name}" for name in modules), "push", str(folder), repo_id, *ours]),
         shlex.join(["hf", "upload", repo_id, str(folder), ".", *theirs]),
     )
-
-
-def _ensure_branch(api: Api, requests: Requests, repo_id: str, revision: str | None, create_pr: bool) -> None:
-    if revision is None or revision == "main" or revision.startswith("refs/pr/"):
-        return
-
-    def names() -> tuple[set[str], set[str]]:
-        refs = api.list_repo_refs(repo_id)
-        return {str(ref.name) for ref in refs.branches}, {str(ref.name) for ref in refs.tags}
-
-    branches, tags = requests.send(names)
-    if revision in branches:
-        return
-    if revision in tags or REGEX_COMMIT_OID.fullmatch(revision):
-        kind = "tag" if revision in tags else "commit"
-        raise ValueError(
-            f"revision {revision!r} is a {kind}, which stays as it is: name a branch ({', '.join(sorted(branches))})"
-        )
-    if create_pr:
-        raise ValueError(f"{repo_id} has no branch {revision!r} to open a pull request against: {', '.join(sorted(branches))}")
-    requests.send(partial(api.create_branch, repo_id, branch=revision, exist_ok=True))

@@ -625,6 +625,7 @@ ORDER = [
     {"evaluation", "leaks", "retries"},
     {"commits"},
     {"cards"},
+    {"repositories"},
     {"hub"},
     {"cli"},
 ]
