@@ -29,13 +29,15 @@ LONGEST_HEADER = 100_000_000
 def refuse(texts: Mapping[str, bytes], token: str | None, folders: Iterable[str | os.PathLike[str]]) -> None:
     """Raises ValueError if a text has a token or a path of this machine in it.
 
-    Searched for are `token`, and what is shaped like one of a well-known service; paths within the home folder (of anybody),
-    the current and the temporary folder, and `folders`; and any absolute path that is a value in a config.
+    Searched for are `token`, in binary files too, and what is shaped like one of a well-known service; paths within the home
+    folder (of anybody), the current and the temporary folder, and `folders`; and any absolute path that is a value in a config.
     """
     paths = re.compile(rb"(?<![\w.~-])(?:%b|(?:%b)(?=[/\\][\w.~-]))" % (HOME, b"|".join(map(re.escape, _spellings(folders)))))
     for name, text in texts.items():
         if token and token.encode() in text:
             raise ValueError(f"{name} has your token for the Hub in it, and nothing was sent: take it out, and revoke it")
+        if b"\0" in text[:8192]:  # no text; the rest would be found by chance
+            continue
         if found := TOKEN.search(text):
             raise ValueError(
                 f"{name}, line {_line(text, found.start())}: this looks like an access token or a key, and nothing was sent: "

@@ -125,7 +125,8 @@ class Requests:
                 again = "push again later, what is uploaded won't be sent twice"
                 error.append_to_message(f"\nThat was attempt {ATTEMPTS}: {again}")
                 raise error
-            how = f"({error})" if isinstance(error, HTTPError) else f"as a Hub does ({type(error).__name__}: {error!s:.200})"
+            said = str(error).encode(errors="backslashreplace").decode()[:200]  # partly by a server
+            how = f"({said})" if isinstance(error, HTTPError) else f"as a Hub does ({type(error).__name__}: {said})"
             raise ConnectionError(
                 f"the Hub doesn't answer {how}, in {ATTEMPTS} attempts: push again later, or set HF_HUB_OFFLINE=1 to have "
                 "everything written to a folder"
