@@ -117,6 +117,7 @@ KINDS = {
     "stall": {step: (step, stall, ALWAYS, False) for step in STEPS}
     | {
         "reply": ("commit", stall_after, 1, False),
+        "slow": ("info", trickle, ALWAYS, False),
         "sleep": ("preupload", refuse(429, **{"Retry-After": "86400"}), ALWAYS, False),
     },
     "trickle": {step: (step, trickle, ALWAYS, False) for step in STEPS},
@@ -145,6 +146,7 @@ def test_silence_ends_in_time_and_by_name(silent):
         else:
             expected = late if kind == "trickle" else (late, "ConnectionError: the Hub doesn't answer (timed out), in 2 att")
             assert result["error"].startswith(expected), (name, result)
+            assert result["seconds"] < DEADLINES[kind] or name != "sleep", "what can't be in time ends at once"
             assert whole(done, name) == 0 or (kind, name) == ("trickle", "commit"), name
 
 
