@@ -19,6 +19,7 @@ from hf_posenc import modeling
 from hf_posenc.diagnostics import Report, inspect
 from hf_posenc.encodings import encoding_class
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, metric_name, read_json, table_key
+from hf_posenc.spec import HUB_ID
 from hf_posenc.user_code import is_ours
 
 TASKS = {
@@ -126,7 +127,7 @@ def host_name(model: PreTrainedModel) -> str | None:
 def _base_model(model: PreTrainedModel) -> str | None:
     """The host's id, unless its name could be that of a local folder."""
     name = host_name(model)
-    return name if name and re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
+    return name if name and HUB_ID.fullmatch(name) else None
 
 
 def _auto_class(model: PreTrainedModel) -> str | None:
@@ -279,13 +280,17 @@ def _eval_result(result: dict[str, Any]) -> EvalResult:
 
 def replaceable(card: str) -> dict[str, Any] | None:
     """The metadata to keep if a card may be overwritten: it is empty, unedited since we generated it, or has metadata alone.
-    None for a card that was written or edited by hand."""
+    None for a card that was written or edited by hand, or whose metadata can't be read or kept."""
     own = card == _signed(card.rpartition("<!--")[0])
     if not own and REGEX_YAML_BLOCK.sub("", card, count=1).strip():
         return None
-    metadata = ModelCard(card).data.to_dict() if card else {}
-    kept = {key: value for key, value in metadata.items() if key not in GENERATED}
-    return kept if own or kept == metadata else None
+    try:
+        metadata = ModelCard(card).data.to_dict() if card else {}
+        kept = {key: value for key, value in metadata.items() if key not in GENERATED}
+        ModelCardData(**kept).to_yaml().encode()
+    except Exception:  # YAML of anybody's: malformed, nested too deeply, keys that are no texts, …
+        return None
+    return kept if own or (kept == metadata and not {"model_name", "eval_results"} & kept.keys()) else None
 
 
 def _signed(card: str) -> str:

@@ -1,33 +1,35 @@
-"""Commits to the Hub with retries. A commit whose reply was lost isn't made twice.
+"""One commit to the Hub. A commit whose reply was lost isn't made twice.
 
 The client itself retries neither the creation of a repo nor a commit.
 """
 
-import json
-import logging
-import random
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
-from huggingface_hub.utils import parse_ratelimit_headers
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.constants import REGEX_COMMIT_OID
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils.sha import git_hash
 
-ATTEMPTS = 6
-"""Maximum attempts per request."""
-PAUSE, LONGEST_PAUSE = 1.0, 300.0
-"""Seconds before the second attempt, doubled after each; and the maximum, since the Hub's rate limits are per 300 s."""
-TRANSIENT = (429, 500, 502, 503, 504)
-UNANSWERED = (HTTPError, json.JSONDecodeError)
-"""Raised by the client if a request was refused, cut off, or answered with a proxy's HTML."""
+from hf_posenc.retries import TRANSIENT, Requests, status_of
 
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
+LARGE = 2**20
+"""Bytes from which a text file is uploaded by itself, as binary files are."""
+
+
+class Api(HfApi):
+    """The Hub's API, with uploads one by one in the calling thread, to which the time limits of a push belong."""
+
+    def preupload_lfs_files(self, repo_id: str, additions: Iterable[CommitOperationAdd], **options: Any) -> None:
+        texts: list[CommitOperationAdd] = []
+        for addition in additions:
+            if b"\0" in addition.upload_info.sample or addition.upload_info.size >= LARGE:
+                super().preupload_lfs_files(repo_id, [addition], **options)
+            else:
+                texts.append(addition)
+        super().preupload_lfs_files(repo_id, texts, **options)
 
 
 @dataclass
@@ -38,7 +40,8 @@ class Change:
     create_pr: open a pull request against `revision` instead.
     """
 
-    api: HfApi
+    api: Api
+    requests: Requests
     repo_id: str
     additions: list[CommitOperationAdd]
     deletions: list[CommitOperationDelete]
@@ -52,15 +55,15 @@ class Change:
 
         Raises:
             HfHubHTTPError: the Hub refused; with status 412, another commit is on top of `parent`.
-            ConnectionError: no answer in ATTEMPTS attempts.
+            ValueError, ConnectionError, TimeoutError, OSError: as `Requests.send`.
         """
         if self.create_pr and (stored := self._stored()):
             return stored
-        return retry(self._create, self._recovered)
+        return self.requests.send(self._create, self._recovered)
 
     def _create(self) -> CommitInfo:
         # Not upload_folder, which may spread files over several commits.
-        return self.api.create_commit(
+        commit = self.api.create_commit(
             self.repo_id,
             [*self.deletions, *self.additions],
             commit_message=self.message,
@@ -68,10 +71,12 @@ class Change:
             create_pr=self.create_pr,
             parent_commit=self.parent,
         )
+        commit_id(commit.oid)
+        return commit
 
     def _recovered(self, error: Exception) -> CommitInfo | None:
         """The commit if it was made although its request failed: the reply may be lost."""
-        status = _status(error)
+        status = status_of(error)
         if status not in (None, 412, *TRANSIENT):
             return None
         stored = self._stored()
@@ -87,16 +92,17 @@ class Change:
         places: list[tuple[str | None, str | None]] = [(self.revision, None)]
         if self.create_pr:
             discussions = partial(self.api.get_repo_discussions, self.repo_id, discussion_status="open")
-            opened = retry(lambda: list(discussions(discussion_type="pull_request")))
+            opened = self.requests.send(lambda: list(discussions(discussion_type="pull_request")))
             places = [(request.git_reference, request.url) for request in opened if request.title == self.message]
         for place, url in places:
-            head = retry(partial(self.api.model_info, self.repo_id, revision=place, files_metadata=True))
-            if self._is_in(head):
-                commit_url = f"{self.api.endpoint}/{self.repo_id}/commit/{head.sha}"
-                return CommitInfo(commit_url, self.message, "", str(head.sha), self.api.endpoint, url)
+            if sha := self.requests.send(partial(self._head_with_it, place)):
+                commit_url = f"{self.api.endpoint}/{self.repo_id}/commit/{sha}"
+                return CommitInfo(commit_url, self.message, "", sha, self.api.endpoint, url)
         return None
 
-    def _is_in(self, head: ModelInfo) -> bool:
+    def _head_with_it(self, revision: str | None) -> str | None:
+        """The head's id, if it contains the change."""
+        head = self.api.model_info(self.repo_id, revision=revision, files_metadata=True)
         there = {file.rfilename: file for file in head.siblings or ()}
 
         def same(addition: CommitOperationAdd) -> bool:
@@ -106,62 +112,12 @@ class Change:
             with addition.as_file() as content:
                 return file.blob_id == git_hash(content.read())
 
-        return there.keys().isdisjoint(gone.path_in_repo for gone in self.deletions) and all(map(same, self.additions))
+        gone = there.keys().isdisjoint(deletion.path_in_repo for deletion in self.deletions)
+        return commit_id(head.sha) if gone and all(map(same, self.additions)) else None
 
 
-def retry(request: Callable[[], T], recovered: Callable[[Exception], T | None] = lambda error: None) -> T:
-    """The result of a request, retried with exponential backoff on timeouts, 429 and 5xx.
-
-    Args:
-        recovered: called with the error of each failed attempt; its result, if any, replaces that of the request.
-
-    Raises:
-        HfHubHTTPError: the Hub refused.
-        ConnectionError: no answer in ATTEMPTS attempts.
-    """
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            return request()
-        except UNANSWERED as error:
-            if (result := recovered(error)) is not None:
-                return result
-            _wait(error, attempt)
-
-
-def _status(error: Exception) -> int | None:
-    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
-
-
-def _wait(error: Exception, attempt: int) -> None:
-    """Pauses before the next attempt. Raises after the last one, and if a retry can't help."""
-    status = _status(error)
-    if status is not None and status not in TRANSIENT:
-        raise error
-    if attempt == ATTEMPTS:
-        if isinstance(error, HfHubHTTPError):
-            error.append_to_message(f"\nThat was attempt {ATTEMPTS}: push again later, what is uploaded won't be sent twice")
-            raise error
-        raise ConnectionError(
-            f"the Hub doesn't answer ({error}), in {ATTEMPTS} attempts: push again later, or set HF_HUB_OFFLINE=1 to have "
-            "everything written to a folder"
-        ) from error
-    requested = _retry_after(error.response.headers) if isinstance(error, HfHubHTTPError) else 0.0
-    pause = min(max(PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.0), requested), LONGEST_PAUSE)
-    # Without the error's text, which a server chooses.
-    reason = type(error).__name__ if status is None else f"status {status}"
-    logger.warning("the Hub: %s; attempt %d of %d in %.1f s", reason, attempt + 1, ATTEMPTS, pause)
-    time.sleep(pause)
-
-
-def _retry_after(headers: Any) -> float:
-    """Seconds to wait by the Hub's rate-limit header, else by Retry-After (a number or a date); 0 without either."""
-    limit = parse_ratelimit_headers(headers)
-    if limit is not None and limit.remaining == 0:
-        return float(limit.reset_in_seconds)
-    value = headers.get("Retry-After", "").strip()
-    try:
-        return float(value) if value.isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
-    except (TypeError, ValueError):
-        return 0.0
+def commit_id(given: Any) -> str:
+    """Raises ValueError for anything but a commit's id in an answer of the Hub."""
+    if not isinstance(given, str) or not REGEX_COMMIT_OID.fullmatch(given):
+        raise ValueError(f"{given!r:.80} instead of a commit's id")
+    return given

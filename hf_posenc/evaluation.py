@@ -42,7 +42,8 @@ def _is_interval(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    # Lone surrogates, which JSON can hold, can't be written in UTF-8.
+    return isinstance(value, str) and bool(value.strip()) and value.encode(errors="ignore").decode() == value
 
 
 TEXT = Entry("a text", _is_text)
@@ -75,13 +76,23 @@ RESULT = {
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises ValueError if it can't be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parsed_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read as JSON: {error}") from None
 
 
+def parsed_json(text: str) -> Any:
+    """Raises ValueError for a text that isn't JSON, or too deeply nested to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def checked_evaluation(evaluation: Any) -> dict[str, Any]:
-    """Validates the content of evaluation.json, fills in all missing entries and removes access tokens.
+    """Validates the content of evaluation.json and fills in all missing entries.
+
+    Access tokens are removed from all texts, and the folders of absolute paths.
 
     - command: the command line that trained the model.
     - training: `steps`, and `datasets`, each with a `name` and, for a dataset on the Hub, its `id`.
@@ -95,7 +106,7 @@ def checked_evaluation(evaluation: Any) -> dict[str, Any]:
         ValueError: names the entry which is missing, unknown, of the wrong type, not finite, or duplicated.
     """
     checked = _checked(evaluation, FILE, EVALUATION)
-    checked["notes"] = [*map(_without_tokens, checked["notes"])]
+    checked["notes"] = [*map(_public, checked["notes"])]
     training = checked["training"] = _checked(checked["training"], TRAINING, "training")
     training["datasets"] = [
         _checked(dataset, DATASET, f"training.datasets[{i}]") for i, dataset in enumerate(training["datasets"])
@@ -127,13 +138,16 @@ def _checked(given: Any, entries: dict[str, Entry], where: str) -> dict[str, Any
         if value is not None and not entry.accepts(value):
             raise ValueError(f"{place} has {name} {_shown(value)}: allowed is {entry.allowed}")
         value = entry.default if value is None else value
-        value = _without_tokens(value) if isinstance(value, str) else value
+        value = _public(value) if isinstance(value, str) else value
         found[name] = list(value) if isinstance(value, (list, tuple)) else value
     return found
 
 
 def _shown(value: Any) -> str:
-    return _without_tokens(repr(value))[:80]
+    try:
+        return _without_tokens(repr(value))[:80]
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply"
 
 
 SECRETS = (
@@ -142,6 +156,15 @@ SECRETS = (
     r"""\b\w*(?:TOKEN|KEY|PASSWORD|SECRET)=('[^']*'|"[^"]*"|\S+)\s*""",
     r"\b(?:hf|api_org)_\w*[A-Za-z0-9]{16,}\w*",
 )
+
+
+FOLDERS = r"""(?<![^\s'"=,(\[:])(?:~?/(?:[^\s/'"]+/)*(?=[^\s/'"])|(?:~|[A-Za-z]:)\\(?:[^\s\\'"]+\\)*(?=[^\s\\'"]))"""
+"""The folders of an absolute path, which say who trained a model and where."""
+
+
+def _public(text: str) -> str:
+    """A text without access tokens, keys and passwords, and with the last part alone of absolute paths."""
+    return re.sub(FOLDERS, "", _without_tokens(text))
 
 
 def _without_tokens(text: str) -> str:

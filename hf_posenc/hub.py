@@ -1,6 +1,5 @@
 """push_to_hub: weights, config, code, tokenizer, card, evaluation and figures in one commit."""
 
-import contextlib
 import copy
 import json
 import logging
@@ -18,26 +17,24 @@ from huggingface_hub import (
     CommitInfo,
     CommitOperationAdd,
     CommitOperationDelete,
-    HfApi,
+    ModelInfo,
     get_token,
     is_offline_mode,
-    try_to_load_from_cache,
 )
-from huggingface_hub.constants import REGEX_COMMIT_OID
-from huggingface_hub.errors import DisabledRepoError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.cards import INHERITED, SIGNATURE, host_name, model_card, replaceable, user_classes
-from hf_posenc.commits import Change, retry
+from hf_posenc import leaks
+from hf_posenc.cards import SIGNATURE, model_card, user_classes
+from hf_posenc.commits import Api, Change, commit_id
 from hf_posenc.diagnostics import inspect
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, read_json, result_files
+from hf_posenc.repositories import base_metadata, earlier_push, ensure_branch, merged
+from hf_posenc.retries import Requests
 
 IMAGES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
-WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")
-"""Files deleted if the new push lacks them: an old model.safetensors would be loaded instead of new shards."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -54,12 +51,14 @@ def push_to_hub(
     commit_message: str | None = None,
     save_directory: str | os.PathLike[str] | None = None,
     token: str | None = None,
+    timeout: float = 60.0,
+    deadline: float = 6 * 3600.0,
 ) -> CommitInfo | Path:
     """Upload a model, patched or not, or a `PositionEmbedding`, with all its files and a card, in one commit.
 
-    Requests are retried with exponential backoff on timeouts, 429 and 5xx. A README.md that was written or edited by hand is
-    kept. Files of an earlier push (shards, code, figures, evaluation) that this one lacks are deleted. If nothing has changed,
-    no commit is made.
+    Requests are retried with exponential backoff on silence, unreadable answers, 429 and 5xx. A README.md that was written or
+    edited by hand is kept. Files of an earlier push (shards, code, figures, evaluation) that this one lacks are deleted. If
+    nothing has changed, no commit is made.
 
     Offline (HF_HUB_OFFLINE=1) nothing is sent: the files are written to a folder, and a log line says how to push it.
 
@@ -74,34 +73,47 @@ def push_to_hub(
         create_pr: open a pull request against `revision` instead. An open one with the same content is returned.
         save_directory: folder that gets a copy of the files. Offline, None is the repo's name in the current directory.
         token: None: that of `hf auth login` or HF_TOKEN.
+        timeout: seconds of silence after which a request has failed: while connecting, sending or receiving. A slow upload is
+            not silent.
+        deadline: seconds for the whole push, with retries and pauses.
 
     Returns:
         The commit, or the head if nothing has changed. Offline: the folder.
 
     Raises:
-        ValueError: before anything is sent: an incomplete model, not a tokenizer, a malformed evaluation, figure or repo_id,
-            no token or one inside a file, a save_directory with other content. Before any file is sent: `private` differs
-            from the existing repo; `revision` is a tag or a commit.
+        ValueError: before anything is sent: an incomplete model, not a tokenizer, a malformed evaluation, figure, repo_id, time
+            limit or commit message, no token; an access token or a path of this machine in what would be pushed; a
+            save_directory with other content. Before any file is sent: `private` differs from the existing repo; `revision` is
+            a tag or a commit; the Hub refuses the card's metadata.
         huggingface_hub.errors.HfHubHTTPError: the Hub refused, or somebody else pushed in between; nothing was committed.
-        ConnectionError: the Hub can't be reached.
+        ConnectionError: the Hub can't be reached, or doesn't answer as a Hub does.
+        TimeoutError: the deadline has passed. The same push again goes on, and makes no second commit.
+        OSError: a local file can't be read or written. (The three above are OSErrors, too.)
     """
     _refuse_unless_whole(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"a tokenizer of Transformers is needed, not {tokenizer!r}: AutoTokenizer.from_pretrained loads one")
+    evaluation_file = evaluation
     if evaluation is not None:
         evaluation = checked_evaluation(evaluation if isinstance(evaluation, dict) else read_json(Path(evaluation)))
     images = _images(figures)
     validate_repo_id("" if repo_id is None else repo_id)
+    requests = Requests(timeout, deadline)
     offline, token = is_offline_mode(), _checked_token(token or get_token())
     if not (token or offline):
         raise ValueError("there is no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=…")
     report = inspect(model)
+    if not isinstance(commit_message, str | None):
+        raise ValueError(f"commit_message is {commit_message!r:.80}: give a text")
     message = commit_message or f"Upload {report.model_class} ({report.encoding})"
     card = partial(model_card, model, evaluation=evaluation, figures=[image.name for image in images])
     keep_in = Path(save_directory or repo_id.rpartition("/")[2])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model.save_pretrained(folder)
+        try:
+            model.save_pretrained(folder)
+        except SafetensorError as error:  # what safetensors makes of a full disk
+            raise OSError(f"the model can't be saved in {folder}: {error}") from error
         if tokenizer is not None:
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.model_max_length = report.model_max_length
@@ -112,9 +124,11 @@ def push_to_hub(
             (folder / path).write_text(text, encoding="utf-8")
         for image in images:
             shutil.copyfile(image, folder / image.name)
-        _refuse_secrets(token, folder, message)
+        refuse_leaks = partial(leaks.refuse, token=token, folders=_folders(model, tokenizer, evaluation_file, images))
+        texts_sent = leaks.texts(folder, _files(folder))
+        refuse_leaks({**texts_sent, "README.md": card(repo_id).encode(), "commit_message": message.encode()})
         if offline or save_directory is not None:
-            _keep(folder, keep_in, partial(card, repo_id), _base(model, None))
+            _keep(folder, keep_in, partial(card, repo_id), base_metadata(model))
         if offline:
             modules = sorted({cls.__module__ for cls in user_classes(report.encoding)})
             commands = _commands(modules, keep_in, repo_id, private, revision, create_pr)
@@ -122,10 +136,15 @@ def push_to_hub(
                 "offline, nothing was sent: %s is ready in %s. To push it later:\n  %s\n  %s", repo_id, keep_in, *commands
             )
             return keep_in
-        api = HfApi(token=token)
-        repo_id = retry(partial(api.create_repo, repo_id, private=private, exist_ok=True)).repo_id
-        _ensure_branch(api, repo_id, revision, create_pr)
-        head = retry(partial(api.model_info, repo_id, revision=revision))
+        api = Api(token=token)
+        repo_id = requests.send(partial(api.create_repo, repo_id, private=private, exist_ok=True)).repo_id
+        ensure_branch(api, requests, repo_id, revision, create_pr)
+
+        def head_and_files() -> tuple[ModelInfo, str, set[str]]:
+            head = api.model_info(repo_id, revision=revision)
+            return head, commit_id(head.sha), {str(file.rfilename) for file in head.siblings or ()}
+
+        head, sha, present = requests.send(head_and_files)
         if private is not None and private != head.private:
             raise ValueError(
                 f"{repo_id} exists and is {'private' if head.private else 'public'}: leave private={private} out, or change "
@@ -133,19 +152,20 @@ def push_to_hub(
             )
 
         def read(path: str) -> str:
-            file = retry(partial(api.hf_hub_download, repo_id, path, revision=head.sha))
+            file = requests.send(partial(api.hf_hub_download, repo_id, path, revision=sha))
             return Path(file).read_text(encoding="utf-8", errors="replace")
 
-        kept, stale = _earlier_push({file.rfilename for file in head.siblings or ()}, read, [*_files(folder), "README.md"])
+        kept, stale = earlier_push(present, read, [*_files(folder), "README.md"])
         if kept is None:
             logger.warning("%s: its README.md was written by hand and stays as it is", repo_id)
             (folder / "README.md").unlink(missing_ok=True)
         else:
-            text = card(repo_id, metadata=_merged(_base(model, api), kept))
+            text = card(repo_id, metadata=merged(base_metadata(model, api, requests), kept))
+            refuse_leaks({"README.md": text.encode()})
             (folder / "README.md").write_text(text, encoding="utf-8")
         additions = [CommitOperationAdd(path, folder / path) for path in _files(folder)]
         deletions = [CommitOperationDelete(path) for path in stale]
-        return Change(api, repo_id, additions, deletions, message, revision, create_pr, head.sha).commit()
+        return Change(api, requests, repo_id, additions, deletions, message, revision, create_pr, sha).commit()
 
 
 def _refuse_unless_whole(model: Any) -> None:
@@ -177,59 +197,15 @@ def _checked_token(token: str | None) -> str | None:
     return token
 
 
-def _refuse_secrets(token: str | None, folder: Path, message: str) -> None:
-    if not token:
-        return
-    texts = {path: (folder / path).read_bytes() for path in _files(folder) if not path.endswith(".safetensors")}
-    for name, text in {**texts, "commit_message": message.encode()}.items():
-        if token.encode() in text:
-            raise ValueError(f"{name} has your token for the Hub in it, and nothing was sent: take it out, and revoke it")
+def _folders(model: Any, tokenizer: Any, evaluation: Any, images: Iterable[Path]) -> list[str]:
+    """The folders on this machine from which the parts of a push were loaded."""
+    loaded = [str(part.name_or_path) for part in (model, tokenizer) if getattr(part, "name_or_path", None)]
+    files = [Path(file) for file in (*images, *([] if isinstance(evaluation, dict | None) else [evaluation]))]
+    return [folder for folder in (*loaded, *(str(file.parent) for file in files)) if os.path.isdir(folder)]
 
 
 def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def _base(model: PreTrainedModel, api: HfApi | None) -> dict[str, Any]:
-    """The card's metadata about the host: its id, licence and language.
-
-    The id is None unless the Hub (offline: the cache) knows it, since a local folder may have a name of the same form.
-    """
-    name = host_name(model)
-    try:
-        if not name or (api is None and not isinstance(try_to_load_from_cache(name, "config.json"), str)):
-            return {"base_model": None}
-        card = retry(partial(api.model_info, name)).card_data if api else None
-    except (GatedRepoError, DisabledRepoError):
-        card = None
-    except (HFValidationError, RepositoryNotFoundError):
-        return {"base_model": None}
-    return {"base_model": name, **{key: card.get(key) for key in INHERITED if card and card.get(key)}}
-
-
-def _merged(base: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """The host's metadata, overridden by that kept from an earlier card. The licence is taken whole from one of them."""
-    inherited = {key: value for key, value in base.items() if not ("license" in kept and key.startswith("license"))}
-    return {**inherited, **kept}
-
-
-def _earlier_push(
-    present: Iterable[str], read: Callable[[str], str], new: Iterable[str]
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """The metadata to keep of the existing card (None if it was written by hand), and the files to delete: those that an
-    earlier push wrote and the new one lacks."""
-    present = set(present)
-    written = {path for path in present if WRITTEN.fullmatch(path)}
-    try:
-        card = read("README.md") if "README.md" in present else ""
-        measured = read(EVALUATION) if EVALUATION in present else "null"
-    except GatedRepoError:  # write access doesn't imply read access
-        return None, sorted(written.difference(new))
-    if (kept := replaceable(card)) is not None:
-        written.update(re.findall(r"!\[[^]]*\]\(([\w.-]+)\)", card))
-    with contextlib.suppress(ValueError):  # an evaluation.json of another origin
-        written |= {EVALUATION, *result_files(checked_evaluation(json.loads(measured)))}
-    return kept, sorted((written & present).difference(new))
 
 
 def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str, Any]) -> None:
@@ -241,7 +217,7 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
         return (keep_in / path).read_text(encoding="utf-8", errors="replace")
 
     present, new = _files(keep_in), [*_files(folder), "README.md"]
-    kept, stale = _earlier_push(present, read, new)
+    kept, stale = earlier_push(present, read, new)
     ours = "README.md" in present and SIGNATURE.partition("{")[0] in read("README.md")
     if others := sorted(set(present).difference(new if ours else (), stale if ours else ())):
         raise ValueError(
@@ -251,7 +227,7 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
     if kept is None:
         logger.warning("%s was written by hand and stays as it is", keep_in / "README.md")
     else:
-        (folder / "README.md").write_text(card(metadata=_merged(base, kept)), encoding="utf-8")
+        (folder / "README.md").write_text(card(metadata=merged(base, kept)), encoding="utf-8")
     keep_in.mkdir(parents=True, exist_ok=True)
     # Renamed, not overwritten: the model's tensors may be memory-mapped from the file being replaced.
     with tempfile.TemporaryDirectory(dir=keep_in, prefix=".") as near:
@@ -274,20 +250,3 @@ def _commands(
         shlex.join(["hf-posenc", *(f"--import={name}" for name in modules), "push", str(folder), repo_id, *ours]),
         shlex.join(["hf", "upload", repo_id, str(folder), ".", *theirs]),
     )
-
-
-def _ensure_branch(api: HfApi, repo_id: str, revision: str | None, create_pr: bool) -> None:
-    if revision is None or revision == "main" or revision.startswith("refs/pr/"):
-        return
-    refs = retry(partial(api.list_repo_refs, repo_id))
-    branches, tags = ({ref.name for ref in kind} for kind in (refs.branches, refs.tags))
-    if revision in branches:
-        return
-    if revision in tags or REGEX_COMMIT_OID.fullmatch(revision):
-        kind = "tag" if revision in tags else "commit"
-        raise ValueError(
-            f"revision {revision!r} is a {kind}, which stays as it is: name a branch ({', '.join(sorted(branches))})"
-        )
-    if create_pr:
-        raise ValueError(f"{repo_id} has no branch {revision!r} to open a pull request against: {', '.join(sorted(branches))}")
-    retry(partial(api.create_branch, repo_id, branch=revision, exist_ok=True))

@@ -28,6 +28,9 @@ PARSED = "_position_spec"
 """The attribute of a config that holds its `position_encoding` parsed; not saved."""
 LENGTH_FIELD = "max_position_embeddings"
 """The config field that holds a host's longest length; hosts with another name for it map it (GPT-2's n_positions)."""
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+"""A model's id on the Hub. A path with one folder looks the same."""
+
 Layers = str | tuple[int, ...]
 """Indices of layers: a slice as text ("3::4"), or the numbers themselves."""
 
@@ -36,7 +39,7 @@ Layers = str | tuple[int, ...]
 class HostSpec:
     """Facts of the stock model that `unpatch` needs.
 
-    name_or_path: the stock model's id, or its folder's name.
+    name_or_path: the stock model's id on the Hub; empty if it was loaded from elsewhere.
     rows: the stock config's own length field: the rows of its position table, if it has one.
     kept: whether the host's learned positions are kept as `posenc.host.*`.
     fingerprint: a hash of the weights that were patched.
@@ -63,7 +66,8 @@ class HostSpec:
                 f"({', '.join(kinds)}), or set it to None, which only unpatch needs"
             )
         checked_max_length(given["rows"])
-        return cls(**given)
+        # A folder's name, as earlier versions wrote it, says something about a machine, and nothing elsewhere.
+        return cls(**{**given, "name_or_path": given["name_or_path"] if HUB_ID.fullmatch(given["name_or_path"]) else ""})
 
 
 @dataclass(frozen=True)

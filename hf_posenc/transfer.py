@@ -5,9 +5,12 @@ import hashlib
 import os
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
@@ -16,7 +19,7 @@ from hf_posenc import spec as specs
 from hf_posenc import structure
 from hf_posenc.encodings import PositionEncoding, marked_as_loaded, refill
 from hf_posenc.sources import Silenced
-from hf_posenc.spec import LENGTH_FIELD, HostSpec, PositionSpec
+from hf_posenc.spec import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 
 
 def refuse_wrapped(model: Any, call: str = "patch") -> None:
@@ -55,7 +58,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
         spec = replace(spec, max_length=found.usable_length)
     rows = getattr(model.config, LENGTH_FIELD, None)
     kept = keep_host or not found.kept_shapes(rows)
-    host = HostSpec(_public_name(model.config.name_or_path), rows, kept, fingerprint(found))
+    host = HostSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(found))
     config = copy.deepcopy(model.config)
     config.__class__ = derived.config_class
     specs.write(config, replace(spec, host=host))
@@ -146,9 +149,16 @@ def fingerprint(found: structure.Structure) -> str:
     return digest.hexdigest()[:16]
 
 
-def _public_name(name_or_path: Any) -> str:
-    """A Hub id as it is; of a local folder its last part, since the path means nothing elsewhere."""
-    return os.path.basename(os.path.normpath(name_or_path)) if os.path.isdir(name_or_path) else name_or_path
+def _public_name(name_or_path: str) -> str:
+    """A "namespace/name" that the Hub's cache has, and "" for anything else.
+
+    Transformers doesn't say whether a model came from the Hub, and a folder's relative path may look like an id, even when the
+    current folder has changed and it isn't there any more.
+    """
+    if not HUB_ID.fullmatch(name_or_path) or os.path.exists(name_or_path):
+        return ""
+    cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name_or_path, repo_type="model"), "snapshots")
+    return name_or_path if cached.is_dir() else ""
 
 
 def shell(cls: Any, config: Any) -> Any:

@@ -317,3 +317,11 @@ def run_python(code, *arguments, timeout=300):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+@pytest.fixture
+def in_the_hubs_cache(tmp_path, monkeypatch):
+    """The id of a model that was loaded from the Hub, as its cache shows."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "models--somebody--base" / "snapshots").mkdir(parents=True)
+    return "somebody/base"

@@ -12,9 +12,11 @@ import hashlib
 import io
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote
 
@@ -75,11 +77,12 @@ class Repo:
 @dataclass
 class Fault:
     """What happens instead of the answer to a request, so many times. `on` is searched in "METHOD path body"; `act` gets the
-    handler and the answer."""
+    handler and the answer. unread: before the request's body is read, and `on` is searched in "METHOD path "."""
 
     on: str
     act: Callable
-    times: int = 1
+    times: float = 1
+    unread: bool = False
 
 
 def refuse(status, message="not now", code=None, body=None, **headers):
@@ -99,6 +102,56 @@ def lose_reply(handler, answer):
     handler.wfile, wire = io.BytesIO(), handler.wfile
     answer()
     handler.wfile, handler.close_connection = wire, True
+
+
+def stall(handler, answer):
+    """Nothing comes for as long as the Hub is there."""
+    handler.server.closing.wait()
+    handler.close_connection = True
+
+
+def stall_after(handler, answer):
+    """What was asked for is done, and no reply comes."""
+    lose_reply(handler, answer)
+    stall(handler, answer)
+
+
+def trickle(handler, answer):
+    """The reply comes one byte after another, never silent for long."""
+    handler.wfile, wire = io.BytesIO(), handler.wfile
+    try:
+        answer()
+    except Refusal as refusal:
+        handler.reply(refusal.body, refusal.status, refusal.headers)
+    with contextlib.suppress(OSError):
+        for byte in handler.wfile.getvalue():
+            if handler.server.closing.wait(0.1):
+                break
+            wire.write(bytes([byte]))
+    handler.wfile, handler.close_connection = wire, True
+
+
+def say(content, status=200, **headers):
+    """An answer with some other content."""
+    return lambda handler, answer: handler.reply(content, status, headers)
+
+
+def garble(value):
+    """The answer, with other things for all values of its JSON."""
+
+    def garbled(given):
+        if isinstance(given, dict):
+            return {key: garbled(inner) for key, inner in given.items()}
+        return [garbled(inner) for inner in given] if isinstance(given, list) and given else value
+
+    def act(handler, answer):
+        handler.wfile, wire = io.BytesIO(), handler.wfile
+        answer()
+        head, _, body = handler.wfile.getvalue().partition(b"\r\n\r\n")
+        handler.wfile = wire
+        handler.reply(garbled(json.loads(body)) if body[:1] in (b"{", b"[") else body)
+
+    return act
 
 
 def with_foreign_commit(then, repo_id):
@@ -142,10 +195,15 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, part_size):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos, self.blobs, self.log, self.faults, self.part_size = {}, {}, [], [], part_size
-        self.lock = threading.Lock()
+        self.lock, self.closing = threading.Lock(), threading.Event()
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         # LFS content is on another host: the client follows redirects on the same one, and would lose X-Repo-Commit.
         self.cdn = f"http://localhost:{self.server_port}/cdn"
+
+    def handle_error(self, request, client_address):
+        """Says nothing of clients that have gone."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 @contextlib.contextmanager
@@ -155,6 +213,7 @@ def serve(part_size=1 << 20):
         try:
             yield hub
         finally:
+            hub.closing.set()
             hub.shutdown()
 
 
@@ -171,26 +230,37 @@ class Handler(BaseHTTPRequestHandler):
         self.path, _, query = self.path.partition("?")
         self.query = parse_qs(query)
         self.server.log.append(f"{self.command} {self.path}")
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
-            with self.server.lock:
-                answer = self.answer()
-                for fault in self.server.faults:
-                    said = f"{self.command} {self.path} {self.body.decode(errors='replace')}"
-                    if fault.times and re.search(fault.on, said):
-                        fault.times -= 1
-                        return fault.act(self, answer)
-                answer()
+            if fault := self.fault("", unread=True):
+                return fault.act(self, self.answer)
+            self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            answer = self.answer()
+            fault = self.fault(self.body.decode(errors="replace"))
+            fault.act(self, answer) if fault else answer()
         except Refusal as refusal:
             self.reply(refusal.body, refusal.status, refusal.headers)
+        except ConnectionError:  # the client has gone
+            self.close_connection = True
+
+    def fault(self, body, unread=False):
+        """The first fault that is still to happen to this request."""
+        with self.server.lock:
+            for fault in self.server.faults:
+                if fault.times and fault.unread == unread and re.search(fault.on, f"{self.command} {self.path} {body}"):
+                    fault.times -= 1
+                    return fault
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
     def answer(self):
         for method, pattern, answer in ROUTES:
             if self.command in method.split() and (match := re.fullmatch(pattern, self.path)):
-                return lambda: answer(self, *map(unquote, match.groups()))
+                return partial(self.locked, answer, *map(unquote, match.groups()))
         raise Refusal(501, f"{self.command} {self.path} is not spoken here")
+
+    def locked(self, answer, *arguments):
+        with self.server.lock:
+            answer(self, *arguments)
 
     def reply(self, content, status=200, headers=None):
         """bytes as they are, anything else as JSON; no body to a HEAD."""

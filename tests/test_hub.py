@@ -28,7 +28,7 @@ PUSH = """
 import sys, json, torch, hf_posenc
 from pathlib import Path
 from huggingface_hub import HfApi, hf_hub_download
-from transformers import BertTokenizer
+from transformers import AutoModel, BertTokenizer
 from conftest import patched, randomize, stock, tokens
 
 class Window(hf_posenc.PositionEncoding, type="window"):
@@ -46,8 +46,7 @@ def push(model, name, **arguments):
     except Exception as error:
         results.setdefault(name, []).append(f"{type(error).__name__}: {error}")
 
-host = stock("bert")
-host.config.name_or_path = "me/base"
+host = AutoModel.from_pretrained("me/base")
 model = hf_posenc.patch(host, "sinusoidal+alibi", max_length=64).eval()
 push(model, "me/model", tokenizer=tokenizer)
 push(model, "me/model", tokenizer=tokenizer)
@@ -279,7 +278,6 @@ def pushed(tmp_path_factory):
         hub.faults.append(Fault("GET /api/models/lab/closed ", refuse(403, "ask for access", "GatedRepo"), times=9))
         hub.faults.append(Fault("HEAD /me/unreadable/resolve/.*README", refuse(403, "ask for access", "GatedRepo"), times=9))
         for name, files in {
-            "base": {},
             "unreadable": {"README.md": BY_HAND},
             "by-hand": {"README.md": BY_HAND},
             "licence": {"README.md": LICENCE},
@@ -292,6 +290,9 @@ def pushed(tmp_path_factory):
         }.items():
             start = Commit("start", {path: content.encode() for path, content in files.items()})
             hub.repos[f"{USER}/{name}"] = Repo(commits=[start])
+        stock("bert").save_pretrained(folder / "base")
+        files = {path.name: path.read_bytes() for path in (folder / "base").iterdir()}
+        hub.repos["me/base"] = Repo(commits=[Commit("start", files)])
         errors = run(PUSH, folder, hub, "home")
         log = list(hub.log)
         run(LOAD, folder, hub, "another-home")

@@ -655,8 +655,10 @@ ORDER = [
     {"patching"},
     {"extension"},
     {"diagnostics"},
-    {"evaluation", "commits"},
+    {"evaluation", "leaks", "retries"},
+    {"commits"},
     {"cards"},
+    {"repositories"},
     {"hub"},
     {"cli"},
 ]

@@ -115,9 +115,9 @@ def test_unpatch_after_training_says_so(host, tmp_path):
     hf_posenc.unpatch(AutoModel.from_pretrained(tmp_path / "untrained"))
 
 
-def test_without_kept_positions_unpatch_names_the_base():
+def test_without_kept_positions_unpatch_names_the_base(in_the_hubs_cache):
     model = stock("bert")
-    model.name_or_path = model.config.name_or_path = "somebody/base"
+    model.name_or_path = model.config.name_or_path = in_the_hubs_cache
     new = hf_posenc.patch(model, "alibi", keep_host=False)
     assert not any("host" in name for name in new.state_dict())
     with pytest.raises(ValueError, match="somebody/base"):

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,10 +135,32 @@ def test_huge_values_are_refused_quickly():
         assert len(str(error.value)) < 1000
 
 
-def test_host_spec():
+@pytest.mark.parametrize("name", ["bert", "../me/base", "./base", "/me/base", "~/base", "C:/base", "me/base/", "checkpoint 7"])
+def test_a_folder_is_no_host(name):
+    """Nor is its name, which earlier versions saved."""
+    assert HostSpec.parse({**HOST, "name_or_path": name}).name_or_path == ""
+
+
+def test_only_what_came_from_the_hub_names_a_host(tmp_path, monkeypatch, in_the_hubs_cache):
+    """A folder may have a name like an id, and not be there any more when the model is patched."""
+    monkeypatch.chdir(tmp_path)
+    stock("bert").save_pretrained("team/secret")
+    model = AutoModel.from_pretrained("team/secret")
+    there = hf_posenc.patch(model, "alibi")
+    stock("bert").save_pretrained(in_the_hubs_cache)
+    hidden = hf_posenc.patch(AutoModel.from_pretrained(in_the_hubs_cache), "alibi")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for new in (there, hidden, hf_posenc.patch(model, "alibi")):
+        assert new.config.position_spec.host.name_or_path == ""
+        new.save_pretrained("saved")
+        assert b"team/secret" not in b"".join(path.read_bytes() for path in Path("saved").iterdir())
+
+
+def test_host_spec(in_the_hubs_cache):
     assert HostSpec.parse(None) is None and HostSpec.parse({**HOST, "rows": None}).rows is None
     model = stock("bert")
-    model.name_or_path = model.config.name_or_path = "somebody/base"
+    model.name_or_path = model.config.name_or_path = in_the_hubs_cache
     host = hf_posenc.patch(model, "alibi").config.position_spec.host
     assert host == HostSpec("somebody/base", LENGTH, True, host.fingerprint) and len(host.fingerprint) == 16
     assert not hf_posenc.patch(model, "alibi", keep_host=False).config.position_spec.host.kept

@@ -12,6 +12,9 @@ from hf_posenc.cli.folders import load_model, load_tokenizer
 from hf_posenc.evaluation import EVALUATION
 from hf_posenc.hub import IMAGES
 
+TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vocab")
+"""What configs and tokenizers are loaded from. Weights are checked by being loaded."""
+
 
 @app.command("push")
 def push(
@@ -26,18 +29,26 @@ def push(
     save_directory: Annotated[
         Path | None, typer.Option(help="Keep what is pushed here as well; offline, the default is the repository's name.")
     ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds of silence after which a request has failed.")] = 60.0,
+    deadline: Annotated[float, typer.Option(help="Seconds for the whole push.")] = 6 * 3600.0,
 ) -> None:
     """Push a model, its tokenizer, its evaluation and a model card to the Hub, in one commit.
 
-    The folder's evaluation.json and images are pushed and shown in the card; its other files are not.
+    The folder's evaluation.json and images are pushed and shown in the card; its other files, and links, are not.
 
     [bold]hf-posenc push bert-alibi me/bert-alibi --private[/]
 
     The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN. Offline (HF_HUB_OFFLINE=1) all files are
     written to a folder, and nothing is sent.
     """
+    _refuse_foreign_links(folder)
     model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
     card, evaluation = folder / "README.md", folder / EVALUATION
+    offered = [path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES or path == evaluation]
+    for path in offered:
+        if path.is_symlink() or not path.is_file():
+            console.print(f"{path} is a link or no file, and isn't pushed: put the file itself into the folder", markup=False)
+    files = [path for path in offered if path.is_file() and not path.is_symlink()]
     if card.is_file() and replaceable(card.read_text(encoding="utf-8", errors="replace")) is None:
         console.print(f"{card} is no card of this package's and isn't pushed. To use it, push it afterwards:", markup=False)
         console.print(f"  hf upload {repo_id} {card} README.md", markup=False)
@@ -45,12 +56,30 @@ def push(
         model,
         repo_id,
         tokenizer=tokenizer,
-        evaluation=evaluation if evaluation.is_file() else None,
-        figures=[path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES],
+        evaluation=evaluation if evaluation in files else None,
+        figures=[path for path in files if path != evaluation],
         private=private,
         revision=revision,
         create_pr=create_pr,
         commit_message=message,
         save_directory=save_directory,
+        timeout=timeout,
+        deadline=deadline,
     )
     console.print(str(done) if isinstance(done, Path) else done.pr_url or done.repo_url, markup=False)
+
+
+def _refuse_foreign_links(folder: Path) -> None:
+    """Raises ValueError if a config or a file of the tokenizer, whose text is pushed, is a link to outside the folder.
+
+    In a snapshot of the Hub's cache all files are links to the blobs beside it.
+    """
+    inside = [folder.resolve()]
+    if inside[0].parent.name == "snapshots":
+        inside.append(inside[0].parents[1] / "blobs")
+    for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
+        if path.suffix in TEXTS and path.name != EVALUATION and not any(path.resolve().is_relative_to(root) for root in inside):
+            raise ValueError(
+                f"{path} is a link to {path.resolve()}, outside the folder, and its content would be pushed: if that is meant, "
+                "put the file itself there"
+            )
