@@ -65,6 +65,13 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
     """A model that initialises the parameters of its encodings. Loading raises if a checkpoint lacks some of them."""
 
+    def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # Transformers passes over a module all of whose own tensors are loaded; those within an encoding may not be.
+        if isinstance(module, PositionEncoding):
+            self._init_weights(module)
+        else:
+            super()._initialize_weights(module, *args, **kwargs)
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PositionEncoding):
             refill([module])

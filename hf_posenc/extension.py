@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_posenc import spec as specs
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding
-from hf_posenc.encodings import Geometry, PositionEncoding, checked_max_length, encoding_class
+from hf_posenc.encodings import Geometry, PositionEncoding, checked_max_length, encoding_class, marked_as_loaded, refill
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within, holds_a_model, refuse
 from hf_posenc.spec import LENGTH_FIELD
@@ -71,7 +71,7 @@ def _extended_model(model: Any, max_length: int | None) -> Any:
     rows = getattr(config, LENGTH_FIELD, None)
     if rows is not None:  # as patch has it: the promise in the host's own count, or the host's own length
         host = spec.host.rows if spec.host else rows
-        setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack._posenc_begin.offset)
+        setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack._posenc_pass.offset)
         config.check_size()
     return _rebuilt(model, config, spec.type, anew)
 
@@ -95,13 +95,22 @@ def _rebuilt(model: Any, config: Any, kind: str, anew: str) -> Any:
     if _encoding_tensors(twin) != _encoding_tensors(model):
         raise _made_for_its_length(kind, anew)
     share(model, twin)
-    theirs = dict(model.named_modules())
+    theirs: dict[str, Any] = dict(model.named_modules())
+    shared: list[torch.Tensor] = []
     for name, module in twin.named_modules():
-        if "posenc" in name.split(".") and (other := theirs.get(name)) is not None:
-            module._parameters.update(other._parameters)
-            module._buffers.update(other._buffers)
-            if isinstance(module, PositionEncoding):
-                module.blend = other.blend
+        if "posenc" not in name.split(".") or (other := theirs.get(name)) is None:
+            continue
+        module._parameters.update(other._parameters)
+        for key, buffer in other._buffers.items():
+            # What isn't saved is computed anew, as it will be when the model is loaded: it may depend on max_length.
+            computed = buffer is not None and key in other._non_persistent_buffers_set
+            module._buffers[key] = torch.empty_like(buffer) if computed else buffer
+            shared += [] if computed or buffer is None else [buffer]
+        shared += [parameter for parameter in module._parameters.values() if parameter is not None]
+        if isinstance(module, PositionEncoding):
+            module.blend = other.blend
+    with marked_as_loaded(shared):
+        refill(module for module in twin.modules() if isinstance(module, PositionEncoding))
     return twin
 
 

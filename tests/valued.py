@@ -79,4 +79,17 @@ class Filled(hf_posenc.PositionEncoding, type="test-filled"):
         return self.slope[:, None] * distance.abs()
 
 
-KINDS = [cls.type for cls in (Buffers, Parameters, Modules, Overwritten, Filled)]
+class Nested(hf_posenc.PositionEncoding, type="test-nested"):
+    """Values that aren't saved, in a module within."""
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        self.inner = nn.Module()
+        self.inner.register_buffer("slope", torch.linspace(0.5, 2.0, geometry.num_attention_heads), persistent=False)
+        self.inner.plain = torch.full((geometry.num_attention_heads,), 0.25)
+
+    def distance_bias(self, distance):
+        return (self.inner.slope * self.inner.plain)[:, None] * distance.abs()
+
+
+KINDS = [cls.type for cls in (Buffers, Parameters, Modules, Overwritten, Filled, Nested)]
