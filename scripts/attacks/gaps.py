@@ -90,7 +90,8 @@ def two_turns(it: Subject) -> Iterator[Comparison]:
 def generated(it: Subject, side: str, new: int = 6) -> Iterator[Comparison]:
     """The logits from which each new token was taken are those of the row's text alone.
 
-    `generate` takes the first one from the last column, which is padding on the right: the following ones count there.
+    `generate` takes the first one from the last column, which is padding on the right: the following ones count there. It
+    also goes on from the id of that column, which is 0 for padding: the new tokens of such a row are at 1, 2, …
     """
     start = 1 if side == "right" else 0
     prompts = [text[: 8 - 2 * row] for row, text in enumerate(TEXTS)]
@@ -101,7 +102,11 @@ def generated(it: Subject, side: str, new: int = 6) -> Iterator[Comparison]:
     )  # fmt: skip
     for row, prompt in enumerate(prompts):
         text = torch.cat([prompt, out.sequences[row, ids.shape[1] :]])
-        yield torch.stack(out.logits)[start:, row], it.expected(text)[len(prompt) - 1 + start : -1]
+        following = torch.arange(new) + (1 if side == "right" and not mask[row, -1] else len(prompt))
+        positions = torch.cat([torch.arange(len(prompt)), following])[None]
+        # With a mask, else ids that start again would mean two texts.
+        alone = it.expected(text, position_ids=positions, attention_mask=torch.ones(1, len(text), dtype=torch.long))
+        yield torch.stack(out.logits)[start:, row], alone[len(prompt) - 1 + start : -1]
 
 
 def hole(it: Subject) -> Iterator[Comparison]:
