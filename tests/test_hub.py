@@ -101,6 +101,7 @@ push(masked, "lab/public", create_pr=True)
 push(masked, "lab/public")
 
 rope.push_to_hub("me/sharded", max_shard_size="40KB")
+rope.save_pretrained(folder / "at-once", push_to_hub=True)
 rope.save_pretrained(folder / "inner")
 HfApi().create_repo("me/nested")
 HfApi().upload_folder(repo_id="me/nested", folder_path=folder / "inner", path_in_repo="deep/inner")
@@ -502,6 +503,9 @@ def test_the_push_of_a_trainer(pushed):
 def test_weights_in_parts_and_in_shards(pushed):
     assert "POST /me/model.git/info/lfs/complete" in pushed.log
     assert "model-00002-of-00002.safetensors" in pushed.repos["me/sharded"].commits[-1].files
+    at_once = pushed.repos["me/at-once"].commits[-1].files
+    assert {name: (pushed.folder / "at-once" / name).read_bytes() for name in at_once} == at_once
+    assert b'"position_encoding"' in at_once["model.safetensors"] and "posenc_rope.py" in at_once
 
 
 def test_what_can_not_be_loaded_says_why(pushed):

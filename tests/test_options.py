@@ -613,7 +613,7 @@ def test_versions_in_range(monkeypatch):
 # The rules of the house.
 
 ORDER = [
-    {"requirements", "encodings", "user_code", "calls"},
+    {"requirements", "encodings", "user_code", "calls", "saving"},
     {"remote_code", "spec", "kernels"},
     {"sources", "attention", "checkpoints"},
     {"written_out", "positions", "embedding"},
