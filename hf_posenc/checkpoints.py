@@ -1,20 +1,26 @@
 """Saving and loading models with encodings: with the code they need, from safetensors files alone, whole or not at all."""
 
+import itertools
 import json
 import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc import remote_code
+from hf_posenc import remote_code, saving
 from hf_posenc.encodings import PositionEncoding, refill
 from hf_posenc.spec import PositionSpec, merged
 from hf_posenc.user_code import is_ours
+
+LABEL = "position_encoding"
+"""The entry of a weight file's metadata that holds its model's `position_encoding`, as JSON."""
 
 
 class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -24,7 +30,8 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
         position_encoding: Any
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        if self.position_encoding is not None and not os.path.isfile(save_directory):
+        files = {}
+        if self.position_encoding is not None:
             spec, auto_classes = PositionSpec.parse(self.position_encoding), self._auto_classes()
             cls, options = spec.encoding, spec.encoding.by_part(dict(spec.options))
             try:
@@ -41,10 +48,10 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
                 files = remote_code.without_code(cls.type, remedy)
                 auto_classes = {"AutoConfig": auto_classes["AutoConfig"]}
             self.auto_map = {auto: f"{remote_code.ENTRY}.{name}" for auto, name in auto_classes.items()}
-            os.makedirs(save_directory, exist_ok=True)
+        with saving.replaced(save_directory) as folder:
             for name, text in files.items():
-                Path(save_directory, name).write_text(text, encoding="utf-8")
-        return super().save_pretrained(save_directory, *args, **kwargs)
+                (folder / name).write_text(text, encoding="utf-8")
+            return super().save_pretrained(str(folder), *args, **_named(kwargs, save_directory))
 
     def _auto_classes(self) -> dict[str, str]:
         """Auto class -> the class it loads."""
@@ -56,6 +63,7 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        saving.refuse_interrupted(config_dict)
         if "position_encoding" in kwargs:
             encoding = merged(config_dict.get("position_encoding"), kwargs.pop("position_encoding"))
             config_dict = {**config_dict, "position_encoding": encoding}
@@ -108,6 +116,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         for name in shards:
             if re.search(r"[/\\:]", name):
                 raise ValueError(f"the index of this checkpoint names {name!r}, which is no file of its own folder")
+        _refuse_mixed(checkpoint_files or (), model.config.position_encoding)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
@@ -116,18 +125,27 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
                 raise ValueError(
                     f"the {module.type!r} encoding is at blend {module.blend}, which is not saved: set posenc.blend = 1.0 first"
                 )
-        before = _weight_files(save_directory)
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if self.should_save_on_this_rank(is_main_process):
-            encoding = json.dumps(self.config.position_encoding, sort_keys=True)
-            for path, stamp in _weight_files(save_directory).items():
-                if before.get(path) != stamp:
-                    _label(path, encoding)
+        if not self.should_save_on_this_rank(is_main_process) or kwargs.get("distributed_checkpoint"):
+            super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # nothing, or this rank's part
+        else:
+            with saving.replaced(save_directory) as folder:
+                super().save_pretrained(folder, is_main_process, *args, **_named(kwargs, save_directory))
+                self._label(folder)
+        self.barrier_after_gathered_checkpoint_save(getattr(self.config, "distributed_config", None))
+
+    def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        self._label(Path(working_dir))  # save_pretrained(…, push_to_hub=True) uploads before it returns
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+    def _label(self, folder: Path) -> None:
+        for path in folder.glob("*.safetensors"):
+            if LABEL not in _metadata(path):
+                _label(path, json.dumps(self.config.position_encoding, sort_keys=True))
 
 
-def _weight_files(folder: str | os.PathLike[str]) -> dict[Path, Any]:
-    """The weight files in a folder, each with values that change when it is written."""
-    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in Path(folder).glob("*.safetensors")}
+def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Arguments of `save_pretrained` for a temporary folder: a repository is named after the folder that was given."""
+    return {"repo_id": Path(save_directory).absolute().name, **kwargs}
 
 
 def _label(path: Path, encoding: str) -> None:
@@ -137,15 +155,44 @@ def _label(path: Path, encoding: str) -> None:
     give different files. The format: https://huggingface.co/docs/safetensors.
     """
     labelled = path.with_suffix(".labelled")
+    with path.open("rb") as file, labelled.open("wb") as copy:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.setdefault("__metadata__", {})[LABEL] = encoding
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % 64)
+        copy.write(len(text).to_bytes(8, "little") + text)
+        shutil.copyfileobj(file, copy, length=2**24)
+    shutil.copymode(path, labelled)
+    os.replace(labelled, path)
+
+
+def _metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
+def _refuse_mixed(files: Iterable[str], encoding: Any) -> None:
+    """Raises ValueError for weight files of an interrupted save, of several saves, or of another encoding than the config's.
+
+    Files without a label load, if none has one: other tools leave it out. Options may differ from the label's: they can be
+    edited in the config.
+    """
+    labels = {str(file): _metadata(file).get(LABEL) for file in files}
+    for file, label in labels.items():
+        saving.refuse_interrupted(Path(file).with_name(saving.CONFIG))
+        if label is not None and _type(label) != encoding["type"]:
+            raise ValueError(
+                f"{file} was saved with the {_type(label)!r} encoding, and its config asks for {encoding['type']!r}: restore "
+                "the config.json that was saved with it, or save the model again"
+            )
+    for one, other in itertools.pairwise(labels):
+        if labels[one] != labels[other]:
+            raise ValueError(f"{one} and {other} are of two saves: copy all files of one of them, or save the model again")
+
+
+def _type(label: str) -> Any:
+    """The encoding's type in a label, or the label itself if it isn't ours."""
     try:
-        with path.open("rb") as file, labelled.open("wb") as copy:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            header.setdefault("__metadata__", {})["position_encoding"] = encoding
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-(8 + len(text)) % 64)
-            copy.write(len(text).to_bytes(8, "little") + text)
-            shutil.copyfileobj(file, copy, length=2**24)
-        shutil.copymode(path, labelled)
-        os.replace(labelled, path)
-    finally:
-        labelled.unlink(missing_ok=True)
+        return json.loads(label)["type"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return label[:80]

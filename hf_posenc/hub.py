@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc import leaks
+from hf_posenc import leaks, saving
 from hf_posenc.cards import SIGNATURE, model_card, user_classes
 from hf_posenc.commits import Api, Change, commit_id
 from hf_posenc.diagnostics import inspect
@@ -216,7 +216,8 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
     def read(path: str) -> str:
         return (keep_in / path).read_text(encoding="utf-8", errors="replace")
 
-    present, new = _files(keep_in), [*_files(folder), "README.md"]
+    present = [path for path in _files(keep_in) if not path.startswith(saving.PREFIX)]
+    new = [*_files(folder), "README.md"]
     kept, stale = earlier_push(present, read, new)
     ours = "README.md" in present and SIGNATURE.partition("{")[0] in read("README.md")
     if others := sorted(set(present).difference(new if ours else (), stale if ours else ())):
@@ -228,15 +229,8 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
         logger.warning("%s was written by hand and stays as it is", keep_in / "README.md")
     else:
         (folder / "README.md").write_text(card(metadata=merged(base, kept)), encoding="utf-8")
-    keep_in.mkdir(parents=True, exist_ok=True)
-    # Renamed, not overwritten: the model's tensors may be memory-mapped from the file being replaced.
-    with tempfile.TemporaryDirectory(dir=keep_in, prefix=".") as near:
+    with saving.replaced(keep_in, lambda *_: stale) as near:
         shutil.copytree(folder, near, dirs_exist_ok=True)
-        for path in stale:
-            (keep_in / path).unlink()
-        for path in _files(Path(near)):
-            (keep_in / path).parent.mkdir(exist_ok=True)
-            Path(near, path).replace(keep_in / path)
 
 
 def _commands(

@@ -100,6 +100,7 @@ push(masked, "lab/public", create_pr=True)
 push(masked, "lab/public")
 
 rope.push_to_hub("me/sharded", max_shard_size="40KB")
+rope.save_pretrained(folder / "at-once", push_to_hub=True)
 rope.save_pretrained(folder / "inner")
 HfApi().create_repo("me/nested")
 HfApi().upload_folder(repo_id="me/nested", folder_path=folder / "inner", path_in_repo="deep/inner")
@@ -503,6 +504,11 @@ def test_the_push_of_a_trainer(pushed):
 def test_weights_in_parts_and_in_shards(pushed):
     assert "POST /me/model.git/info/lfs/complete" in pushed.log
     assert "model-00002-of-00002.safetensors" in pushed.repos["me/sharded"].commits[-1].files
+    at_once = pushed.repos["me/at-once"].commits[-1].files
+    saved = {path.name: path.read_bytes() for path in (pushed.folder / "at-once").iterdir()}
+    assert (
+        saved.items() <= at_once.items() and b'"position_encoding"' in saved["model.safetensors"] and "posenc_rope.py" in saved
+    )
 
 
 def test_what_can_not_be_loaded_says_why(pushed):

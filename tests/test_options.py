@@ -644,7 +644,7 @@ def test_versions_in_range(monkeypatch):
 # The rules of the house.
 
 ORDER = [
-    {"requirements", "encodings", "user_code", "probe", "calls"},
+    {"requirements", "encodings", "user_code", "probe", "calls", "saving"},
     {"remote_code", "spec", "kernels"},
     {"sources", "attention", "checkpoints", "remembering"},
     {"written_out", "positions", "embedding"},

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file, has_file
 
 import hf_posenc
+from hf_posenc import saving
 from hf_posenc.cards import architecture
 from hf_posenc.cli import console
 
@@ -73,7 +72,7 @@ def save(changed: Any, source: str, output_dir: Path) -> None:
     sentences = not isinstance(changed, PreTrainedModel)
     report = hf_posenc.inspect(changed)
     tokenizer = changed.tokenizer if sentences else load_tokenizer(source)
-    with _replaced_when_complete(output_dir) as folder:
+    with saving.replaced(output_dir, _all_others) as folder:
         if sentences:
             changed.save_pretrained(str(folder), create_model_card=False)
         else:
@@ -91,7 +90,7 @@ def save(changed: Any, source: str, output_dir: Path) -> None:
 
 
 def check_output_dir(output_dir: Path, overwrite: bool) -> None:
-    if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
+    if not output_dir.exists() or (output_dir.is_dir() and not saving.entries(output_dir)):
         return
     if not output_dir.is_dir():
         raise ValueError(f"{output_dir} is a file: choose another --output-dir")
@@ -101,21 +100,5 @@ def check_output_dir(output_dir: Path, overwrite: bool) -> None:
         raise ValueError(f"{output_dir} holds no model, and --overwrite replaces nothing else: choose another --output-dir")
 
 
-@contextlib.contextmanager
-def _replaced_when_complete(output_dir: Path) -> Iterator[Path]:
-    """A temporary folder whose files replace those of output_dir once all of them are written."""
-    new = not output_dir.exists()
-    output_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        # Inside output_dir: on the same file system, and output_dir itself, which may be a mount, is kept.
-        with tempfile.TemporaryDirectory(dir=output_dir, prefix=".") as name:
-            yield Path(name)
-            for old in output_dir.iterdir():
-                if old.name != Path(name).name:
-                    shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-            for file in Path(name).iterdir():
-                file.rename(output_dir / file.name)
-    except BaseException:
-        if new:
-            output_dir.rmdir()
-        raise
+def _all_others(output_dir: Path, new: list[str]) -> list[str]:
+    return [path.name for path in saving.entries(output_dir) if path.name not in new]
