@@ -198,7 +198,7 @@ app(["patch", sys.argv[1], "alibi", "--output-dir", sys.argv[2]])
 """
     said = run_python(code, sentences, tmp_path / "new", ROOT / "scripts")
     assert f"{sentences} has modules of sentence-transformers: pip install sentence-transformers" in said
-    assert "modules (pooling) are not saved: pip install sentence-transformers, and patch again" in said
+    assert "modules (pooling) are not saved: pip install sentence-transformers, and do it again" in said
     assert (tmp_path / "new" / "config.json").exists() and not (tmp_path / "new" / "modules.json").exists()
 
 
@@ -476,6 +476,21 @@ def test_what_is_there_is_kept(folders, tmp_path, name):
     (tmp_path / "notes.txt").write_text("mine")
     assert "isn't empty" in run(name[0], folders / "patched", *name[1:], "--output-dir", tmp_path, code=1)
     patched("bert", "alibi").save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "modules.json").write_text("[]")
-    shown = run(name[0], tmp_path / "model", *name[1:], "--output-dir", tmp_path / "model", "--overwrite")
-    assert f"hf_posenc.{name[0]}(SentenceTransformer)" in shown and not (tmp_path / "model" / "modules.json").exists()
+    (tmp_path / "model" / "notes.txt").write_text("mine")
+    run(name[0], tmp_path / "model", *name[1:], "--output-dir", tmp_path / "model", "--overwrite")
+    assert not (tmp_path / "model" / "notes.txt").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_modules_of_sentence_transformers_stay(sentences, tmp_path):
+    """Through all commands that save a model."""
+    from sentence_transformers import SentenceTransformer
+
+    run("patch", sentences, "alibi", "--max-length", "16", "--output-dir", tmp_path / "patched")
+    run("extend", tmp_path / "patched", "--max-length", "40", "--output-dir", tmp_path / "longer")
+    run("unpatch", tmp_path / "longer", "--output-dir", tmp_path / "stock")
+    models = [SentenceTransformer(str(folder)) for folder in (sentences, tmp_path / "stock", tmp_path / "longer")]
+    assert {tuple(type(module) for module in model) for model in models} == {tuple(type(module) for module in models[0])}
+    assert models[2].max_seq_length == 40
+    expected, actual = (model.encode(["w1 w2 w3"]) for model in models[:2])
+    assert (expected == actual).all()

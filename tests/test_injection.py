@@ -128,7 +128,11 @@ for folder in pathlib.Path(sys.argv[1]).iterdir():
     [
         ("alibi", "every_layer", "inject='every_layer' says where vectors are added, but 'alibi' makes none"),
         ("rope+shaw", "after_attention", r"inject='after_attention' .* but 'rope\+shaw' makes none"),
-        ("sinusoidal", "each_layer", "inject='each_layer': allowed is 'input', 'every_layer', 'after_attention'"),
+        (
+            "sinusoidal",
+            "each_layer",
+            r"inject='each_layer' \(did you mean 'every_layer'\?\): allowed is 'input', 'every_layer'",
+        ),
         ("sinusoidal", None, "inject=None: allowed is 'input'"),
         ("alibi", "output", "inject='output': allowed is 'input'"),
     ],

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel
 import hf_posenc
 from conftest import ROOT, first, patched, tokens
 from hf_posenc import saving
-from hf_posenc.cli.patching import _check_output_dir
+from hf_posenc.cli.folders import check_output_dir
 
 SHARDS = {"max_shard_size": "20KB"}
 
@@ -69,7 +69,7 @@ def test_leftovers_hinder_no_save_and_no_push(tmp_path):
     model, folder = patched("bert", "alibi"), tmp_path / "folder"
     folder.mkdir()
     leave(folder)
-    _check_output_dir(folder, overwrite=False)
+    check_output_dir(folder, overwrite=False)
     hf_posenc.push_to_hub(model, "me/model", save_directory=folder)
     leave(folder)
     pushed = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

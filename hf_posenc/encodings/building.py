@@ -105,7 +105,8 @@ def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
     """
     seed = hashlib.sha256(torch.get_rng_state().numpy().tobytes() + bytes([draw])).digest()[:8]
     dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
+    if dtype != torch.float32:
+        torch.set_default_dtype(torch.float32)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), _Poisoned():
             torch.manual_seed(int.from_bytes(seed, "little"))
@@ -120,7 +121,8 @@ def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
                         f"{type(module).__name__}.{name} holds uninitialised memory: fill it in __init__ or reset_parameters"
                     )
     finally:
-        torch.set_default_dtype(dtype)
+        if dtype != torch.float32:
+            torch.set_default_dtype(dtype)
     return built
 
 
@@ -131,8 +133,8 @@ def _tensors(module: nn.Module | None) -> dict[str, Tensor]:
 
 def _empty(module: nn.Module | None) -> str | None:
     """The name of a tensor that holds uninitialised memory."""
-    tensors = _tensors(module).items()
-    return next((name for name, tensor in tensors if tensor.is_floating_point() and tensor.isnan().any()), None)
+    valued = {name: tensor for name, tensor in _tensors(module).items() if tensor.is_floating_point() and not tensor.is_meta}
+    return next((name for name, tensor in valued.items() if tensor.isnan().any()), None)
 
 
 def _differing(built: Encodings, others: Encodings) -> str | None:
