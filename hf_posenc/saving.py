@@ -39,7 +39,7 @@ def superseded(folder: Path, new: Iterable[str]) -> list[str]:
 def replaced(
     directory: str | os.PathLike[str], stale: Callable[[Path, list[str]], Iterable[str]] = superseded
 ) -> Iterator[Path]:
-    """A temporary folder, whose files replace those of `directory` at the end. If an error is raised, nothing is changed.
+    """A temporary folder, whose files replace those of `directory` at the end. If the block raises, nothing is changed.
 
     Files are renamed, never written over: links stay what they point to, and tensors that are memory-mapped from a replaced
     file keep their values. Other files stay, but for the names that `stale(directory, new names)` gives.
