@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import cards
 import hf_posenc
+from attacks.hub_server import TOKEN, serve
 from conftest import ROOT, patched, stock, tokens
 from evaluation import records as files
 from hf_posenc.cards import model_card, replaceable
 from hf_posenc.cli import app
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, result_files
-from hub_server import TOKEN, serve
 
 CARDS = ROOT / "model_cards"
 NAMES = sorted(folder.name for folder in CARDS.iterdir())

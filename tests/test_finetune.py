@@ -33,8 +33,8 @@ from transformers import (
 import finetune
 import reviews
 import seeds
+from attacks.hub_server import TOKEN, USER, serve
 from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY
-from hub_server import TOKEN, USER, serve
 from tasks import classification, question_answering
 
 SCRIPTS = ROOT / "scripts"

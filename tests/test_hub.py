@@ -15,10 +15,10 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from typer.testing import CliRunner
 
 import hf_posenc
+from attacks.hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
 from conftest import ROOT, VOCABULARY, patched, stock, tokens
 from hf_posenc.cli import app
 from hf_posenc.evaluation import checked_evaluation, result_files
-from hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
 
 BY_HAND = "# My model\n\nTrained with love.\n"
 LICENCE = "---\nlicense: mit\nlanguage:\n- de\n---\n"

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hub_server import USER, cut, garble, lose_reply, refuse, say, stall
+from attacks.hub_server import USER, cut, garble, lose_reply, refuse, say, stall
 from test_hub_limits import ALWAYS, STEPS, pushes, whole
 
 DEEP = b"[" * 100_000

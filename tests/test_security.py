@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModel
 
 import hf_posenc
+from attacks.hub_server import TOKEN, serve
 from conftest import BERT, ENCODINGS, VOCABULARY, patched, run_python, stock, tokens
 from hf_posenc import spec
 from hf_posenc.embedding import PositionEmbeddingConfig
 from hf_posenc.encodings import canonical, encoding_class, list_encodings, options
 from hf_posenc.encodings.composition import Composition
-from hub_server import TOKEN, serve
 
 HUGE = 10**12
 

@@ -6,21 +6,17 @@ import os
 import pickle
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 
 import hf_posenc
 from attacks.cases import Case, Comparison, Hanging, Refused, Settings, new_folder
+from attacks.hub_server import TOKEN, USER, Commit, Fault, Hub, Repo, serve
 from attacks.subjects import patched, stock
-
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from hub_server import TOKEN, USER, Commit, Fault, Hub, Repo, serve  # noqa: E402
 
 PATIENCE, DEADLINE, LIMIT = 1.0, 4.0, 12.0
 """Seconds that one request may take, that a push may take, and after which it counts as hanging."""
