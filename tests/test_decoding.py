@@ -187,6 +187,22 @@ def test_a_cache_changed_by_its_own_methods(encoding):
         model(ids[:, 6:], past_key_values=cache)
 
 
+@torch.no_grad()
+def test_keys_of_another_origin():
+    """Where a cache doesn't say where its keys are, the mask does."""
+    model, ids = patched("gpt2", "alibi"), tokens(2, 8)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
+    filled = model(ids[:, :6], attention_mask=mask[:, :6], use_cache=True).past_key_values
+    cache = DynamicCache()
+    for number, layer in enumerate(filled.layers):
+        cache.update(layer.keys, layer.values, number)
+    expected = first(model(ids, attention_mask=mask))[:, 6:]
+    assert_close(first(model(ids[:, 6:], attention_mask=mask, past_key_values=cache)), expected)
+    cache.crop(-2)
+    jumped = first(model(ids[:, 6:], attention_mask=mask, past_key_values=cache, position_ids=torch.tensor([[4, 5], [6, 7]])))
+    assert_close(jumped, expected)
+
+
 def test_a_plain_cache_stays_as_it_is():
     model = patched("gpt2", "alibi")
     cache = model(tokens(), use_cache=True).past_key_values

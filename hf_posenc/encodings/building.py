@@ -18,7 +18,7 @@ from hf_posenc.encodings.registry import encoding_class, options_of
 
 Encodings = list[PositionEncoding | None]
 LOADED = "_is_hf_initialized"
-"""Transformers' mark on tensors that need no initial value, and on modules that it doesn't initialise."""
+"""Transformers' mark on tensors that need no initial value."""
 EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 
@@ -54,9 +54,6 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
         )
     device, dtype = torch.empty(0).device, torch.get_default_dtype()
     for module in built:
-        for inner in module.modules() if module is not None else ():
-            if not isinstance(inner, PositionEncoding):
-                setattr(inner, LOADED, True)
         if module is not None and (device.type != "cpu" or dtype != torch.float32):
             module.to(device=device, dtype=dtype)
         for tensor in _tensors(module).values():
