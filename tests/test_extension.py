@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModel
 
 import hf_posenc
 from conftest import ALL_WAYS, HOSTS, LENGTH, assert_equal, first, patched, randomize_encoding, run_python, stock, tokens
@@ -213,3 +214,25 @@ def test_sentence_transformer(minilm):
     longer = hf_posenc.extend(model, 1024)
     assert type(longer) is SentenceTransformer and longer[0].model.posenc.weight is model[0].model.posenc.weight
     assert longer.max_seq_length == longer.tokenizer.model_max_length == 1024 and model.max_seq_length == 600
+
+
+class Damped(hf_posenc.PositionEncoding, type="test-damped"):
+    """A bias by distance in parts of the longest input, which a buffer that isn't saved holds."""
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        self.slope = torch.nn.Parameter(torch.linspace(0.5, 2.0, geometry.num_attention_heads))
+        self.register_buffer("longest", torch.tensor(float(geometry.max_length or 100)), persistent=False)
+
+    def distance_bias(self, distance):
+        return -self.slope[:, None] * distance.abs() / self.longest
+
+
+@pytest.mark.filterwarnings("ignore:.*saved without its code:UserWarning")
+def test_what_is_not_saved_follows_the_length(tmp_path):
+    """It is as it will be when the model is loaded; what is saved stays the same object."""
+    model = hf_posenc.patch(stock("bert"), "test-damped", max_length=16)
+    longer = hf_posenc.extend(model, 50)
+    assert longer.posenc.longest == 50 and model.posenc.longest == 16 and longer.posenc.slope is model.posenc.slope
+    longer.save_pretrained(tmp_path)
+    assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(longer(tokens())))

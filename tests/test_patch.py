@@ -153,3 +153,23 @@ def test_a_table_that_is_not_used_is_not_resized(head):
     with pytest.raises(ValueError, match="has the 'alibi' encoding instead of a position table.*extend.model, max_length=64"):
         model.resize_position_embeddings(64)
     assert torch.equal(first(model(tokens())), expected)
+
+
+@pytest.mark.parametrize("max_length", [64, 7])
+@pytest.mark.parametrize("host", [name for name, host in HOSTS.items() if host.tables])
+def test_buffers_of_another_length(host, max_length):
+    """Ids and token types that a host keeps ready, as long as its table, also after unpatch."""
+    original = stock(host)
+    model = hf_posenc.patch(original, "sinusoidal", max_length=max_length)
+    for changed, expected in ((model, None), (hf_posenc.unpatch(model), original)):
+        for name, buffer in changed.named_buffers():
+            if name.endswith("position_ids"):
+                assert torch.equal(buffer.flatten(), torch.arange(buffer.shape[-1]))
+            elif name.endswith("token_type_ids"):
+                assert not buffer.any()
+            assert not buffer.is_meta
+        if expected is not None:
+            assert {name: b.shape for name, b in changed.named_buffers()} == {
+                name: b.shape for name, b in expected.named_buffers()
+            }
+            assert torch.equal(first(changed(tokens())), first(expected(tokens())))
