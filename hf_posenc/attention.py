@@ -204,6 +204,11 @@ def refusal_of_pages(encodings: Iterable[PositionEncoding | type[PositionEncodin
 def host_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function which the host itself would have called."""
     if implementation != "eager":
+        if implementation not in ALL_ATTENTION_FUNCTIONS:
+            raise ValueError(
+                f"attn_implementation={implementation!r} is not known to Transformers: use 'sdpa', 'eager', or register it by "
+                "transformers.AttentionInterface.register"
+            )
         return ALL_ATTENTION_FUNCTIONS[implementation]
     if getattr(module, "reorder_and_upcast_attn", False):
         return _upcast_eager

@@ -8,7 +8,7 @@ import shutil
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from safetensors import safe_open
 from torch import nn
@@ -73,10 +73,13 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
     """A model that initialises the parameters of its encodings. Loading raises if a checkpoint lacks some of them."""
 
+    initialized_whole: ClassVar[tuple[type[nn.Module], ...]] = (PositionEncoding,)
+    """Modules that initialise what is within them, too. Transformers passes over one that has no tensor of its own."""
+
     def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # Transformers passes over a module all of whose own tensors are loaded; those within an encoding may not be.
-        if isinstance(module, PositionEncoding):
+        if isinstance(module, self.initialized_whole) and not getattr(module, "_is_hf_initialized", False):
             self._init_weights(module)
+            setattr(module, "_is_hf_initialized", True)  # noqa: B010
         else:
             super()._initialize_weights(module, *args, **kwargs)
 

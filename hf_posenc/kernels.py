@@ -83,6 +83,11 @@ def biased_mask(
     biasing = [encoding for encoding in encodings if biases(encoding)]
     if not biasing:
         return mask
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError(
+            f"the attention mask is a {type(mask).__name__}, made for another implementation than this attention runs: its "
+            "name was set in one of several configs of the model; set it by model.set_attn_implementation"
+        )
     causal = mask is None and query.shape[2] > 1 and is_causal
 
     def compute() -> Tensor | None:

@@ -22,7 +22,7 @@ from hf_posenc import spec as specs
 from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
-from hf_posenc.encodings import check_size, meant
+from hf_posenc.encodings import PositionEncoding, check_size, meant
 from hf_posenc.install import install
 from hf_posenc.sources import Source
 
@@ -85,6 +85,7 @@ class PosEncModelMixin(EncodingModelMixin):
     """Puts an encoding into each stack of a host's class when it is built."""
 
     host_class: type[PreTrainedModel]
+    initialized_whole = (PositionEncoding, HostState)
     config: Any
 
     def post_init(self) -> None:

@@ -247,7 +247,7 @@ def _size(cls: Any, geometry: Any, options: dict[str, Any]) -> int:
 def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds GPUs, too
 
 
 @contextmanager

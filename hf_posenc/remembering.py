@@ -19,6 +19,9 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
 from hf_posenc.encodings import PositionContext
 
 PREFIX, POSITIONS = "Remembering", "key_positions"
+KEYS = "keys_of_key_positions"
+"""The attribute of a layer filled by a compiled model, whose class can't change there: its keys. With others in their place
+the cache was changed since, and the attention mask has to tell their positions."""
 CHANGES: dict[str, Callable[..., Tensor | None]] = {
     "crop": lambda positions, count: positions[:, : -abs(count)] if count else positions,
     "reorder_cache": lambda positions, rows: positions.index_select(0, rows.to(positions.device)),
@@ -30,21 +33,29 @@ CHANGES: dict[str, Callable[..., Tensor | None]] = {
 
 
 def __getattr__(name: str) -> Any:
-    """`Remembering<Layer>` for any class of layers in a cache; by its name a cache is pickled."""
+    """`Remembering<Layer>` for Transformers' own classes of layers, by which a cache is pickled."""
     base = getattr(cache_utils, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
     if base is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _remembering(base)
 
 
+_CLASSES: dict[type, type] = {}
+
+
 def _remembering(base: type) -> type:
-    """A subclass of a layer's class whose methods change the positions, too."""
-    name = PREFIX + base.__name__
-    if name not in globals():
-        body = {method: _followed(getattr(base, method), change) for method, change in CHANGES.items() if hasattr(base, method)}
+    """A subclass of a layer's class whose methods change the positions, too; such a class itself."""
+    if base in _CLASSES.values():
+        return base
+    if base not in _CLASSES:
+        there = {method: change for method, change in CHANGES.items() if hasattr(base, method)}
+        body: dict[str, Any] = {method: _followed(getattr(base, method), change) for method, change in there.items()}
         # Without _layer_type, by which a subclass would be registered as the layer of its kind.
-        globals()[name] = type(name, (base,), {"__module__": __name__, "_layer_type": None, **body})
-    return globals()[name]
+        body |= {"__module__": __name__, "_layer_type": None}
+        _CLASSES[base] = type(PREFIX + base.__name__, (base,), body)
+        if getattr(cache_utils, base.__name__, None) is base:
+            globals()[PREFIX + base.__name__] = _CLASSES[base]
+    return _CLASSES[base]
 
 
 def _followed(method: Callable[..., None], change: Callable[..., Tensor | None]) -> Callable[..., None]:
@@ -71,7 +82,7 @@ def recall(cache: Cache, batch: int, past: int | Tensor) -> Tensor | None:
     """
     layer = _first_layer(cache)
     positions = getattr(layer, POSITIONS, None)
-    if positions is None:
+    if positions is None or (not isinstance(past, Tensor) and past == 0) or getattr(layer, KEYS, layer.keys) is not layer.keys:
         return None
     if positions.shape[0] != batch or positions.shape[1] != (past if room(cache) is None else room(cache)):
         raise ValueError(
@@ -91,9 +102,12 @@ def remember(cache: Cache, batch: int, context: PositionContext) -> None:
         if getattr(layer, POSITIONS, None) is None and (torch.compiler.is_compiling() or not context.start.any()):
             return
         keys = context.key_positions(cache.get_seq_length())
-    if not type(layer).__name__.startswith(PREFIX) and not torch.compiler.is_compiling():
-        layer.__class__ = _remembering(type(layer))
     setattr(layer, POSITIONS, keys.expand(batch, -1))
+    if not torch.compiler.is_compiling():
+        layer.__class__ = _remembering(type(layer))
+        vars(layer).pop(KEYS, None)
+    elif not type(layer).__name__.startswith(PREFIX):
+        setattr(layer, KEYS, layer.keys)
 
 
 def _first_layer(cache: Cache) -> Any:

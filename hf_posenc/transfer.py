@@ -17,7 +17,7 @@ from transformers.initialization import guard_torch_init_functions, meta_device_
 
 from hf_posenc import spec as specs
 from hf_posenc import structure
-from hf_posenc.encodings import PositionEncoding, marked_as_loaded, refill
+from hf_posenc.encodings import PositionEncoding, marked_as_loaded, placed, refill
 from hf_posenc.sources import Silenced
 from hf_posenc.spec import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 
@@ -70,7 +70,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     like = next(next(iter(found.attentions.values())).parameters())
     for owner in patched.modules():
         if isinstance(vars(owner)["_modules"].get("posenc"), PositionEncoding):
-            owner.posenc.to_empty(device=like.device).to(like.dtype).train(owner.training)
+            placed(owner.posenc.to_empty(device=like.device), like.device, like.dtype).train(owner.training)
     refill(module for module in patched.modules() if isinstance(module, PositionEncoding))
     for name, stack in patched.named_modules():
         if structure.is_patched(stack):
@@ -202,6 +202,8 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             number = type(value) in (bool, int, float, str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
             if key == "_gradient_checkpointing_func" or (number and key[0] != "_"):
                 setattr(module, key, value)
+    for module in target.modules():
+        setattr(module, "_is_hf_initialized", True)  # noqa: B010 - else a model that is made of this one draws its weights anew
     for module in reversed(list(target.modules())):  # a model within another initialises its own
         if isinstance(module, PreTrainedModel):
             _compute_buffers(module, source.device)

@@ -203,6 +203,23 @@ def test_keys_of_another_origin():
     assert_close(jumped, expected)
 
 
+@pytest.mark.parametrize("encoding", ["alibi", "shaw"])
+@torch.no_grad()
+def test_a_cache_that_a_compiled_model_filled(encoding):
+    """Reordered and cropped between calls, as by beam search and speculative decoding."""
+    model, ids = patched("gpt2", encoding, "LMHeadModel"), tokens(2, 8)
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
+    for rows, length in (([1, 0], 6), ([0, 1], 4)):
+        cache = DynamicCache(config=model.config)
+        compiled(ids[:, :6], attention_mask=mask[:, :6], past_key_values=cache)
+        cache.reorder_cache(torch.tensor(rows))
+        cache.crop(length - 6)
+        whole, seen = torch.cat([ids[rows, :length], ids[:, 6:]], dim=1), torch.cat([mask[rows, :length], mask[:, 6:]], dim=1)
+        expected = first(model(whole, attention_mask=seen))[:, length:]
+        assert_close(first(compiled(ids[:, 6:], attention_mask=seen, past_key_values=cache)), expected)
+
+
 def test_a_plain_cache_stays_as_it_is():
     model = patched("gpt2", "alibi")
     cache = model(tokens(), use_cache=True).past_key_values

@@ -1,5 +1,6 @@
 """Encodings defined outside the library."""
 
+import math
 import random
 from typing import Annotated
 
@@ -227,3 +228,62 @@ def test_forward_is_not_a_users_to_define():
         class Stolen(hf_posenc.PositionEncoding, type="test-stolen"):
             def forward(self, positions):
                 return positions
+
+
+class Odd(hf_posenc.PositionEncoding, type="test-odd"):
+    """What a module of torch may hold, well and badly."""
+
+    holds: str = "complex"
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        match self.holds:
+            case "complex":
+                self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)), persistent=False)
+            case "legacy":
+                self.weight = torch.nn.Parameter(torch.Tensor(4))
+            case "integers":
+                self.register_buffer("index", torch.empty(4, dtype=torch.long))
+            case "generator":
+                self.draw = torch.Generator().manual_seed(3)
+            case "lstm":
+                self.lstm = torch.nn.LSTM(2, 2)
+            case "closure":
+                noise = torch.randn(4)
+                self.noise = lambda: noise
+            case "tied":
+                self.a, self.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+                self.b.weight = self.a.weight
+            case "lazy":
+                self.lazy = torch.nn.LazyLinear(2)
+            case "sparse":
+                self.register_buffer("table", torch.eye(4).to_sparse())
+
+    def reset_parameters(self):
+        if self.holds == "legacy":
+            torch.nn.init.ones_(self.weight)
+        if self.holds == "integers":
+            self.index.copy_(torch.arange(4))
+
+    def embed(self, positions):
+        return positions[..., None].float().expand(*positions.shape, self.geometry.hidden_size)
+
+
+def test_what_an_encoding_may_hold():
+    for _ in range(4):
+        for holds in ("complex", "legacy", "integers", "generator", "lstm"):
+            posenc = hf_posenc.patch(stock("bert").bfloat16(), "test-odd", holds=holds).posenc
+            if holds == "complex":
+                assert posenc.turn.is_complex() and posenc.turn[1].imag.item() == pytest.approx(math.sin(1.0))
+            if holds == "legacy":
+                assert posenc.weight.tolist() == [1.0] * 4
+            if holds == "integers":
+                assert posenc.index.tolist() == [0, 1, 2, 3]
+    for holds, words in {
+        "closure": "noise of the 'test-odd' encoding isn't saved",
+        "tied": "Odd.b.weight and a.weight are one tensor: register it once",
+        "lazy": "Odd.lazy.weight has no shape before it is called",
+        "sparse": "Odd.table is a sparse or quantised tensor",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            hf_posenc.patch(stock("bert"), "test-odd", holds=holds)

@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, EncoderDecoderModel
 
 import hf_posenc
-from conftest import HOSTS, LENGTH, first, pairs, patched, randomize, stock, tokens
+from conftest import ALL_WAYS, HOSTS, LENGTH, assert_equal, first, pairs, patched, randomize, stock, tokens
 
 every_pair = pytest.mark.parametrize(("host", "encoding"), pairs())
 pairs_once = pytest.mark.parametrize(("host", "encoding"), pairs(once=True))
@@ -173,3 +173,28 @@ def test_buffers_of_another_length(host, max_length):
                 name: b.shape for name, b in expected.named_buffers()
             }
             assert torch.equal(first(changed(tokens())), first(expected(tokens())))
+
+
+@pytest.mark.parametrize("change", [lambda model: model, hf_posenc.unpatch, lambda model: hf_posenc.extend(model, None)])
+def test_a_model_made_of_patched_ones_keeps_their_weights(change):
+    """Transformers initialises all modules of a new model that aren't marked as initialised."""
+    more = {"is_decoder": True, "add_cross_attention": True}
+    parts = [change(patched("bert", "relative", max_length=LENGTH)), change(patched("bert", ALL_WAYS, "LMHeadModel", **more))]
+    expected = [{name: value.clone() for name, value in part.state_dict().items()} for part in parts]
+    model = EncoderDecoderModel(encoder=parts[0], decoder=parts[1])
+    assert_equal(model.encoder.state_dict(), expected[0])
+    assert_equal(model.decoder.state_dict(), expected[1])
+
+
+@pytest.mark.parametrize("way", ["from its config", "meta device"])
+def test_kept_positions_of_a_model_made_anew(way):
+    """They hold values, as the host's own table would."""
+    config = hf_posenc.patch(stock("bert"), "alibi").config
+    if way == "from its config":
+        model = AutoModel.from_config(config)
+    else:
+        with torch.device("meta"):
+            model = AutoModel.from_config(config)
+        model.to_empty(device="cpu").init_weights()
+    table = model.get_buffer("posenc.host.embeddings.position_embeddings.weight")
+    assert table.isfinite().all() and 0.01 < table.std() < 0.04

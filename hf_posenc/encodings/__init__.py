@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.building import build, build_within_limits, marked_as_loaded, refill
+from hf_posenc.encodings.building import build, build_within_limits, marked_as_loaded, placed, refill
 from hf_posenc.encodings.context import PositionContext, counted, positions_of
 from hf_posenc.encodings.options import (
     Above,
@@ -46,6 +46,7 @@ __all__ = [
     "marked_as_loaded",
     "meant",
     "options_of",
+    "placed",
     "positions_of",
     "refill",
     "refuse_oversized",

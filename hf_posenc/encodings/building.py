@@ -3,8 +3,10 @@ generator, so that a model made from scratch has the same weights with every enc
 
 import contextlib
 import hashlib
+import io
 import math
 import pickle
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -55,11 +57,16 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
     device, dtype = torch.empty(0).device, torch.get_default_dtype()
     for module in built:
         if module is not None and (device.type != "cpu" or dtype != torch.float32):
-            module.to(device=device, dtype=dtype)
+            placed(module, device, dtype)
         for tensor in _tensors(module).values():
             if not tensor.is_meta:
                 setattr(tensor, LOADED, True)
     return built
+
+
+def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Like `Module.to`, which would make complex numbers real."""
+    return module._apply(lambda each: each.to(device, dtype if each.is_floating_point() else each.dtype))
 
 
 def refill(encodings: Iterable[PositionEncoding]) -> None:
@@ -72,6 +79,7 @@ def refill(encodings: Iterable[PositionEncoding]) -> None:
             for name, tensor in _tensors(encoding).items():
                 if name in values and not getattr(tensor, LOADED, False):
                     tensor.copy_(values[name])
+                setattr(tensor, LOADED, True)
 
 
 @contextlib.contextmanager
@@ -106,13 +114,14 @@ def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
         torch.set_default_dtype(torch.float32)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), _Poisoned():
-            torch.manual_seed(int.from_bytes(seed, "little"))
+            torch.default_generator.manual_seed(int.from_bytes(seed, "little"))  # torch.manual_seed seeds GPUs, too
             built = make()
             for module in built:
                 for encoding in module.modules() if module is not None else ():
-                    if isinstance(encoding, PositionEncoding) and _empty(encoding):
+                    if isinstance(encoding, PositionEncoding) and (_empty(encoding) or not _resets(type(encoding))):
                         with torch.no_grad():
                             encoding.reset_parameters()
+                _refuse_odd(module)
                 if name := _empty(module):
                     raise ValueError(
                         f"{type(module).__name__}.{name} holds uninitialised memory: fill it in __init__ or reset_parameters"
@@ -121,6 +130,27 @@ def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
         if dtype != torch.float32:
             torch.set_default_dtype(dtype)
     return built
+
+
+def _resets(cls: type) -> bool:
+    """Whether an `__init__` of a class calls reset_parameters."""
+    makers = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    return any("reset_parameters" in getattr(getattr(maker, "__code__", None), "co_names", ()) for maker in makers)
+
+
+def _refuse_odd(module: nn.Module | None) -> None:
+    """Raises ValueError for tensors that a checkpoint can't hold as they are."""
+    if module is None:
+        return
+    names: dict[int, str] = {}
+    for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+        place = f"{type(module).__name__}.{name}"
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ValueError(f"{place} has no shape before it is called: give its sizes in __init__ (self.geometry has them)")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ValueError(f"{place} is a sparse or quantised tensor: make it a dense one")
+        if names.setdefault(id(tensor), name) != name:
+            raise ValueError(f"{place} and {names[id(tensor)]} are one tensor: register it once, and use it from there")
 
 
 def _tensors(module: nn.Module | None) -> dict[str, Tensor]:
@@ -156,18 +186,31 @@ def _unsaved(encoding: nn.Module | None) -> dict[str, Any]:
     return values
 
 
-def _comparable(value: Any) -> Any:
-    """Equal for equal values; None for what can't be compared, such as a lambda."""
-    if isinstance(value, Tensor):
-        return str(value.dtype), value.shape, None if value.is_meta else repr(value.tolist())
-    if isinstance(value, dict):
-        return {repr(key): _comparable(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_comparable(each) for each in value]
+class _Comparable(pickle.Pickler):
+    """Gives equal bytes for equal values; tensors, generators and closures by what is in them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, nn.Parameter):  # saved with a module of its own
+            return str, ("parameter",)
+        if isinstance(value, Tensor):
+            bits = b"" if value.is_meta else value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            return tuple, ((str(value.dtype), tuple(value.shape), value.is_meta, hashlib.sha256(bits).digest()),)
+        if isinstance(value, torch.Generator):
+            return bytes, (value.get_state().numpy().tobytes(),)
+        if isinstance(value, types.FunctionType) and "<" in value.__qualname__:
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            return tuple, ((value.__code__.co_code, cells, value.__defaults__, value.__kwdefaults__),)
+        return NotImplemented
+
+
+def _comparable(value: Any) -> bytes | None:
+    """Equal for equal values; None for what can't be compared."""
+    file = io.BytesIO()
     try:
-        return pickle.dumps(value)
+        _Comparable(file).dump(value)
     except Exception:  # whatever an attribute's own __reduce__ raises
         return None
+    return file.getvalue()
 
 
 def _check_size(kind: str, modules: Encodings) -> None:
