@@ -46,6 +46,8 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
             trial = make()
     except (RuntimeError, NotImplementedError):  # of a class that reads values of tensors
         trial = []
+    for module in trial:
+        _refuse_odd(module)
     _check_size(kind, trial)
     built = with_values(make)
     _check_size(kind, built)
@@ -117,11 +119,11 @@ def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
             torch.default_generator.manual_seed(int.from_bytes(seed, "little"))  # torch.manual_seed seeds GPUs, too
             built = make()
             for module in built:
+                _refuse_odd(module)
                 for encoding in module.modules() if module is not None else ():
                     if isinstance(encoding, PositionEncoding) and (_empty(encoding) or not _resets(type(encoding))):
                         with torch.no_grad():
                             encoding.reset_parameters()
-                _refuse_odd(module)
                 if name := _empty(module):
                     raise ValueError(
                         f"{type(module).__name__}.{name} holds uninitialised memory: fill it in __init__ or reset_parameters"
