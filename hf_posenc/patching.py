@@ -32,6 +32,9 @@ def patch(
     itself stays usable and unchanged. Mode, requires_grad, dtype, device, tied weights and generation_config carry over;
     hooks stay with `model`.
 
+    New parameters are drawn by the state of torch's generator, which stays as it is: two patches in a row start alike, unless
+    something is drawn, or torch.manual_seed called, in between.
+
     Args:
         model: any Transformers model in which all sources of position can be taken over; or a SentenceTransformer with
             one, which comes back as a SentenceTransformer. Its max_seq_length is then the model's usable length.

@@ -120,8 +120,12 @@ def main() -> None:
     families = args.attacks.split(",") if args.attacks else [*FAMILIES]
     if unknown := sorted({*families} - {*FAMILIES}):
         parser.error(f"--attacks: {', '.join(unknown)} must be of {', '.join(FAMILIES)}")
+    if unknown := {*(args.encodings or "").split(",")} - {"", *encodings()}:
+        parser.error(f"--encodings {', '.join(sorted(unknown))}: allowed are {', '.join(encodings())}")
     settings = Settings(tuple(args.encodings.split(",")) if args.encodings else encodings(), args.seed, args.kills)
     verdicts = list(all_judged(families, settings, args.only, args.processes))
+    if not verdicts:
+        parser.error(f"no case has {args.only!r} in its name")
     page = report(verdicts, settings)
     print(page, end="")
     if args.output_file:

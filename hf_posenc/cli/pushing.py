@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from huggingface_hub import is_offline_mode
 
 import hf_posenc
 from hf_posenc.cards import replaceable
@@ -27,7 +28,8 @@ def push(
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     message: Annotated[str | None, typer.Option(help="The commit's message.")] = None,
     save_directory: Annotated[
-        Path | None, typer.Option(help="Keep what is pushed here as well; offline, the default is the repository's name.")
+        Path | None,
+        typer.Option(help="Keep what is pushed here as well; offline, the default is the repository's name."),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds of silence after which a request has failed.")] = 60.0,
     deadline: Annotated[float, typer.Option(help="Seconds for the whole push.")] = 6 * 3600.0,
@@ -41,7 +43,14 @@ def push(
     The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN. Offline (HF_HUB_OFFLINE=1) all files are
     written to a folder, and nothing is sent.
     """
+    if (folder / "modules.json").exists():
+        raise ValueError(
+            f"{folder} is a SentenceTransformer, of which this would push the model without its other modules (pooling): "
+            f"from Python, SentenceTransformer({str(folder)!r}).push_to_hub({repo_id!r})"
+        )
     _refuse_foreign_links(folder)
+    if is_offline_mode() and save_directory is None and Path(repo_id.rpartition("/")[2]).resolve() == folder.resolve():
+        save_directory = Path(f"{folder}-to-push")
     model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
     card, evaluation = folder / "README.md", folder / EVALUATION
     offered = [path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES or path == evaluation]

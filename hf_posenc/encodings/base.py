@@ -90,7 +90,8 @@ class PositionEncoding(nn.Module):
                     f"but not {listed(sorted(RESERVED))}"
                 )
             taken = registered.get(name)
-            if taken and (taken.__module__, taken.__qualname__) != own:
+            # A class of a notebook gives way to the file that it was written to.
+            if taken and taken.__module__ != "__main__" and (taken.__module__, taken.__qualname__) != own:
                 raise ValueError(
                     f"the encoding name {name!r} is taken by {taken.__module__}.{taken.__qualname__}: "
                     f"give {cls.__qualname__} another `type`"
