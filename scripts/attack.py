@@ -120,8 +120,8 @@ def main() -> None:
     families = args.attacks.split(",") if args.attacks else [*FAMILIES]
     if unknown := sorted({*families} - {*FAMILIES}):
         parser.error(f"--attacks: {', '.join(unknown)} must be of {', '.join(FAMILIES)}")
-    if unknown := {*(args.encodings or "").split(",")} - {"", *encodings()}:
-        parser.error(f"--encodings {', '.join(sorted(unknown))}: allowed are {', '.join(encodings())}")
+    if unknown := sorted({*(args.encodings or "").split(",")} - {"", *encodings()}):
+        parser.error(f"--encodings: {', '.join(unknown)} must be of {', '.join(encodings())}")
     settings = Settings(tuple(args.encodings.split(",")) if args.encodings else encodings(), args.seed, args.kills)
     verdicts = list(all_judged(families, settings, args.only, args.processes))
     if not verdicts:
