@@ -170,7 +170,7 @@ def test_values_made_in_init_come_back(tmp_path):
 
 def test_what_would_come_back_differently_is_refused():
     class Random(hf_posenc.PositionEncoding, type="test-random"):
-        """Zeros, beside a random value."""
+        """Nothing, beside a random value."""
 
         place: str = "buffer"
 
@@ -193,8 +193,8 @@ def test_what_would_come_back_differently_is_refused():
                 case "empty":
                     self.weight = torch.nn.Parameter(torch.empty(4))
 
-        def embed(self, positions):
-            return positions[..., None].float().expand(*positions.shape, self.geometry.hidden_size)
+        def distance_bias(self, distance):
+            return distance[None] * 0.0
 
     for place in ("buffer", "plain", "number", "module"):
         with pytest.raises(ValueError, match=r"noise of the 'test-random' encoding isn't saved.*persistent buffer"):
@@ -265,8 +265,8 @@ class Odd(hf_posenc.PositionEncoding, type="test-odd"):
         if self.holds == "integers":
             self.index.copy_(torch.arange(4))
 
-    def embed(self, positions):
-        return positions[..., None].float().expand(*positions.shape, self.geometry.hidden_size)
+    def distance_bias(self, distance):
+        return distance[None] * 0.0
 
 
 def test_what_an_encoding_may_hold():
