@@ -17,7 +17,7 @@ from typing import Any
 
 from hf_posenc import probe
 from hf_posenc.encodings import Geometry
-from hf_posenc.user_code import PACKAGE, UserCode, flat, is_ours
+from hf_posenc.user_code import PACKAGE, UserCode, flat, is_ours, parsed
 
 ENTRY = "modeling_posenc"
 COPIED = "posenc_remote_code"
@@ -143,7 +143,7 @@ def _copied(module: str) -> tuple[str, list[str]]:
 
 def _flattened(source: str) -> tuple[str, list[str]]:
     """The source with imports of our modules replaced by relative ones of flat copies, and the names of these modules."""
-    lines, tree = source.splitlines(keepends=True), ast.parse(source)
+    lines, tree = source.splitlines(keepends=True), parsed(source)
     imported: list[str] = []
     for node in reversed([node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]):
         if node.module and is_ours(node.module):

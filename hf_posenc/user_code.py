@@ -8,12 +8,22 @@ import ast
 import importlib.util
 import re
 import sys
+import threading
 import tokenize
 import warnings
 from pathlib import Path
 
 PACKAGE = __name__.rpartition(".")[0]
 ENCODINGS = f"{PACKAGE}.encodings"
+
+
+_PARSING = threading.Lock()
+
+
+def parsed(source: str) -> ast.Module:
+    """`ast.parse`, by one thread at a time: CPython 3.11 raises SystemError where two build trees (its issue 106905)."""
+    with _PARSING:
+        return ast.parse(source)
 
 
 def is_ours(module: str) -> bool:
@@ -71,7 +81,7 @@ class UserCode:
                 source = file.read()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of escapes in its strings; Python gave them when it was imported
-                tree = ast.parse(source)
+                tree = parsed(source)
         except (OSError, SyntaxError, ValueError) as error:
             raise ValueError(f"{path} can't be saved with the model, since it can't be read: {error}") from error
         nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
