@@ -9,6 +9,7 @@ _requirements.check()
 # After the check: older libraries lack what is imported here.
 from hf_posenc import modeling as _modeling  # noqa: E402
 from hf_posenc.cards import model_card  # noqa: E402
+from hf_posenc.conversion import convert  # noqa: E402
 from hf_posenc.diagnostics import inspect  # noqa: E402
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
@@ -24,6 +25,7 @@ __all__ = [
     "PositionEmbedding",
     "PositionEncoding",
     "TokenPositionEmbedding",
+    "convert",
     "extend",
     "inspect",
     "list_encodings",

@@ -123,11 +123,6 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
-        for module in self.modules():
-            if isinstance(module, PositionEncoding) and module.blend != 1.0:
-                raise ValueError(
-                    f"the {module.type!r} encoding is at blend {module.blend}, which is not saved: set posenc.blend = 1.0 first"
-                )
         if not self.should_save_on_this_rank(is_main_process) or kwargs.get("distributed_checkpoint"):
             super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # nothing, or this rank's part
         else:

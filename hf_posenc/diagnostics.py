@@ -16,6 +16,7 @@ from transformers.utils import CONFIG_NAME, find_adapter_config_file
 from hf_posenc import attention, structure
 from hf_posenc.embedding import PositionEmbedding
 from hf_posenc.patching import holds_a_model
+from hf_posenc.spec import Calibration
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Report:
     max_length: the longest usable input in tokens; None: no limit.
     host_kept: whether `unpatch` can bring the host's own positions back.
     ignored: settings of the config that Transformers ignores.
+    calibration: of a model made by `convert`: how close it came to its original; else None.
     """
 
     model_class: str
@@ -39,6 +41,7 @@ class Report:
     host_kept: bool
     ignored: tuple[str, ...]
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    calibration: Calibration | None = None
 
     @property
     def model_max_length(self) -> int:
@@ -59,10 +62,22 @@ class Report:
             f"  {part} acts in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
             for part, layers in self.layers.items()
         ]
+        if found := self.calibration:
+            where = f"{found.held_out} other texts" if found.held_out else "the same texts"
+            lines += [
+                f"  calibrated on {found.texts} texts of up to {found.length} tokens: divergence of its attention from the "
+                f"original's {_listed(found.kl_before)} before, {_listed(found.kl_after)} after, by layer",
+                f"  cosine of token states with the original's, on {where}: {found.agreement_before:.3f} before, "
+                f"{found.agreement:.3f} after",
+            ]
         lines += [f"  ignored: {note}" for note in self.ignored]
         if self.host_kept:
             lines.append("  the host's own positions are kept: unpatch brings them back")
         return "\n".join(lines)
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
 
 
 def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Report:
@@ -105,6 +120,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Rep
         host_kept=bool(spec.host and spec.host.kept),
         ignored=_ignored(config),
         layers={part: _layers_of(stack, part) for part in spec.layers},
+        calibration=spec.calibration,
     )
 
 

@@ -107,8 +107,6 @@ def _rebuilt(model: Any, config: Any, kind: str, anew: str) -> Any:
             module._buffers[key] = torch.empty_like(buffer) if computed else buffer
             shared += [] if computed or buffer is None else [buffer]
         shared += [parameter for parameter in module._parameters.values() if parameter is not None]
-        if isinstance(module, PositionEncoding):
-            module.blend = other.blend
     with marked_as_loaded(shared):
         refill(module for module in twin.modules() if isinstance(module, PositionEncoding))
     return twin

@@ -43,8 +43,8 @@ def _vectors(parts: tuple[str, ...], module: nn.Module, kwargs: dict[str, Any], 
     here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
 
     def compute() -> Tensor:
-        terms = ((encoding.blend, encoding("embed", context.positions)) for encoding in here)
-        return sum(vectors * blend for blend, vectors in terms if vectors is not None).to(hidden.dtype)  # type: ignore[union-attr]
+        terms = (encoding("embed", context.positions) for encoding in here)
+        return sum(vectors for vectors in terms if vectors is not None).to(hidden.dtype)  # type: ignore[union-attr]
 
     trained = any(encoding.is_trained() for encoding in here)
     return compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)

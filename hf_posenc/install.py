@@ -88,7 +88,8 @@ def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
 
 def _refuse_unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> None:
     """Raises HostRefused where attentions of several sizes would share what is made for one."""
-    shared = {part for part, kind in spec.parts.items() if not kind.per_layer and {*kind.acts_by()} - {"embed"}}
+    acting = {part for part, kind in spec.parts.items() if {*kind.acts_by()} - {"embed"}}
+    shared = acting - spec.encoding.per_layer_parts(dict(spec.options))
     for path, module in structure.attentions.items():
         its = replace(structure.geometry_of(module, geometry.max_length), hidden_size=geometry.hidden_size)
         if shared & {*parts[path]} and its != geometry:
@@ -96,7 +97,7 @@ def _refuse_unlike_attentions(structure: Structure, spec: PositionSpec, parts: P
                 f"the attentions of {type(structure.stack).__name__} differ: {path} has {its}, others {geometry}, and "
                 f"{', '.join(sorted(shared))} would be shared by all",
                 reason="attentions of several sizes",
-                remedy="take an encoding whose layers have parameters of their own (shaw)",
+                remedy="give each attention its own: per_layer=True",
             )
 
 

@@ -25,15 +25,12 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     for encoding in encodings:
-        if encoding.blend == 0.0:
-            continue
         verbs = encoding.acts_by()
         for term in (
             _distance_bias(encoding, query.shape[2], key.shape[2], context) if "distance_bias" in verbs else None,
             encoding("score_bias", query, key, context) if "score_bias" in verbs else None,
         ):
             if term is not None:
-                term = term if encoding.blend == 1.0 else term * encoding.blend
                 total = term if total is None else total + term
     return total
 

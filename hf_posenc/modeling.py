@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc import attention, loading, structure, transfer
+from hf_posenc import attention, loading, offsets, structure, transfer
 from hf_posenc import spec as specs
 from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
@@ -85,7 +85,7 @@ class PosEncModelMixin(EncodingModelMixin):
     """Puts an encoding into each stack of a host's class when it is built."""
 
     host_class: type[PreTrainedModel]
-    initialized_whole = (PositionEncoding, HostState)
+    initialized_whole = (PositionEncoding, HostState, offsets.Offset)
     config: Any
 
     def post_init(self) -> None:
@@ -108,6 +108,8 @@ class PosEncModelMixin(EncodingModelMixin):
             if geometry.max_length is None and spec.encoding.needs_max_length(geometry):
                 geometry = replace(geometry, max_length=found.usable_length)
             install(found, spec, geometry)
+            if spec.calibration is not None:
+                offsets.install(self, found.contributions.items())
             if spec.host and spec.host.kept and (kept := found.kept_shapes(spec.host.rows)):
                 self.posenc.host = HostState(kept)
             self._check_attention()
@@ -115,7 +117,7 @@ class PosEncModelMixin(EncodingModelMixin):
             raise structure.none_found(self.host_class)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, HostState):
+        if isinstance(module, (HostState, offsets.Offset)):
             module.reset_parameters()
         else:
             super()._init_weights(module)

@@ -1,18 +1,19 @@
 """The `position_encoding` of config.json, parsed once. Its only reader and writer.
 
 The JSON form is a dict: the encoding's canonical type and options, and the placement beside them (`layers`, `inject`,
-`max_length`, `host`).
+`max_length`, `host`, `calibration`).
 """
 
 import copy
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from hf_posenc.encodings import (
     canonical,
     checked_max_length,
+    checked_value,
     encoding_class,
     meant,
     options_of,
@@ -22,7 +23,7 @@ from hf_posenc.encodings import (
 
 INJECT = ("input", "every_layer", "after_attention")
 """Where vectors are added: to the token embeddings, to the input of each layer, to the output of each attention block."""
-PLACEMENT = ("inject", "max_length", "host")
+PLACEMENT = ("inject", "max_length", "host", "calibration")
 """The keys of `position_encoding` which are no options of an encoding; `layers` stands beside the options of each part."""
 PARSED = "_position_spec"
 """The attribute of a config that holds its `position_encoding` parsed; not saved."""
@@ -71,6 +72,44 @@ class HostSpec:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """What `convert` measured. A model with it has an Offset wherever the host's positions contributed something.
+
+    texts, tokens: how many the model was calibrated on; tokens without padding.
+    length: the longest of the texts in tokens.
+    kl_before, kl_after: by attention, in order, the mean Kullback-Leibler divergence of a query's attention in the model from
+        that in the original, in nats; before with the encoding's initial values, on the same inputs.
+    agreement_before, agreement: the mean cosine of the model's token states with the original's, just patched and calibrated.
+    held_out: number of texts that the agreement was measured on, which the model was not calibrated on; 0: on the same texts.
+    """
+
+    texts: int
+    tokens: int
+    length: int
+    kl_before: tuple[float, ...]
+    kl_after: tuple[float, ...]
+    agreement_before: float
+    agreement: float
+    held_out: int
+
+    @classmethod
+    def parse(cls, given: Any) -> "Calibration | None":
+        """Raises ValueError for anything that `to_dict` doesn't write."""
+        if given is None:
+            return None
+        kinds = get_type_hints(cls)
+        if not isinstance(given, dict) or given.keys() != kinds.keys():
+            raise ValueError(
+                f"position_encoding['calibration'] is written by convert and not to be edited, but reads {shown(given)}: "
+                f"restore it ({', '.join(kinds)})"
+            )
+        return cls(**{name: checked_value(f"calibration.{name}", given[name], kind) for name, kind in kinds.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
 class PositionSpec:
     """A model's encoding and where it acts.
 
@@ -80,6 +119,7 @@ class PositionSpec:
     inject: where vectors are added, one of INJECT.
     max_length: the promised longest input in tokens; None: no limit for computed encodings, the host's own for tables.
     host: of the stock model, for `unpatch`; None in a model made from scratch.
+    calibration: of a model made by `convert`; else None.
     """
 
     type: str
@@ -88,6 +128,7 @@ class PositionSpec:
     inject: str = "input"
     max_length: int | None = None
     host: HostSpec | None = None
+    calibration: Calibration | None = None
 
     @classmethod
     def parse(cls, given: Any) -> "PositionSpec":
@@ -107,6 +148,7 @@ class PositionSpec:
             inject=placement.get("inject", "input"),
             max_length=checked_max_length(placement.get("max_length")),
             host=HostSpec.parse(placement.get("host")),
+            calibration=Calibration.parse(placement.get("calibration")),
         )
         spec._check_placement()
         return spec
@@ -152,6 +194,7 @@ class PositionSpec:
             "inject": self.inject,
             "max_length": self.max_length,
             "host": None if self.host is None else asdict(self.host),
+            **({} if self.calibration is None else {"calibration": self.calibration.to_dict()}),
         }
 
     def parts_by_layer(self, count: int) -> list[tuple[str, ...]]:

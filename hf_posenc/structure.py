@@ -55,6 +55,27 @@ class Structure:
         """Path of each attention -> the path of its attention block, the layer's child."""
         return {path: self._layer(path)[0] for path in self.attentions}
 
+    @property
+    def contributions(self) -> dict[str, int]:
+        """Path -> width of the modules whose outputs positions may change on average: the tables that are added to the
+        inputs, and in each layer the last projection of the attention block and that of the feed-forward block, whose outputs
+        enter a residual sum."""
+        modules = dict(self.stack.named_modules())
+        found = {source.path: source.width for source in self.sources if source.takes_vectors and source.width is not None}
+        for block in dict.fromkeys(self.blocks.values()):
+            layer = block.rpartition(".")[0]
+            inside = [path for path, module in modules.items() if f"{path}.".startswith(f"{layer}.") and self._projects(module)]
+            inside = [path for path in inside if not CROSS_ATTENTION.search(path)]
+            of_attention = [path for path in inside if f"{path}.".startswith(f"{block}.")]
+            others = [path for path in inside if path not in of_attention]
+            found.update((path, self.stack.config.hidden_size) for last in (of_attention, others) for path in last[-1:])
+        return found
+
+    def _projects(self, module: Any) -> bool:
+        """Whether a module is a linear layer onto hidden states; of Transformers' Conv1D the width is `nf`."""
+        width = getattr(module, "out_features", getattr(module, "nf", None))
+        return isinstance(width, int) and width == self.stack.config.hidden_size and hasattr(module, "weight")
+
     def _layer(self, path: str) -> re.Match[str]:
         match = LAYER.match(path)
         if match is None:

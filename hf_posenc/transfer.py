@@ -47,7 +47,7 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
 
 
 def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = True) -> Any:
-    """A stock model with an encoding, of the class `derived`. `model` is left as it is.
+    """A stock model with an encoding, of the class `derived`. `model` is left as it is, and nothing is calibrated.
 
     Raises ValueError (HostRefused) where the encoding can't be put into it.
     """
@@ -61,7 +61,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     host = HostSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(found))
     config = copy.deepcopy(model.config)
     config.__class__ = derived.config_class
-    specs.write(config, replace(spec, host=host))
+    specs.write(config, replace(spec, host=host, calibration=None))
     if spec.max_length is not None and rows is not None:
         setattr(config, LENGTH_FIELD, spec.max_length + found.offset)
         config.check_size()

@@ -539,14 +539,6 @@ def test_rope_rotates_queries_and_keys_apart(layout):
     assert nothing is None and torch.equal(rotated, both[1])
 
 
-def test_rope_blend_turns_by_a_part_of_the_angle():
-    encoding, states = make("rope", head_dim=6), random(1, 1, 2, 6)
-    for blend, positions in ((0.0, [[0, 0]]), (0.5, [[4, 150]])):
-        encoding.blend = blend
-        rotated, _ = encoding.rotate(states, None, context_of(encoding, torch.tensor([[8, 300]])))
-        torch.testing.assert_close(rotated, turned(states, positions, 10000.0, "half"), atol=1e-10, rtol=0)
-
-
 def test_rope_needs_pairs():
     with pytest.raises(ValueError, match="head_dim is 7"):
         make("rope", head_dim=7)
@@ -681,7 +673,7 @@ def test_t5_agrees_with_transformers(num_buckets, max_distance, is_causal):
     encoding = make("t5", is_causal=is_causal, num_buckets=num_buckets, max_distance=max_distance)
     distance = torch.cat([torch.arange(-3000, 3001), torch.tensor([-(10**9), 10**9])])
     expected = T5Attention._relative_position_bucket(distance, not is_causal, num_buckets, max_distance)
-    assert torch.equal(encoding.bucket(distance), expected) and not encoding.bucket(distance).is_floating_point()
+    assert torch.equal(encoding.rows(distance), expected) and not encoding.rows(distance).is_floating_point()
     assert set(expected.tolist()) == set(range(num_buckets)) - ({num_buckets // 2} if not is_causal else set())
 
     config = T5Config(
@@ -701,7 +693,7 @@ def test_t5_agrees_with_transformers(num_buckets, max_distance, is_causal):
 
 def test_t5_agrees_with_mpnet():
     distance = torch.arange(-600, 601)
-    assert torch.equal(make("t5").bucket(distance), MPNetEncoder.relative_position_bucket(distance))
+    assert torch.equal(make("t5").rows(distance), MPNetEncoder.relative_position_bucket(distance))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -710,7 +702,7 @@ def test_t5_gradient_reaches_each_used_bucket(is_causal):
     distance, upstream = torch.arange(-30, 31), random(3, 61)
     encoding.distance_bias(distance).backward(upstream)
     expected = torch.zeros(8, 3, dtype=torch.float64)
-    for column, bucket in enumerate(encoding.bucket(distance).tolist()):
+    for column, bucket in enumerate(encoding.rows(distance).tolist()):
         expected[bucket] += upstream[:, column]
     torch.testing.assert_close(encoding.weight.grad, expected, atol=1e-12, rtol=0)
     assert encoding.weight.grad.any(1).sum() == (8 if is_causal else 7)
@@ -834,18 +826,6 @@ def test_a_composition_rotates_in_the_order_of_its_name():
         assert torch.equal(whole.rotate(query, None, context)[0], expected[0])
         assert torch.equal(whole.rotate(None, key, context)[1], expected[1])
     assert not torch.equal(make("rope+test-swap").rotate(query, key, context)[0], expected[0])
-
-
-def test_blend_of_a_composition_is_that_of_its_parts():
-    """A rotation reads its blend itself: it can't be scaled from without."""
-    whole = make("alibi+rope+sinusoidal")
-    assert [part.blend for part in whole.children()] == [1.0, 1.0, 1.0]
-    whole.blend = 0.25
-    assert [part.blend for part in (whole, *whole.children())] == [0.25] * 4
-    rope, states, positions = make("rope"), random(1, 4, 2, 8), torch.tensor([[3, 40]])
-    rope.blend = 0.25
-    expected = rope.rotate(states, None, context_of(rope, positions))[0]
-    assert torch.equal(whole.rotate(states, None, context_of(whole, positions))[0], expected)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

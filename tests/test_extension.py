@@ -99,7 +99,6 @@ def test_from_scratch():
 def test_what_else_carries_over():
     model = patched("gpt2", "relative+alibi", "LMHeadModel", max_length=LENGTH)
     model.train().generation_config.max_new_tokens, model.transformer.drop.p = 7, 0.25
-    model.transformer.posenc.blend = 0.5
     model.transformer.posenc.relative.weight.requires_grad_(False)
     model.name_or_path = "somebody/base"
     longer = hf_posenc.extend(model, FURTHER)
@@ -109,7 +108,6 @@ def test_what_else_carries_over():
         and longer.transformer.posenc.alibi.training
         and longer.name_or_path == "somebody/base"
     )
-    assert longer.transformer.posenc.blend == longer.transformer.posenc.alibi.blend == 0.5
     assert not longer.transformer.posenc.relative.weight.requires_grad
     assert longer.lm_head.weight is longer.transformer.wte.weight is model.lm_head.weight
 

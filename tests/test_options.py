@@ -344,7 +344,7 @@ def test_class_variables_are_no_options(annotation):
 
 
 def test_attributes_of_the_base_class_are_no_options():
-    for name in ("geometry", "blend", "aliases"):
+    for name in ("geometry", "calibration", "aliases"):
         with pytest.raises(ValueError, match=f"no option '{name}'"):
             canonical({"type": "alibi", name: 1})
 
@@ -423,7 +423,7 @@ def test_an_encoding_is_an_ordinary_module():
     module = Own(GEOMETRY, width=3)
     parent = torch.nn.Sequential(module)
     assert {module} and [p.shape for p in parent.parameters()] == [(3,)] and module.geometry is GEOMETRY
-    assert "Own(width=3)" in repr(parent) and module.blend == 1.0
+    assert "Own(width=3)" in repr(parent)
 
 
 # Compositions.
@@ -528,9 +528,9 @@ def test_a_composition_is_pickled_into_a_new_process(tmp_path):
         "weights = torch.load(folder / 'weights.pt');"
         "assert module.state_dict().keys() == weights.keys();"
         "assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items());"
-        "print(module.type, type(module).__qualname__, module.t5.num_buckets, module.blend)"
+        "print(module.type, type(module).__qualname__, module.t5.num_buckets)"
     )
-    assert run_python(code, tmp_path).split() == ["learned+shaw+t5", "learned+shaw+t5", "8", "1.0"]
+    assert run_python(code, tmp_path).split() == ["learned+shaw+t5", "learned+shaw+t5", "8"]
 
 
 def test_a_cell_run_again_replaces_its_class_in_compositions():
@@ -553,7 +553,19 @@ def test_names_which_would_not_fit_into_compositions(name):
     assert name not in PositionEncoding.registered and "own" not in PositionEncoding.registered
 
 
-RESERVED = ["type", "aliases", "geometry", "blend", "max_length", "layers", "host", "inject", "where", "keep_host", "submodel"]
+RESERVED = [
+    "type",
+    "aliases",
+    "geometry",
+    "calibration",
+    "max_length",
+    "layers",
+    "host",
+    "inject",
+    "where",
+    "keep_host",
+    "submodel",
+]
 
 
 @pytest.mark.parametrize("name", RESERVED)
@@ -646,8 +658,8 @@ def test_versions_in_range(monkeypatch):
 ORDER = [
     {"requirements", "encodings", "user_code", "probe", "calls", "saving"},
     {"remote_code", "spec", "kernels"},
-    {"sources", "attention", "checkpoints", "remembering"},
-    {"written_out", "positions", "embedding"},
+    {"sources", "attention", "checkpoints", "remembering", "offsets"},
+    {"written_out", "positions", "embedding", "calibration"},
     {"structure", "injection"},
     {"install", "transfer"},
     {"loading"},
@@ -655,6 +667,7 @@ ORDER = [
     {"patching"},
     {"extension"},
     {"diagnostics"},
+    {"conversion"},
     {"evaluation", "leaks", "retries"},
     {"commits"},
     {"cards"},

@@ -212,10 +212,8 @@ def test_frequencies_of_a_long_input_before():
     model, short = rotary("llama", rope_parameters=rope, max_position_embeddings=8), tokens(1, 6)
     expected = first(model(short))
     new = hf_posenc.patch(model, "none")
-    new.posenc.blend = 0.0
     new(tokens(1, 20))
     assert_equal(first(hf_posenc.unpatch(new)(short)), expected)
-    assert_close(first(new(short)), expected)
     assert_equal(first(model(short)), expected)
 
 
@@ -230,35 +228,9 @@ def test_unpatch_of_a_reloaded_model_with_another_length(rule, tmp_path):
     expected = [first(model(ids)) for ids in lengths]
     hf_posenc.patch(model, "alibi", max_length=LONG).save_pretrained(tmp_path)
     again = hf_posenc.PosEncLlamaModel.from_pretrained(tmp_path)
-    again.posenc.blend = 0.0
-    assert_close([first(again(ids)) for ids in lengths], expected)
     again = hf_posenc.unpatch(again)
     assert_equal([first(again(ids)) for ids in lengths], expected)
     assert again.config.rope_parameters == model.config.rope_parameters
-
-
-@torch.no_grad()
-def test_blend_of_rotations():
-    model, ids = rotary("llama"), tokens()
-    for encoding, options in (("alibi", {}), ("rope", {"theta": 50.0}), ("sinusoidal", {})):
-        new = hf_posenc.patch(model, encoding, **options)
-        full = first(new(ids))
-        new.posenc.blend = 0.0
-        assert_close(first(new(ids)), first(model(ids)))
-        new.posenc.blend = 0.5
-        assert_apart(first(new(ids)), first(model(ids)))
-        assert_apart(first(new(ids)), full)
-        new.posenc.blend = 1.0
-        assert_equal(first(new(ids)), full)
-
-
-@torch.no_grad()
-def test_half_blend_is_half_of_the_hosts_angles():
-    model, ids = rotary("llama"), tokens()
-    new = hf_posenc.patch(model, "none")
-    new.posenc.blend = 0.5
-    halved = rotary("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
-    assert_close(first(new(ids)), first(halved(ids)))
 
 
 @pytest.mark.slow
@@ -465,7 +437,6 @@ def test_copies(host):
         assert_equal(first(twin(ids)), expected)
         randomize_encoding(twin, seed=7)
         assert_apart(first(twin(ids)), expected)
-        twin.posenc.blend = 0.5
         assert_equal(first(model(ids)), expected)
 
 

@@ -1,11 +1,12 @@
 """Attention with linear biases: https://arxiv.org/abs/2108.12409"""
 
 import math
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_posenc.encodings.base import PositionEncoding
+from hf_posenc.encodings.base import Geometry, PositionEncoding
 
 
 class ALiBi(PositionEncoding, type="alibi"):
@@ -13,15 +14,25 @@ class ALiBi(PositionEncoding, type="alibi"):
 
     With n heads, n a power of two, m_h = 2^(-8h/n) for h = 1 … n; for other n the authors take the slopes of the power
     of two below, then every other slope of the one above. In causal hosts j ≤ i, as in the paper; in encoders the bias
-    is symmetric, as the authors recommend (github.com/ofirpress/attention_with_linear_biases, issue 5). No parameters,
-    any length.
+    is symmetric, as the authors recommend (github.com/ofirpress/attention_with_linear_biases, issue 5). Any length.
+
+    Options:
+        slopes: "fixed" (no parameters) or "learned", which start as the fixed ones.
     """
 
     title = "Attention with linear biases"
     paper = ("https://arxiv.org/abs/2108.12409",)
 
+    slopes: Literal["fixed", "learned"] = "fixed"
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        if self.slopes == "learned":
+            self.weight = nn.Parameter(torch.tensor(alibi_slopes(geometry.num_attention_heads)))
+
     def distance_bias(self, distance: Tensor) -> Tensor:
-        slopes = torch.tensor(alibi_slopes(self.geometry.num_attention_heads), dtype=torch.float32, device=distance.device)
+        fixed = alibi_slopes(self.geometry.num_attention_heads)
+        slopes = self.weight if self.slopes == "learned" else torch.tensor(fixed, dtype=torch.float32, device=distance.device)
         return -slopes[:, None] * distance.abs()
 
 

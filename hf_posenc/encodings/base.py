@@ -15,7 +15,19 @@ from torch import Tensor, nn
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import checked_value, listed, meant, shown
 
-RESERVED = {"type", "aliases", "geometry", "blend", "max_length", "layers", "host", "inject", "where", "keep_host", "submodel"}
+RESERVED = {
+    "type",
+    "aliases",
+    "geometry",
+    "calibration",
+    "max_length",
+    "layers",
+    "host",
+    "inject",
+    "where",
+    "keep_host",
+    "submodel",
+}
 """Names that neither an encoding nor an option may have."""
 
 
@@ -61,8 +73,9 @@ class PositionEncoding(nn.Module):
     bring offloaded weights, those of FSDP gather shards.
 
     With `per_layer = True` each attention has an instance, and parameters, of its own; otherwise all attentions share the
-    stack's. Aliases may set options: `aliases={"near": {"width": 8}}`. `title` and `paper` (URLs) appear in listings and
-    model cards.
+    stack's. Of encodings that bias it is an option, whose default the class may set.
+
+    Aliases may set options: `aliases={"near": {"width": 8}}`. `title` and `paper` (URLs) appear in listings and model cards.
     """
 
     registered: ClassVar[dict[str, Any]] = {}
@@ -71,10 +84,8 @@ class PositionEncoding(nn.Module):
     aliases: ClassVar[dict[str, dict[str, Any]]] = {}
     title: ClassVar[str] = ""
     paper: ClassVar[tuple[str, ...]] = ()
-    per_layer: ClassVar[bool] = False
+    per_layer: bool = False
     geometry: Geometry
-    blend: float
-    """Factor on vectors, rotary angles and biases: 1.0, except while a model is being converted from its own positions."""
 
     def __init_subclass__(
         cls, type: str | None = None, aliases: tuple[str, ...] | dict[str, dict[str, Any]] = (), **kwargs: Any
@@ -112,7 +123,6 @@ class PositionEncoding(nn.Module):
     def __init__(self, geometry: Geometry, **options: Any) -> None:
         super().__init__()
         self.geometry = geometry
-        self.blend = 1.0
         self._options = self.checked_options(options)
         for name, value in self._options.items():
             setattr(self, name, value)
@@ -159,6 +169,15 @@ class PositionEncoding(nn.Module):
     def adopt(self, table: Tensor | None) -> None:
         """Copy values from the host's own position table, `[rows, D]`, if it has one; called after `reset_parameters`."""
 
+    def rows(self, distance: Tensor) -> Tensor | None:
+        """The row of parameters that serves each signed distance, `[N] -> [N]` integers; None where no row is of a distance."""
+        return None
+
+    def raise_bias(self, amounts: Tensor) -> bool:
+        """Add amounts `[H, rows]` to the biases of all distances that a row serves, where each head has one free number for
+        each row: calibration then needs no gradients. Returns whether that is so."""
+        return False
+
     def is_trained(self) -> bool:
         """Whether its parameters get gradients from what is computed now."""
         return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
@@ -166,12 +185,17 @@ class PositionEncoding(nn.Module):
     @classmethod
     def for_stack(cls, geometry: Geometry, **options: Any) -> "PositionEncoding":
         """The module that the stack owns and all its attentions share; a no-op where each attention has its own."""
-        return PositionEncoding(geometry) if cls.per_layer else cls(geometry, **options)
+        return PositionEncoding(geometry) if cls.per_layer_parts(options) else cls(geometry, **options)
 
     @classmethod
     def for_attention(cls, geometry: Geometry, parts: Collection[str], **options: Any) -> "PositionEncoding | None":
         """The module that an attention owns in which these parts act, if any."""
-        return cls(geometry, **options) if cls.per_layer and cls.type in parts else None
+        return cls(geometry, **options) if cls.per_layer_parts(options) & {*parts} else None
+
+    @classmethod
+    def per_layer_parts(cls, options: dict[str, Any]) -> set[str]:
+        """The parts of which each attention has one of its own."""
+        return {cls.type} if options.get("per_layer", cls.per_layer) else set()
 
     @classmethod
     def needs_max_length(cls, geometry: Geometry) -> bool:
@@ -205,13 +229,14 @@ class PositionEncoding(nn.Module):
 
     @classmethod
     def option_types(cls) -> dict[str, Any]:
-        """Option name -> annotation, base classes first."""
+        """Option name -> annotation, base classes first; of encodings that bias `per_layer`, too."""
         names: dict[str, None] = {}
         for base in reversed(cls.__mro__):
             if issubclass(base, PositionEncoding) and base is not PositionEncoding:
                 names.update(dict.fromkeys(inspect.get_annotations(base)))
         hints = get_type_hints(cls, include_extras=True)
-        return {name: hints[name] for name in names if ClassVar not in (hints[name], get_origin(hints[name]))}
+        types = {name: hints[name] for name in names if ClassVar not in (hints[name], get_origin(hints[name]))}
+        return {**types, "per_layer": bool} if {"distance_bias", "score_bias"} & {*cls.acts_by()} else types
 
     @classmethod
     def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -224,6 +249,8 @@ class PositionEncoding(nn.Module):
         if missing:
             raise ValueError(f"{cls.type!r} needs the option {listed(missing)}")
         values = {name: options.get(name, getattr(cls, name, None)) for name in allowed}
+        if "embed" in cls.acts_by() and cls.per_layer_parts(options):
+            raise ValueError(f"{cls.type!r} embeds, which the stack does once for all layers: per_layer has to be False")
         return {name: checked_value(f"{cls.type}.{name}", values[name], allowed[name]) for name in allowed}
 
     def extra_repr(self) -> str:

@@ -23,7 +23,7 @@ class Composition(PositionEncoding):
 
     def __init__(self, geometry: Geometry, **options: Any) -> None:
         nn.Module.__init__(self)
-        self.geometry, self.blend = geometry, 1.0
+        self.geometry = geometry
         for name, own in self.checked_options(options).items():
             self.add_module(name, self.parts[name](geometry, **own))
 
@@ -36,16 +36,6 @@ class Composition(PositionEncoding):
 
     def named_parts(self) -> dict[str, PositionEncoding]:
         return {name: child for name, child in self.named_children() if isinstance(child, PositionEncoding)}
-
-    @property
-    def blend(self) -> float:  # type: ignore[override]
-        return self._blend
-
-    @blend.setter
-    def blend(self, value: float) -> None:
-        self._blend = value
-        for part in self.named_parts().values():
-            part.blend = value
 
     def embed(self, positions: Tensor) -> Tensor | None:
         return _sum(part("embed", positions) for part in self.named_parts().values())
@@ -67,12 +57,16 @@ class Composition(PositionEncoding):
 
     @classmethod
     def for_stack(cls, geometry: Geometry, **options: Any) -> PositionEncoding:
-        return cls._of_parts(geometry, options, {name for name, part in cls.parts.items() if not part.per_layer})
+        return cls._of_parts(geometry, options, {*cls.parts} - cls.per_layer_parts(options))
 
     @classmethod
     def for_attention(cls, geometry: Geometry, parts: Collection[str], **options: Any) -> PositionEncoding | None:
-        own = {name for name, part in cls.parts.items() if part.per_layer and name in parts}
+        own = cls.per_layer_parts(options) & {*parts}
         return cls._of_parts(geometry, options, own) if own else None
+
+    @classmethod
+    def per_layer_parts(cls, options: dict[str, Any]) -> set[str]:
+        return {name for name, part in cls.parts.items() if part.per_layer_parts(options.get(name, {}))}
 
     @classmethod
     def _of_parts(cls, geometry: Geometry, options: dict[str, Any], kept: Collection[str]) -> PositionEncoding:

@@ -34,6 +34,13 @@ class Relative(PositionEncoding, type="relative"):
         # With zeros the model would ignore word order until the first optimizer step.
         nn.init.normal_(self.weight, std=0.02)
 
+    def rows(self, distance: Tensor) -> Tensor:
+        return distance.clamp(-self.max_distance, self.max_distance) + self.max_distance
+
     def distance_bias(self, distance: Tensor) -> Tensor:
-        index = distance.clamp(-self.max_distance, self.max_distance) + self.max_distance
-        return self.weight[:, index] / self.geometry.head_dim**0.5
+        return self.weight[:, self.rows(distance)] / self.geometry.head_dim**0.5
+
+    @torch.no_grad()
+    def raise_bias(self, amounts: Tensor) -> bool:
+        self.weight.add_(amounts * self.geometry.head_dim**0.5)
+        return True

@@ -44,7 +44,7 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """`[1 or B, 1, L, E/2]` each, float64."""
         steps = frequencies(self.geometry.head_dim, self.theta, positions.device)
-        angles = self.blend * positions.double()[:, None, :, None] * steps
+        angles = positions.double()[:, None, :, None] * steps
         return angles.cos(), angles.sin()
 
     def _turn(self, states: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:

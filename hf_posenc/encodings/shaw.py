@@ -57,7 +57,10 @@ class Shaw(
 
     def _index(self, keys: int, context: PositionContext) -> Tensor:
         """The row of `weight` for each query and key, `[1 or B, Q, K]`."""
-        return context.distances(keys).clamp(-self.max_distance, self.max_distance) + self.max_distance
+        return self.rows(context.distances(keys))
+
+    def rows(self, distance: Tensor) -> Tensor:
+        return distance.clamp(-self.max_distance, self.max_distance) + self.max_distance
 
     def _products(self, states: Tensor, index: Tensor) -> Tensor:
         """Products of states `[B, H, L, E]` and the rows of `weight` given by `index` `[1 or B, L, M]`: `[B, H, L, M]`."""

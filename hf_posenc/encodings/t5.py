@@ -15,7 +15,7 @@ class T5(PositionEncoding, type="t5"):
 
     Half of the buckets hold one distance each; the others grow logarithmically up to max_distance, beyond which all
     distances share the last one. In encoders, half of all buckets are for keys before the query and half for keys after
-    it; causal stacks use all of them for keys before it. Shared by all layers, any length.
+    it; causal stacks use all of them for keys before it. Any length.
 
     Options:
         num_buckets: total number over both directions; a multiple of 4.
@@ -42,9 +42,14 @@ class T5(PositionEncoding, type="t5"):
         nn.init.normal_(self.weight, std=self.geometry.hidden_size**-0.5)
 
     def distance_bias(self, distance: Tensor) -> Tensor:
-        return self.weight[self.bucket(distance)].T
+        return self.weight[self.rows(distance)].T
 
-    def bucket(self, distance: Tensor) -> Tensor:
+    @torch.no_grad()
+    def raise_bias(self, amounts: Tensor) -> bool:
+        self.weight.add_(amounts.T)
+        return True
+
+    def rows(self, distance: Tensor) -> Tensor:
         """The bucket of each signed distance (key position - query position), integers `[N] -> [N]`."""
         if self.geometry.is_causal:
             buckets, offset, steps = self.num_buckets, torch.zeros_like(distance), (-distance).clamp(min=0)

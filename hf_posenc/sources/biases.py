@@ -1,11 +1,9 @@
 """Learned relative biases of a host's own, which its attentions add to their scores: MPNet."""
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posenc.sources.source import Silenced, Source, replace
 
@@ -30,22 +28,15 @@ class RelativeBias(Source):
         silenced, owner = SilencedBias(stack, self.path, self.module), stack.get_submodule(self.path.rpartition(".")[0])
         replace(stack, self.path, silenced)
         _, method = MAKERS[type(owner).__name__]
-        setattr(owner, method, partial(silenced.make, owner, method))
+        setattr(owner, method, silenced.make)
 
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.weight": tuple(self.module.weight.shape)}
 
 
 class SilencedBias(Silenced):
-    """Makes no bias, except while the encoding's `blend` is below 1."""
+    """Makes no bias."""
 
-    def forward(self, buckets: Tensor) -> Tensor:
-        (stack,) = self._stack
-        return (1.0 - stack.posenc.blend) * F.embedding(buckets, self.weight)
-
-    def make(self, module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Tensor | None:
-        """The host's own method, called only where it would make something."""
-        (stack,) = self._stack
-        if stack.posenc.blend == 1.0 or self.kept is None:
-            return None
-        return getattr(type(module), method)(module, *args, **kwargs)
+    def make(self, *args: Any, **kwargs: Any) -> None:
+        """In place of the host's own method."""
+        return None

@@ -40,8 +40,8 @@ class Rotary(Source):
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         self._make_for_the_hosts_length(stack)
-        self.module.register_forward_pre_hook(partial(without_positions, stack, argument_names(self.module)), with_kwargs=True)
-        self.module.register_forward_hook(partial(without_scaling, stack))
+        self.module.register_forward_pre_hook(partial(without_positions, argument_names(self.module)), with_kwargs=True)
+        self.module.register_forward_hook(without_scaling)
 
     def _make_for_the_hosts_length(self, stack: Any) -> None:
         """Make the module anew where the config says another length than the host's, by which some rules choose their
@@ -91,15 +91,12 @@ def _tensors(answer: Any) -> list[Tensor]:
 # Hooks are partials of plain functions, so that a patched model can be copied and pickled.
 
 
-def without_positions(stack: Any, names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of a rotary module: all position ids become 0, or nearer to it while the encoding's `blend` is below 1."""
-    share, call = 1.0 - stack.posenc.blend, Call(names, args, kwargs)
-    ids = call["position_ids"]
-    return call.changed(position_ids=torch.zeros_like(ids) if share == 0.0 else ids * share)
+def without_positions(names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of a rotary module: all position ids become 0."""
+    call = Call(names, args, kwargs)
+    return call.changed(position_ids=torch.zeros_like(call["position_ids"]))
 
 
-def without_scaling(stack: Any, module: nn.Module, args: tuple, answer: Any) -> Any:
+def without_scaling(module: nn.Module, args: tuple, answer: Any) -> Any:
     """Hook of a rotary module: takes out the factor by which some rules stretch cosines and sines (YaRN)."""
-    if stack.posenc.blend != 1.0:
-        return answer
     return type(answer)(map(torch.sgn, answer)) if isinstance(answer, (tuple, list)) else torch.sgn(answer)

@@ -68,8 +68,6 @@ class Table(Source):
 class SilencedTable(Silenced):
     """Answers the host's position ids with the vectors of the encoding, or with zeros where those are added elsewhere.
 
-    While `encoding.blend` is below 1 the rest comes from the host's own table, if that is kept.
-
     offset: the id of the first token; None: no vectors are added here.
     """
 
@@ -86,6 +84,4 @@ class SilencedTable(Silenced):
             vectors = encoding("embed", position_ids - self.offset)
         if vectors is None:
             vectors = torch.zeros((), dtype=dtype, device=position_ids.device).expand(*position_ids.shape, self.shape[1])
-        if encoding.blend != 1.0 and self.kept is not None:
-            vectors = encoding.blend * vectors + (1.0 - encoding.blend) * self.kept[position_ids]
         return vectors.to(dtype)

@@ -1,0 +1,316 @@
+"""Fits the encodings of a patched model to its original: layer by layer, without training.
+
+The goal is the original's attention. The patched model runs once, over all texts. Each attention that it comes to gets the
+parameters which minimise the mean Kullback-Leibler divergence KL(original ‖ model) of its queries' attention, given the inputs
+that the layers calibrated before it pass on. Then each of the layer's two blocks gets the mean difference of what it
+contributes to the residual sum, one vector. Parameters which several attentions share (`per_layer=False`, ALBERT's layers) are
+fitted to all of them together, in several runs, since the inputs change with them.
+
+Where a bias is one free number for each head and row of distances, model and original give equal attention mass to each row
+at the minimum. Iterative proportional fitting leads there: bias += log(mass in the original / mass in the model), repeated
+(https://doi.org/10.1214/aoms/1177731829). Other parameters are found by L-BFGS.
+
+Shapes: N texts, L tokens, H heads, E head_dim, D hidden_size, R rows of distances.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_posenc.attention import acting
+from hf_posenc.encodings import PositionContext, PositionEncoding, placed
+from hf_posenc.kernels import biases, score_bias
+
+ROUNDS, STILL = 20, 1e-4
+"""Maximum number of rounds of proportional fitting, and the change of the divergence at which they end."""
+ITERATIONS, BY_GRADIENTS = 30, 8
+"""Maximum number of L-BFGS iterations, and of texts which they run on."""
+RUNS = 5
+"""How often the model is run where attentions share parameters."""
+FARTHEST = 2**24
+"""A distance beyond all that encodings tell apart."""
+LEAST = 1e-6
+"""Mass below which a row of distances counts as unseen."""
+
+
+@dataclass
+class Original:
+    """What the original computes on a batch.
+
+    attentions: path of an attention -> its probabilities in each call, `[N, H, L, L]` in bfloat16.
+    contributions: path of a module -> the mean of its outputs over real tokens in each call, `[D]`.
+    states: the last hidden states, `[N, L, D]`.
+    """
+
+    attentions: dict[str, list[Tensor]]
+    contributions: dict[str, list[Tensor]]
+    states: Tensor
+
+
+@dataclass
+class Call:
+    """One call of an attention of the patched model.
+
+    goal: the original's probabilities, `[N, H, L, L]`. shown: which tokens are real, `[N, L]`.
+    """
+
+    encodings: list[PositionEncoding]
+    query: Tensor
+    key: Tensor
+    context: PositionContext
+    goal: Tensor
+    shown: Tensor
+
+    def texts(self) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+        """By text: the original's probabilities `[H, Q, L]` of its real queries, and a function for the model's logarithms."""
+        for i, shown in enumerate(self.shown):
+            goal = self.goal[i][:, shown].float()
+            yield goal, partial(self._log_probabilities, slice(i, i + 1), shown, goal > 0)
+
+    def _log_probabilities(self, text: slice, shown: Tensor, seen: Tensor) -> Tensor:
+        """Keys that the original doesn't see are hidden from the model, too: padding, the future, what is beyond a window."""
+        own = {
+            name: value if value is None or len(value) == 1 else value[text]
+            for name in ("positions", "start", "keys")
+            for value in (getattr(self.context, name),)
+        }
+        query, key = self.query[text].float(), self.key[text].float()
+        bias = score_bias(self.encodings, query, key, replace(self.context, computed={}, **own))
+        scores = query @ key.transpose(2, 3) * self.context.scaling
+        scores = (scores if bias is None else scores + bias)[0, :, shown]
+        return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).log_softmax(-1)
+
+    @property
+    def queries(self) -> int:
+        return int(self.shown.sum()) * self.goal.shape[1]
+
+
+def shown_in(batch: Mapping[str, Tensor]) -> Tensor:
+    """Which tokens of a batch are real, `[N, L]`."""
+    mask = batch.get("attention_mask")
+    return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+
+
+def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str], batch: Mapping[str, Tensor]) -> Original:
+    """Run an original stack, whose attention implementation is "eager", on a batch. Paths are relative to it."""
+    original, shown = Original(defaultdict(list), defaultdict(list), torch.empty(0)), shown_in(batch)
+    square = (batch["input_ids"].shape[1],) * 2
+
+    def attended(path: str, module: nn.Module, args: tuple, output: Any) -> None:
+        found = next(each for each in output if isinstance(each, Tensor) and each.ndim == 4 and each.shape[-2:] == square)
+        original.attentions[path].append(found.bfloat16())
+
+    def contributed(path: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        if output.shape[:-1] in (shown.shape, (1, *shown.shape[1:])):  # not of an expert, which gets some of the tokens
+            original.contributions[path].append(_mean(output, shown))
+
+    with _hooked(stack, dict.fromkeys(attentions, attended)), _hooked(stack, dict.fromkeys(contributions, contributed)):
+        original.states = stack(**batch, use_cache=False, output_attentions=True).last_hidden_state
+    return original
+
+
+def calibrate(
+    stack: Any, original: Original, batch: Mapping[str, Tensor], progress: Callable[[], Any]
+) -> list[tuple[float, float]]:
+    """Fit the encodings and Offsets of a patched stack. `progress` is called after each attention of each run.
+
+    Returns the divergence of each attention's calls, before and after.
+    """
+    return _Calibration(stack, original, shown_in(batch), progress).run(batch)
+
+
+def runs(original: Original, stack: Any) -> int:
+    """How often `calibrate` runs the model: once, or several times and one more to measure where parameters are shared."""
+    shared = any(map(trained, stack.posenc.named_parts().values()))
+    return RUNS + 1 if shared or any(len(calls) > 1 for calls in original.attentions.values()) else 1
+
+
+class _Calibration:
+    count: Counter[str]
+    calls: list[Call]
+    gaps: dict[str, list[Tensor]]
+
+    def __init__(self, stack: Any, original: Original, shown: Tensor, progress: Callable[[], Any]) -> None:
+        self.stack, self.original, self.shown, self.progress = stack, original, shown, progress
+        self.before: dict[tuple[str, int], float] = {}
+        self.after: dict[tuple[str, int], float] = {}
+        self.runs = runs(original, stack)
+
+    @torch.no_grad()
+    def run(self, batch: Mapping[str, Tensor]) -> list[tuple[float, float]]:
+        with self._watching():
+            for number in range(self.runs):
+                self.is_last = number == self.runs - 1
+                self.count, self.calls, self.gaps = Counter(), [], defaultdict(list)
+                self.stack(**batch, use_cache=False)
+                if not self.is_last:
+                    fit(self.calls)
+                    for path, gaps in self.gaps.items():
+                        self.stack.get_submodule(path).posenc.weight += torch.stack(gaps).mean(0)
+        return [(self.before[call], self.after[call]) for call in self.before]
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Calls `attended` for each attention before its bias is computed, and `contributed` with what is contributed."""
+        modules = {path: self.stack.get_submodule(path) for path in self.original.attentions}
+        own = {path: getattr(module, "posenc", None) for path, module in modules.items()}
+        for path, module in modules.items():
+            module.posenc = _Watched(own[path], partial(self.attended, path, module))
+        try:
+            with _hooked(self.stack, dict.fromkeys(self.original.contributions, self.contributed)):
+                yield
+        finally:
+            for path, module in modules.items():
+                del module.posenc
+                if own[path] is not None:
+                    module.posenc = own[path]
+
+    def attended(self, path: str, module: nn.Module, query: Tensor, key: Tensor, context: PositionContext) -> None:
+        number = self.count[path]
+        self.count[path] += 1
+        encodings = [encoding for encoding in acting(module, context) if not isinstance(encoding, _Watched)]
+        call = Call(encodings, query, key, context, self.original.attentions[path][number], self.shown)
+        if (path, number) not in self.before:
+            self.before[path, number] = divergence([call])
+        if self.runs == 1:
+            fit([call])
+        elif not self.is_last:
+            self.calls.append(call)
+        if self.is_last:
+            self.after[path, number] = divergence([call])
+        self.progress()
+
+    def contributed(self, path: str, module: Any, args: tuple, output: Tensor) -> Tensor:
+        number = self.count[f"{path} contributed"]
+        self.count[f"{path} contributed"] += 1
+        calls = self.original.contributions[path]
+        gap = calls[number] - _mean(output, self.shown)
+        if len(calls) > 1:
+            self.gaps[path].append(gap)
+            return output
+        module.posenc.weight += gap
+        return output + gap.to(output.dtype)
+
+
+class _Watched(PositionEncoding):
+    """Stands in an attention beside its own encodings, and sees each call before their biases are computed."""
+
+    def __init__(self, own: PositionEncoding | None, watch: Callable[[Tensor, Tensor, PositionContext], None]) -> None:
+        nn.Module.__init__(self)
+        self.own, self.watch = own, watch
+
+    def named_parts(self) -> dict[str, PositionEncoding]:
+        return {"watch": self, **(self.own.named_parts() if self.own is not None else {})}
+
+    def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> None:
+        self.watch(query, key, context)
+
+
+def trained(encoding: PositionEncoding) -> list[nn.Parameter]:
+    """The parameters of a bias."""
+    return [parameter for parameter in encoding.parameters() if parameter.requires_grad] if biases(encoding) else []
+
+
+def fit(calls: Sequence[Call]) -> None:
+    """Minimise the divergence over these calls by the parameters of all encodings that act in them."""
+    encodings = [e for e in dict.fromkeys(e for call in calls for e in call.encodings) if trained(e)]
+    dtypes = [next(encoding.parameters()).dtype for encoding in encodings]
+    for encoding in encodings:
+        placed(encoding, next(encoding.parameters()).device, torch.float32)
+    if encodings and not _fit_in_proportion(encodings, calls):
+        _fit_by_gradients(encodings, calls)
+    for encoding, dtype in zip(encodings, dtypes, strict=True):
+        placed(encoding, next(encoding.parameters()).device, dtype)
+
+
+def divergence(calls: Sequence[Call]) -> float:
+    """KL(original ‖ model) in nats, the mean over heads and real queries."""
+    return sum(float(_divergence(*text)) for call in calls for text in call.texts()) / sum(call.queries for call in calls)
+
+
+def _divergence(goal: Tensor, log_probabilities: Callable[[], Tensor]) -> Tensor:
+    return F.kl_div(log_probabilities(), goal, reduction="sum")
+
+
+def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[Call]) -> bool:
+    """Iterative proportional fitting. Returns False where a bias isn't one free number for each head and row."""
+    length = calls[0].goal.shape[-1]
+    distance = torch.arange(1 - length, length, device=calls[0].query.device)
+    rows = [encoding.rows(distance) for encoding in encodings]
+    before = torch.inf
+    for _ in range(ROUNDS):
+        for encoding, row in zip(encodings, rows, strict=True):
+            if row is None:
+                return False
+            count, now = row_count(encoding), 0.0
+            wanted = given = torch.zeros(())
+            for call in (call for call in calls if encoding in call.encodings):
+                for (goal, log_probabilities), shown in zip(call.texts(), call.shown, strict=True):
+                    log = log_probabilities()
+                    now += float(F.kl_div(log, goal, reduction="sum"))
+                    wanted, given = wanted + _mass(goal, shown, row, count), given + _mass(log.exp(), shown, row, count)
+            amounts = (wanted.clamp(min=LEAST) / given.clamp(min=LEAST)).log()
+            if not encoding.raise_bias(amounts):
+                return False
+        now /= sum(call.queries for call in calls)
+        if before - now < STILL:
+            break
+        before = now
+    return True
+
+
+def row_count(encoding: PositionEncoding) -> int:
+    """How many rows of parameters an encoding has for distances; 0 for none."""
+    ends = encoding.rows(torch.tensor([-FARTHEST, 0, 1, FARTHEST]))
+    return 0 if ends is None else int(ends.max()) + 1
+
+
+def _mass(probabilities: Tensor, shown: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Probabilities `[H, Q, L]` of the shown queries, summed over distances, or by their rows: `[H, R]`."""
+    heads, _, length = probabilities.shape
+    # Row i of L is shifted by L - 1 - i places, so that each column is one distance.
+    whole = probabilities.new_zeros(heads, length, 2 * length)
+    whole[:, shown.flip(0), :length] = probabilities.flip(1)
+    by_distance = whole.flatten(1)[:, :-length].unflatten(1, (length, -1)).sum(1)
+    return by_distance.new_zeros(heads, count).index_add_(1, rows, by_distance)
+
+
+def _fit_by_gradients(encodings: Sequence[PositionEncoding], calls: Sequence[Call]) -> None:
+    parameters = [parameter for encoding in encodings for parameter in trained(encoding)]
+    optimizer = torch.optim.LBFGS(parameters, max_iter=ITERATIONS, tolerance_change=STILL, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for text in (text for call in calls for text in islice(call.texts(), BY_GRADIENTS)):
+            with torch.enable_grad():
+                part = _divergence(*text) / (len(calls) * text[0].shape[:2].numel())
+            part.backward(inputs=parameters)
+            total += part.detach()
+        return total
+
+    optimizer.step(loss)  # type: ignore[arg-type]
+    optimizer.zero_grad()
+
+
+def _mean(output: Tensor, shown: Tensor) -> Tensor:
+    """Of hidden states `[1 or N, L, D]`, over real tokens."""
+    return output.expand(*shown.shape, -1)[shown].float().mean(0)
+
+
+@contextmanager
+def _hooked(stack: nn.Module, hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    handles = [stack.get_submodule(path).register_forward_hook(partial(hook, path)) for path, hook in hooks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

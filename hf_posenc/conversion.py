@@ -1,0 +1,261 @@
+"""`convert`: a trained model gets another encoding and keeps what it has learned. Calibration, no training loop."""
+
+import copy
+import functools
+import itertools
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hf_posenc import calibration, offsets, structure
+from hf_posenc import spec as specs
+from hf_posenc.diagnostics import inspect
+from hf_posenc.encodings import PositionEncoding, shown
+from hf_posenc.modeling import PosEncModelMixin
+from hf_posenc.patching import changed_within, holds_a_model, patch, refuse
+from hf_posenc.sources import HostRefused
+from hf_posenc.spec import Calibration
+from hf_posenc.transfer import share, shell
+
+M = TypeVar("M", bound=nn.Module)
+TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
+"""Texts to calibrate on and their length in tokens; texts to measure on; texts of which the longest are chosen."""
+ENOUGH = 32
+"""Least number of pairs of tokens for each row of distances."""
+
+
+def convert(
+    model: M,
+    encoding: str | dict[str, Any],
+    *,
+    texts: Iterable[str] | Iterable[Mapping[str, Tensor]],
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    **options: Any,
+) -> M:
+    """A trained model with another position encoding, calibrated against its original: seconds, and no training.
+
+    As `patch`, and then: the encoding's biases are fitted layer by layer to the original's attention, and where the host's
+    positions contributed a vector on average, the model gets one of its own (`hf_posenc.calibration`). The host's parameters
+    are shared and untouched, so `unpatch` is bit-equal. How close it came is in `inspect(model).calibration`.
+
+    What has no parameters (ALiBi's fixed slopes, RoPE's frequencies) can't be fitted; only the vectors are then. Best are
+    encodings with much freedom in each layer: `convert(model, "relative", per_layer=True, texts=texts)`.
+
+    Args:
+        model: as for `patch`: a trained model that isn't patched, or a SentenceTransformer.
+        texts: strings, of the kind that the model is used for; or tokenised batches (`input_ids` `[N, L]`, `attention_mask`).
+            Of the first 256 texts the 24 longest count, cut to 256 tokens (longer where `max_distance` asks for it); 8
+            others are held out to measure the agreement.
+        tokenizer: a tokenizer, or its name or path; default: the model's own. Its model_max_length is raised to the
+            converted model's usable length, with a UserWarning.
+        max_length, **options: as for `patch`.
+
+    Raises:
+        ValueError: as `patch`; no texts, or too short or too few for the distances asked for; an encoding that doesn't act
+            in attention; a model that is patched already.
+        HostRefused: as `patch`; an attention whose probabilities calibration can't reproduce.
+    """
+    if holds_a_model(model):
+        own = model.tokenizer if tokenizer is None else tokenizer  # type: ignore[attr-defined]
+        change = functools.partial(convert, encoding=encoding, texts=texts, tokenizer=own, max_length=max_length, **options)
+        return changed_within(model, change)
+    refuse(model, "convert")
+    if isinstance(model, PosEncModelMixin):
+        raise ValueError(
+            f"this model has the {model.config.position_spec.type!r} encoding already, so it is no original: "
+            "hf_posenc.convert(hf_posenc.unpatch(model), …)"
+        )
+    patched: Any = patch(model, encoding, max_length=max_length, **options)
+    spec = patched.config.position_spec
+    if {*spec.encoding.acts_by()} == {"embed"}:
+        raise ValueError(
+            f"{spec.type!r} acts by vectors that are added to the inputs alone, and calibration fits what acts in attention: "
+            "take an encoding that biases, or patch and train (scripts/distill.py)"
+        )
+    original = _twin(model)
+    name, stack = next((name, module) for name, module in patched.named_modules() if structure.is_patched(module))
+    found = structure.find(original.get_submodule(name))
+    assert found is not None
+    _refuse_odd_attentions(found)
+    chosen, held_out = _batches(texts, _tokenizer(model, tokenizer), _wanted_length(spec, found), model.device)
+    _check_coverage(stack, chosen)
+    report = _calibrated(stack, found, chosen, held_out)
+    specs.write(patched.config, replace(spec, calibration=report))
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        _raise_length(tokenizer, inspect(patched).model_max_length)
+    return patched
+
+
+def _twin(model: Any) -> Any:
+    """The model with the same parameters, ready to give out its attention, so that the given one isn't touched."""
+    twin = shell(type(model), copy.deepcopy(model.config))
+    share(model, twin)
+    twin.set_attn_implementation("eager")
+    return twin.eval()
+
+
+def _refuse_odd_attentions(found: structure.Structure) -> None:
+    """Raises HostRefused for attentions whose probabilities aren't softmax(scores + bias)."""
+    config = found.stack.config
+    for path, module in found.attentions.items():
+        for odd in ("attn_logit_softcapping", "sinks"):
+            if getattr(config if odd.startswith("attn") else module, odd, None) is not None:
+                raise HostRefused(
+                    f"{type(found.stack).__name__}.{path} changes its scores after the bias is added ({odd}), which "
+                    "calibration can't reproduce",
+                    reason="scores changed after the bias",
+                    remedy="patch it, then distil (scripts/distill.py)",
+                )
+
+
+def _wanted_length(spec: Any, found: structure.Structure) -> int:
+    """In tokens: twice the greatest distance that has a number of its own, within what the original reads."""
+    reach = max((getattr(kind, "max_distance", 0) for kind in spec.parts.values()), default=0)
+    parts = spec.encoding.by_part(dict(spec.options)).values()
+    reach = max((options.get("max_distance", 0) for options in parts), default=reach)
+    return min(max(LENGTH, 2 * reach), found.usable_length or max(LENGTH, 2 * reach))
+
+
+def _tokenizer(model: Any, given: Any) -> Any:
+    if isinstance(given, PreTrainedTokenizerBase) or (callable(given) and not isinstance(given, str)):
+        return given
+    name = given or model.config.name_or_path
+    if not name:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        if given:
+            raise
+        return None
+
+
+def _batches(texts: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The batch to calibrate on, and the one to measure on, which may be empty."""
+    if isinstance(texts, (str, Mapping)):
+        raise ValueError(f"texts={shown(texts)}: allowed is an iterable of strings, or of tokenised batches")
+    rows = list(itertools.islice(_rows(texts, tokenizer, length), READ))
+    if not rows:
+        raise ValueError("texts has none: give some 32 texts of the kind that the model is used for, 256 tokens or more each")
+    rows.sort(key=lambda row: -len(row["input_ids"]))
+    chosen, held_out = rows[:TEXTS], rows[TEXTS : TEXTS + HELD_OUT]
+    return _padded(chosen, device), _padded(held_out, device)
+
+
+def _rows(texts: Any, tokenizer: Any, length: int) -> Any:
+    """Each text as name -> 1-D tensor, without padding."""
+    for given in texts:
+        if isinstance(given, str):
+            if tokenizer is None:
+                raise ValueError("no tokenizer was found beside the model: give one, tokenizer=…, or tokenised batches")
+            encoded = tokenizer(given, truncation=True, max_length=length, return_attention_mask=False)
+            yield {name: torch.tensor(values) for name, values in encoded.items() if name in ("input_ids", "token_type_ids")}
+        elif isinstance(given, Mapping) and isinstance(given.get("input_ids"), Tensor) and given["input_ids"].ndim == 2:
+            real = calibration.shown_in(given)
+            for i, kept in enumerate(real):
+                names = [name for name in ("input_ids", "token_type_ids") if given.get(name) is not None]
+                yield {name: given[name][i][kept][:length].cpu() for name in names}
+        else:
+            raise ValueError(
+                f"texts holds {shown(given)[:200]}: allowed are strings, or batches with input_ids [N, L] and attention_mask"
+            )
+
+
+def _padded(rows: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    if not rows:
+        return {}
+    batch = {name: nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0]}
+    sizes = torch.tensor([len(row["input_ids"]) for row in rows])
+    if (sizes < sizes.max()).any():
+        batch["attention_mask"] = (torch.arange(int(sizes.max())) < sizes[:, None]).long()
+    return {name: values.to(device) for name, values in batch.items()}
+
+
+def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where an encoding has rows for distances that hardly any pair of tokens has."""
+    sizes = calibration.shown_in(batch).sum(1)
+    length = int(sizes.max())
+    distance = torch.arange(1 - length, length)
+    pairs = (sizes[:, None].cpu() - distance.abs()).clamp(min=0).sum(0)
+    for encoding in {type(each): each for each in stack.modules() if isinstance(each, PositionEncoding)}.values():
+        last = 0 if encoding.geometry.is_causal else calibration.FARTHEST
+        needed = encoding.rows(torch.tensor([-calibration.FARTHEST, last]))
+        if needed is None or not calibration.trained(encoding):
+            continue
+        rows: Any = encoding.rows(distance[distance <= last])
+        found = torch.zeros(calibration.row_count(encoding), dtype=torch.long).index_add_(0, rows, pairs[distance <= last])
+        # The rows of distances that no pair of these texts has are the outermost.
+        least, row = min((int(found[row]), int(row)) for row in (*needed, *rows.unique()))
+        if least < ENOUGH:
+            raise ValueError(
+                f"texts are too short or too few for {encoding.type!r}: of {len(sizes)} texts of up to {length} tokens, "
+                f"{least} pairs of tokens have the distances of its row {row}, and {ENOUGH} are needed: give longer texts, or "
+                "a smaller max_distance"
+            )
+
+
+def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor], held_out: dict[str, Tensor]) -> Calibration:
+    is_training = {module: module.training for module in stack.modules()}
+    implementation = stack.config._attn_implementation
+    stack.set_attn_implementation("eager")
+    stack.eval()
+    try:
+        with torch.no_grad():
+            original = calibration.observed(found.stack, tuple(found.attentions), tuple(found.contributions), batch)
+            measured = held_out or batch
+            states = found.stack(**measured, use_cache=False).last_hidden_state if held_out else original.states
+            before = _agreement(stack, measured, states)
+            widths = {path: width for path, width in found.contributions.items() if path in original.contributions}
+            offsets.install(stack, widths.items())
+            _place(stack, widths)
+            total = sum(map(len, original.attentions.values())) * calibration.runs(original, stack)
+            with tqdm(total=total, desc="calibrating", unit="attention", leave=False) as bar:
+                divergences = calibration.calibrate(stack, original, batch, bar.update)
+            after = _agreement(stack, measured, states)
+    finally:
+        stack.set_attn_implementation(implementation)
+        for module, training in is_training.items():
+            module.training = training
+    real = calibration.shown_in(batch).sum(1)
+    return Calibration(
+        texts=len(real),
+        tokens=int(real.sum()),
+        length=int(real.max()),
+        kl_before=tuple(round(first, 4) for first, _ in divergences),
+        kl_after=tuple(round(last, 4) for _, last in divergences),
+        agreement_before=round(before, 4),
+        agreement=round(after, 4),
+        held_out=len(held_out["input_ids"]) if held_out else 0,
+    )
+
+
+def _agreement(stack: Any, batch: Mapping[str, Tensor], states: Tensor) -> float:
+    """The mean cosine of token states with the original's."""
+    ours = stack(**batch, use_cache=False).last_hidden_state
+    cosine = torch.nn.functional.cosine_similarity(ours.float(), states.float(), dim=-1)
+    return float(cosine[calibration.shown_in(batch)].mean())
+
+
+def _place(stack: Any, paths: Iterable[str]) -> None:
+    """Move new Offsets to where the modules are that they belong to."""
+    for path in paths:
+        module = stack.get_submodule(path)
+        like = next(stack.parameters())
+        module.posenc.to(like.device, like.dtype).train(module.training)
+
+
+def _raise_length(tokenizer: PreTrainedTokenizerBase, usable: int) -> None:
+    if tokenizer.model_max_length < usable:
+        warnings.warn(
+            f"the tokenizer's model_max_length was {tokenizer.model_max_length}, and is {usable} now, the converted model's "
+            "usable length",
+            stacklevel=3,
+        )
+        tokenizer.model_max_length = usable

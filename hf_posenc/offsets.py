@@ -1,0 +1,40 @@
+"""Constant vectors that calibration adds where the host's own positions contributed something on average.
+
+Shapes: B batch, L tokens, D the width of what they are added to.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Offset(nn.Module):
+    """Adds one learned vector, `[D]`, to hidden states `[..., D]`. Zero until it is calibrated."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.weight.to(hidden.dtype)
+
+    def extra_repr(self) -> str:
+        return str(len(self.weight))
+
+
+def install(stack: nn.Module, widths: Iterable[tuple[str, int]]) -> None:
+    """Give the modules at these paths of a stack an Offset each, as `posenc`, which is added to what they return."""
+    for path, width in widths:
+        module = stack.get_submodule(path)
+        module.posenc = Offset(width)
+        module.register_forward_hook(add)
+
+
+def add(module: Any, args: tuple, output: Tensor) -> Tensor:
+    """Hook of a module with an Offset. A plain function, so that a patched model can be copied and pickled."""
+    return module.posenc(output)
