@@ -75,6 +75,10 @@ class Call:
             goal = self.goal[i][:, shown].float()
             yield goal, partial(self._log_probabilities, slice(i, i + 1), shown, goal > 0)
 
+    def numbered(self) -> Iterator[tuple[tuple[Tensor, Callable[[], Tensor]], Tensor]]:
+        """`texts`, each with which of its tokens are real."""
+        return zip(self.texts(), self.shown, strict=True)
+
     def _log_probabilities(self, text: slice, shown: Tensor, seen: Tensor) -> Tensor:
         """Keys that the original doesn't see are hidden from the model, too: padding, the future, what is beyond a window."""
         own = {
@@ -244,26 +248,21 @@ def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[Ca
     """Iterative proportional fitting. Returns False where a bias isn't one free number for each head and row."""
     length = calls[0].goal.shape[-1]
     distance = torch.arange(1 - length, length, device=calls[0].query.device)
-    rows = [encoding.rows(distance) for encoding in encodings]
-    before = torch.inf
+    rows = [(encoding, encoding.rows(distance), [call for call in calls if encoding in call.encodings]) for encoding in encodings]
+    wanted = [sum(_mass(goal, shown) for call in acted for (goal, _), shown in call.numbered()) for _, _, acted in rows]
     for _ in range(ROUNDS):
-        for encoding, row in zip(encodings, rows, strict=True):
+        change = 0.0
+        for (encoding, row, acted), goal in zip(rows, wanted, strict=True):
             if row is None:
                 return False
-            count, now = row_count(encoding), 0.0
-            wanted = given = torch.zeros(())
-            for call in (call for call in calls if encoding in call.encodings):
-                for (goal, log_probabilities), shown in zip(call.texts(), call.shown, strict=True):
-                    log = log_probabilities()
-                    now += float(F.kl_div(log, goal, reduction="sum"))
-                    wanted, given = wanted + _mass(goal, shown, row, count), given + _mass(log.exp(), shown, row, count)
-            amounts = (wanted.clamp(min=LEAST) / given.clamp(min=LEAST)).log()
-            if not encoding.raise_bias(amounts):
+            given = sum(_mass(log().exp(), shown) for call in acted for (_, log), shown in call.numbered())
+            masses = (mass.new_zeros(len(mass), row_count(encoding)).index_add_(1, row, mass) for mass in (goal, given))
+            before, now = (mass.clamp(min=LEAST) for mass in masses)
+            if not encoding.raise_bias((before / now).log()):
                 return False
-        now /= sum(call.queries for call in calls)
-        if before - now < STILL:
+            change = max(change, float((before - now).abs().sum() / before.sum()))
+        if change < STILL:
             break
-        before = now
     return True
 
 
@@ -273,14 +272,16 @@ def row_count(encoding: PositionEncoding) -> int:
     return 0 if ends is None else int(ends.max()) + 1
 
 
-def _mass(probabilities: Tensor, shown: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Probabilities `[H, Q, L]` of the shown queries, summed over distances, or by their rows: `[H, R]`."""
+def _mass(probabilities: Tensor, shown: Tensor) -> Tensor:
+    """Probabilities `[H, Q, L]` of the shown queries, summed by distance: `[H, 2L - 1]`."""
     heads, _, length = probabilities.shape
+    if not shown.all():
+        whole = probabilities.new_zeros(heads, length, length)
+        whole[:, shown] = probabilities
+        probabilities = whole
     # Row i of L is shifted by L - 1 - i places, so that each column is one distance.
-    whole = probabilities.new_zeros(heads, length, 2 * length)
-    whole[:, shown.flip(0), :length] = probabilities.flip(1)
-    by_distance = whole.flatten(1)[:, :-length].unflatten(1, (length, -1)).sum(1)
-    return by_distance.new_zeros(heads, count).index_add_(1, rows, by_distance)
+    padded = F.pad(probabilities.flip(1), (0, length))
+    return padded.flatten(1)[:, :-length].unflatten(1, (length, -1)).sum(1)
 
 
 def _fit_by_gradients(encodings: Sequence[PositionEncoding], calls: Sequence[Call]) -> None:

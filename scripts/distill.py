@@ -4,14 +4,17 @@
     python scripts/distill.py --model_name_or_path bert-alibi --teacher bert-base-uncased --output_dir bert-alibi-distilled
     accelerate launch --config_file scripts/accelerate/multi_gpu.yaml scripts/distill.py …
 
-The student is the model with --position_encoding, or one that was patched before. It starts with its own old positions; over
---fade_steps these fade out while the new encoding comes in. It learns the teacher's token states and embeddings, on texts cut
-to a length drawn anew for each step: those of --train_file or --dataset_name, or else the documentation of Python's standard
-library. Embeddings are pooled by the modules of a SentenceTransformer, or else by the mean over tokens. The model with these
-modules, its tokenizer and distillation.json are written to --output_dir.
+The student is the model with --position_encoding, calibrated against its original before the first step (hf_posenc.convert;
+--no-calibrate leaves that out), or one that was patched before, as it is. It learns the teacher's token states and embeddings,
+on texts cut to a length drawn anew for each step, each at a random place: those of --train_file or --dataset_name, or else the
+documentation of Python's standard library. With --long_text_length some steps have texts longer than the teacher reads: it
+reads those in overlapping windows. A step has at most --per_device_train_batch_size x --text_length tokens, so longer texts
+come in smaller batches. Embeddings are pooled by the modules of a SentenceTransformer, or else by the mean over tokens. The
+model with these modules, its tokenizer and distillation.json are written to --output_dir.
 """
 
 import argparse
+import functools
 import hashlib
 import random
 import shlex
@@ -30,7 +33,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, DataCollatorWithP
 
 import hf_posenc
 from evaluation import corpus
-from training import data, flags, loop, models, sentences
+from training import data, flags, loop, models, sentences, teaching
 from training.task import Task
 
 
@@ -38,26 +41,42 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = flags.argument_parser(
         __doc__,
         per_device_train_batch_size=16,
-        learning_rate=4e-4,
+        learning_rate=2e-4,
         weight_decay=0.01,
         lr_scheduler_type="cosine",
         num_warmup_steps=20,
-        max_train_steps=300,
+        max_train_steps=150,
     )
     add = parser.add_argument_group("distillation").add_argument
     add("--teacher", help="the original of a model that is patched already; default: the model itself, unpatched")
     add("--packing", action="store_true", help="join texts to rows of --text_length; they see each other")
-    add("--fade_steps", type=flags.at_least(0), default=200, help="steps over which the old positions fade out")
-    add("--min_text_length", type=flags.at_least(3), default=48, help="shortest length that texts are cut to, in tokens")
-    add("--text_length", type=flags.at_least(3), default=192, help="longest length that texts are cut to, in tokens")
+    add(
+        "--calibrate",
+        action=argparse.BooleanOptionalAction,
+        help="begin with hf_posenc.convert; default: where --position_encoding acts in attention",
+    )
+    add("--min_text_length", type=flags.at_least(3), default=16, help="shortest length that texts are cut to, in tokens")
+    add("--text_length", type=flags.at_least(3), default=256, help="longest length that texts are cut to, in tokens")
+    add("--long_text_length", type=flags.at_least(3), help="the same in the long steps; default: there are none")
+    add(
+        "--long_steps",
+        type=flags.at_least(1),
+        default=35,
+        metavar="PERCENT",
+        help="how many steps have texts beyond --text_length",
+    )
     arguments = flags.parse(parser, argv)
     validated = arguments.validation_file or arguments.validation_split_percentage
     if (validated or arguments.streaming) and not (arguments.train_file or arguments.dataset_name):
         parser.error("--validation_file, --validation_split_percentage and --streaming go with --train_file or --dataset_name")
-    if arguments.fade_steps >= arguments.max_train_steps:
-        parser.error(f"--fade_steps {arguments.fade_steps} must be below --max_train_steps {arguments.max_train_steps}")
     if arguments.min_text_length > arguments.text_length:
         parser.error(f"--min_text_length {arguments.min_text_length} must be from 3 to --text_length {arguments.text_length}")
+    if arguments.long_text_length and arguments.long_text_length <= arguments.text_length:
+        parser.error(f"--long_text_length {arguments.long_text_length} must be above --text_length {arguments.text_length}")
+    if arguments.long_text_length and arguments.packing:
+        parser.error("--packing makes blocks of --text_length: leave out --long_text_length")
+    if arguments.calibrate and not arguments.position_encoding:
+        parser.error("--calibrate goes with --position_encoding: a model that is patched already is trained as it is")
     return arguments
 
 
@@ -86,11 +105,8 @@ def distillation_losses(
     return tokens + 1 - F.cosine_similarity(ours, theirs, dim=-1)
 
 
-def set_blend(model: PreTrainedModel, blend: float) -> None:
-    """Set every stack's blend, from 0 (the old positions) to 1 (the new encoding)."""
-    for module in model.modules():
-        if isinstance(module, hf_posenc.PositionEncoding):
-            module.blend = blend
+JOINED = 8
+"""Passages of the standard library that make a long text, some 2,400 tokens."""
 
 
 class Distillation(Task):
@@ -110,31 +126,43 @@ class Distillation(Task):
         self.arguments, self.student, self.teacher, self.tokenizer = arguments, student, teacher, tokenizer
         self.modules, self.pools = modules, pools
         self.cut, self.pad = data.Cut(tokenizer), DataCollatorWithPadding(tokenizer)
+        self.usable = hf_posenc.inspect(teacher).max_length
 
     def collate(self, rows: data.Rows, step: int | None = None) -> Any:
-        longest = self.arguments.text_length
-        drawn = random.Random(f"{self.arguments.seed} {step}").randint(self.arguments.min_text_length, longest)
-        length = longest if step is None else drawn
-        return self.pad([{"input_ids": self.cut(row["input_ids"], length)} for _, row in rows])
+        arguments = self.arguments
+        if step is None:
+            return self.pad([{"input_ids": self.cut(row["input_ids"], arguments.text_length)} for _, row in rows])
+        draw, longest = random.Random(f"{arguments.seed} {step}"), arguments.long_text_length
+        if longest and draw.randrange(100) < arguments.long_steps:
+            length = draw.randint(arguments.text_length + 1, longest)
+        else:
+            length = draw.randint(arguments.min_text_length, arguments.text_length)
+        kept = max(1, min(len(rows), arguments.per_device_train_batch_size * arguments.text_length // length))
+        return self.pad([{"input_ids": self._piece(row["input_ids"], length, number)} for number, row in rows[:kept]])
+
+    def _piece(self, ids: list[int], length: int, number: int) -> list[int]:
+        """`length` tokens from a random place of a text, special tokens included."""
+        inner = len(ids) - self.cut.head - self.cut.tail
+        left_out = len(ids) - length
+        start = random.Random(f"{self.arguments.seed} {number} {length}").randint(0, left_out) if left_out > 0 else 0
+        kept = ids[self.cut.head + start : self.cut.head + inner]
+        return self.cut([*ids[: self.cut.head], *kept, *ids[self.cut.head + inner :]], length)
 
     def items(self, batch: Any) -> int:
         return len(batch["input_ids"])
 
     def loss(self, model: torch.nn.Module, batch: Any, step: int) -> Tensor:
-        set_blend(self.student, min(1.0, step / self.arguments.fade_steps) if self.arguments.fade_steps else 1.0)
         return self._losses(model, batch).mean()
 
     def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
-        """The mean loss of texts cut to --text_length tokens, with the new encoding alone."""
-        set_blend(self.student, 1.0)
+        """The mean loss of texts cut to --text_length tokens."""
         losses: list[float] = []
         for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
             losses += accelerator.gather_for_metrics(self._losses(model, batch)).tolist()
         return {"eval_loss": sum(losses) / len(losses), "eval_samples": len(losses)}
 
     def _losses(self, model: torch.nn.Module, batch: Any) -> Tensor:
-        with torch.no_grad():
-            target = self.teacher(**batch).last_hidden_state
+        target = teaching.states(self.teacher, batch, self.cut, self.usable)
         return distillation_losses(model(**batch).last_hidden_state, target, batch, self.pools)
 
     def save_beside(self, folder: Path) -> None:
@@ -156,16 +184,13 @@ def check_student(arguments: argparse.Namespace, given: list[str]) -> None:
                 "original is the --teacher"
             )
         return
-    host = config.position_spec.host
+    if arguments.calibrate:
+        raise SystemExit(f"{name} is patched already: --calibrate goes with a model that isn't, and --position_encoding")
     if not arguments.teacher:
+        host = config.position_spec.host
         original = (host and host.name_or_path) or "ORIGINAL"
         command = shlex.join(["python", "scripts/distill.py", *given, "--teacher", original])
         raise SystemExit(f"{name} is patched already: name the model that it was made from,\n  {command}")
-    if arguments.fade_steps and not (host and host.kept):
-        raise SystemExit(
-            f"--fade_steps {arguments.fade_steps}: {name} was saved without its old positions, so they can't fade out; "
-            "give --fade_steps 0"
-        )
 
 
 def load_teacher(
@@ -202,11 +227,30 @@ def load_texts(accelerator: Accelerator, arguments: argparse.Namespace) -> dict[
     if arguments.train_file or arguments.dataset_name:
         return data.check_texts(data.load_splits(accelerator, arguments), arguments.text_column)
     texts = corpus.split(progress=accelerator.is_main_process)[1]
+    if arguments.long_text_length:
+        texts = ["\n\n".join(texts[i : i + JOINED]) for i in range(0, len(texts), JOINED)]
     accelerator.print(
         f"neither --train_file nor --dataset_name: training on {len(texts)} passages of the documentation of Python's "
         "standard library"
     )
     return {"train": Dataset.from_dict({arguments.text_column: texts})}
+
+
+def calibrating(arguments: argparse.Namespace, texts: Any, tokenizer: Any) -> dict[str, Any]:
+    """The argument by which `load_model` converts the student instead of patching it; none where it is only to be patched.
+
+    Raises SystemExit for --calibrate with an encoding that doesn't act in attention.
+    """
+    chosen = arguments.position_encoding
+    if not chosen or arguments.calibrate is False:
+        return {}
+    spec = hf_posenc.PosEncBertConfig(position_encoding=chosen).position_spec
+    if {*spec.encoding.acts_by()} <= {"embed"}:
+        if arguments.calibrate:
+            raise SystemExit(f"--calibrate: {spec.type!r} doesn't act in attention, so there is nothing to fit; leave it out")
+        return {}
+    column = (row[arguments.text_column] for row in texts)
+    return {"patch": functools.partial(hf_posenc.convert, texts=column, tokenizer=tokenizer)}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -216,8 +260,8 @@ def main(argv: list[str] | None = None) -> None:
     name = arguments.model_name_or_path
     ours = sentences.load(name)
     tokenizer = models.load_tokenizer(name) if ours is None else models.with_padding(ours.tokenizer, name)
-    # Patched first, so that an unknown encoding fails before anything expensive.
-    student = models.load_model(arguments, AutoModel, tokenizer)
+    splits = load_texts(accelerator, arguments)
+    student = models.load_model(arguments, AutoModel, tokenizer, **calibrating(arguments, splits["train"], tokenizer))
     teacher, theirs = load_teacher(arguments, student, tokenizer, ours)
     teacher.to(accelerator.device)
     # If one of them is a SentenceTransformer, its modules pool the other, too.
@@ -229,8 +273,8 @@ def main(argv: list[str] | None = None) -> None:
         )
     accelerator.print(f"embeddings are pooled by {sentences.described(ours)}")
     before = checksum(teacher)
-    splits = load_texts(accelerator, arguments)
-    length, report = models.text_length(arguments.text_length, student, tokenizer), hf_posenc.inspect(student)
+    longest = arguments.long_text_length or arguments.text_length
+    length, report = models.text_length(longest, student, tokenizer), hf_posenc.inspect(student)
     rows = data.tokenized(
         accelerator, splits, tokenizer, arguments.text_column, length, packing=arguments.packing, usable=report.max_length
     )

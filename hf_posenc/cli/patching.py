@@ -44,16 +44,15 @@ def patch(
         console.print(f"{lost}.")
     else:
         console.print(f"{lost}, or distil it from its original:")
-        console.print(_distillation(model, output_dir, keep_host), markup=False, highlight=False)
+        console.print(_distillation(model, output_dir), markup=False, highlight=False)
 
 
-def _distillation(original: str, patched: Path, keep_host: bool) -> str:
+def _distillation(original: str, patched: Path) -> str:
     """The command that distils a patched model from its original."""
     script = Path(hf_posenc.__file__).parents[1] / "scripts" / "distill.py"
     if not script.is_file():  # installed without the repository
         script = Path("scripts", "distill.py")
-    fading = () if keep_host else ("--fade_steps", "0")
-    names = ("--model_name_or_path", str(patched), "--teacher", original, *fading, "--output_dir", f"{patched}-distilled")
+    names = ("--model_name_or_path", str(patched), "--teacher", original, "--output_dir", f"{patched}-distilled")
     return shlex.join(["python", str(script), *names])
 
 

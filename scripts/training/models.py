@@ -33,9 +33,16 @@ def with_padding(tokenizer: Any, name: str) -> Any:
 
 
 def load_model(
-    arguments: argparse.Namespace, kind: Any, tokenizer: Any, adapt: Callable[[Any], None] = lambda config: None
+    arguments: argparse.Namespace,
+    kind: Any,
+    tokenizer: Any,
+    adapt: Callable[[Any], None] = lambda config: None,
+    patch: Callable[..., Any] = hf_posenc.patch,
 ) -> PreTrainedModel:
-    """The model, patched with --position_encoding; `adapt` changes its config first. Raises SystemExit for bad combinations."""
+    """The model with --position_encoding, by `patch`; `adapt` changes its config first.
+
+    Raises SystemExit for bad combinations.
+    """
     chosen, name, longest = arguments.position_encoding, arguments.model_name_or_path, arguments.model_max_length
     try:
         # The config of a patched model refuses another encoding here; a stock config ignores the key.
@@ -54,7 +61,7 @@ def load_model(
             model, loading = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
             new = [parameter for key, parameter in model.named_parameters() if key in loading["missing_keys"]]
         if chosen and not hasattr(config, "position_encoding"):
-            model = hf_posenc.patch(model, chosen, max_length=longest)
+            model = patch(model, chosen, max_length=longest)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{name}: {error}") from None
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
