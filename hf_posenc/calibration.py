@@ -2,8 +2,9 @@
 
 The goal is the original's attention. The patched model runs once, over all texts. Each attention that it comes to gets the
 parameters which minimise the mean Kullback-Leibler divergence KL(original ‖ model) of its queries' attention, given the inputs
-that the layers calibrated before it pass on. Then each of the layer's two blocks gets the mean difference of what it
-contributes to the residual sum, one vector. Parameters which several attentions share (`per_layer=False`, ALBERT's layers) are
+that the layers calibrated before it pass on. Then each of the layer's two blocks gets the median difference of what it
+contributes to the residual sum, one vector (of the mean a few tokens, such as [SEP], would make the most: their states are
+far larger than all others). Parameters which several attentions share (`per_layer=False`, ALBERT's layers) are
 fitted to all of them together, in several runs, since the inputs change with them.
 
 Where a bias is one free number for each head and row of distances, model and original give equal attention mass to each row
@@ -46,7 +47,7 @@ class Original:
     """What the original computes on a batch.
 
     attentions: path of an attention -> its probabilities in each call, `[N, H, L, L]` in bfloat16.
-    contributions: path of a module -> the mean of its outputs over real tokens in each call, `[D]`.
+    contributions: path of a module -> its outputs for real tokens in each call, `[tokens, D]`.
     states: the last hidden states, `[N, L, D]`.
     """
 
@@ -114,7 +115,7 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
 
     def contributed(path: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         if output.shape[:-1] in (shown.shape, (1, *shown.shape[1:])):  # not of an expert, which gets some of the tokens
-            original.contributions[path].append(_mean(output, shown))
+            original.contributions[path].append(_of_tokens(output, shown))
 
     with _hooked(stack, dict.fromkeys(attentions, attended)), _hooked(stack, dict.fromkeys(contributions, contributed)):
         original.states = stack(**batch, use_cache=False, output_attentions=True).last_hidden_state
@@ -158,7 +159,7 @@ class _Calibration:
                 if not self.is_last:
                     fit(self.calls)
                     for path, gaps in self.gaps.items():
-                        self.stack.get_submodule(path).posenc.weight += torch.stack(gaps).mean(0)
+                        self.stack.get_submodule(path).posenc.weight += torch.cat(gaps).median(0).values
         return [(self.before[call], self.after[call]) for call in self.before]
 
     @contextmanager
@@ -196,10 +197,11 @@ class _Calibration:
         number = self.count[f"{path} contributed"]
         self.count[f"{path} contributed"] += 1
         calls = self.original.contributions[path]
-        gap = calls[number] - _mean(output, self.shown)
+        gaps = calls[number].float() - _of_tokens(output, self.shown).float()
         if len(calls) > 1:
-            self.gaps[path].append(gap)
+            self.gaps[path].append(gaps)
             return output
+        gap = gaps.median(0).values
         module.posenc.weight += gap
         return output + gap.to(output.dtype)
 
@@ -248,7 +250,9 @@ def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[Ca
     """Iterative proportional fitting. Returns False where a bias isn't one free number for each head and row."""
     length = calls[0].goal.shape[-1]
     distance = torch.arange(1 - length, length, device=calls[0].query.device)
-    rows = [(encoding, encoding.rows(distance), [call for call in calls if encoding in call.encodings]) for encoding in encodings]
+    rows = [
+        (encoding, encoding.rows(distance), [call for call in calls if encoding in call.encodings]) for encoding in encodings
+    ]
     wanted = [sum(_mass(goal, shown) for call in acted for (goal, _), shown in call.numbered()) for _, _, acted in rows]
     for _ in range(ROUNDS):
         change = 0.0
@@ -302,9 +306,9 @@ def _fit_by_gradients(encodings: Sequence[PositionEncoding], calls: Sequence[Cal
     optimizer.zero_grad()
 
 
-def _mean(output: Tensor, shown: Tensor) -> Tensor:
-    """Of hidden states `[1 or N, L, D]`, over real tokens."""
-    return output.expand(*shown.shape, -1)[shown].float().mean(0)
+def _of_tokens(output: Tensor, shown: Tensor) -> Tensor:
+    """Of hidden states `[1 or N, L, D]` those of real tokens, `[tokens, D]`."""
+    return output.expand(*shown.shape, -1)[shown]
 
 
 @contextmanager

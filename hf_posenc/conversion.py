@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hf_posenc import calibration, offsets, structure
 from hf_posenc import spec as specs
 from hf_posenc.diagnostics import inspect
-from hf_posenc.encodings import PositionEncoding, shown
+from hf_posenc.encodings import PositionEncoding, encoding_class, shown
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within, holds_a_model, patch, refuse
 from hf_posenc.sources import HostRefused
@@ -45,8 +45,8 @@ def convert(
     positions contributed a vector on average, the model gets one of its own (`hf_posenc.calibration`). The host's parameters
     are shared and untouched, so `unpatch` is bit-equal. How close it came is in `inspect(model).calibration`.
 
-    What has no parameters (ALiBi's fixed slopes, RoPE's frequencies) can't be fitted; only the vectors are then. Best are
-    encodings with much freedom in each layer: `convert(model, "relative", per_layer=True, texts=texts)`.
+    What has no parameters (ALiBi's fixed slopes, RoPE's frequencies) can't be fitted; only the vectors are then. Encodings
+    that bias are built with `per_layer=True` unless it is given: fitted layer by layer, they come much closer.
 
     Args:
         model: as for `patch`: a trained model that isn't patched, or a SentenceTransformer.
@@ -72,7 +72,7 @@ def convert(
             f"this model has the {model.config.position_spec.type!r} encoding already, so it is no original: "
             "hf_posenc.convert(hf_posenc.unpatch(model), …)"
         )
-    patched: Any = patch(model, encoding, max_length=max_length, **options)
+    patched: Any = patch(model, encoding, max_length=max_length, **_with_own_layers(encoding, options))
     spec = patched.config.position_spec
     if {*spec.encoding.acts_by()} == {"embed"}:
         raise ValueError(
@@ -91,6 +91,20 @@ def convert(
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         _raise_length(tokenizer, inspect(patched).model_max_length)
     return patched
+
+
+def _with_own_layers(encoding: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with `per_layer=True` of all parts that have it, unless it is given."""
+    kind = encoding_class(encoding["type"] if isinstance(encoding, dict) and "type" in encoding else encoding)
+    parts, given = kind.component_classes(), {**(encoding if isinstance(encoding, dict) else {}), **options}
+    added = {}
+    for part, cls in parts.items():
+        name = "per_layer" if kind is cls else f"{part}__per_layer"
+        of_part = next((given[each] for each in (part, *cls.aliases) if isinstance(given.get(each), dict)), {})
+        called = {f"{each}__per_layer" for each in (part, *cls.aliases)} | {name}
+        if "per_layer" in cls.option_types() and "per_layer" not in of_part and not called & given.keys():
+            added[name] = True
+    return {**options, **added}
 
 
 def _twin(model: Any) -> Any:

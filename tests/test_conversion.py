@@ -1,0 +1,302 @@
+"""`convert`: calibration against the original. What it is to reach is computed here from whole attention matrices in float64."""
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+import hf_posenc
+from conftest import HOSTS, assert_close, assert_equal, first, run_python, stock, tokens
+
+LENGTH, TEXTS = 24, 6
+REACH = 4
+"""max_distance of the encodings here."""
+
+
+def batch(length=LENGTH, count=TEXTS, seed=3):
+    return {"input_ids": tokens(count, length, seed)}
+
+
+def convert(host, encoding, head="Model", texts=None, **options):
+    model = stock(host, head) if isinstance(host, str) else host
+    texts = [batch()] if texts is None else texts
+    return model, hf_posenc.convert(model, encoding, texts=texts, **options)
+
+
+@torch.no_grad()
+def attentions(model, inputs):
+    """By layer `[B, H, L, L]`."""
+    model = copy.deepcopy(model).eval()
+    model.set_attn_implementation("eager")
+    return [each.double() for each in model(**inputs, output_attentions=True, use_cache=False).attentions]
+
+
+def masses(probabilities, reach=REACH):
+    """Attention by head and clipped distance, by plain loops: `[H, 2 reach + 1]`."""
+    total = torch.zeros(probabilities.shape[1], 2 * reach + 1, dtype=torch.double)
+    length = probabilities.shape[-1]
+    for query in range(length):
+        for key in range(length):
+            total[:, max(-reach, min(reach, key - query)) + reach] += probabilities[:, :, query, key].sum(0)
+    return total
+
+
+def divergence(theirs, ours):
+    return float((theirs * (theirs.clamp(min=1e-300).log() - ours.clamp(min=1e-300).log())).sum(-1).mean())
+
+
+@pytest.mark.parametrize("host", ["bert", "roberta", "distilbert", "gpt2", "mpnet", "megatron-bert", "llama"])
+def test_every_distance_gets_its_mass(host):
+    """At the minimum of the divergence, the attention at each distance adds up to what it is in the original."""
+    model, new = convert(host, "relative", max_distance=REACH)
+    for theirs, ours in zip(attentions(model, batch()), attentions(new, batch()), strict=True):
+        expected, actual = masses(theirs), masses(ours)
+        assert float((expected - actual).abs().sum() / expected.sum()) < 2e-3
+    report = hf_posenc.inspect(new).calibration
+    found = [divergence(*pair) for pair in zip(attentions(model, batch()), attentions(new, batch()), strict=True)]
+    assert report.kl_after == pytest.approx(found, abs=2e-3)
+    assert all(after <= before + 1e-4 for before, after in zip(report.kl_before, report.kl_after, strict=True))
+    assert (report.texts, report.tokens, report.length, report.held_out) == (TEXTS, TEXTS * LENGTH, LENGTH, 0)
+
+
+@torch.no_grad()
+def outputs(model, path, inputs):
+    seen = []
+    handle = model.get_submodule(path).register_forward_hook(lambda module, args, output: seen.append(output))
+    model(**inputs, use_cache=False)
+    handle.remove()
+    return seen[0].double().mean((0, 1)) if seen[0].shape[0] > 1 else seen[0].double().mean(1)[0]
+
+
+PLACES = {
+    "bert": ("embeddings.position_embeddings", "encoder.layer.1.attention.output.dense", "encoder.layer.1.output.dense"),
+    "gpt2": ("wpe", "h.1.attn.c_proj", "h.1.mlp.c_proj"),
+    "distilbert": ("embeddings.position_embeddings", "transformer.layer.1.attention.out_lin", "transformer.layer.1.ffn.lin2"),
+    "llama": ("layers.1.self_attn.o_proj", "layers.1.mlp.down_proj"),
+}
+
+
+@pytest.mark.parametrize("host", PLACES)
+def test_blocks_contribute_what_they_did_on_average(host):
+    model, new = convert(host, "relative", max_distance=REACH)
+    for path in PLACES[host]:
+        assert_close(outputs(new, path, batch()), outputs(model, path, batch()), atol=1e-5)
+        assert new.get_submodule(path).posenc.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("host", ["bert", "albert", "gpt2", "mpnet", "modernbert", "llama"])
+@pytest.mark.parametrize(
+    ("encoding", "options"),
+    [
+        ("relative", {"max_distance": REACH}),
+        ("t5", {"num_buckets": 8, "max_distance": 12}),
+        ("alibi", {"slopes": "learned"}),
+        ("shaw", {"max_distance": REACH}),
+        ("rope", {}),
+    ],
+)
+def test_nearer_to_the_original_and_back(host, encoding, options):
+    model = stock(host)
+    before, expected = copy.deepcopy(model.state_dict()), first(model(**batch()))
+    _, new = convert(model, encoding, **options)
+    report = hf_posenc.inspect(new).calibration
+    assert len(report.kl_before) == len(report.kl_after) == model.config.num_hidden_layers
+    if encoding != "rope":
+        assert sum(report.kl_after) < sum(report.kl_before)
+    assert report.agreement > report.agreement_before
+    found = torch.nn.functional.cosine_similarity(first(new(**batch())), expected, dim=-1).mean()
+    assert found.item() == pytest.approx(report.agreement, abs=1e-3)
+    assert_equal(model.state_dict(), before)
+    assert model.config._attn_implementation == stock(host).config._attn_implementation
+    assert_equal(first(model(**batch())), expected)
+    assert_equal(first(hf_posenc.unpatch(new)(**batch())), expected)
+
+
+@pytest.mark.parametrize("host", ["bert", "albert"])
+def test_parameters_that_layers_share(host):
+    """One set of biases is fitted to all layers together."""
+    _, own = convert(host, "relative", max_distance=REACH)
+    _, shared = convert(host, "relative", max_distance=REACH, per_layer=False)
+    assert shared.posenc.weight.shape == (4, 2 * REACH + 1)
+    for new in (own, shared):
+        report = hf_posenc.inspect(new).calibration
+        assert sum(report.kl_after) < sum(report.kl_before) and report.agreement > report.agreement_before
+    kl = [sum(hf_posenc.inspect(new).calibration.kl_after) for new in (own, shared)]
+    assert kl[0] <= kl[1] + 1e-3
+
+
+def test_gradients_lead_where_masses_do(monkeypatch):
+    monkeypatch.setattr("hf_posenc.calibration.BY_GRADIENTS", TEXTS)
+    _, by_mass = convert("bert", "relative", max_distance=REACH)
+    monkeypatch.setattr("hf_posenc.encodings.relative.Relative.raise_bias", lambda self, amounts: False)
+    _, by_gradient = convert("bert", "relative", max_distance=REACH)
+    reports = [hf_posenc.inspect(each).calibration for each in (by_mass, by_gradient)]
+    assert reports[0].kl_after == pytest.approx(reports[1].kl_after, abs=2e-3)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_is_not_calibrated_on(side):
+    """Two texts of 24 and 18 tokens: padded in one batch, or each by itself."""
+    long, short = tokens(2, 24, 1), tokens(3, 18, 2)
+    padded, mask = torch.zeros(5, 24, dtype=torch.long), torch.zeros(5, 24, dtype=torch.long)
+    padded[:2], mask[:2] = long, 1
+    place = slice(0, 18) if side == "right" else slice(6, 24)
+    padded[2:, place], mask[2:, place] = short, 1
+    _, expected = convert("bert", "relative", texts=[{"input_ids": long}, {"input_ids": short}], max_distance=REACH)
+    _, actual = convert("bert", "relative", texts=[{"input_ids": padded, "attention_mask": mask}], max_distance=REACH)
+    assert_equal(actual.state_dict(), expected.state_dict())
+    assert hf_posenc.inspect(actual).calibration.tokens == 2 * 24 + 3 * 18
+    # Padding that is shown to nobody changes nothing, whatever it holds.
+    padded[mask == 0] = 7
+    _, actual = convert("bert", "relative", texts=[{"input_ids": padded, "attention_mask": mask}], max_distance=REACH)
+    assert_equal(actual.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("host", ["bert", "albert", "gpt2"])
+def test_saved_and_reloaded(host, tmp_path):
+    model, new = convert(host, "relative+t5", max_distance=None) if False else convert(host, "relative", max_distance=REACH)
+    new.eval().save_pretrained(tmp_path)
+    torch.save((batch(), first(new(**batch()))), tmp_path / "expected.pt")
+    code = (
+        "import sys, torch, hf_posenc\n"
+        "from transformers import AutoModel\n"
+        "inputs, expected = torch.load(sys.argv[1] + '/expected.pt')\n"
+        "model = AutoModel.from_pretrained(sys.argv[1])\n"
+        "assert torch.equal(model(**inputs)[0], expected)\n"
+        "assert hf_posenc.inspect(model).calibration.texts == 6\n"
+        "print(hf_posenc.inspect(sys.argv[1]))\n"
+    )
+    assert "calibrated on 6 texts of up to 24 tokens" in run_python(code, tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert_equal(first(hf_posenc.unpatch(again)(**batch())), first(model(**batch())))
+
+
+def test_loads_without_the_package(tmp_path):
+    _, new = convert("bert", "relative", max_distance=REACH)
+    new.eval().save_pretrained(tmp_path / "model")
+    torch.save((batch(), first(new(**batch()))), tmp_path / "expected.pt")
+    code = (
+        "import sys, torch\n"
+        "sys.modules['hf_posenc'] = None\n"
+        "from transformers import AutoModel\n"
+        "inputs, expected = torch.load(sys.argv[1] + '/expected.pt')\n"
+        "model = AutoModel.from_pretrained(sys.argv[1] + '/model', trust_remote_code=True)\n"
+        "assert torch.equal(model(**inputs)[0], expected)\n"
+    )
+    run_python(code, tmp_path)
+
+
+def test_a_model_with_a_head():
+    model, new = convert("bert", "relative", head="ForMaskedLM", max_distance=REACH)
+    assert type(new).__name__ == "PosEncBertForMaskedLM" and new.lm_head is model.lm_head if hasattr(model, "lm_head") else True
+    assert hf_posenc.inspect(new).calibration.agreement > 0
+    assert new.bert.get_input_embeddings().weight is model.bert.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("encoding", ["relative+alibi", "rope+relative", "relative+t5"])
+def test_compositions(encoding):
+    options = {"relative__max_distance": REACH}
+    if "t5" in encoding:
+        options |= {"t5__num_buckets": 8, "t5__max_distance": 12}
+    _, new = convert("bert", encoding, **options)
+    report = hf_posenc.inspect(new).calibration
+    assert sum(report.kl_after) < sum(report.kl_before) and report.agreement > report.agreement_before
+    assert new.config.position_encoding["relative"]["per_layer"]
+
+
+def test_modes_and_types_carry_over():
+    model = stock("bert").train().bfloat16()
+    model.embeddings.dropout.p = 0.3
+    _, new = convert(model, "relative", max_distance=REACH)
+    assert all(module.training for module in new.modules()) and new.embeddings.dropout.p == 0.3
+    assert {parameter.dtype for parameter in new.parameters()} == {torch.bfloat16}
+    assert all(parameter.requires_grad for name, parameter in new.named_parameters() if "posenc" in name)
+    _, again = convert(model, "relative", max_distance=REACH)
+    assert_equal(again.state_dict(), new.state_dict())
+
+
+def test_parameters_are_trained_from_there():
+    _, new = convert("bert", "relative", max_distance=REACH)
+    first(new.train()(**batch())).sum().backward()
+    offsets = [parameter for name, parameter in new.named_parameters() if name.endswith("posenc.weight")]
+    assert len(offsets) == 1 + 2 * 2 + 2 and all(each.grad is not None for each in offsets)
+
+
+def test_patching_another_model_with_its_dict_copies_no_report():
+    _, new = convert("bert", "relative", max_distance=REACH)
+    other = hf_posenc.patch(stock("bert", seed=5), new.config.position_encoding)
+    assert hf_posenc.inspect(other).calibration is None and "calibration" not in other.config.position_encoding
+    assert not [name for name in other.state_dict() if name.endswith("dense.posenc.weight")]
+
+
+def test_extended_and_copied():
+    _, new = convert("bert", "relative", max_distance=REACH, max_length=LENGTH)
+    expected = first(new(**batch()))
+    for twin in (hf_posenc.extend(new, max_length=2 * LENGTH), copy.deepcopy(new)):
+        assert_equal(first(twin(**batch())), expected)
+
+
+REFUSED = {
+    "texts has none": dict(texts=[]),
+    "allowed is an iterable of strings": dict(texts="a text"),
+    "no tokenizer was found": dict(texts=["a text"]),
+    "texts holds 3": dict(texts=[3]),
+    r"too short or too few for 'relative': of 6 texts of up to 24 tokens, 0 pairs": dict(texts=[batch()], max_distance=30),
+    "'sinusoidal' acts by vectors": dict(texts=[batch()], encoding="sinusoidal"),
+    "no option 'width'": dict(texts=[batch()], width=3),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refuses(words):
+    model = stock("bert")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=words):
+        hf_posenc.convert(model, **{"encoding": "relative", **REFUSED[words]})
+    assert_equal(model.state_dict(), before)
+
+
+def test_refuses_what_is_no_original():
+    _, new = convert("bert", "relative", max_distance=REACH)
+    with pytest.raises(ValueError, match=r"has the 'relative' encoding already.*unpatch"):
+        hf_posenc.convert(new, "t5", texts=[batch()])
+    with pytest.raises(hf_posenc.HostRefused, match="attn_logit_softcapping"):
+        hf_posenc.convert(gemma2(), "relative", max_distance=REACH, texts=[batch()])
+
+
+def gemma2():
+    from transformers import Gemma2Config, Gemma2Model
+
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=16)
+    return Gemma2Model(Gemma2Config(**sizes, vocab_size=80, head_dim=8))
+
+
+def test_strings_and_the_tokenizers_length(minilm):
+    model, tokenizer = AutoModel.from_pretrained(minilm), AutoTokenizer.from_pretrained(minilm)
+    texts = [f"Number {i} of many words, of which {i * i} are enough to tell where each of them stands." * 3 for i in range(12)]
+    options = functools.partial(hf_posenc.convert, model, "t5", texts=texts, num_buckets=8, max_distance=16)
+    tokenizer.model_max_length = 512
+    with pytest.warns(UserWarning, match="model_max_length was 512, and is 100000"):
+        new = options(tokenizer=tokenizer)
+    assert tokenizer.model_max_length == hf_posenc.inspect(new).model_max_length
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal(options().state_dict(), new.state_dict())  # by the name of its folder
+    report = hf_posenc.inspect(new).calibration
+    assert report.agreement > report.agreement_before and report.texts == 12
+
+
+def test_every_host_has_its_contributions():
+    """Tables, and in each layer two projections of the right width."""
+    from hf_posenc.structure import find
+
+    for host in HOSTS:
+        model = stock(host)
+        found = find(model)
+        names = list(found.contributions)
+        layers = len(set(found.blocks.values()))
+        tables = sum(source.takes_vectors for source in found.sources)
+        assert len(names) == tables + 2 * layers, (host, names)
