@@ -10,7 +10,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
-from hf_posenc.encodings import Above, Geometry, build, canonical, checked_max_length, checked_value, counted, positions_of
+from hf_posenc.encodings import (
+    Above,
+    Geometry,
+    build,
+    canonical,
+    checked_max_length,
+    checked_value,
+    counted,
+    encoding_class,
+    positions_of,
+)
 
 
 class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
@@ -83,12 +93,12 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
             )
         super().__init__(config)
         chosen = canonical(config.position_encoding)
-        self.posenc = build(chosen, Geometry(hidden_size=config.hidden_size, max_length=config.max_length))
-        if self.posenc.acts_by() != ("embed",):
+        if encoding_class(chosen["type"]).acts_by() != ("embed",):
             raise ValueError(
                 f"{chosen['type']!r} doesn't act by vectors alone that could be added to embeddings; it belongs into a model's "
                 f"attention: hf_posenc.patch(model, {chosen['type']!r})"
             )
+        self.posenc = build(chosen, Geometry(hidden_size=config.hidden_size, max_length=config.max_length))
         self.dropout = nn.Dropout(config.dropout)
         # Transformers neither saves a model without any tensor nor knows its dtype.
         self.register_buffer("zero", torch.zeros(()))

@@ -67,7 +67,9 @@ def _extended_model(model: Any, max_length: int | None) -> Any:
     stack = next(filter(is_patched, model.modules()))
     _check(spec.type, stack.posenc.geometry, spec.max_length, max_length, anew)
     config = copy.deepcopy(model.config)
-    specs.write(config, replace(spec, max_length=max_length))
+    # The length field of a model made from scratch is the only thing that tells its trained length, and changes below.
+    options = spec.options if spec.host else spec.encoding.settled(stack.posenc.geometry, dict(spec.options))
+    specs.write(config, replace(spec, max_length=max_length, options=options))
     rows = getattr(config, LENGTH_FIELD, None)
     if rows is not None:  # as patch has it: the promise in the host's own count, or the host's own length
         host = spec.host.rows if spec.host else rows

@@ -1,5 +1,6 @@
 """Finds the sources of position, attentions and layers of a stack, and refuses hosts that an encoding can't be put into."""
 
+import copy
 import inspect
 import re
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from hf_posenc import written_out
 from hf_posenc.encodings import Geometry
 from hf_posenc.sources import HostRefused, Source, signs_of_position
 from hf_posenc.sources.unclaimed import OTHER_SOURCES
+from hf_posenc.spec import LENGTH_FIELD
 
 CROSS_ATTENTION = re.compile(r"(^|\.)(crossattention|encoder_attn|cross_attn|EncDecAttention)(\.|$)")
 LAYER = re.compile(r"((?:.*\.)?(\d+))\.[^.]+")
@@ -39,7 +41,20 @@ class Structure:
     @property
     def usable_length(self) -> int | None:
         """The longest input in tokens that the stock host is made for."""
-        lengths = [source.usable_length(self.stack.config) for source in self.sources]
+        return self._usable_length(self.stack.config)
+
+    @property
+    def trained_length(self) -> int | None:
+        """The usable length of the stock host, whatever length the config of a patched one promises."""
+        config = self.stack.config
+        spec = getattr(config, "position_spec", None)
+        if spec is not None and spec.host is not None and spec.host.rows is not None:
+            config = copy.copy(config)
+            setattr(config, LENGTH_FIELD, spec.host.rows)
+        return self._usable_length(config)
+
+    def _usable_length(self, config: Any) -> int | None:
+        lengths = [source.usable_length(config) for source in self.sources]
         return min((length for length in lengths if length is not None), default=None)
 
     @property
@@ -111,6 +126,7 @@ class Structure:
             max_length=max_length,
             is_causal=bool(getattr(attention, "is_causal", False)),
             num_key_value_heads=heads // groups if groups else heads,
+            trained_length=self.trained_length,
         )
 
 

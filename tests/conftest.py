@@ -133,11 +133,18 @@ OFFSET = [name for name, host in HOSTS.items() if host.offset]
 ROTARY = [name for name, host in HOSTS.items() if not host.tables]
 WRITTEN_OUT = [name for name, host in HOSTS.items() if host.written_out]
 
-ENCODINGS = ("alibi", "counter", "learned", "none", "normalized", "relative", "rope", "shaw", "sinusoidal", "t5")
+ENCODINGS = ("alibi", "counter", "learned", "logn", "none", "normalized", "relative", "rope", "shaw", "sinusoidal", "t5")
 ALL_WAYS = "sinusoidal+rope+relative+shaw"
 """An encoding for each way to act: vectors, rotation, bias by distance, bias by content."""
 VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi", ALL_WAYS)
 """Every encoding, and compositions of several."""
+UNORDERED = ("logn", "none")
+"""Encodings that tell no order."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "logn": {"trained_length": 5, "scale": "learned"},
+    "rope+logn": {"logn__trained_length": 5},
+}
+"""Options by which an encoding acts on the short inputs of tests, where those by default would not."""
 
 
 def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=False):
@@ -236,7 +243,8 @@ def stock(host, head="Model", seed=0, **changes):
 
 def patched(host, encoding, head="Model", seed=0, max_length=None, **changes):
     """The same, patched, the encoding's parameters drawn from N(0, 1)."""
-    return randomize_encoding(hf_posenc.patch(stock(host, head, seed, **changes), encoding, max_length=max_length))
+    options = OPTIONS.get(encoding, {}) if isinstance(encoding, str) else {}
+    return randomize_encoding(hf_posenc.patch(stock(host, head, seed, **changes), encoding, max_length=max_length, **options))
 
 
 def as_itself(model, host, max_length=None):

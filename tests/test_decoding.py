@@ -275,7 +275,7 @@ def test_continuous_batching():
     cache = object()
     with pytest.raises(ValueError, match="use model.generate with a padded batch"):
         biased(tokens(1, 5), cache=cache)
-    rotated = patched("llama", "rope", "ForCausalLM")
+    rotated = patched("llama", "rope+logn", "ForCausalLM")
     outputs = rotated.generate_batch(prompts, generation_config=settings)
     for prompt, output in zip(prompts, outputs.values(), strict=True):
         expected = rotated.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False, eos_token_id=None)

@@ -439,7 +439,7 @@ def test_token_position_embedding_keeps_its_promise():
 # What is refused.
 
 
-@pytest.mark.parametrize("kind", ["alibi", "none", "relative", "rope", "rotary"])
+@pytest.mark.parametrize("kind", ["alibi", "logn", "none", "relative", "rope", "rotary", "sinusoidal+logn"])
 def test_encodings_that_do_not_embed_belong_into_a_model(kind):
     with pytest.raises(ValueError, match=r"hf_posenc\.patch\(model, '"):
         hf_posenc.PositionEmbedding(kind, D)

@@ -38,8 +38,9 @@ PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 
 
 def make(kind, hidden_size=16, heads=4, head_dim=8, max_length=None, is_causal=False, **options):
-    """An encoding by name."""
-    return build(canonical({"type": kind, **options}), Geometry(hidden_size, heads, head_dim, max_length, is_causal))
+    """An encoding by name, for a host that was trained at a length of 7."""
+    sizes = Geometry(hidden_size, heads, head_dim, max_length, is_causal, trained_length=7)
+    return build(canonical({"type": kind, **options}), sizes)
 
 
 def context_of(encoding, positions, past=0, start=None, consecutive=False):
@@ -271,7 +272,7 @@ def test_no_positions_make_no_vectors(kind):
 @pytest.mark.parametrize(
     ("kind", "is_causal", "expected"),
     [("learned", False, True), ("learned", True, True), ("normalized", True, True), ("normalized", False, False)]
-    + [(kind, True, False) for kind in ("alibi", "counter", "none", "relative", "rope", "sinusoidal")],
+    + [(kind, True, False) for kind in ("alibi", "counter", "logn", "none", "relative", "rope", "sinusoidal")],
 )
 def test_what_needs_a_longest_length(kind, is_causal, expected):
     geometry = Geometry(16, 4, 8, 10, is_causal)
@@ -547,7 +548,7 @@ def test_rope_needs_pairs():
 # Whatever the default dtype.
 
 
-@pytest.mark.parametrize("kind", ["alibi", "counter", "normalized", "rope", "sinusoidal"])
+@pytest.mark.parametrize("kind", ["alibi", "counter", "logn", "normalized", "rope", "sinusoidal"])
 def test_the_default_dtype_does_not_matter(kind):
     """Integers above 256 and most angles have no bfloat16 of their own."""
     encoding, positions = make(kind), torch.arange(250, 400)[None]

@@ -60,6 +60,7 @@ def test_list_encodings():
         ({"type": "learnable", "std": 1}, {"type": "learned", "init": "normal", "std": 1.0}),
         ({"type": "rotary", "layout": "interleaved"}, {"type": "rope", "theta": 10000.0, "layout": "interleaved"}),
         ("relative", {"type": "relative", "max_distance": 128}),
+        ({"type": "logn", "trained_length": 9}, {"type": "logn", "trained_length": 9, "scale": "fixed"}),
         ("sinusoidal", {"type": "sinusoidal", "base": 10000.0, "layout": "interleaved", "scale": 1.0}),
     ],
 )
@@ -99,6 +100,7 @@ def test_what_is_no_encoding(given):
         ("relative", ("distance_bias",)),
         ("alibi", ("distance_bias",)),
         ("rope", ("rotate",)),
+        ("logn", ("rotate",)),
         ("t5", ("distance_bias",)),
         ("shaw", ("score_bias",)),
         ("sinusoidal+rope+alibi", ("embed", "rotate", "distance_bias")),
@@ -161,6 +163,9 @@ WRONG = [
     ("relative", "max_distance", None, "an integer above 0"),
     ("rope", "theta", 1, "a finite number above 1"),
     ("rope", "layout", "interleave", "'half' or 'interleaved'"),
+    ("logn", "trained_length", 1, "an integer above 1 or None"),
+    ("logn", "trained_length", 512.0, "an integer above 1 or None"),
+    ("logn", "scale", 1.0, "'fixed' or 'learned'"),
 ]
 
 

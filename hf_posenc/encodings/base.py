@@ -43,6 +43,7 @@ class Geometry:
     max_length: None for no limit.
     is_causal: True if queries attend to no later keys.
     num_key_value_heads: key and value heads of grouped-query attention; without it, as many as num_attention_heads.
+    trained_length: the longest input in tokens that the host's own positions were made for; None where nothing tells it.
     """
 
     hidden_size: int
@@ -51,6 +52,7 @@ class Geometry:
     max_length: int | None = None
     is_causal: bool = False
     num_key_value_heads: int = 0
+    trained_length: int | None = None
 
 
 class PositionEncoding(nn.Module):
@@ -201,6 +203,11 @@ class PositionEncoding(nn.Module):
     def needs_max_length(cls, geometry: Geometry) -> bool:
         """True if positions from max_length on are undefined (beyond a table, say)."""
         return False
+
+    @classmethod
+    def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
+        """Checked options, with those written out that default to the trained length, which a config may lose (`extend`)."""
+        return options
 
     @classmethod
     def acts_by(cls) -> tuple[str, ...]:

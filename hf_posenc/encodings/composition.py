@@ -80,6 +80,10 @@ class Composition(PositionEncoding):
         return any(part.needs_max_length(geometry) for part in cls.parts.values())
 
     @classmethod
+    def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: part.settled(geometry, options[name]) for name, part in cls.parts.items()}
+
+    @classmethod
     def acts_by(cls) -> tuple[str, ...]:
         theirs = {verb for part in cls.parts.values() for verb in part.acts_by()}
         return tuple(verb for verb in super().acts_by() if verb in theirs)

@@ -50,8 +50,8 @@ def cases(settings: Settings) -> Iterator[Case]:
         for host in ("bert", "gpt2", "llama", "mpnet", "distilbert"):
             for implementation in ("sdpa", "eager") if host != "mpnet" else ("eager",):
                 for encoding in settings.encodings:
-                    if encoding == "normalized" and not form.startswith("2-D"):
-                        continue  # its vectors depend on a text's length, which other masks don't tell
+                    if encoding in ("logn", "normalized") and not form.startswith("2-D"):
+                        continue  # they depend on a text's length, which other masks don't tell
                     run = no_grad(masked, host, encoding, form, implementation)
 
                     def alone(host: str = host, form: str = form, implementation: str = implementation) -> bool:

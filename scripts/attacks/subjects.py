@@ -38,6 +38,8 @@ HOSTS: dict[str, dict[str, Any]] = {
 ITSELF = "itself"
 """In place of an encoding: the host's own positions, patched in; the stock model says what is right."""
 COMPOSITIONS = ("relative_key_query", "learned+shaw", "sinusoidal+alibi", "sinusoidal+rope+relative+shaw")
+OPTIONS: dict[str, dict[str, Any]] = {"logn": {"trained_length": 5, "scale": "learned"}}
+"""Options by which an encoding acts on inputs as short as these, where those by default would not."""
 OWN = "attack-"
 """How the names of encodings begin that the attacks define."""
 
@@ -76,7 +78,7 @@ def subject(host: str, encoding: str, auto: Any = AutoModel, **changes: Any) -> 
 
 def patched(model: PreTrainedModel, encoding: str, **options: Any) -> PreTrainedModel:
     """A patched model, the encoding's parameters drawn from N(0, 1)."""
-    return drawn(hf_posenc.patch(model, encoding, **options))
+    return drawn(hf_posenc.patch(model, encoding, **{**OPTIONS.get(encoding, {}), **options}))
 
 
 def drawn(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
