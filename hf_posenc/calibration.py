@@ -14,8 +14,9 @@ at the minimum. Iterative proportional fitting leads there: bias += log(mass in 
 Shapes: N texts, L tokens, H heads, E head_dim, D hidden_size, R rows of distances.
 """
 
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -253,13 +254,13 @@ def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[Ca
     rows = [
         (encoding, encoding.rows(distance), [call for call in calls if encoding in call.encodings]) for encoding in encodings
     ]
-    wanted = [sum(_mass(goal, shown) for call in acted for (goal, _), shown in call.numbered()) for _, _, acted in rows]
+    wanted = [_total(_mass(goal, shown) for call in acted for (goal, _), shown in call.numbered()) for _, _, acted in rows]
     for _ in range(ROUNDS):
         change = 0.0
         for (encoding, row, acted), goal in zip(rows, wanted, strict=True):
             if row is None:
                 return False
-            given = sum(_mass(log().exp(), shown) for call in acted for (_, log), shown in call.numbered())
+            given = _total(_mass(log().exp(), shown) for call in acted for (_, log), shown in call.numbered())
             masses = (mass.new_zeros(len(mass), row_count(encoding)).index_add_(1, row, mass) for mass in (goal, given))
             before, now = (mass.clamp(min=LEAST) for mass in masses)
             if not encoding.raise_bias((before / now).log()):
@@ -268,6 +269,10 @@ def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[Ca
         if change < STILL:
             break
     return True
+
+
+def _total(masses: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, masses)
 
 
 def row_count(encoding: PositionEncoding) -> int:

@@ -100,7 +100,7 @@ def _with_own_layers(encoding: Any, options: dict[str, Any]) -> dict[str, Any]:
     added = {}
     for part, cls in parts.items():
         name = "per_layer" if kind is cls else f"{part}__per_layer"
-        of_part = next((given[each] for each in (part, *cls.aliases) if isinstance(given.get(each), dict)), {})
+        of_part: dict[str, Any] = next((given[each] for each in (part, *cls.aliases) if isinstance(given.get(each), dict)), {})
         called = {f"{each}__per_layer" for each in (part, *cls.aliases)} | {name}
         if "per_layer" in cls.option_types() and "per_layer" not in of_part and not called & given.keys():
             added[name] = True

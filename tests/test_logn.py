@@ -122,15 +122,6 @@ def test_learned_factors(is_causal):
     assert torch.equal(learned.rotate(near, None, context_of(learned, within))[0], near)
 
 
-def test_blend_scales_by_a_part():
-    encoding, query = make(True), random(1, 3, 2, 8)
-    for blend in (0.0, 0.25):
-        encoding.blend = blend
-        scaled, _ = encoding.rotate(query, None, context_of(encoding, [[3, 90]]))
-        expected = query * torch.tensor([1.0, factor(91, part=blend)], dtype=torch.float64)[:, None]
-        torch.testing.assert_close(scaled, expected, atol=1e-12, rtol=1e-12)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_no_values_are_read(is_causal):
     """On a GPU that would wait for it; on the meta device there are none."""

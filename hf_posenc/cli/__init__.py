@@ -1,4 +1,4 @@
-"""The command `hf-posenc list | inspect | patch | unpatch | extend | card | push`.
+"""The command `hf-posenc list | inspect | patch | convert | unpatch | extend | card | push`.
 
 One file per subcommand; all files here are imported.
 

@@ -35,8 +35,8 @@ def patch(
     [bold]hf-posenc patch bert-base-uncased sinusoidal+alibi --option sinusoidal__base=5000 --output-dir both[/]
     """
     check_output_dir(output_dir, overwrite)
-    chosen = _encoding(encoding, option or [])
-    some = {} if layers is None else {"layers": _value(layers)}
+    chosen = given_encoding(encoding, option or [])
+    some = {} if layers is None else {"layers": option_value(layers)}
     patched = hf_posenc.patch(load(model), chosen, max_length=max_length, inject=inject, keep_host=keep_host, **some)
     save(patched, model, output_dir)
     lost = "A trained model has lost its sense of order now: fine-tune it"
@@ -56,7 +56,7 @@ def _distillation(original: str, patched: Path) -> str:
     return shlex.join(["python", str(script), *names])
 
 
-def _encoding(given: str, options: list[str]) -> dict[str, Any]:
+def given_encoding(given: str, options: list[str]) -> dict[str, Any]:
     encoding = _parsed(given) if given.startswith("{") else {"type": given}
     for option in options:
         name, equals, value = option.partition("=")
@@ -66,11 +66,11 @@ def _encoding(given: str, options: list[str]) -> dict[str, Any]:
             raise ValueError(f"--option {option!r}: {name!r} is no option of an encoding; see hf-posenc patch --help")
         if name in encoding:
             raise ValueError(f"--option {option!r}: {name!r} is given twice")
-        encoding[name] = _value(value)
+        encoding[name] = option_value(value)
     return encoding
 
 
-def _value(text: str) -> Any:
+def option_value(text: str) -> Any:
     """The value of an option: JSON, or else the text itself."""
     try:
         return json.loads(text)

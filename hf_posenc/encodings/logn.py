@@ -56,7 +56,7 @@ class LogN(PositionEncoding, type="logn"):
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
         if query is None:
             return None, key
-        growth = self.blend * context.cached((self, "growth"), lambda: self._growth(context.positions))
+        growth = context.cached((self, "growth"), lambda: self._growth(context.positions))
         if self.scale == "learned":
             growth = growth * self.factor[:, None, None]
         return query * (1 + growth).to(query.dtype), key

@@ -1,0 +1,152 @@
+"""hf-posenc convert"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+import hf_posenc
+from hf_posenc import comparison
+from hf_posenc.cli import app, console
+from hf_posenc.cli.folders import check_output_dir, load, load_tokenizer, save
+from hf_posenc.cli.patching import given_encoding, option_value
+from hf_posenc.cli.texts import read
+from hf_posenc.retrieval import Embedder, pooling
+
+DOCUMENTS = 200
+"""Maximum number of documents in the comparison, which takes far longer than the conversion."""
+
+
+@app.command("convert")
+def convert(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a trained model that isn't patched.")],
+    encoding: Annotated[str, typer.Argument(help='A name, a composition "a+b", or JSON with "type".')],
+    texts: Annotated[Path, typer.Option(help="Texts of the kind that the model is used for: .jsonl, .json, .csv, .parquet, .txt.")],
+    output_dir: Annotated[Path, typer.Option(help="Where the converted model and its tokenizer are saved.")],
+    max_length: Annotated[int | None, typer.Option(help="The longest input in tokens; default: see hf_posenc.patch.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="name=value, or part__name=value; may be repeated.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="A slice such as 3::4, or a JSON list of layer indices; default: all layers.")
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="The column of --texts.")] = "text",
+    queries: Annotated[Path | None, typer.Option(help="Rows of a `query` and the `document` that it should find.")] = None,
+    train_steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the calibration.")] = 0,
+    compare: Annotated[bool, typer.Option(help="End with what was gained and lost, by length.")] = True,
+    overwrite: Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")] = False,
+) -> None:
+    """Give a trained model another position encoding, calibrated on your texts, and say what it costs and gains.
+
+    A folder of sentence-transformers comes back as one, with its modules, pooling and lengths.
+
+    [bold]hf-posenc convert all-MiniLM-L6-v2 relative --texts my.jsonl --max-length 2048 --output-dir minilm-2048[/]
+
+    It ends with the original (beyond its length truncated, and chunked), the calibrated and the trained model on the same
+    questions: those of --queries, or sentences taken out of the texts.
+    """
+    check_output_dir(output_dir, overwrite)
+    script = _distillation_script() if train_steps else None
+    rows = [text for (text,) in read(texts, {"--text-column": text_column})]
+    pairs = [] if queries is None else [comparison.Pair(*row) for row in read(queries, {"query": "query", "document": "document"})]
+    if queries is not None and len(pairs) < comparison.FEWEST:
+        raise ValueError(f"{queries} has {len(pairs)} rows: {comparison.FEWEST} are needed to compare")
+    original = load(model)
+    tokenizer = getattr(original, "tokenizer", None) or load_tokenizer(model)
+    some: dict[str, Any] = {} if layers is None else {"layers": option_value(layers)}
+    chosen = given_encoding(encoding, option or [])
+    converted = hf_posenc.convert(original, chosen, texts=rows, tokenizer=_only_called(tokenizer), max_length=max_length, **some)
+    models = {"calibrated": converted}
+    if script is None:
+        save(converted, model, output_dir)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            save(converted, model, Path(folder, "calibrated"))
+            _distil(script, Path(folder, "calibrated"), model, texts, text_column, train_steps, max_length, output_dir, overwrite)
+        models["trained"] = load(str(output_dir))
+    if compare:
+        _compare(original, models, tokenizer, rows, pairs, max_length)
+
+
+def _only_called(tokenizer: Any) -> Any:
+    """The tokenizer as a function, whose own model_max_length stays: what is saved gets the converted model's."""
+    return None if tokenizer is None else lambda text, **options: tokenizer(text, **options)
+
+
+def _distillation_script() -> Path:
+    script = Path(hf_posenc.__file__).parents[1] / "scripts" / "distill.py"
+    if not script.is_file():
+        raise ValueError(
+            "--train-steps runs scripts/distill.py of the repository, which isn't part of the installed package: clone it and "
+            "`pip install -e '.[train]'` there, or leave out --train-steps"
+        )
+    return script
+
+
+def _distil(
+    script: Path,
+    calibrated: Path,
+    original: str,
+    texts: Path,
+    column: str,
+    steps: int,
+    max_length: int | None,
+    output_dir: Path,
+    overwrite: bool,
+) -> None:
+    """Run distill.py, with its own progress bar. Raises ValueError if it fails, which it explains itself."""
+    usable = hf_posenc.inspect(original).max_length
+    command = [sys.executable, str(script), "--model_name_or_path", str(calibrated), "--teacher", original]
+    command += ["--train_file", str(texts), "--text_column", column, "--max_train_steps", str(steps)]
+    if max_length is not None and usable is not None and max_length > usable:
+        command += ["--long_text_length", str(max_length)]
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "trained")
+        if subprocess.run([*command, "--output_dir", str(made)], check=False).returncode:
+            raise ValueError("the distillation failed, as it says above; nothing was saved")
+        save(load(str(made)), str(made), output_dir)
+
+
+def _compare(
+    original: Any,
+    models: dict[str, Any],
+    tokenizer: Any,
+    texts: list[str],
+    pairs: list[comparison.Pair],
+    max_length: int | None,
+) -> None:
+    if tokenizer is None:
+        console.print("There is no tokenizer beside the model, so nothing is compared.")
+        return
+    embedders = {name: Embedder(*_parts(model, tokenizer)) for name, model in {"original": original, **models}.items()}
+    # The last ones: calibration takes its texts from the beginning.
+    known = texts[-DOCUMENTS:]
+    if pairs:
+        pairs, about = pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} queries of your own find their documents"
+    else:
+        pairs, about = comparison.own_pairs(embedders["original"], known)
+    lengths = comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
+    found = comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
+    last = [*embedders][-1]
+    table = Table("method", title=f"{about}: MRR, and how much better the {last} model is [95 %]")
+    names = dict.fromkeys(name for row in found.rows.values() for name in row)
+    for length in found.rows:
+        table.add_column(f"{length} tokens", justify="right")
+    for name in names:
+        cells = []
+        for row in found.rows.values():
+            each = row.get(name)
+            difference = f" ({each.difference.shown()})" if each and each.difference else ""
+            cells.append(f"{each.score.mrr:.3f}{difference}" if each else "")
+        table.add_row(name, *cells)
+    console.print(table)
+    console.print(found.verdict, highlight=False)
+
+
+def _parts(model: Any, tokenizer: Any) -> tuple[Any, Any, Any]:
+    """The Transformers model's body, its tokenizer and its pooling."""
+    sentences = hasattr(model, "tokenizer")
+    inner = model[0].model if sentences else model.base_model
+    return inner, getattr(model, "tokenizer", tokenizer), pooling(model if sentences else None)

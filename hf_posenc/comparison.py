@@ -1,0 +1,116 @@
+"""What a conversion costs and gains on texts of one's own: retrieval by length, original against converted.
+
+Shapes: N queries and documents, in the same order.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_posenc import questions, scores
+from hf_posenc.retrieval import Embedder, Method, cut, methods, offsets
+from hf_posenc.scores import Difference, Score
+
+SHORTEST = 128
+FEWEST = 20
+"""Least number of questions."""
+ORIGINAL = "original"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A query, and the document that it should find."""
+
+    query: str
+    document: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method at one length. difference: how much better (above 0) the compared model is, over the same queries."""
+
+    score: Score
+    difference: Difference | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """rows: length -> method -> row; the compared models' own rows have no difference. verdict: one sentence."""
+
+    rows: dict[int, dict[str, Row]]
+    verdict: str
+
+
+def own_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> tuple[list[Pair], str]:
+    """Questions made of the texts: a sentence is taken out of each, and is to find it again.
+
+    embedder: the original's. Where enough texts are longer than it reads, only these count, and the sentence comes from behind
+    that length.
+
+    Returns the pairs, and what they are in words. Raises ValueError where the texts have too few sentences.
+    """
+    limit, tokenizer = embedder.limit, embedder.tokenizer
+    choose = random.Random(seed)
+    for behind in ([] if limit is None else [limit]) + [0]:
+        found = [questions.taken_out(tokenizer, text, choose, behind=behind) for text in texts]
+        pairs = [Pair(question.query, question.document) for question in found if question is not None]
+        if len(pairs) >= FEWEST:
+            where = f"from behind its first {behind} tokens" if behind else "taken out of it"
+            return pairs, f"{len(pairs)} questions: a sentence {where} finds its text"
+    raise ValueError(
+        f"of {len(texts)} texts {len(pairs)} have a sentence that could be a question, and {FEWEST} are needed to compare: "
+        "give more texts, or questions of your own (--queries)"
+    )
+
+
+def lengths_of(embedder: Embedder, documents: Sequence[str], longest: int | None) -> list[int]:
+    """Doubling from SHORTEST up to `longest`, as far as at least half of the documents reach beyond the length before."""
+    sizes = sorted(len(offsets(embedder.tokenizer, document)) for document in documents)
+    most, found = sizes[len(sizes) // 2], [SHORTEST]
+    while found[-1] < most and (longest is None or 2 * found[-1] <= longest):
+        found.append(2 * found[-1])
+    return found
+
+
+def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> Comparison:
+    """Retrieval among the documents, cut at each length. The last of the models is what the original is compared with.
+
+    Where the original reads less, it is truncated, and chunked with the mean and the best of the chunks.
+    """
+    *_, last = models
+    rows: dict[int, dict[str, Row]] = {}
+    queries = [pair.query for pair in pairs]
+    for length in lengths:
+        documents = [cut(original.tokenizer, pair.document, length) for pair in pairs]
+        ways = methods(ORIGINAL, original, length)
+        ways += [Method(name, methods(name, model, length)[0].similarity) for name, model in models.items()]
+        ranks = {way.name: scores.ranked(way.similarity(queries, documents, f"{way.name} at {length}")) for way in ways}
+        rows[length] = {
+            name: Row(scores.score(found), None if name in models else scores.paired(ranks[last], found))
+            for name, found in ranks.items()
+        }
+    return Comparison(rows, _verdict(rows, last, original.limit))
+
+
+def _verdict(rows: dict[int, dict[str, Row]], name: str, limit: int | None) -> str:
+    said = []
+    within = [length for length in rows if ORIGINAL in rows[length]]
+    if within:
+        length = within[-1]
+        ours, theirs = rows[length][name].score.mrr, rows[length][ORIGINAL].score.mrr
+        said.append(f"at {length} tokens the {name} model has {ours / max(theirs, 1e-9):.1%} of the original's MRR")
+    beyond = [length for length in rows if ORIGINAL not in rows[length]]
+    if beyond:
+        length = beyond[-1]
+        rivals = {way: row for way, row in rows[length].items() if row.difference is not None}
+        best, row = max(rivals.items(), key=lambda each: each[1].score.mrr)
+        assert row.difference is not None
+        if not row.difference.clear:
+            what = f"no difference to the best use of the original ({best}) can be seen"
+        elif row.difference.value > 0:
+            what = f"it is better than the original in every use; the best is {best}"
+        else:
+            what = f"the original does better ({best}): keep it for texts of this length"
+        said.append(f"at {length} {what} (MRR {row.difference.shown()})")
+    sentence = "; ".join(said)
+    return sentence[:1].upper() + sentence[1:] + "."
