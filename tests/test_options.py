@@ -655,7 +655,7 @@ ORDER = [
     {"patching"},
     {"extension"},
     {"diagnostics"},
-    {"evaluation", "leaks", "retries"},
+    {"evaluation", "leaks", "retries", "retrieval", "scores", "questions"},
     {"commits"},
     {"cards"},
     {"repositories"},

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, has_file
 
-ABOUT = "config_sentence_transformers.json"
+from hf_posenc.retrieval import Pool, mean
 
-Pool = Callable[[Tensor, dict[str, Tensor]], Tensor]
-"""Hidden states `[B, L, D]` and the batch that they belong to -> embeddings `[B, E]`."""
+ABOUT = "config_sentence_transformers.json"
 
 
 def load(name: str) -> Any:
@@ -39,12 +37,6 @@ def load(name: str) -> Any:
     if not isinstance(getattr(found[0], "model", None), PreTrainedModel):
         raise SystemExit(f"{name} begins with a {type(found[0]).__name__}: allowed is a Transformers model")
     return found.requires_grad_(False).eval()
-
-
-def mean(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over the real tokens."""
-    mask = batch["attention_mask"].to(hidden.dtype)
-    return (hidden * (mask / mask.sum(1, keepdim=True))[..., None]).sum(1)
 
 
 def pooling(found: Any, device: torch.device) -> Pool:
