@@ -25,9 +25,10 @@ class Question:
 
 
 def sentence_spans(text: str) -> list[tuple[int, int]]:
-    """Where sentences begin and end, in order. They end before white space that follows ".", "!", "?", or at a blank line."""
+    """Where sentences begin and end, in order. They end with ".", "!" or "?" before white space and no small letter, or at a
+    blank line."""
     breaks = [0]
-    for found in re.finditer(r"(?<=[.!?])\s+|\n\s*\n", text):
+    for found in re.finditer(r"(?<=[.!?])\s+(?![\sa-z])|\n\s*\n", text):
         breaks += found.span()
     breaks.append(len(text))
     spans = []

@@ -59,9 +59,10 @@ class Difference:
         """Whether the interval leaves out 0."""
         return not self.interval[0] <= 0 <= self.interval[1]
 
-    def shown(self, digits: int = 3) -> str:
+    def shown(self, digits: int = 2) -> str:
+        """The difference with its interval, which has as many decimal places as `digits` says."""
         low, high = self.interval
-        return f"{self.value:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+        return f"{self.value:+.3f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
 def ranked(similarity: Tensor, right: Sequence[int] | None = None, groups: Sequence[int] | None = None) -> Ranks:

@@ -46,6 +46,8 @@ def parse_arguments() -> argparse.Namespace:
     add("models", nargs="+", help="folders or Hub ids, name=folder to give it a name; the first one is compared with")
     add("--tasks", nargs="+", choices=TASKS, help="default: perplexity for language models, the others for all others")
     add("--pages", type=Path, help="a folder of .rst, .txt, .md or .html pages; default: the standard library's documentation")
+    share_help = "of the pages; 1 where no model was trained on any of them"
+    add("--evaluation_share", type=float, default=pages.EVALUATION_SHARE, help=share_help)
     add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="in tokens")
     add("--documents", type=int, default=200, help="each as long as the longest length")
     add("--haystacks", type=int, default=8, help="documents that facts are put into, in each cell of the heat map")
@@ -74,6 +76,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--candidates {arguments.candidates}: there are {len(NAMES) * len(OBJECTS)} different facts")
     if arguments.tasks and "deep" in arguments.tasks and max(arguments.lengths) <= BOUNDARY:
         parser.error(f"--tasks deep asks for text behind {BOUNDARY} tokens: give --lengths beyond, or leave it out")
+    if not 0 < arguments.evaluation_share <= 1:
+        parser.error(f"--evaluation_share {arguments.evaluation_share}: allowed are shares above 0, up to 1")
     return arguments
 
 
@@ -118,10 +122,10 @@ def load_embedder(path: str, tokenizer: Any) -> Embedder:
     return Embedder(model.eval(), tokenizer, sentences.pooling(found, model.device))
 
 
-def load_texts(folder: Path | None, tokenizer: Any, longest: int, count: int) -> Texts:
-    if folder is None:
-        return library.long_documents(tokenizer, longest, count, fewer=True)
-    evaluation, _ = pages.split(folder)
+def load_texts(arguments: argparse.Namespace, tokenizer: Any) -> Texts:
+    if arguments.pages is None:
+        return library.long_documents(tokenizer, max(arguments.lengths), arguments.documents, fewer=True)
+    evaluation, _ = pages.split(arguments.pages, share=arguments.evaluation_share)
     return [(page.title, page.document) for page in evaluation]
 
 
@@ -136,7 +140,7 @@ def main() -> None:
     first, tokenizer = next(iter(tokenizers.items()))
     if longest <= BOUNDARY:
         tasks = [task for task in tasks if task != "deep"]
-    texts = load_texts(arguments.pages, tokenizer, longest, arguments.documents)
+    texts = load_texts(arguments, tokenizer)
     documents = cases(tokenizer, texts, lengths, arguments.documents, arguments.seed, deep="deep" in tasks)
     if len(documents) < 2:
         raise SystemExit(f"{len(documents)} documents have {longest} tokens or more: lower --lengths, or give other --pages")
@@ -165,9 +169,13 @@ def main() -> None:
         }
         perplexities = perplexity.evaluate(models, [case.document for case in documents], lengths, model_baseline)
 
-    settings: dict[str, Any] = {"texts": arguments.pages.name if arguments.pages else records.LIBRARY, "models": list(paths)}
+    settings: dict[str, Any] = {
+        "texts": pages.name_of(arguments.pages) if arguments.pages else records.LIBRARY,
+        "models": list(paths),
+    }
     settings |= {
-        name: getattr(arguments, name) for name in ("lengths", "needle_lengths", "depths", "candidates", "window", "seed")
+        name: getattr(arguments, name)
+        for name in ("evaluation_share", "lengths", "needle_lengths", "depths", "candidates", "window", "seed")
     }
     settings |= {"documents": len(documents), "haystacks": len(haystacks), "tasks": list(tasks), "baseline": baseline}
     settings["perplexity_baseline"] = model_baseline

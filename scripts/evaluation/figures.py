@@ -55,7 +55,8 @@ def tables(found: Found, perplexities: ByLength, settings: dict[str, Any]) -> li
         made.append(table)
     if perplexities:
         count = next(iter(next(iter(perplexities.values())).values())).documents
-        title = f"perplexity of the same tokens of {count} documents [95 %]\nbelow it the ratio to {settings['perplexity_baseline']}"
+        other = settings["perplexity_baseline"]
+        title = f"perplexity of the same tokens of {count} documents [95 %]\nbelow it the ratio to {other}"
         table = Table("model", *(f"windows of\n{length}" for length in perplexities), title=title)
         for name in next(iter(perplexities.values())):
             cells = []
@@ -129,7 +130,9 @@ def draw(found: Found, perplexities: ByLength, settings: dict[str, Any], path: P
                 x = [length * 1.04 ** (place - len(styles) / 2) for length, _, _ in gaps[name]]
                 y = [value for _, value, _ in gaps[name]]
                 errors = [[value - low for _, value, (low, _) in gaps[name]], [high - v for _, v, (_, high) in gaps[name]]]
-                below.errorbar(x, y, yerr=errors, marker="o", markersize=3.5, capsize=2.5, zorder=2 + place, **style)
+                below.errorbar(
+                    x, y, yerr=errors, marker="o", markersize=3.5, capsize=2.5, elinewidth=1.2, zorder=2 + place, **style
+                )
         below.axhline(zero, color="#777777", linestyle="--", linewidth=1.4)
         above.set_title(title, fontsize=9)
         below.set_title(lower, fontsize=9)

@@ -41,6 +41,8 @@ SKIPPED = {"script", "style", "nav", "head", "header", "footer"}
 SKIPPED_CLASSES = {"navheader", "navfooter", "toc", "sphinxsidebar", "related", "footer", "headerlink"}
 BLOCKS = {"p", "div", "li", "dt", "dd", "pre", "tr", "table", "section", "blockquote", "ul", "ol", "dl", "br", "hr"}
 HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
+ABOUT = r"\W*(authors?|copyright|c|date|release date|version|original|written by|maintainers?|contact|email|updated)\b"
+"""How lines begin that say nothing about a page's subject."""
 VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 
 
@@ -53,24 +55,29 @@ class Page:
     document: str
 
 
-def split(folder: Path, left_out: Collection[str] = LEFT_OUT) -> tuple[list[Page], list[str]]:
+def name_of(folder: Path) -> str:
+    """What the texts of a folder are called: the nearest folder that isn't called html or _sources."""
+    return next((part for part in reversed(folder.resolve().parts) if part not in (SOURCES, "html")), folder.name)
+
+
+def split(folder: Path, left_out: Collection[str] = LEFT_OUT, share: float = EVALUATION_SHARE) -> tuple[list[Page], list[str]]:
     """(pages to evaluate with, training texts), disjoint by page and by sentence: no training text has a sentence of eight
-    words or more that is in an evaluation page. Evaluation pages have different titles."""
+    words or more that is in an evaluation page. Evaluation pages, about `share` of all, have different titles."""
     pages = without_near_copies(read(folder, left_out))
     titles = Counter(plain(page.title) for page in pages)
-    evaluation = [page for page in pages if for_evaluation(page.path) and titles[plain(page.title)] == 1]
+    evaluation = [page for page in pages if for_evaluation(page.path, share) and titles[plain(page.title)] == 1]
     seen = {key for page in evaluation for key in _keys(f"{page.title}\n\n{page.document}")}
     training = []
     for page in pages:
-        if not for_evaluation(page.path):
+        if not for_evaluation(page.path, share):
             paragraphs = [page.title, *re.split(r"\n\s*\n", page.document)]
             training.append("\n\n".join(text for text in paragraphs if not _keys(text) & seen))
     return evaluation, [text for text in training if len(text.split()) >= MIN_WORDS]
 
 
-def for_evaluation(path: str) -> bool:
+def for_evaluation(path: str, share: float = EVALUATION_SHARE) -> bool:
     """Whether a page is for evaluation, by its path alone."""
-    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") < EVALUATION_SHARE * 2**64
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") < share * 2**64
 
 
 def read(folder: Path, left_out: Collection[str] = LEFT_OUT) -> list[Page]:
@@ -113,7 +120,7 @@ def asked(path: str, title: str, text: str) -> Page | None:
     if len(known.split()) < MIN_QUERY_WORDS:
         for start, end in sentence_spans(document):
             sentence = " ".join(document[start:end].split())
-            if len(plain(sentence).split()) >= MIN_QUERY_WORDS:
+            if len(plain(sentence).split()) >= MIN_QUERY_WORDS and not re.match(ABOUT, sentence, flags=re.IGNORECASE):
                 question = sentence if known in plain(sentence) else f"{title}: {sentence}"
                 return Page(path, question, (document[:start] + document[end:]).strip())
         return None
