@@ -75,7 +75,7 @@ def taken_out(
     encoded = tokenizer(document, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts, ends = ([place[side] for place in encoded["offset_mapping"]] for side in (0, 1))
     last = len(starts) if within is None else within - tokenizer.num_special_tokens_to_add()
-    words = f" {plain(document)} "
+    words = _spaced(plain(document))
     found = []
     for start, end in sentence_spans(document):
         first = bisect_right(ends, start)  # the number of tokens before the sentence
@@ -83,10 +83,15 @@ def taken_out(
             continue
         sentence = " ".join(document[start:end].split())
         key = plain(sentence)
-        if is_prose(sentence) and key not in excluded and words.count(f" {key} ") == 1:
+        if is_prose(sentence) and key not in excluded and words.count(_spaced(key)) == 1:
             found.append((first, start, end, sentence))
     if not found:
         return None
     wanted = choose.uniform(behind, min(last, len(starts)))
     depth, start, end, sentence = min(found, key=lambda each: (abs(each[0] - wanted), each[0]))
     return Question(sentence, document[:start] + document[end:].lstrip(" "), depth)
+
+
+def _spaced(words: str) -> str:
+    """With two spaces between words and one at each end, so that occurrences one behind the other are counted both."""
+    return f" {words.replace(' ', '  ')} "

@@ -30,6 +30,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 import hf_posenc  # noqa: F401  (registers patched models with the Auto classes)
 from evaluation import library, pages, perplexity, records
+from evaluation.corpus import EVALUATION_MODULES
 from evaluation.figures import draw, draw_heat, tables
 from evaluation.lengths import Found, Texts, baseline_of, cases, evaluate, evaluate_needles, ways
 from evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
@@ -65,9 +66,10 @@ def parse_arguments() -> argparse.Namespace:
         arguments.needle_lengths or [length for length in arguments.lengths if length >= BOUNDARY] or [arguments.lengths[-1]]
     )
     arguments.needle_lengths = sorted({*given})
-    if min(arguments.lengths + arguments.needle_lengths) < 32:
-        least = min(arguments.lengths + arguments.needle_lengths)
-        parser.error(f"--lengths {least}: a fact needs 32 tokens or more around it")
+    if min(arguments.lengths) < 8:
+        parser.error(f"--lengths {min(arguments.lengths)}: 8 tokens or more are needed")
+    if min(arguments.needle_lengths) < 32 and "needle" in (arguments.tasks or RETRIEVAL):
+        parser.error(f"--needle_lengths {min(arguments.needle_lengths)}: a fact needs 32 tokens or more around it")
     if max(arguments.needle_lengths) > max(arguments.lengths):
         parser.error(f"--needle_lengths {max(arguments.needle_lengths)} is beyond the longest of --lengths")
     if arguments.candidates < 2 or arguments.documents < 2 or arguments.haystacks < 1 or arguments.depths < 1:
@@ -124,7 +126,7 @@ def load_embedder(path: str, tokenizer: Any) -> Embedder:
 
 def load_texts(arguments: argparse.Namespace, tokenizer: Any) -> Texts:
     if arguments.pages is None:
-        return library.long_documents(tokenizer, max(arguments.lengths), arguments.documents, fewer=True)
+        return library.long_documents(tokenizer, max(arguments.lengths), EVALUATION_MODULES, fewer=True)
     evaluation, _ = pages.split(arguments.pages, share=arguments.evaluation_share)
     return [(page.title, page.document) for page in evaluation]
 

@@ -117,8 +117,8 @@ def baseline_of(found: Sequence[Method], wanted: str | None) -> str:
     """The name of the baseline: the first model truncated, or as it is where it isn't. Raises SystemExit for an unknown one."""
     names = [way.name for way in found]
     if wanted is None:
-        # The methods of the first model come right behind the bag of words.
-        return next((name for name in names[1:3] if ", truncated at " in name), names[1])
+        first, second = [*names[1:], ""][:2]  # right behind the bag of words: the first model truncated, or as it is
+        return second if second.startswith(f"{first}, truncated at ") else first
     if wanted not in names:
         raise SystemExit(f"--baseline {wanted!r} is none of the methods: {', '.join(map(repr, names))}")
     return wanted

@@ -161,7 +161,7 @@ def _inline(text: str) -> str:
     text = re.sub(r"(?::[\w+-]+)*:`~?([^`]+)`", r"\1", text)
     text = re.sub(r"``(.+?)``", r"\1", text)
     text = re.sub(r"`([^`]+)`_{0,2}", r"\1", text)
-    text = re.sub(r"(?<!\w)\*{1,2}(\S(?:[^*\n]*\S)?)\*{1,2}(?!\w)", r"\1", text)
+    text = re.sub(r"(?<!\w)\*{1,2}([^\s*](?:[^*\n]*[^\s*])?)\*{1,2}(?!\w)", r"\1", text)
     return re.sub(r"::(?=\s|$)", ":", text)
 
 
