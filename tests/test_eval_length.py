@@ -206,17 +206,8 @@ def test_the_standard_library_is_the_default(folders, library, monkeypatch, tmp_
     found = json.loads((tmp_path / "out" / "length.json").read_text())
     assert found["settings"]["texts"] == records.LIBRARY and found["settings"]["documents"] == 5
     monkeypatch.setattr(stdlib, "split", lambda: (library[0][:30], []))
-    run(
-        monkeypatch,
-        folders / "alibi",
-        *arguments[:-4],
-        "--documents",
-        "50",
-        "--output_dir",
-        tmp_path / "few",
-        "--tasks",
-        "title",
-    )
+    many = [*arguments[:3], "--documents", "50", "--tasks", "title"]
+    run(monkeypatch, folders / "alibi", *many, "--output_dir", tmp_path / "few")
     assert "not 50; --pages takes a folder with more" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit, match="documents have 500000 tokens or more: lower --lengths, or give other --pages"):
         run(monkeypatch, folders / "alibi", "--lengths", "500000", "--output_dir", tmp_path / "none")
