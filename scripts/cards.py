@@ -70,8 +70,8 @@ def distilled(base_model: str) -> Made:
     if run["steps"] != demo.STEPS:
         sys.exit(f"{RESULTS}/demo.json has {run['steps']} steps, and demo.py does {demo.STEPS}: make demo, and copy its record")
     # Both records are of the same model if their figures agree: the demo's long documents are among those of eval_length.py.
-    there = lengths["scores"]["retrieval"]
-    same = all(scores["distilled"] == there[length]["minilm-alibi"] for length, scores in run["long"].items())
+    there = lengths["scores"].get("retrieval", {})
+    same = all(scores["distilled"] == there.get(length, {}).get("minilm-alibi") for length, scores in run["long"].items())
     by_length = records.of_lengths(lengths, "minilm-alibi" if same else "")
     for result in by_length:
         name = result["model"].replace("minilm,", "original,")

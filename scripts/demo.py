@@ -21,9 +21,9 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import hf_posenc
 from evaluation import records
-from evaluation.lengths import long_documents
-from evaluation.retrieval import Score, bag_of_words, evaluate, lexical_similarity, score
-from evaluation.windows import Method, cut, methods
+from evaluation.library import bag_of_words, evaluate, long_documents
+from hf_posenc.retrieval import Embedder, Method, cut, lexical_similarity, methods
+from hf_posenc.scores import Score, score
 
 STEPS, FADE_STEPS = 340, 240
 MAX_SEQ_LENGTH = 256
@@ -112,9 +112,10 @@ def evaluate_long(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[in
     pairs = long_documents(tokenizer, MAX_LENGTH, LONG_DOCUMENTS)
     queries = [query for query, _ in pairs]
     found: dict[int, dict[str, Score]] = {}
+    embedders = {name: Embedder(model, tokenizer) for name, model in models.items()}
     for length in LONG_LENGTHS:
         texts = [cut(tokenizer, document, length) for _, document in pairs]
-        ways = [way for name, model in models.items() for way in methods(name, model, tokenizer, length, MAX_LENGTH)]
+        ways = [way for name, embedder in embedders.items() for way in methods(name, embedder, MAX_LENGTH)]
         for way in [Method("bag of words", lexical_similarity), *ways]:
             found.setdefault(length, {})[way.name] = score(way.similarity(queries, texts, f"{way.name} at {length}"))
     return found

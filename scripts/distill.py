@@ -33,6 +33,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, DataCollatorWithP
 
 import hf_posenc
 from evaluation import corpus
+from hf_posenc import retrieval
 from training import data, flags, loop, models, sentences, teaching
 from training.task import Task
 
@@ -93,7 +94,7 @@ def distillation_losses(
     student: Tensor,
     teacher: Tensor,
     batch: dict[str, Tensor],
-    pools: tuple[sentences.Pool, sentences.Pool] = (sentences.mean, sentences.mean),
+    pools: tuple[retrieval.Pool, retrieval.Pool] = (retrieval.mean, retrieval.mean),
 ) -> Tensor:
     """Hidden states `[B, L, D]` of student and teacher, their batch, and how each is pooled -> losses `[B]`.
 
@@ -120,7 +121,7 @@ class Distillation(Task):
         teacher: PreTrainedModel,
         tokenizer: Any,
         modules: Any,
-        pools: tuple[sentences.Pool, sentences.Pool],
+        pools: tuple[retrieval.Pool, retrieval.Pool],
     ) -> None:
         """`modules` is the student's SentenceTransformer, or None; `pools` are how student and teacher are pooled."""
         self.arguments, self.student, self.teacher, self.tokenizer = arguments, student, teacher, tokenizer
@@ -278,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = data.tokenized(
         accelerator, splits, tokenizer, arguments.text_column, length, packing=arguments.packing, usable=report.max_length
     )
-    pools = sentences.pooling(ours, accelerator.device), sentences.pooling(theirs, accelerator.device)
+    pools = retrieval.pooling(ours, accelerator.device), retrieval.pooling(theirs, accelerator.device)
     task = Distillation(arguments, student, teacher, tokenizer, ours, pools)
 
     def teachers() -> dict[str, dict[str, str]]:

@@ -3,9 +3,10 @@
 import json
 import random
 import re
+import shutil
 import sys
-from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from transformers import BertTokenizer
@@ -13,8 +14,11 @@ from transformers import BertTokenizer
 import eval_length
 import hf_posenc
 from conftest import ROOT, stock
-from evaluation import corpus, lengths, needles, windows
-from evaluation.retrieval import embed
+from evaluation import corpus, figures, lengths, needles, perplexity, records
+from evaluation import library as stdlib
+from hf_posenc.evaluation import checked_evaluation
+from hf_posenc.retrieval import Embedder, cut
+from hf_posenc.scores import Ranks
 
 SCRIPTS = ROOT / "scripts"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -39,16 +43,7 @@ def size(tokenizer, text):
     return len(tokenizer(text)["input_ids"])
 
 
-@pytest.mark.parametrize("length", [32, 200, 10_000])
-def test_cut(tokenizer, length):
-    text = windows.cut(tokenizer, HAYSTACK, length)
-    assert HAYSTACK.startswith(text) and size(tokenizer, text) == min(length, size(tokenizer, HAYSTACK))
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_cut_without_room(tokenizer, length):
-    with pytest.raises(SystemExit, match=f"{length} tokens leave no room for text beside 2 special ones"):
-        windows.cut(tokenizer, HAYSTACK, length)
+def test_facts_without_room(tokenizer):
     with pytest.raises(SystemExit, match="--lengths 40: a fact takes up to .* leaves none for a document"):
         needles.needles(tokenizer, HAYSTACK, 40, 4, random.Random(0))
 
@@ -87,7 +82,7 @@ def test_no_fact_lies_across_the_boundary(tokenizer):
     assert last == 510
     for seed in range(40):
         group = needles.needles(tokenizer, long, 700, 3, random.Random(seed), part=(3, 4))
-        visible = tokenizer(windows.cut(tokenizer, group[0].document, needles.BOUNDARY), add_special_tokens=False)
+        visible = tokenizer(cut(tokenizer, group[0].document, needles.BOUNDARY), add_special_tokens=False)
         for needle in group:
             fact = re.search(r"[A-Z]\w+ keeps [^.]+\.", needle.document)
             end = needle.depth + len(tokenizer(fact.group(), add_special_tokens=False)["input_ids"])
@@ -123,73 +118,19 @@ def test_no_fact_is_in_the_corpus(library):
 
 def test_long_documents_are_long(tokenizer, monkeypatch):
     modules = [corpus.Module(f"m{i}", f"summary {i}", HAYSTACK[: 400 + 40 * i]) for i in range(12)]
-    monkeypatch.setattr(lengths, "split", lambda: (modules, []))
+    monkeypatch.setattr(stdlib, "split", lambda: (modules, []))
     sizes = [size(tokenizer, module.document) for module in modules]
     least = sorted(sizes)[-4]
-    natural = lengths.long_documents(tokenizer, least, 3)
+    natural = stdlib.long_documents(tokenizer, least, 3)
     assert all(document in [m.document for m in modules] for _, document in natural) and len(set(natural)) == 3
-    more = lengths.long_documents(tokenizer, least, 6)
+    more = stdlib.long_documents(tokenizer, least, 6)
     assert len(more) == 6 and all(size(tokenizer, document) >= least for _, document in more)
     by_summary = {module.summary: module.document for module in modules}
     assert all(document.startswith(by_summary[summary]) for summary, document in more)
     assert len({summary for summary, _ in more}) == 6
     with pytest.raises(SystemExit, match=r"there are \d+ documents of at least"):
-        lengths.long_documents(tokenizer, least, 12)
-
-
-def test_chunks_are_even_and_whole(tokenizer, model):
-    texts = [HAYSTACK[:90], HAYSTACK[:200], "a b", HAYSTACK[:75]]
-    chunks = windows.embed_chunks(model, tokenizer, texts, 20, "chunks")
-    for text, actual in zip(texts, chunks, strict=True):
-        pieces = windows.chunk(tokenizer, text, 20)
-        ids = [tokenizer(piece)["input_ids"] for piece in pieces]
-        assert [i for piece in ids for i in piece[1:-1]] == tokenizer(text, add_special_tokens=False)["input_ids"]
-        lengths = [len(piece) for piece in ids]
-        assert max(lengths) <= 20 and max(lengths) - min(lengths) <= 1
-        assert len(pieces) == -(-len([i for piece in ids for i in piece[1:-1]]) // 18) == len(actual)
-        for piece, vector in zip(ids, actual, strict=True):
-            with torch.no_grad():
-                mean = model(torch.tensor([piece])).last_hidden_state[0].mean(0)
-            torch.testing.assert_close(vector, mean / mean.norm(), atol=1e-5, rtol=1e-4)
-
-
-def test_a_model_that_ends_before(tokenizer, model):
-    queries, documents = ["a b c.", "x y z."], [HAYSTACK[:200], HAYSTACK[100:400]]
-    truncated, mean, best = windows.methods("tiny", model, tokenizer, 100, 200)
-    assert [truncated.name, mean.name, best.name] == [
-        "tiny, truncated at 24",
-        "tiny, chunked by 24, mean",
-        "tiny, chunked by 24, max",
-    ]
-    asked = embed(model, tokenizer, queries, 24, "queries")
-    close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
-    close(truncated.similarity(queries, documents, ""), asked @ embed(model, tokenizer, documents, 24, "documents").T)
-    for row, document in enumerate(documents):
-        (chunks,) = windows.embed_chunks(model, tokenizer, [document], 24, "")
-        average = chunks.mean(0) / chunks.mean(0).norm()
-        close(mean.similarity(queries, documents, "")[:, row], asked @ average)
-        close(best.similarity(queries, documents, "")[:, row], (asked @ chunks.T).max(1).values)
-    (whole,) = windows.methods("longer", hf_posenc.patch(model, "alibi"), tokenizer, 100, 200)
-    assert whole.name == "longer"
-
-
-@pytest.mark.parametrize("candidates", [2, 6])
-def test_who_sees_nothing_is_at_the_level_of_chance(candidates):
-    equal = [torch.full((candidates, candidates), 0.5) for _ in range(3)]
-    score = needles.score_needles(equal)
-    assert (score.recall_at_1, score.mrr) == pytest.approx(needles.chance(candidates))
-    generator = torch.Generator().manual_seed(0)
-    drawn = needles.score_needles([torch.rand(candidates, candidates, generator=generator) for _ in range(4000)])
-    assert (drawn.recall_at_1, drawn.mrr) == pytest.approx(needles.chance(candidates), abs=0.02)
-    assert needles.score_needles([torch.eye(candidates)] * 2).recall_at_1_interval == (1.0, 1.0)
-
-
-def test_scores_by_hand():
-    similarity = torch.tensor([[0.9, 0.1, 0.0], [0.7, 0.7, 0.1], [0.6, 0.5, 0.4]])
-    score = needles.score_needles([similarity])
-    # Right; a draw with one other; third.
-    assert score.recall_at_1 == pytest.approx((1 + 1 / 2 + 0) / 3)
-    assert score.mrr == pytest.approx((1 + (1 + 1 / 2) / 2 + 1 / 3) / 3) and score.queries == 3
+        stdlib.long_documents(tokenizer, least, 12)
+    assert stdlib.long_documents(tokenizer, least, 12, fewer=True)[:6] == more
 
 
 def run(monkeypatch, *arguments):
@@ -198,65 +139,212 @@ def run(monkeypatch, *arguments):
     eval_length.main()
 
 
-@pytest.fixture
-def folders(tokenizer, model, tmp_path):
+@pytest.fixture(scope="module")
+def folders(tokenizer, model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("models")
     for name, each in (("stock", model), ("alibi", hf_posenc.patch(model, "alibi"))):
-        each.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    return tmp_path
+        each.save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+    for name in ("llama", "gpt2"):
+        stock(name, vocab_size=59, head="ForCausalLM" if name == "llama" else "LMHeadModel").save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+    (path / "pages").mkdir()
+    for number in range(24):
+        choose = random.Random(number)
+        sentences = [" ".join("".join(choose.choices(LETTERS, k=3)) for _ in range(9)).capitalize() + "." for _ in range(45)]
+        title = f"Page of the number {LETTERS[number]}"
+        (path / "pages" / f"{number}.txt").write_text(f"{title}\n{'=' * len(title)}\n\n" + "\n\n".join(sentences))
+    return path
 
 
-def test_from_end_to_end(folders, library, monkeypatch):
-    arguments = ["--lengths", "64", "1000", "--documents", "3", "--haystacks", "6", "--candidates", "2"]
-    run(monkeypatch, f"stock={folders / 'stock'}", f"alibi={folders / 'alibi'}", *arguments, "--output_dir", folders / "out")
-    found = json.loads((folders / "out" / "length.json").read_text())
-    names = [
-        "bag of words",
-        "stock, truncated at 24",
-        "stock, chunked by 24, mean",
-        "stock, chunked by 24, max",
-        "alibi",
-    ]
-    assert found["settings"]["lengths"] == [64, 1000] and found["chance"]["candidates"] == [0.5, 0.75]
+NAMES = ["bag of words", "stock, truncated at 24", "stock, chunked by 24, mean", "stock, chunked by 24, max", "alibi"]
+ARGUMENTS = ["--haystacks", "3", "--candidates", "2", "--depths", "4"]
+
+
+def test_from_end_to_end(folders, monkeypatch, tmp_path):
+    both = [f"{name}={folders / name}" for name in ("stock", "alibi")]
+    arguments = [*ARGUMENTS, "--pages", folders / "pages", "--lengths", "64", "1000", "--documents", "8"]
+    run(monkeypatch, *both, *arguments, "--output_dir", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "length.json").read_text())
+    settings, scores, differences = found["settings"], found["scores"], found["differences"]
+    assert settings["lengths"] == [64, 1000] and settings["needle_lengths"] == [1000] and settings["documents"] == 8
+    assert settings["texts"] == "pages" and settings["baseline"] == NAMES[1] and found["chance"]["candidates"] == [0.5, 0.75]
+    for task in ("title", "deep"):
+        for length in ("64", "1000"):
+            assert list(scores[task][length]) == NAMES and scores[task][length]["alibi"]["queries"] == 8
+            assert list(differences[task][length]) == [name for name in NAMES if name != NAMES[1]]
+            for name, each in differences[task][length].items():
+                gap = scores[task][length][name]["mrr"] - scores[task][length][NAMES[1]]["mrr"]
+                assert each["value"] == pytest.approx(gap) and each["interval"][0] <= gap <= each["interval"][1]
+    assert all(512 <= depth < 1000 for depth in found["depths"]["1000"]) and len(found["depths"]["1000"]) == 8
+    within, beyond = scores["needle"]["1000"], scores["needle beyond"]["1000"]
+    assert within["alibi"]["queries"] + beyond["alibi"]["queries"] == 3 * 2 * 4
+    assert beyond[NAMES[1]]["recall_at_1"] == 0.5 and beyond["bag of words"]["recall_at_1"] > 0.5
+    assert list(found["heat"]) == NAMES
+    cells = found["heat"]["alibi"]["1000"]
+    assert [cell["score"]["queries"] for cell in cells] == [6] * 4
+    assert [int(cell["tokens_before"] // 250) for cell in cells] == [0, 1, 2, 3]
+    assert (tmp_path / "out" / "length.png").stat().st_size > 10_000 < (tmp_path / "out" / "needle.png").stat().st_size
+    shown = (tmp_path / "out" / "length.txt").read_text()
+    assert "chance" in shown and "behind the first 512 tokens" in shown and NAMES[1] in shown
+    assert f"{scores['deep']['1000']['alibi']['mrr']:.3f}" in shown
+    value, (low, high) = (differences["deep"]["1000"]["alibi"][name] for name in ("value", "interval"))
+    assert f"{value:+.3f} [{low:+.2f}, {high:+.2f}]" in shown
+    # A model alone, and another one, get what they get together.
+    run(monkeypatch, both[1], *arguments, "--output_dir", tmp_path / "again", "--baseline", "bag of words", "--tasks", "deep")
+    again = json.loads((tmp_path / "again" / "length.json").read_text())
+    assert list(again["scores"]) == ["deep"] and list(again["differences"]["deep"]["64"]) == ["alibi"]
     for length in ("64", "1000"):
-        assert list(found["scores"]["retrieval"][length]) == names
-    assert list(found["scores"]["needle beyond"]) == ["1000"]
-    within, beyond = found["scores"]["needle"]["1000"], found["scores"]["needle beyond"]["1000"]
-    counts = [each["alibi"]["queries"] for each in (within, beyond)]
-    assert sum(counts) == 12 and min(counts) >= 4
-    assert beyond["stock, truncated at 24"]["recall_at_1"] == 0.5 and beyond["bag of words"]["recall_at_1"] > 0.5
-    assert (folders / "out" / "length.png").stat().st_size > 10_000
-    shown = (folders / "out" / "length.txt").read_text()
-    assert "chance" in shown and "behind the first 512 tokens" in shown and f"N = {counts[1]}" in shown
-    run(monkeypatch, f"alibi={folders / 'alibi'}", *arguments, "--output_dir", folders / "again")
-    again = json.loads((folders / "again" / "length.json").read_text())["scores"]
-    assert all(again[task][n]["alibi"] == by[n]["alibi"] for task, by in found["scores"].items() for n in by)
+        for figure, value in scores["deep"][length]["alibi"].items():
+            assert again["scores"]["deep"][length]["alibi"][figure] == pytest.approx(value, abs=1e-6)
+    assert not (tmp_path / "again" / "needle.png").exists()
 
 
-def test_a_task_without_a_case_is_left_out(folders, library, monkeypatch):
-    arguments = ["--lengths", "64", "--documents", "3", "--haystacks", "2", "--candidates", "2"]
-    run(monkeypatch, folders / "alibi", *arguments, "--output_dir", folders / "out")
-    assert "behind the first" not in (folders / "out" / "length.txt").read_text()
+def test_the_standard_library_is_the_default(folders, library, monkeypatch, tmp_path, capsys):
+    arguments = ["--lengths", "64", "2000", "--documents", "5", "--tasks", "title", "deep"]
+    run(monkeypatch, folders / "alibi", *arguments, "--output_dir", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "length.json").read_text())
+    assert found["settings"]["texts"] == records.LIBRARY and found["settings"]["documents"] == 5
+    monkeypatch.setattr(stdlib, "split", lambda: (library[0][:30], []))
+    many = [*arguments[:3], "--documents", "50", "--tasks", "title"]
+    run(monkeypatch, folders / "alibi", *many, "--output_dir", tmp_path / "few")
+    assert "not 50; --pages takes a folder with more" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit, match="documents have 500000 tokens or more: lower --lengths, or give other --pages"):
+        run(monkeypatch, folders / "alibi", "--lengths", "500000", "--output_dir", tmp_path / "none")
 
 
-def test_models_that_cannot_be_compared(folders, tokenizer, monkeypatch):
-    out = ("--output_dir", folders / "out")
+def test_short_lengths_have_no_deep_questions(folders, monkeypatch, tmp_path):
+    arguments = [*ARGUMENTS, "--pages", folders / "pages", "--lengths", "64", "--documents", "3"]
+    run(monkeypatch, folders / "alibi", *arguments, "--output_dir", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "length.json").read_text())
+    assert list(found["scores"]) == ["title", "needle"] and found["depths"] == {}
+
+
+def test_perplexity_by_length(folders, monkeypatch, tmp_path):
+    both = [f"{name}={folders / name}" for name in ("gpt2", "llama")]
+    arguments = ["--pages", folders / "pages", "--lengths", "16", "64", "--documents", "3", "--output_dir", tmp_path / "out"]
+    run(monkeypatch, *both, *arguments)
+    found = json.loads((tmp_path / "out" / "length.json").read_text())
+    windows = {length: {name: each["window"] for name, each in by.items()} for length, by in found["perplexity"].items()}
+    assert windows == {"16": {"gpt2": 16, "llama": 16}, "64": {"gpt2": 24, "llama": 24}}
+    assert found["scores"] == {} and found["settings"]["tasks"] == ["perplexity"]
+    for by_model in found["perplexity"].values():
+        assert by_model["gpt2"]["ratio"] == 1.0 and by_model["gpt2"]["ratio_interval"] == [1.0, 1.0]
+        ratio = by_model["llama"]["perplexity"] / by_model["gpt2"]["perplexity"]
+        assert by_model["llama"]["ratio"] == pytest.approx(ratio) and ratio != 1.0
+    assert "windows of 24" in (tmp_path / "out" / "length.txt").read_text()
+    rows = records.of_lengths(found, "llama")
+    assert {(row["metric"], row["length"]) for row in rows if row["this"]} == {("perplexity", 16), ("perplexity", 64)}
+    checked_evaluation({"results": rows})
+    with pytest.raises(SystemExit, match="--tasks perplexity: stock has no head of a language model"):
+        run(monkeypatch, f"stock={folders / 'stock'}", *arguments, "--tasks", "perplexity")
+    with pytest.raises(SystemExit, match="--baseline 'x' is none of the models: 'gpt2', 'llama'"):
+        run(monkeypatch, *both, *arguments, "--baseline", "x")
+
+
+@pytest.mark.parametrize("length", [2, 5, 16, 17, 23, 24, 40])
+@pytest.mark.parametrize("window", [2, 5, 8, 16])
+def test_each_token_is_scored_once(window, length):
+    model = stock("llama", vocab_size=59, head="ForCausalLM")
+    ids = torch.randint(5, 59, (length,), generator=torch.Generator().manual_seed(0))
+    expected, scored = [], 1
+    for start in range(0, length, window // 2):
+        seen = ids[start : start + window]
+        with torch.no_grad():
+            logits = model(seen[None]).logits[0].double()
+        for place in range(scored, start + len(seen)):
+            expected.append(-logits[place - start - 1].log_softmax(-1)[ids[place]].item())
+            assert place - start >= min(place, window - window // 2)
+        scored = max(scored, start + len(seen))
+    actual = perplexity.losses(model, ids, window)
+    torch.testing.assert_close(actual.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-4, rtol=1e-4)
+
+
+def test_questions_at_each_length(tokenizer):
+    def text(seed):
+        choose = random.Random(seed)
+        return " ".join(" ".join(choose.choices(LETTERS, k=9)).capitalize() + "." for _ in range(110))
+
+    same = "Q w e r t y u i o p a s d f."
+    texts = [(f"title {i}", f"{text(i)[:-1]}. {same}") for i in range(8)] + [("short", text(9)[:400])]
+    found = lengths.cases(tokenizer, texts, [100, 600, 1000], 6, seed=0)
+    assert len(found) == 6 and len({case.title for case in found}) == 6
+    assert [case.title for case in found] != [case.title for case in lengths.cases(tokenizer, texts, [100, 600, 1000], 6, 1)]
+    for case in found:
+        assert sorted(case.deep) == [600, 1000] and (case.title, case.document) in texts
+        for length, question in case.deep.items():
+            assert 512 <= question.depth <= length - 2 - 10 and question.query != same
+            assert question.query in case.document and question.query not in case.at(tokenizer, length)
+            assert size(tokenizer, case.at(tokenizer, length)) == length
+        assert case.question(100) is case.deep[1000]
+        assert case.at(tokenizer, 100) == cut(tokenizer, case.document, 100)
+    assert lengths.cases(tokenizer, texts, [100], 20, 0)[0].deep == {}
+
+
+def test_which_method_is_the_baseline(tokenizer, model):
+    limited, free = Embedder(model, tokenizer), Embedder(hf_posenc.patch(model, "alibi"), tokenizer)
+    assert lengths.baseline_of(lengths.ways({"a": limited, "b": free}, 100), None) == "a, truncated at 24"
+    assert lengths.baseline_of(lengths.ways({"b": free, "a": limited}, 100), None) == "b"
+    assert lengths.baseline_of(lengths.ways({"b": free, "a": limited}, 100, window=10), None) == "b, truncated at 10"
+    with pytest.raises(SystemExit, match="--baseline 'c' is none of the methods: 'bag of words', 'b'"):
+        lengths.baseline_of(lengths.ways({"b": free}, 100), "c")
+
+
+def test_figures_show_few_lines():
+    names = [*NAMES, "other, truncated at 24", "other, chunked by 24, mean", "other, chunked by 24, max"]
+    shown = list(figures.shown_methods(names, ["stock", "alibi", "other"], NAMES[1]))
+    assert shown == [NAMES[1], NAMES[2], "alibi", "other, truncated at 24"]
+
+
+def test_a_needle_stays_in_its_part(tokenizer):
+    """Also where a table leaves no sentence to put it behind."""
+    haystack = f"{HAYSTACK[:200]} {'a ' * 400}"
+    for part in range(4):
+        (first, *_) = needles.needles(tokenizer, haystack, 400, 2, random.Random(0), (part, 4))
+        assert part * 90 - 10 <= first.depth <= (part + 1) * 90 + 10
+
+
+def test_who_sees_nothing_is_at_the_level_of_chance():
+    """Needles of a model whose similarities are all the same."""
+    found = lengths.Found()
+    found.add("needle", 64, "blind", Ranks(np.full(4, 0.5), np.full(4, 0.75), np.arange(4)))
+    assert found.scores()["needle"][64]["blind"].recall_at_1 == needles.chance(2)[0]
+
+
+def test_models_that_cannot_be_compared(folders, monkeypatch, tmp_path):
+    out = ("--output_dir", tmp_path / "out")
     with pytest.raises(SystemExit, match="two models are called 'same'"):
         run(monkeypatch, f"same={folders / 'stock'}", f"same={folders / 'alibi'}", *out)
-    (folders / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS]))
-    BertTokenizer(str(folders / "vocab.txt")).save_pretrained(folders / "alibi")
+    shutil.copytree(folders / "alibi", tmp_path / "alibi")
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS]))
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "alibi")
     with pytest.raises(SystemExit, match="b has another vocabulary than a"):
-        run(monkeypatch, f"a={folders / 'stock'}", f"b={folders / 'alibi'}", *out)
-    assert not (folders / "out").exists()
+        run(monkeypatch, f"a={folders / 'stock'}", f"b={tmp_path / 'alibi'}", *out)
+    assert not (tmp_path / "out").exists()
+
+
+def test_figures_for_the_cards(folders, monkeypatch, tmp_path):
+    shutil.copytree(folders / "alibi", tmp_path / "alibi")
+    arguments = [*ARGUMENTS, "--pages", folders / "pages", "--lengths", "64", "1000", "--documents", "4"]
+    run(monkeypatch, f"alibi={tmp_path / 'alibi'}", *arguments, "--output_dir", tmp_path / "out", "--add_to_models")
+    found = checked_evaluation(json.loads((tmp_path / "alibi" / records.FILE).read_text()))
+    own = [each for each in found["results"] if each["this"]]
+    assert {each["model"] for each in own} == {"alibi"} and {each["dataset"]["name"] for each in own} == {"pages"}
+    assert len({each["dataset"]["config"] for each in own}) == 4 and {each["length"] for each in own} == {64, 1000}
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--lengths", "16"), "32 tokens or more"),
+        (("--lengths", "4", "64"), "8 tokens or more"),
         (("--candidates", "1"), "2 or more"),
         (("--candidates", "301"), "there are 300 different facts"),
         (("--documents", "1"), "2 or more"),
+        (("--depths", "0"), "1 or more"),
+        (("--needle_lengths", "4096"), "beyond the longest of --lengths"),
+        (("--tasks", "deep", "--lengths", "512"), "behind 512 tokens: give --lengths beyond"),
+        (("--evaluation_share", "0"), "shares above 0, up to 1"),
     ],
 )
 def test_bad_arguments(monkeypatch, capsys, arguments, words):

@@ -673,7 +673,9 @@ ORDER = [
     {"extension"},
     {"diagnostics"},
     {"conversion"},
-    {"evaluation", "leaks", "retries"},
+    {"evaluation", "leaks", "retries", "scores", "questions"},
+    {"retrieval"},
+    {"comparison"},
     {"commits"},
     {"cards"},
     {"repositories"},
@@ -749,12 +751,17 @@ def test_modules_bear_names_of_their_own():
     assert not names & ({*hf_posenc.__all__, "utils"} | sys.stdlib_module_names - {"encodings"})
 
 
+MEASURING = {"retrieval", "scores", "questions"}
+"""Modules that scripts and commands share; they know nothing of how models are patched."""
+
+
 def test_scripts_use_the_public_api_alone():
     for path in (ROOT / "scripts").rglob("*.py"):
         used = {name.removeprefix("hf_posenc.") for name in ours(path) if name != "hf_posenc"}
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_posenc":
                 used.add(node.attr)
+        used = {name for name in used if name.partition(".")[0] not in MEASURING}
         assert all(name in hf_posenc.__all__ or name.startswith("PosEnc") for name in used), path.name
 
 

@@ -15,7 +15,8 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 import distill
 import hf_posenc
 from conftest import LENGTH, ROOT, VOCABULARY, assert_close, run_python, stock, tokens
-from evaluation import corpus, retrieval
+from evaluation import corpus
+from hf_posenc import retrieval
 from training import sentences
 
 SCRIPTS = ROOT / "scripts"
@@ -51,34 +52,6 @@ def assert_disjoint(modules, training):
         for sentence in corpus._sentences(module.document):
             assert len(query & set(corpus._words(sentence))) / len(query) < corpus.NEAR_COPY, (module.name, sentence)
         assert not any(line.strip() == module.name for line in module.document.splitlines())
-
-
-def test_scores_by_hand():
-    similarity = torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.7, 0.1], [0.5, 0.5, 0.5]])
-    score = retrieval.score(similarity, samples=200)
-    # Ranks 1, 2 and, all three being tied, 3.
-    assert score.recall_at_1 == pytest.approx(1 / 3) and score.mrr == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
-    assert score.mrr_interval[0] < score.mrr < score.mrr_interval[1]
-    assert retrieval.score(torch.eye(5)).recall_at_1_interval == (1.0, 1.0)
-
-
-def test_pooling_ignores_padding():
-    model, ids = stock("bert"), tokens(1, 9)
-    mask = torch.ones_like(ids)
-    mask[:, 6:] = 0
-    padded = retrieval.pooled(model, {"input_ids": ids, "attention_mask": mask})
-    alone = retrieval.pooled(model, {"input_ids": ids[:, :6], "attention_mask": mask[:, :6]})
-    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
-
-
-def test_embeddings_keep_the_order_of_the_texts(tiny):
-    tokenizer, model = BertTokenizer.from_pretrained(tiny / "model"), AutoModel.from_pretrained(tiny / "model")
-    texts = [" ".join(WORDS[i : i + 2 + (7 * i) % 5]) for i in range(20)]
-    together = retrieval.embed(model, tokenizer, texts, 16, "all")
-    for i in (0, 7, 19):
-        torch.testing.assert_close(
-            together[i : i + 1], retrieval.embed(model, tokenizer, texts[i : i + 1], 16, "one"), atol=1e-5, rtol=1e-4
-        )
 
 
 def test_loss_is_zero_for_the_teacher_and_ignores_padding():
@@ -198,7 +171,7 @@ def test_pooling_is_that_of_the_sentence_transformer(tiny, tmp_path, mode):
     texts = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9"]
     batch = found.tokenizer(texts, padding=True, return_tensors="pt").data
     with torch.no_grad():
-        embeddings = sentences.pooling(found, torch.device("cpu"))(found[0].model(**batch).last_hidden_state, batch)
+        embeddings = retrieval.pooling(found, torch.device("cpu"))(found[0].model(**batch).last_hidden_state, batch)
     assert_close(embeddings, made.encode(texts, convert_to_tensor=True))
 
 

@@ -25,7 +25,9 @@ DOCUMENTS = 200
 def convert(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a trained model that isn't patched.")],
     encoding: Annotated[str, typer.Argument(help='A name, a composition "a+b", or JSON with "type".')],
-    texts: Annotated[Path, typer.Option(help="Texts of the kind that the model is used for: .jsonl, .json, .csv, .parquet, .txt.")],
+    texts: Annotated[
+        Path, typer.Option(help="Texts of the kind that the model is used for: .jsonl, .json, .csv, .parquet, .txt.")
+    ],
     output_dir: Annotated[Path, typer.Option(help="Where the converted model and its tokenizer are saved.")],
     max_length: Annotated[int | None, typer.Option(help="The longest input in tokens; default: see hf_posenc.patch.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="name=value, or part__name=value; may be repeated.")] = None,
@@ -50,21 +52,27 @@ def convert(
     check_output_dir(output_dir, overwrite)
     script = _distillation_script() if train_steps else None
     rows = [text for (text,) in read(texts, {"--text-column": text_column})]
-    pairs = [] if queries is None else [comparison.Pair(*row) for row in read(queries, {"query": "query", "document": "document"})]
+    pairs = (
+        [] if queries is None else [comparison.Pair(*row) for row in read(queries, {"query": "query", "document": "document"})]
+    )
     if queries is not None and len(pairs) < comparison.FEWEST:
         raise ValueError(f"{queries} has {len(pairs)} rows: {comparison.FEWEST} are needed to compare")
     original = load(model)
     tokenizer = getattr(original, "tokenizer", None) or load_tokenizer(model)
     some: dict[str, Any] = {} if layers is None else {"layers": option_value(layers)}
     chosen = given_encoding(encoding, option or [])
-    converted = hf_posenc.convert(original, chosen, texts=rows, tokenizer=_only_called(tokenizer), max_length=max_length, **some)
+    converted = hf_posenc.convert(
+        original, chosen, texts=rows, tokenizer=_only_called(tokenizer), max_length=max_length, **some
+    )
     models = {"calibrated": converted}
     if script is None:
         save(converted, model, output_dir)
     else:
         with tempfile.TemporaryDirectory() as folder:
             save(converted, model, Path(folder, "calibrated"))
-            _distil(script, Path(folder, "calibrated"), model, texts, text_column, train_steps, max_length, output_dir, overwrite)
+            _distil(
+                script, Path(folder, "calibrated"), model, texts, text_column, train_steps, max_length, output_dir, overwrite
+            )
         models["trained"] = load(str(output_dir))
     if compare:
         _compare(original, models, tokenizer, rows, pairs, max_length)

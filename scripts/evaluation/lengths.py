@@ -1,86 +1,181 @@
-"""Retrieval, and the retrieval of one fact, at several lengths."""
+"""Retrieval at several lengths: by title, by a sentence from behind the first 512 tokens, and of one fact."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
-from evaluation.corpus import split
-from evaluation.needles import needles, score_needles, seen
-from evaluation.retrieval import Score, lexical_similarity, score
-from evaluation.windows import Method, cut, methods
+from evaluation.needles import BOUNDARY, grid, seen
+from hf_posenc.questions import Question, plain, sentence_spans, taken_out
+from hf_posenc.retrieval import Embedder, Method, cut, lexical_similarity, methods
+from hf_posenc.scores import Difference, Ranks, Score, joined, paired, ranked, score
 
-Scores = dict[str, dict[int, dict[str, Score]]]
-"""Task -> length -> method -> score, for "retrieval", "needle" and, behind the boundary, "needle beyond"."""
+BAG = "bag of words"
+METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
+"""Task -> the metric that its tables and figures show."""
+
+Texts = list[tuple[str, str]]
+"""Questions by title, and their documents."""
 
 
-def long_documents(tokenizer: Any, least: int, count: int) -> list[tuple[str, str]]:
-    """(summary, documentation) of `count` evaluation modules with at least this many tokens.
+@dataclass(frozen=True)
+class Case:
+    """A document, its title, and by length a sentence taken out of it, behind the first BOUNDARY tokens and within it."""
 
-    Where there are too few, neighbouring shorter modules are joined into one document with the summary of the first, so that
-    a cut document still begins with the module of its summary. Raises SystemExit where that isn't enough.
+    title: str
+    document: str
+    deep: dict[int, Question] = field(default_factory=dict)
+
+    def at(self, tokenizer: Any, length: int) -> str:
+        """The document that is embedded at a length, without the sentence that `question` gives."""
+        question = self.question(length)
+        return cut(tokenizer, question.document if question else self.document, length)
+
+    def question(self, length: int) -> Question | None:
+        """Where the length ends before the boundary, the longest length's: about text that no method sees."""
+        return self.deep.get(length) or (self.deep[max(self.deep)] if self.deep else None)
+
+
+@dataclass
+class Found:
+    """What was measured: ranks by task, length and method, and the heat map's by method, length and depth."""
+
+    ranks: dict[str, dict[int, dict[str, Ranks]]] = field(default_factory=dict)
+    cells: dict[str, dict[int, list[tuple[float, Ranks]]]] = field(default_factory=dict)
+    """Method -> length -> for each depth the mean number of tokens before the fact, and the ranks."""
+
+    def add(self, task: str, length: int, method: str, ranks: Ranks) -> None:
+        self.ranks.setdefault(task, {}).setdefault(length, {})[method] = ranks
+
+    def scores(self) -> dict[str, dict[int, dict[str, Score]]]:
+        return {
+            task: {length: {name: score(ranks) for name, ranks in by_name.items()} for length, by_name in by_length.items()}
+            for task, by_length in self.ranks.items()
+        }
+
+    def differences(self, baseline: str) -> dict[str, dict[int, dict[str, Difference]]]:
+        """How much better each method is than the baseline, by the metric of the task."""
+        return {
+            task: {
+                length: {
+                    name: paired(ranks, by_name[baseline], METRICS[task]) for name, ranks in by_name.items() if name != baseline
+                }
+                for length, by_name in by_length.items()
+            }
+            for task, by_length in self.ranks.items()
+        }
+
+    def heat(self) -> dict[str, dict[int, list[dict[str, Any]]]]:
+        """Method -> length -> for each depth the mean number of tokens before the fact, and the score."""
+        return {
+            name: {
+                length: [{"tokens_before": depth, "score": score(ranks)} for depth, ranks in parts]
+                for length, parts in by_length.items()
+            }
+            for name, by_length in self.cells.items()
+        }
+
+
+def cases(tokenizer: Any, texts: Texts, lengths: Sequence[int], count: int, seed: int, deep: bool = True) -> list[Case]:
+    """Up to `count` documents of the longest length or more, drawn at random.
+
+    With `deep`, those that have a sentence to take out for each length beyond BOUNDARY; no sentence that is in two documents
+    is a question.
     """
-    modules, _ = split()
-    sizes = [len(tokenizer(module.document, verbose=False)["input_ids"]) for module in modules]
-    found = [(module.summary, module.document) for module, size in zip(modules, sizes, strict=True) if size >= least]
-    if len(found) >= count:
-        step = len(found) / count
-        return [found[int(i * step)] for i in range(count)]
-    group, total = [], 0
-    for module, size in zip(modules, sizes, strict=True):
-        if size < least and len(found) < count:
-            group.append(module)
-            total += size - tokenizer.num_special_tokens_to_add()
-            if total >= least:
-                found.append((group[0].summary, "\n\n".join(member.document for member in group)))
-                group, total = [], 0
-    if len(found) < count:
-        raise SystemExit(f"there are {len(found)} documents of at least {least} tokens, not --documents {count}")
+    drawn = random.Random(seed).sample(texts, len(texts))
+    times = Counter(key for _, text in texts for key in {plain(text[start:end]) for start, end in sentence_spans(text)})
+    shared = {key for key, number in times.items() if number > 1}
+    found: list[Case] = []
+    beyond = [length for length in lengths if length > BOUNDARY] if deep else []
+    with tqdm(total=count, desc="choosing documents", unit="document", leave=False) as bar:
+        for number, (title, text) in enumerate(drawn):
+            if len(found) == count:
+                break
+            if len(tokenizer(text, verbose=False)["input_ids"]) < max(lengths):
+                continue
+            asked = {
+                length: taken_out(tokenizer, text, random.Random(f"{seed} {number} {length}"), BOUNDARY, length, shared)
+                for length in beyond
+            }
+            questions = {length: question for length, question in asked.items() if question is not None}
+            if len(questions) == len(beyond):
+                found.append(Case(title, text, questions))
+                bar.update()
     return found
 
 
+def ways(embedders: dict[str, Embedder], longest: int, window: int | None = None) -> list[Method]:
+    """A bag of words, and all methods of all models."""
+    by_model = [way for name, embedder in embedders.items() for way in methods(name, embedder, longest, window)]
+    return [Method(BAG, lexical_similarity), *by_model]
+
+
+def baseline_of(found: Sequence[Method], wanted: str | None) -> str:
+    """The name of the baseline: the first model truncated, or as it is where it isn't. Raises SystemExit for an unknown one."""
+    names = [way.name for way in found]
+    if wanted is None:
+        first, second = [*names[1:], ""][:2]  # right behind the bag of words: the first model truncated, or as it is
+        return second if second.startswith(f"{first}, truncated at ") else first
+    if wanted not in names:
+        raise SystemExit(f"--baseline {wanted!r} is none of the methods: {', '.join(map(repr, names))}")
+    return wanted
+
+
 def evaluate(
-    models: dict[str, tuple[PreTrainedModel, Any]],
+    found: Found,
+    compared: Sequence[Method],
+    tokenizer: Any,
+    documents: Sequence[Case],
     lengths: Sequence[int],
-    documents: int,
-    haystacks: int,
+    tasks: Sequence[str],
+) -> None:
+    """Add the ranks of the tasks "title" and "deep"."""
+    with tqdm(total=len(lengths) * len(compared), desc="questions", unit="method") as bar:
+        for length in lengths:
+            texts = [case.at(tokenizer, length) for case in documents]
+            asked = {"title": [case.title for case in documents]}
+            if all(case.deep for case in documents):
+                asked["deep"] = [question.query for case in documents if (question := case.question(length))]
+            for way in compared:
+                for task in asked.keys() & {*tasks}:
+                    similarity = way.similarity(asked[task], texts, f"{way.name} at {length}")
+                    found.add(task, length, way.name, ranked(similarity))
+                bar.update()
+
+
+def evaluate_needles(
+    found: Found,
+    compared: Sequence[Method],
+    tokenizer: Any,
+    haystacks: Sequence[Case],
+    lengths: Sequence[int],
+    depths: int,
     candidates: int,
     seed: int,
-) -> Scores:
-    """The scores of models with their tokenizers, by name.
-
-    Raises SystemExit for models whose tokenizers differ: the same text would be within a length for one of them alone.
-    """
-    (first, (_, tokenizer)), *others = models.items()
-    if not tokenizer.is_fast:
-        raise SystemExit(f"{first} has a slow tokenizer, which doesn't tell where a token begins: a fast one is needed")
-    for name, (_, other) in others:
-        if other.get_vocab() != tokenizer.get_vocab():
-            raise SystemExit(f"{name} has another vocabulary than {first}: evaluate it in a run of its own")
-    longest = max(lengths)
-    pairs = long_documents(tokenizer, longest, max(documents, haystacks))
-    results: Scores = {"retrieval": {}, "needle": {}, "needle beyond": {}}
-    for length in tqdm(lengths, desc="lengths", unit="length"):
-        ways = [way for name, (model, own) in models.items() for way in methods(name, model, own, length, longest)]
-        ways.insert(0, Method("bag of words", lexical_similarity))
-        queries = [query for query, _ in pairs[:documents]]
-        texts = [cut(tokenizer, document, length) for _, document in pairs[:documents]]
-        choose = random.Random(f"{seed} {length}")
-        # Depths are spread evenly, so that both sides of the boundary get about their share of documents.
-        groups = [
-            needles(tokenizer, document, length, candidates, choose, part=(i, haystacks))
-            for i, (_, document) in enumerate(pairs[:haystacks])
-        ]
-        for way in ways:
-            title = f"{way.name} at {length}"
-            results["retrieval"].setdefault(length, {})[way.name] = score(way.similarity(queries, texts, title))
-            questions = [needle.question for group in groups for needle in group]
-            everything = way.similarity(questions, [needle.document for group in groups for needle in group], title)
-            blocks = [everything[i : i + candidates, i : i + candidates] for i in range(0, len(questions), candidates)]
-            for task, here in (("needle", lambda d: d < seen(tokenizer)), ("needle beyond", lambda d: d >= seen(tokenizer))):
-                chosen = [block for block, group in zip(blocks, groups, strict=True) if here(group[0].depth)]
-                if chosen:
-                    results[task].setdefault(length, {})[way.name] = score_needles(chosen)
-    return results
+) -> None:
+    """Add the ranks of the tasks "needle" and "needle beyond" (facts behind the first BOUNDARY tokens), and the heat map."""
+    boundary = seen(tokenizer)
+    with tqdm(total=len(lengths) * len(compared), desc="needles", unit="method") as bar:
+        for length in lengths:
+            parts = grid(tokenizer, [case.document for case in haystacks], length, depths, candidates, seed)
+            flat = [needle for groups in parts for group in groups for needle in group]
+            for way in compared:
+                title = f"{way.name} at {length}"
+                everything = way.similarity([each.question for each in flat], [each.document for each in flat], title)
+                start, sides = 0, dict[str, list[Ranks]]({"needle": [], "needle beyond": []})
+                for groups in parts:
+                    here = []
+                    for number, group in enumerate(groups):
+                        block = everything[start : start + candidates, start : start + candidates]
+                        here.append(ranked(block, groups=[number] * candidates))
+                        sides["needle" if group[0].depth < boundary else "needle beyond"].append(here[-1])
+                        start += candidates
+                    before = sum(group[0].depth for group in groups) / len(groups)
+                    found.cells.setdefault(way.name, {}).setdefault(length, []).append((before, joined(here)))
+                for task, blocks in sides.items():
+                    if blocks:
+                        found.add(task, length, way.name, joined(blocks))
+                bar.update()

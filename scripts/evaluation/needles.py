@@ -1,7 +1,4 @@
-"""Needles: a sentence with a fact in a long document, and the question that should retrieve the document with this fact.
-
-Shapes: N queries and documents, in the same order.
-"""
+"""Needles: a sentence with a fact in a long document, and the question that should retrieve the document with this fact."""
 
 import random
 import re
@@ -9,16 +6,10 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
-from evaluation.retrieval import Score, bootstrapped
-from evaluation.windows import cut, offsets
+from hf_posenc.retrieval import cut, offsets
 
 BOUNDARY = 512
 """Tokens that a BERT-style model sees, special ones included; facts behind them are scored separately."""
-TIE = 1e-5
-"""Similarities that differ by no more than this are equal."""
 NAMES = [
     "Alba", "Bruno", "Carla", "Dario", "Elena", "Fabio", "Greta", "Hugo", "Irene", "Jonas", "Katia", "Luca", "Marta", "Nadia",
     "Oscar", "Paola", "Quirin", "Rosa", "Silvio", "Tessa",
@@ -56,10 +47,11 @@ def facts(count: int, choose: random.Random) -> list[tuple[str, str]]:
 def needles(
     tokenizer: Any, haystack: str, length: int, candidates: int, choose: random.Random, part: tuple[int, int] = (0, 1)
 ) -> list[Needle]:
-    """Copies of a document, each with another fact, at one random depth (between sentences), within `length` tokens.
+    """Copies of a document, each with another fact, at one random depth, within `length` tokens.
 
-    `part` (i, n) draws the depth from the i-th of n equal parts. A fact lies entirely before or entirely behind the end of
-    the text that a model of BOUNDARY tokens sees. Raises SystemExit where the facts leave no room for the document.
+    `part` (i, n) draws the depth from the i-th of n equal parts; the fact goes between two sentences there, or else two words.
+    It lies entirely before or entirely behind the end of the text that a model of BOUNDARY tokens sees. Raises SystemExit where
+    the facts leave no room for the document.
     """
     drawn = facts(candidates, choose)
     room = max(len(tokenizer(sentence, add_special_tokens=False)["input_ids"]) for sentence, _ in drawn)
@@ -69,8 +61,14 @@ def needles(
     places = offsets(tokenizer, text)
     wanted = places[int((part[0] + choose.random()) / part[1] * len(places))][0]
     ends, last = [end for _, end in places], seen(tokenizer)
-    breaks = [0, *(m.end() for m in re.finditer(r"(?<=[.!?:])\s+|\n\s*\n", text) if m.end() <= wanted)]
-    depth, place = max((d, p) for p in breaks if not (d := bisect_right(ends, p)) < last < d + room)
+
+    def last_break(pattern: str) -> tuple[int, int]:
+        breaks = [0, *(found.end() for found in re.finditer(pattern, text) if found.end() <= wanted)]
+        return max((d, p) for p in breaks if not (d := bisect_right(ends, p)) < last < d + room)
+
+    depth, place = last_break(r"(?<=[.!?:])\s+|\n\s*\n")
+    if depth < int(part[0] / part[1] * len(places)):  # a table, say, as long as the part
+        depth, place = last_break(r"\s+")
     before, after = text[:place], text[place:]
     return [Needle(f"{before}{sentence} {after}", question, depth) for sentence, question in drawn]
 
@@ -80,22 +78,17 @@ def seen(tokenizer: Any) -> int:
     return BOUNDARY - tokenizer.num_special_tokens_to_add()
 
 
-def score_needles(groups: list[Tensor], seed: int = 0, samples: int = 10_000) -> Score:
-    """The score of similarities `[N, N]` within each group of copies; the right document is on the diagonal.
-
-    Equal similarities count as a draw by lot, so that a model which doesn't see the fact is at the level of chance. The
-    95 % intervals are bootstrapped over groups, whose members are not independent.
-    """
-    hits, reciprocals = [], []
-    for similarity in groups:
-        right = similarity.diagonal()[:, None]
-        above = (similarity > right + TIE).sum(1)
-        level = ((similarity - right).abs() <= TIE).sum(1)
-        hits.append([float(a == 0) / int(n) for a, n in zip(above, level, strict=True)])
-        reciprocals.append(
-            [sum(1 / (int(a) + k) for k in range(1, int(n) + 1)) / int(n) for a, n in zip(above, level, strict=True)]
-        )
-    return bootstrapped(np.asarray(hits), np.asarray(reciprocals), seed, samples)
+def grid(
+    tokenizer: Any, haystacks: list[str], length: int, depths: int, candidates: int, seed: int
+) -> list[list[list[Needle]]]:
+    """For each of `depths` equal parts of a text of `length` tokens, and each haystack: copies with their facts there."""
+    return [
+        [
+            needles(tokenizer, text, length, candidates, random.Random(f"{seed} {length} {part} {number}"), (part, depths))
+            for number, text in enumerate(haystacks)
+        ]
+        for part in range(depths)
+    ]
 
 
 def chance(candidates: int) -> tuple[float, float]:

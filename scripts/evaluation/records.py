@@ -13,6 +13,7 @@ from typing import Any
 FILE = "evaluation.json"
 LIBRARY = "Python standard library documentation"
 """The name of the texts of corpus.py."""
+LONG_DOCUMENTS = "a summary finds its long document, cut at a length"
 TASKS = {
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
@@ -88,31 +89,51 @@ def _datasets(arguments: Record) -> tuple[Record, Record]:
 def of_demo(record: Record) -> list[Record]:
     """The results of demo.py: retrieval over all modules, and over long documents by length."""
     short = {record["max_seq_length"]: record["scores"]}
-    return [*_retrieval("a summary finds its module", short, "distilled"), *_long_documents(record["long"], "distilled")]
+    return [
+        *_retrieval("a summary finds its module", short, "distilled"),
+        *_retrieval(LONG_DOCUMENTS, record["long"], "distilled"),
+    ]
 
 
 def of_lengths(record: Record, this: str) -> list[Record]:
     """The results of eval_length.py; `this` is the model whose evaluation.json they go to."""
-    scores, candidates = record["scores"], record["settings"]["candidates"]
-    return [
-        *_long_documents(scores["retrieval"], this),
-        *_retrieval(f"a fact within the first 512 tokens, among {candidates} copies", scores["needle"], this),
-        *_retrieval(f"a fact behind the first 512 tokens, among {candidates} copies", scores["needle beyond"], this),
+    settings = record["settings"]
+    kinds = {
+        "retrieval": LONG_DOCUMENTS,  # in records of the time before `title`
+        "title": "a title finds its document, cut at a length",
+        "deep": "a sentence from behind the first 512 tokens, taken out, finds its document",
+        "needle": f"a fact within the first 512 tokens, among {settings['candidates']} copies",
+        "needle beyond": f"a fact behind the first 512 tokens, among {settings['candidates']} copies",
+    }
+    texts = settings.get("texts", LIBRARY)
+    results = [
+        result for task, by_length in record["scores"].items() for result in _retrieval(kinds[task], by_length, this, texts)
+    ]
+    return results + [
+        {
+            "model": model,
+            "this": model == this,
+            "task": "text-generation",
+            "dataset": {"name": texts, "config": f"windows of {found['window']} tokens"},
+            "metric": "perplexity",
+            "value": found["perplexity"],
+            "interval": found["perplexity_interval"],
+            "length": int(length),
+            "count": found["documents"],
+        }
+        for length, by_model in record.get("perplexity", {}).items()
+        for model, found in by_model.items()
     ]
 
 
-def _long_documents(by_length: Record, this: str) -> list[Record]:
-    return _retrieval("a summary finds its long document, cut at a length", by_length, this)
-
-
-def _retrieval(kind: str, by_length: Record, this: str) -> list[Record]:
+def _retrieval(kind: str, by_length: Record, this: str, texts: str = LIBRARY) -> list[Record]:
     return [
         {
             "model": model,
             # A model whose length is limited is used with truncation.
             "this": model == this or model.startswith(f"{this}, truncated at "),
             "task": "text-retrieval",
-            "dataset": {"name": LIBRARY, "config": kind},
+            "dataset": {"name": texts, "config": kind},
             "metric": metric,
             "value": score[metric],
             "interval": score[f"{metric}_interval"],

@@ -2,19 +2,14 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, has_file
 
 ABOUT = "config_sentence_transformers.json"
-
-Pool = Callable[[Tensor, dict[str, Tensor]], Tensor]
-"""Hidden states `[B, L, D]` and the batch that they belong to -> embeddings `[B, E]`."""
 
 
 def load(name: str) -> Any:
@@ -39,27 +34,6 @@ def load(name: str) -> Any:
     if not isinstance(getattr(found[0], "model", None), PreTrainedModel):
         raise SystemExit(f"{name} begins with a {type(found[0]).__name__}: allowed is a Transformers model")
     return found.requires_grad_(False).eval()
-
-
-def mean(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over the real tokens."""
-    mask = batch["attention_mask"].to(hidden.dtype)
-    return (hidden * (mask / mask.sum(1, keepdim=True))[..., None]).sum(1)
-
-
-def pooling(found: Any, device: torch.device) -> Pool:
-    """All modules of a SentenceTransformer but the first, as one function; `mean` if there is none."""
-    if found is None:
-        return mean
-    modules = [module.to(device) for module in list(found)[1:]]
-
-    def pool(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        features = {**batch, "token_embeddings": hidden}
-        for module in modules:
-            features = module(features)
-        return features["sentence_embedding"]
-
-    return pool
 
 
 def described(found: Any) -> str:

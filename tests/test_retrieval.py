@@ -1,0 +1,309 @@
+"""Retrieval in the package: embeddings, long texts, bags of words, ranks, paired differences, sentences taken out."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from sklearn.feature_extraction.text import TfidfVectorizer
+from transformers import BertTokenizer
+
+import hf_posenc
+from conftest import LENGTH, WORDS, stock, tokens
+from hf_posenc import questions, retrieval, scores
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+DOCUMENT = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9)).capitalize()}." for n in range(60))
+"""60 sentences of 9 words and 10 tokens; every 26th is the same."""
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    """A tokenizer for which every letter and sign is a token, inside of words, too."""
+    path = tmp_path_factory.mktemp("letters") / "vocab.txt"
+    signs = [*LETTERS, *(f"##{letter}" for letter in LETTERS), ".", "?"]
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *signs]))
+    return BertTokenizer(str(path))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return stock("bert", vocab_size=59)
+
+
+def ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def by_hand(model, tokenizer, text, pool=lambda hidden: hidden.mean(0)):
+    """The embedding of one text, alone in its batch."""
+    with torch.no_grad():
+        vector = pool(model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0])
+    return vector / vector.norm()
+
+
+def test_pooling_ignores_padding():
+    model, rows = stock("bert"), tokens(1, 9)
+    mask = torch.ones_like(rows)
+    mask[:, 6:] = 0
+    with torch.no_grad():
+        padded = retrieval.mean(model(rows, attention_mask=mask).last_hidden_state, {"attention_mask": mask})
+        alone = model(rows[:, :6]).last_hidden_state.mean(1)
+    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
+def test_embeddings_keep_the_order_of_the_texts(letters, model, monkeypatch, batch_tokens):
+    monkeypatch.setattr(retrieval, "BATCH_TOKENS", batch_tokens)
+    sizes = []
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(kwargs["input_ids"].shape), with_kwargs=True)
+    texts = [" ".join(LETTERS[i : i + 2 + (7 * i) % 5]) for i in range(20)]
+    model.train()
+    try:
+        together = retrieval.embed(model, letters, texts)
+        assert model.training
+    finally:
+        hook.remove()
+        model.eval()
+    assert all(rows * length <= batch_tokens or rows == 1 for rows, length in sizes)
+    assert sum(rows for rows, _ in sizes) == 20 and (len(sizes) == 1) == (batch_tokens == 10_000)
+    for row, text in zip(together, texts, strict=True):
+        torch.testing.assert_close(row, by_hand(model, letters, text), atol=1e-5, rtol=1e-4)
+
+
+def test_pools_of_ones_own(letters, model):
+    found = retrieval.embed(model, letters, ["a b c.", "d."], pool=lambda hidden, batch: hidden[:, 0])
+    torch.testing.assert_close(found[1], by_hand(model, letters, "d.", lambda hidden: hidden[0]), atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="no texts to embed"):
+        retrieval.embed(model, letters, [])
+
+
+def test_each_text_is_embedded_once(letters, model, monkeypatch):
+    embedder, asked, embed = retrieval.Embedder(model, letters), [], retrieval.embed
+
+    def counted(model, tokenizer, texts, *rest):
+        asked.extend(texts)
+        return embed(model, tokenizer, texts, *rest)
+
+    monkeypatch.setattr(retrieval, "embed", counted)
+    first = embedder(["a b.", "c.", "a b."])
+    again = embedder(["d e.", "c."])
+    assert asked == ["a b.", "c.", "d e."] and torch.equal(first[0], first[2]) and torch.equal(first[1], again[1])
+    assert embedder.limit == LENGTH and retrieval.Embedder(hf_posenc.patch(model, "alibi"), letters).limit is None
+
+
+@pytest.mark.parametrize("length", [32, 200, 10_000])
+def test_cut(letters, length):
+    text = retrieval.cut(letters, DOCUMENT, length)
+    assert DOCUMENT.startswith(text) and len(ids(letters, text)) == min(length - 2, len(ids(letters, DOCUMENT)))
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_cut_without_room(letters, length):
+    with pytest.raises(ValueError, match=f"{length} tokens leave no room for text beside 2 special ones: give 3"):
+        retrieval.cut(letters, DOCUMENT, length)
+
+
+@pytest.mark.parametrize("longest_word", [1, 3, 9, 60])
+@pytest.mark.parametrize("window", [20, 24, 51])
+def test_chunks_cover_the_text_exactly(letters, window, longest_word):
+    choose = random.Random(f"{window} {longest_word}")
+    for _ in range(10):
+        words = ["".join(choose.choices(LETTERS, k=choose.randint(1, longest_word))) for _ in range(choose.randint(1, 60))]
+        text = "  ".join(words) + " "
+        pieces = retrieval.chunk(letters, text, window)
+        assert "".join(pieces) == text
+        assert all(len(ids(letters, piece)) <= window - 2 for piece in pieces)
+        if longest_word <= (window - 2) // 4:  # no word is divided, so the tokens are those of the text
+            assert [i for piece in pieces for i in ids(letters, piece)] == ids(letters, text)
+            assert all(piece.split() == [word for word in piece.split() if word in words] for piece in pieces)
+        if longest_word == 1:
+            sizes = [len(ids(letters, piece)) for piece in pieces]
+            assert max(sizes) - min(sizes) <= 1 and len(pieces) == -(-sum(sizes) // (window - 2))
+
+
+def test_a_model_that_ends_before(letters, model):
+    embedder = retrieval.Embedder(model, letters)
+    asked, documents = ["a b c.", "x y z."], [DOCUMENT[:200], DOCUMENT[100:400], "a b."]
+    truncated, mean, best = retrieval.methods("tiny", embedder, 200)
+    assert [way.name for way in (truncated, mean, best)] == [
+        "tiny, truncated at 24",
+        "tiny, chunked by 24, mean",
+        "tiny, chunked by 24, max",
+    ]
+    for i, j in itertools.product(range(2), range(3)):
+        query = by_hand(model, letters, asked[i])
+        places = letters(documents[j], add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        beginning = documents[j][: places[min(22, len(places)) - 1][1]]
+        pieces = [by_hand(model, letters, piece) for piece in retrieval.chunk(letters, documents[j], 24)]
+        average = sum(pieces) / len(pieces)
+        expected = {
+            truncated: query @ by_hand(model, letters, beginning),
+            mean: query @ average / average.norm(),
+            best: max(query @ piece for piece in pieces),
+        }
+        for way, value in expected.items():
+            actual = way.similarity(asked, documents, "")[i, j]
+            assert actual.item() == pytest.approx(value.item(), abs=1e-5), way.name
+
+
+def test_which_methods_there_are(letters, model):
+    limited, free = retrieval.Embedder(model, letters), retrieval.Embedder(hf_posenc.patch(model, "alibi"), letters)
+    assert [way.name for way in retrieval.methods("m", limited, 24)] == ["m"]
+    assert [way.name for way in retrieval.methods("m", free, 10_000)] == ["m"]
+    names = [way.name for way in retrieval.methods("m", free, 10_000, window=16)]
+    assert names == ["m", "m, truncated at 16", "m, chunked by 16, mean", "m, chunked by 16, max"]
+    with pytest.raises(ValueError, match="window=25 for m, which takes 24 tokens: give at most 24"):
+        retrieval.methods("m", limited, 100, window=25)
+
+
+def test_slow_tokenizers_are_refused(model):
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(ValueError, match="Slow doesn't tell where a token begins"):
+        retrieval.Embedder(model, Slow())
+
+
+def test_bag_of_words():
+    choose = random.Random(0)
+    texts = [" ".join(choose.choices(WORDS[: 4 + i], k=30)) + ", Sign! a" for i in range(12)]
+    asked = [texts[3][:40], "w1 W1 w2 nowhere", "nowhere", ""]
+    vectorizer = TfidfVectorizer(sublinear_tf=True).fit(texts)
+    expected = (vectorizer.transform(asked) @ vectorizer.transform(texts).T).toarray()
+    np.testing.assert_allclose(retrieval.lexical_similarity(asked, texts).numpy(), expected, atol=1e-6)
+
+
+def expected_ranks(row, right):
+    """Hit and reciprocal rank, over all orders of equal documents."""
+    found = []
+    others = [j for j in range(len(row)) if j != right]
+    equal = [j for j in others if abs(row[j] - row[right]) <= scores.TIE]
+    better = sum(row[j] > row[right] + scores.TIE for j in others)
+    for order in itertools.permutations([right, *equal]):
+        found.append(better + order.index(right) + 1)
+    return np.mean([rank == 1 for rank in found]), np.mean([1 / rank for rank in found])
+
+
+def test_ranks_with_ties():
+    generator = torch.Generator().manual_seed(0)
+    similarity = torch.randint(0, 4, (30, 6), generator=generator) / 4 + 1e-7 * torch.rand(30, 6, generator=generator)
+    right = torch.randint(0, 6, (30,), generator=generator).tolist()
+    ranks = scores.ranked(similarity, right)
+    for i in range(30):
+        assert (ranks.hits[i], ranks.reciprocals[i]) == pytest.approx(expected_ranks(similarity[i].tolist(), right[i]))
+    # Ranks 1; 2; and, all three being equal, 1, 2 and 3 equally often.
+    found = scores.score(torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.7, 0.1], [0.5, 0.5, 0.5]]), samples=200)
+    assert found.recall_at_1 == pytest.approx((1 + 0 + 1 / 3) / 3)
+    assert found.mrr == pytest.approx((1 + 1 / 2 + (1 + 1 / 2 + 1 / 3) / 3) / 3)
+    assert found.mrr_interval[0] < found.mrr < found.mrr_interval[1] and found.queries == 3
+    assert scores.score(torch.eye(5)).recall_at_1_interval == (1.0, 1.0)
+
+
+def test_similarities_that_cannot_be_ranked():
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        scores.ranked(torch.tensor([[1.0, float("nan")], [0.0, 1.0]]))
+    with pytest.raises(ValueError, match="2 queries and 3 documents: give `right`"):
+        scores.ranked(torch.zeros(2, 3))
+
+
+def drawn(seed, count=300, groups=None):
+    generator = np.random.default_rng(seed)
+    hits = generator.integers(0, 2, count).astype(float)
+    return scores.Ranks(hits, generator.random(count), np.arange(count) if groups is None else groups)
+
+
+def test_a_method_does_not_differ_from_itself():
+    found = scores.paired(drawn(0), drawn(0))
+    assert (found.value, found.interval, found.queries, found.clear) == (0.0, (0.0, 0.0), 300, False)
+
+
+@pytest.mark.parametrize("metric", ["mrr", "recall_at_1"])
+def test_a_shift_is_found(metric):
+    ranks = drawn(0)
+    shifted = scores.Ranks(ranks.hits + 0.03, ranks.reciprocals + 0.03, ranks.groups)
+    found = scores.paired(shifted, ranks, metric)
+    assert found.value == pytest.approx(0.03) and found.interval == pytest.approx((0.03, 0.03)) and found.clear
+    assert scores.paired(ranks, shifted, metric).value == pytest.approx(-0.03)
+    assert found.shown() == "+0.030 [+0.03, +0.03]"
+    # The intervals of the two scores overlap all the same.
+    one, other = scores.score(ranks), scores.score(shifted)
+    assert getattr(one, f"{metric}_interval")[1] > getattr(other, f"{metric}_interval")[0]
+    with pytest.raises(ValueError, match="metric='map': allowed are mrr, recall_at_1"):
+        scores.paired(ranks, shifted, "map")
+
+
+def test_intervals_are_those_of_the_mean():
+    """For many queries the bootstrap agrees with 1.96 standard errors of the differences."""
+    one, other = drawn(1, 2000), drawn(2, 2000)
+    found, gaps = scores.paired(one, other), one.reciprocals - other.reciprocals
+    half = 1.96 * gaps.std(ddof=1) / 2000**0.5
+    assert found.value == pytest.approx(gaps.mean())
+    assert found.interval == pytest.approx((gaps.mean() - half, gaps.mean() + half), abs=0.1 * half)
+
+
+def test_groups_are_drawn_together():
+    """Ten equal queries in each of 40 groups tell no more than 40 queries; groups may differ in size."""
+    once = drawn(3, 40)
+    tenfold = scores.Ranks(*(np.repeat(each, 10) for each in (once.hits, once.reciprocals, once.groups)))
+    assert scores.score(tenfold).mrr_interval == pytest.approx(scores.score(once).mrr_interval)
+    sizes = np.array([1, 2, 5])
+    ragged = scores.Ranks(np.zeros(8), np.repeat([0.1, 0.5, 0.9], sizes), np.repeat([7, 3, 9], sizes))
+    means = {
+        round(sum(sizes[i] * (0.1, 0.5, 0.9)[i] for i in chosen) / sum(sizes[i] for i in chosen), 9)
+        for chosen in itertools.product(range(3), repeat=3)
+    }
+    low, high = scores.score(ragged).mrr_interval
+    assert low == pytest.approx(min(means)) and high == pytest.approx(max(means))
+    with pytest.raises(ValueError, match="compare the same queries"):
+        scores.paired(tenfold, once)
+
+
+def test_joined_ranks():
+    parts = [drawn(seed, 5, np.full(5, seed)) for seed in (1, 2)]
+    both = scores.joined(parts)
+    assert both.groups.tolist() == [1] * 5 + [2] * 5
+    assert both.reciprocals.tolist() == [*parts[0].reciprocals, *parts[1].reciprocals]
+
+
+@pytest.mark.parametrize(("behind", "within"), [(0, None), (100, None), (512, None), (100, 200), (300, 332)])
+def test_a_sentence_is_taken_out_behind_so_many_tokens(letters, behind, within):
+    sentences = [f"{' '.join(random.Random(n).choices(LETTERS, k=9)).capitalize()}." for n in range(60)]
+    document = " ".join(sentences)
+    depths = set()
+    for seed in range(20):
+        found = questions.taken_out(letters, document, random.Random(seed), behind, within)
+        number = sentences.index(found.query)
+        assert found.depth == 10 * number >= behind  # ten tokens to a sentence
+        assert found.query not in found.document
+        assert found.document.split() == " ".join(sentences[:number] + sentences[number + 1 :]).split()
+        if within is not None:
+            assert found.depth + 10 <= within - 2
+        depths.add(found.depth)
+    assert len(depths) > (1 if (behind, within) == (300, 332) else 4)
+    assert max(depths) > (within or 600) - 0.5 * ((within or 600) - behind)
+
+
+def test_which_sentences_are_questions(letters):
+    choose = random.Random(0)
+    whole = "One two three four five six seven eight nine."
+    assert questions.taken_out(letters, whole, choose).query == whole
+    for bad in (
+        "One two three four five six.",  # short
+        "one two three four five six seven eight nine.",  # its beginning is elsewhere
+        "One two three four five six seven eight nine",  # a heading
+        "Int a = b[3] + c[4]; d = {e: 5}; f(); g++; h |= i; 1 2 3 4.",  # code
+        f"{whole} {whole}",  # still in the document when it is taken out
+        f"{whole}\n\none two three four five six seven eight nine, ten",
+        "",
+    ):
+        assert questions.taken_out(letters, bad, choose) is None, bad
+    assert questions.taken_out(letters, whole, choose, excluded={"one two three four five six seven eight nine"}) is None
+
+
+def test_sentences():
+    text = "  One e.g. this. Two!\nThree?\n\nA heading\n\n(Four.) 5 is five.\n"
+    found = [" ".join(text[start:end].split()) for start, end in questions.sentence_spans(text)]
+    assert found == ["One e.g. this.", "Two!", "Three?", "A heading", "(Four.) 5 is five."]
+    assert questions.sentence_spans(" \n ") == []
