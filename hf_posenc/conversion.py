@@ -216,23 +216,21 @@ def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
 
 
 def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor], held_out: dict[str, Tensor]) -> Calibration:
+    measured = held_out or batch
+    with torch.no_grad():
+        original = calibration.observed(found.stack, tuple(found.attentions), tuple(found.contributions), batch)
+        states = found.stack(**measured, use_cache=False).last_hidden_state if held_out else original.states
+    _install_offsets(stack, {path: width for path, width in found.contributions.items() if path in original.contributions})
     is_training = {module: module.training for module in stack.modules()}
     implementation = stack.config._attn_implementation
     stack.set_attn_implementation("eager")
     stack.eval()
     try:
-        with torch.no_grad():
-            original = calibration.observed(found.stack, tuple(found.attentions), tuple(found.contributions), batch)
-            measured = held_out or batch
-            states = found.stack(**measured, use_cache=False).last_hidden_state if held_out else original.states
-            before = _agreement(stack, measured, states)
-            widths = {path: width for path, width in found.contributions.items() if path in original.contributions}
-            offsets.install(stack, widths.items())
-            _place(stack, widths)
-            total = sum(map(len, original.attentions.values())) * calibration.runs(original, stack)
-            with tqdm(total=total, desc="calibrating", unit="attention", leave=False) as bar:
-                divergences = calibration.calibrate(stack, original, batch, bar.update)
-            after = _agreement(stack, measured, states)
+        before = _agreement(stack, measured, states)
+        total = sum(map(len, original.attentions.values())) * calibration.runs(original, stack)
+        with tqdm(total=total, desc="calibrating", unit="attention", leave=False) as bar:
+            divergences = calibration.calibrate(stack, original, batch, bar.update)
+        after = _agreement(stack, measured, states)
     finally:
         stack.set_attn_implementation(implementation)
         for module, training in is_training.items():
@@ -250,6 +248,7 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
     )
 
 
+@torch.no_grad()
 def _agreement(stack: Any, batch: Mapping[str, Tensor], states: Tensor) -> float:
     """The mean cosine of token states with the original's."""
     ours = stack(**batch, use_cache=False).last_hidden_state
@@ -257,12 +256,14 @@ def _agreement(stack: Any, batch: Mapping[str, Tensor], states: Tensor) -> float
     return float(cosine[calibration.shown_in(batch)].mean())
 
 
-def _place(stack: Any, paths: Iterable[str]) -> None:
-    """Move new Offsets to where the modules are that they belong to."""
-    for path in paths:
+def _install_offsets(stack: Any, widths: dict[str, int]) -> None:
+    """Install Offsets of the model's device and type, marked as having their values."""
+    offsets.install(stack, widths.items())
+    like = next(stack.parameters())
+    for path in widths:
         module = stack.get_submodule(path)
-        like = next(stack.parameters())
         module.posenc.to(like.device, like.dtype).train(module.training)
+        setattr(module.posenc, "_is_hf_initialized", True)  # noqa: B010
 
 
 def _raise_length(tokenizer: PreTrainedTokenizerBase, usable: int) -> None:

@@ -77,7 +77,7 @@ def distilled(base_model: str) -> Made:
         name = result["model"].replace("minilm,", "original,")
         result["model"] = ("distilled" if same else "distilled, in another run") if name == "minilm-alibi" else name
     measured = {
-        "command": records.command("scripts/distill.py", *demo.distillation(base_model, "minilm-alibi")),
+        "command": records.command("scripts/distill.py", *demo.distillation("minilm-calibrated", base_model, "minilm-alibi")),
         "training": {"datasets": [{"name": records.LIBRARY}], "steps": run["steps"]},
         "results": together(records.of_demo(run), by_length),
         "notes": [

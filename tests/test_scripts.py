@@ -73,11 +73,10 @@ def tiny(tmp_path_factory):
     stock("bert", hidden_size=16).save_pretrained(path / "narrow")
     original = AutoModel.from_pretrained(path / "model")
     hf_posenc.patch(original, "alibi").save_pretrained(path / "patched")
-    hf_posenc.patch(original, "alibi", keep_host=False).save_pretrained(path / "forgetful")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     (path / "vocab.txt").write_text("\n".join([*special, *WORDS]))
     (path / "few.txt").write_text("\n".join([*special, "a"]))
-    for name in ("model", "patched", "forgetful", "narrow"):
+    for name in ("model", "patched", "narrow"):
         BertTokenizer(str(path / "vocab.txt")).save_pretrained(path / name)
     BertTokenizer(str(path / "few.txt")).save_pretrained(path / "words")
     (path / "texts.txt").write_text("\n".join(" ".join(WORDS[i : i + 12]) for i in range(40)))
@@ -100,7 +99,7 @@ def write_sentence_transformer(folder, model, mode):
 def run(launch, tiny, output, *arguments, processes=1, fails=False):
     """What a run of distill.py says."""
     given = ["--model_name_or_path", tiny / "model", "--output_dir", output, "--train_file", tiny / "texts.txt"]
-    given += ["--max_train_steps", 4, "--fade_steps", 2, "--min_text_length", 6, "--text_length", 12]
+    given += ["--max_train_steps", 4, "--min_text_length", 6, "--text_length", 12]
     codes, said = launch("distill", *given, "--per_device_train_batch_size", 4, *arguments, processes=processes)
     assert any(codes) == fails and "Traceback" not in said, said[-3000:]
     return said
@@ -177,7 +176,7 @@ def test_pooling_is_that_of_the_sentence_transformer(tiny, tmp_path, mode):
 
 def test_distill_says_what_it_trains_on(library, capsys, monkeypatch):
     monkeypatch.setattr(corpus, "split", lambda progress: library)  # as it is, but not read again
-    chosen = SimpleNamespace(train_file=None, dataset_name=None, text_column="words")
+    chosen = SimpleNamespace(train_file=None, dataset_name=None, text_column="words", long_text_length=None)
     texts = distill.load_texts(Accelerator(cpu=True), chosen)["train"]["words"]
     assert list(texts) == library[1]
     said = f"training on {len(texts)} passages of the documentation of Python's standard library"
@@ -185,7 +184,7 @@ def test_distill_says_what_it_trains_on(library, capsys, monkeypatch):
 
 
 def test_distill_in_two_processes(launch, tiny, tmp_path):
-    run(launch, tiny, tmp_path / "out", "--position_encoding", "relative", processes=2)
+    run(launch, tiny, tmp_path / "out", "--position_encoding", '{"type": "relative", "max_distance": 4}', processes=2)
     record = json.loads((tmp_path / "out" / "distillation.json").read_text())
     assert record["processes"] == 2 and len(record["losses"]) == 4
     assert AutoModel.from_pretrained(tmp_path / "out")(tokens()).last_hidden_state.isfinite().all()
@@ -195,7 +194,10 @@ def test_distill_in_two_processes(launch, tiny, tmp_path):
     ("arguments", "words"),
     [
         (("--position_encoding", "alibbi"), "unknown position encoding 'alibbi'"),
-        (("--position_encoding", "alibi", "--fade_steps", "9"), "--fade_steps 9 must be below --max_train_steps 4"),
+        (("--calibrate",), "--calibrate goes with --position_encoding"),
+        (("--position_encoding", "sinusoidal", "--calibrate"), "--calibrate: 'sinusoidal' doesn't act in attention"),
+        (("--position_encoding", "alibi", "--long_text_length", "9"), "--long_text_length 9 must be above --text_length"),
+        (("--position_encoding", "relative"), "too short or too few for 'relative'"),
         (("--position_encoding", "alibi", "--min_text_length", "20"), "--min_text_length 20"),
         (("--model_name_or_path", "patched"), "--model_name_or_path {patched} --teacher ORIGINAL"),
         (("--model_max_length", "90"), "--model_max_length is of the model that --position_encoding makes"),
@@ -222,14 +224,13 @@ def test_distill_refuses(launch, tiny, tmp_path, arguments, words):
         ("model", ("--text_length", LENGTH + 1), "model: its usable length is 24 tokens: lower --text_length 25"),
         ("model", ("--position_encoding", "rope"), "saved with the 'alibi' encoding, not 'rope'"),
         ("model", ("--position_encoding", "alibi", "--model_max_length", 90), "--model_max_length 90 is of a model that is"),
-        ("model", ("--model_name_or_path", "forgetful"), "--fade_steps 2: {forgetful} was saved without its old positions"),
         ("cls", ("--push_to_hub", "--hub_model_id", "me/it"), "SentenceTransformer('{output}').push_to_hub('me/it')"),
     ],
 )
 def test_a_teacher_refused(launch, tiny, tmp_path, teacher, more, words):
     given = ["--model_name_or_path", "patched", "--teacher", teacher, *more]
     given = [tiny / str(each) if (tiny / str(each)).is_dir() else each for each in given]
-    words = words.format(forgetful=tiny / "forgetful", output=tmp_path / "out")
+    words = words.format(output=tmp_path / "out")
     assert words in run(launch, tiny, tmp_path / "out", *given, fails=True)
     assert not (tmp_path / "out").exists()
 

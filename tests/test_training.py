@@ -109,7 +109,7 @@ def write_labels(tiny, folder):
 # A run that is killed.
 
 KEEPING = ("--checkpointing_steps", 3, "--eval_steps", 2, "--load_best_model_at_end", "--gradient_accumulation_steps", 2)
-FADING = ("--fade_steps", 4, "--min_text_length", 4, "--text_length", 9)
+SHORT = ("--no-calibrate", "--min_text_length", 4, "--text_length", 9)
 LATEST = ("--resume_from_checkpoint", "latest")
 
 
@@ -174,7 +174,7 @@ def test_each_script_resumes_exactly(tiny, tmp_path, launch, script):
     name, more, model = {
         "finetune": ("finetune", labelled, "bert"),
         "train_clm": ("train_clm", ["--position_encoding", "learned+alibi"], "gpt2"),
-        "distill": ("distill", ["--position_encoding", "relative", *FADING], "still"),
+        "distill": ("distill", ["--position_encoding", "relative", *SHORT], "still"),
         "stream": ("train_mlm", ["--streaming", "--shuffle_buffer", 7], "bert"),
         "packed stream": ("train_mlm", ["--streaming", "--shuffle_buffer", 7, "--packing", "--text_length", 12], "bert"),
         "early": ("train_mlm", ["--early_stopping_patience", 2, "--eval_steps", 1, "--learning_rate", 0.3], "bert"),
@@ -379,7 +379,7 @@ def test_two_processes_do_what_one_does_in_each_script(tiny, tmp_path, launch, s
     name, model, more = {
         "finetune": ("finetune", "still", labelled),
         "train_clm": ("train_clm", "gpt2", ["--position_encoding", "rope"]),
-        "distill": ("distill", "still", ["--position_encoding", "shaw", *FADING]),
+        "distill": ("distill", "still", ["--position_encoding", "shaw", *SHORT]),
         "stream": ("train_mlm", "still", ["--streaming", "--shuffle_buffer", 5]),
         "stream and pack": ("train_clm", "gpt2", ["--streaming", "--packing", "--text_length", 12]),
     }[script]  # fmt: skip
@@ -554,7 +554,7 @@ def test_flags_refused(tiny, tmp_path, capsys):
         ("train_mlm", "bert", ("--packing", "--position_encoding", "nope", "--text_length", 900), "no block of 900 tokens"),
         ("train_mlm", "bert", ("--model_name_or_path", "nowhere"), "nowhere"),
         ("train_mlm", "bert", ("--mlm_probability", 1.5), "--mlm_probability 1.5: allowed is a number between 0 and 1"),
-        ("distill", "still", FADING, "--position_encoding is missing"),
+        ("distill", "still", SHORT, "--position_encoding is missing"),
     ],
 )  # fmt: skip
 def test_refused_before_anything_expensive(tiny, tmp_path, launch, script, model, more, words):

@@ -13,6 +13,7 @@ from typing import Any
 FILE = "evaluation.json"
 LIBRARY = "Python standard library documentation"
 """The name of the texts of corpus.py."""
+DEEP = "a sentence from behind the first 512 tokens, taken out, finds its document"
 LONG_DOCUMENTS = "a summary finds its long document, cut at a length"
 TASKS = {
     "ForSequenceClassification": "text-classification",
@@ -87,11 +88,10 @@ def _datasets(arguments: Record) -> tuple[Record, Record]:
 
 
 def of_demo(record: Record) -> list[Record]:
-    """The results of demo.py: retrieval over all modules, and over long documents by length."""
-    short = {record["max_seq_length"]: record["scores"]}
+    """The results of demo.py: retrieval over all modules, and what lies behind the first 512 tokens."""
     return [
-        *_retrieval("a summary finds its module", short, "distilled"),
-        *_retrieval(LONG_DOCUMENTS, record["long"], "distilled"),
+        *_retrieval("a summary finds its module", {record["max_seq_length"]: record["scores"]}, "trained"),
+        *_retrieval(DEEP, {record["long_length"]: record["deep"]}, "trained"),
     ]
 
 
@@ -101,7 +101,7 @@ def of_lengths(record: Record, this: str) -> list[Record]:
     kinds = {
         "retrieval": LONG_DOCUMENTS,  # in records of the time before `title`
         "title": "a title finds its document, cut at a length",
-        "deep": "a sentence from behind the first 512 tokens, taken out, finds its document",
+        "deep": DEEP,
         "needle": f"a fact within the first 512 tokens, among {settings['candidates']} copies",
         "needle beyond": f"a fact behind the first 512 tokens, among {settings['candidates']} copies",
     }
