@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hf_posenc import calibration, offsets, structure
 from hf_posenc import spec as specs
 from hf_posenc.diagnostics import inspect
-from hf_posenc.encodings import PositionEncoding, encoding_class, shown
+from hf_posenc.encodings import PositionEncoding, encoding_class, mark, shown
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within, holds_a_model, patch, refuse
 from hf_posenc.sources import HostRefused
@@ -263,7 +263,7 @@ def _install_offsets(stack: Any, widths: dict[str, int]) -> None:
     for path in widths:
         module = stack.get_submodule(path)
         module.posenc.to(like.device, like.dtype).train(module.training)
-        setattr(module.posenc, "_is_hf_initialized", True)  # noqa: B010
+        mark(module.posenc)
 
 
 def _raise_length(tokenizer: PreTrainedTokenizerBase, usable: int) -> None:

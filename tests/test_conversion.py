@@ -84,7 +84,7 @@ def test_blocks_contribute_what_they_did_by_the_median(host):
     model, new = convert(host, "relative", max_distance=REACH)
     for path in PLACES[host]:
         gaps = (outputs(new, path, batch()) - outputs(model, path, batch())).median(0).values
-        assert_close(gaps, torch.zeros_like(gaps), atol=1e-5)
+        assert gaps.abs().max() < 1e-5
         assert new.get_submodule(path).posenc.weight.abs().sum() > 0
 
 
