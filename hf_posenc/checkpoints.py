@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import remote_code, saving
-from hf_posenc.encodings import PositionEncoding, refill
+from hf_posenc.encodings import PositionEncoding, is_marked, mark, refill
 from hf_posenc.spec import PositionSpec, merged
 from hf_posenc.user_code import is_ours
 
@@ -77,9 +77,9 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
     """Modules that initialise what is within them, too. Transformers passes over one that has no tensor of its own."""
 
     def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if isinstance(module, self.initialized_whole) and not getattr(module, "_is_hf_initialized", False):
+        if isinstance(module, self.initialized_whole) and not is_marked(module):
             self._init_weights(module)
-            setattr(module, "_is_hf_initialized", True)  # noqa: B010
+            mark(module)
         else:
             super()._initialize_weights(module, *args, **kwargs)
 

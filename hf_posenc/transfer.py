@@ -17,7 +17,7 @@ from transformers.initialization import guard_torch_init_functions, meta_device_
 
 from hf_posenc import spec as specs
 from hf_posenc import structure
-from hf_posenc.encodings import PositionEncoding, marked_as_loaded, placed, refill
+from hf_posenc.encodings import PositionEncoding, mark, marked_as_loaded, placed, refill
 from hf_posenc.sources import Silenced
 from hf_posenc.spec import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 
@@ -203,7 +203,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             if key == "_gradient_checkpointing_func" or (number and key[0] != "_"):
                 setattr(module, key, value)
     for module in target.modules():
-        setattr(module, "_is_hf_initialized", True)  # noqa: B010 - else a model that is made of this one draws its weights anew
+        mark(module)  # else a model that is made of this one draws its weights anew
     for module in reversed(list(target.modules())):  # a model within another initialises its own
         if isinstance(module, PreTrainedModel):
             _compute_buffers(module, source.device)

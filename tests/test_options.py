@@ -53,14 +53,16 @@ def test_list_encodings():
     [
         ("none", {"type": "none"}),
         ("nope", {"type": "none"}),
-        ("alibi", {"type": "alibi"}),
+        ("alibi", {"type": "alibi", "slopes": "fixed", "per_layer": False}),
+        ({"type": "alibi", "slopes": "learned", "per_layer": True}, {"type": "alibi", "slopes": "learned", "per_layer": True}),
         ("counter", {"type": "counter"}),
         ("normalized", {"type": "normalized"}),
         ("absolute", {"type": "learned", "init": "normal", "std": 0.02}),
         ({"type": "learnable", "std": 1}, {"type": "learned", "init": "normal", "std": 1.0}),
         ({"type": "rotary", "layout": "interleaved"}, {"type": "rope", "theta": 10000.0, "layout": "interleaved"}),
-        ("relative", {"type": "relative", "max_distance": 128}),
         ({"type": "logn", "trained_length": 9}, {"type": "logn", "trained_length": 9, "scale": "fixed"}),
+        ("relative", {"type": "relative", "max_distance": 128, "per_layer": False}),
+        ("t5", {"type": "t5", "num_buckets": 32, "max_distance": 128, "per_layer": False}),
         ("sinusoidal", {"type": "sinusoidal", "base": 10000.0, "layout": "interleaved", "scale": 1.0}),
     ],
 )
@@ -161,6 +163,9 @@ WRONG = [
     ("relative", "max_distance", 5.0, "an integer above 0"),
     ("relative", "max_distance", 0, "an integer above 0"),
     ("relative", "max_distance", None, "an integer above 0"),
+    ("relative", "per_layer", 1, "True or False"),
+    ("shaw", "per_layer", None, "True or False"),
+    ("alibi", "slopes", "trained", "'fixed' or 'learned'"),
     ("rope", "theta", 1, "a finite number above 1"),
     ("rope", "layout", "interleave", "'half' or 'interleaved'"),
     ("logn", "trained_length", 1, "an integer above 1 or None"),
@@ -314,7 +319,7 @@ def test_own_encoding_by_one_class():
             return torch.where(distance.abs() > self.width, -torch.inf, 0.0)[None]
 
     assert list_encodings()["window"] is Window and "near" not in list_encodings()
-    assert canonical("near") == {"type": "window", "width": 128}
+    assert canonical("near") == {"type": "window", "width": 128, "per_layer": False}
     module = build(canonical({"type": "window", "width": 2}), GEOMETRY)
     assert module.distance_bias(torch.arange(-3, 4)).tolist() == [[-torch.inf, 0.0, 0.0, 0.0, 0.0, 0.0, -torch.inf]]
     with pytest.raises(ValueError, match=r"window\.width=0: allowed is an integer above 0"):
@@ -346,6 +351,52 @@ def test_class_variables_are_no_options(annotation):
     assert Own.option_types() == {"width": int} and canonical("own") == {"type": "own", "width": 4}
     with pytest.raises(ValueError, match="no option 'shared'; it takes 'width'"):
         canonical({"type": "own", "shared": 1})
+
+
+def test_per_layer_is_an_option_of_what_biases():
+    """Beside the options of its own, with the class's default; also of an encoding that doesn't say so."""
+
+    class Own(PositionEncoding, type="own"):
+        width: int = 2
+
+        def score_bias(self, query, key, context): ...
+
+    class Each(Own, type="each"):
+        per_layer = True
+
+    class Turned(PositionEncoding, type="turned"):
+        per_layer = True
+
+        def rotate(self, query, key, context): ...
+
+    assert canonical("own") == {"type": "own", "width": 2, "per_layer": False}
+    assert canonical("each") == {"type": "each", "width": 2, "per_layer": True}
+    assert canonical("turned") == {"type": "turned"}
+    kinds = {name for name in ENCODINGS if "per_layer" in encoding_class(name).option_types()}
+    assert kinds == {"alibi", "relative", "shaw", "t5"}
+    with pytest.raises(ValueError, match="'rope' has no option 'per_layer'"):
+        canonical({"type": "rope", "per_layer": True})
+
+
+def test_what_embeds_is_not_of_each_layer():
+    """Its vectors are added once, by the stack."""
+
+    class Both(PositionEncoding, type="both"):
+        def embed(self, positions): ...
+
+        def distance_bias(self, distance): ...
+
+    class Each(Both, type="each"):
+        per_layer = True
+
+    assert (
+        canonical("both")
+        == {"type": "both", "per_layer": False}
+        == {**canonical({"type": "each", "per_layer": False}), "type": "both"}
+    )
+    for given in ({"type": "both", "per_layer": True}, "each", {"type": "alibi+both", "both__per_layer": True}, "alibi+each"):
+        with pytest.raises(ValueError, match=r"'(both|each)' embeds, which the stack does once .* per_layer has to be False"):
+            canonical(given)
 
 
 def test_attributes_of_the_base_class_are_no_options():
@@ -433,14 +484,14 @@ def test_an_encoding_is_an_ordinary_module():
 
 # Compositions.
 
-LEARNED, SHAW = {"init": "normal", "std": 0.02}, {"max_distance": 128, "terms": "keys"}
-BOTH = {"max_distance": 128, "terms": "keys+queries"}
+LEARNED, SHAW = {"init": "normal", "std": 0.02}, {"max_distance": 128, "terms": "keys", "per_layer": True}
+BOTH, ALIBI = {**SHAW, "terms": "keys+queries"}, {"slopes": "fixed", "per_layer": False}
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("alibi+none", {"type": "alibi+none", "alibi": {}, "none": {}}),
+        ("alibi+none", {"type": "alibi+none", "alibi": ALIBI, "none": {}}),
         ("absolute+rotary", {"type": "learned+rope", "learned": LEARNED, "rope": {"theta": 10000.0, "layout": "half"}}),
         ("absolute+relative_key", {"type": "learned+shaw", "learned": LEARNED, "shaw": SHAW}),
         ("absolute+relative_key_query", {"type": "learned+shaw", "learned": LEARNED, "shaw": BOTH}),
@@ -449,16 +500,16 @@ BOTH = {"max_distance": 128, "terms": "keys+queries"}
             {"type": "relative_key_query+alibi+t5", "t5": {"num_buckets": 8}, "shaw__max_distance": 5},
             {
                 "type": "shaw+alibi+t5",
-                "shaw": {"max_distance": 5, "terms": "keys+queries"},
-                "alibi": {},
-                "t5": {"num_buckets": 8, "max_distance": 128},
+                "shaw": {**BOTH, "max_distance": 5},
+                "alibi": ALIBI,
+                "t5": {"num_buckets": 8, "max_distance": 128, "per_layer": False},
             },
         ),
         ({"type": "none+relative_key_query", "shaw__terms": "keys"}, {"type": "none+shaw", "none": {}, "shaw": SHAW}),
         # Dict and keywords side by side, a part called by an alias.
         (
             {"type": "none+shaw", "shaw": {"max_distance": 3}, "relative_key__terms": "keys+queries"},
-            {"type": "none+shaw", "none": {}, "shaw": {"max_distance": 3, "terms": "keys+queries"}},
+            {"type": "none+shaw", "none": {}, "shaw": {**BOTH, "max_distance": 3}},
         ),
         (
             {"type": "none+learned", "absolute": {"std": 1}},
@@ -482,8 +533,8 @@ def test_canonical_compositions(given, expected):
 
 @pytest.mark.parametrize(("alias", "terms"), [("relative_key", "keys"), ("relative_key_query", "keys+queries")])
 def test_an_alias_may_carry_options(alias, terms):
-    assert canonical(alias) == {"type": "shaw", "max_distance": 128, "terms": terms}
-    assert canonical({"type": alias, "max_distance": 5}) == {"type": "shaw", "max_distance": 5, "terms": terms}
+    assert canonical(alias) == {"type": "shaw", **SHAW, "terms": terms}
+    assert canonical({"type": alias, "max_distance": 5}) == {"type": "shaw", **SHAW, "max_distance": 5, "terms": terms}
     other = "keys" if terms != "keys" else "keys+queries"
     assert canonical({"type": alias, "terms": other})["terms"] == other
     assert encoding_class(alias).aliases[alias] == {"terms": terms}
@@ -503,7 +554,10 @@ def test_an_alias_may_carry_options(alias, terms):
         ({"type": "sinusoidal+alibi", "rope__theta": 3.0}, "has no part 'rope'"),
         ({"type": "sinusoidal+alibi", "sinusoidal__bass": 3.0}, r"'sinusoidal' has no option 'bass' \(.*\); it takes 'base'"),
         ({"type": "sinusoidal+alibi", "sinusoidal": {"bass": 3.0}}, "'sinusoidal' has no option 'bass'"),
-        ({"type": "sinusoidal+alibi", "alibi__slope": 1}, "'alibi' has no option 'slope'; it takes no options"),
+        (
+            {"type": "sinusoidal+alibi", "alibi__slope": 1},
+            r"'alibi' has no option 'slope' \(.*'slopes'\?\); it takes 'slopes', 'per_layer'",
+        ),
         ({"type": "sinusoidal+alibi", "sinusoidal": 3.0}, r"sinusoidal\+alibi\['sinusoidal'\]=3.0: allowed is a dict"),
         ({"type": "sinusoidal+alibi", "sinusoidal": None}, r"\['sinusoidal'\]=None: allowed is a dict"),
         ({"type": "sinusoidal+alibi", "sinusoidal__base": "3"}, r"^sinusoidal\.base='3': allowed is a finite number above 1"),
@@ -618,7 +672,7 @@ def test_options_and_modules_by_part():
 def test_names_of_two_words():
     for name in ("two_words", "two-words", "sinusoidal_2d", "A1"):
         define(f"class Own{name.replace('-', 'x')}(PositionEncoding, type={name!r}): ...")
-        assert canonical(f"{name}+alibi") == {"type": f"{name}+alibi", name: {}, "alibi": {}}
+        assert canonical(f"{name}+alibi") == {"type": f"{name}+alibi", name: {}, "alibi": ALIBI}
         assert build(canonical(f"alibi+{name}"), GEOMETRY).type == f"alibi+{name}"
 
 

@@ -52,7 +52,7 @@ def test_canonical_form():
     spec = PositionSpec.parse({"type": "rotary+relative_key", "rotary__layers": [1, 0], "shaw__max_distance": 3, "host": HOST})
     assert spec == PositionSpec(
         type="rope+shaw",
-        options={"rope": {"theta": 10000.0, "layout": "half"}, "shaw": {"max_distance": 3, "terms": "keys"}},
+        options={"rope": {"theta": 10000.0, "layout": "half"}, "shaw": {"max_distance": 3, "terms": "keys", "per_layer": True}},
         layers={"rope": (1, 0)},
         host=HostSpec("somebody/base", 512, True, "00ff"),
     )

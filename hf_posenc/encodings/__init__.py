@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.building import build, build_within_limits, marked_as_loaded, placed, refill
+from hf_posenc.encodings.building import build, build_within_limits, is_marked, mark, marked_as_loaded, placed, refill
 from hf_posenc.encodings.context import PositionContext, counted, positions_of
 from hf_posenc.encodings.options import (
     Above,
@@ -41,8 +41,10 @@ __all__ = [
     "counted",
     "described",
     "encoding_class",
+    "is_marked",
     "list_encodings",
     "listed",
+    "mark",
     "marked_as_loaded",
     "meant",
     "options_of",

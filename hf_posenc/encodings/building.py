@@ -20,7 +20,7 @@ from hf_posenc.encodings.registry import encoding_class, options_of
 
 Encodings = list[PositionEncoding | None]
 LOADED = "_is_hf_initialized"
-"""Transformers' mark on tensors that need no initial value."""
+"""Transformers' mark on tensors and modules that need no initial value."""
 EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 
@@ -62,7 +62,7 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
             placed(module, device, dtype)
         for tensor in _tensors(module).values():
             if not tensor.is_meta:
-                setattr(tensor, LOADED, True)
+                mark(tensor)
     return built
 
 
@@ -71,25 +71,34 @@ def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mo
     return module._apply(lambda each: each.to(device, dtype if each.is_floating_point() else each.dtype))
 
 
+def mark(thing: Tensor | nn.Module) -> None:
+    """Mark a tensor, or a module with all it has, as loaded: Transformers' initialisation leaves it alone."""
+    setattr(thing, LOADED, True)
+
+
+def is_marked(thing: Tensor | nn.Module) -> bool:
+    return getattr(thing, LOADED, False)
+
+
 def refill(encodings: Iterable[PositionEncoding]) -> None:
     """Give tensors that were allocated anew the values that their classes give them. Those marked as loaded are left alone."""
     # An encoding within another is filled first, since the other may have changed it.
-    waiting = [e for e in reversed(list(encodings)) if not all(getattr(t, LOADED, False) for t in _tensors(e).values())]
+    waiting = [e for e in reversed(list(encodings)) if not all(map(is_marked, _tensors(e).values()))]
     with torch.no_grad():
         for encoding, fresh in zip(waiting, with_values(lambda: [each.anew() for each in waiting]), strict=True):
             values = _tensors(fresh)
             for name, tensor in _tensors(encoding).items():
-                if name in values and not getattr(tensor, LOADED, False):
+                if name in values and not is_marked(tensor):
                     tensor.copy_(values[name])
-                setattr(tensor, LOADED, True)
+                mark(tensor)
 
 
 @contextlib.contextmanager
 def marked_as_loaded(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Marks tensors for a while, so that Transformers' initialisation leaves them alone."""
-    marked = [tensor for tensor in tensors if not getattr(tensor, LOADED, False)]
+    marked = [tensor for tensor in tensors if not is_marked(tensor)]
     for tensor in marked:
-        setattr(tensor, LOADED, True)
+        mark(tensor)
     try:
         yield
     finally:
