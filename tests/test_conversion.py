@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import hf_posenc
-from conftest import HOSTS, assert_close, assert_equal, first, run_python, stock, tokens
+from conftest import HOSTS, assert_equal, first, run_python, stock, tokens
 
 LENGTH, TEXTS = 24, 6
 REACH = 4
@@ -83,7 +83,7 @@ PLACES = {
 def test_blocks_contribute_what_they_did_by_the_median(host):
     model, new = convert(host, "relative", max_distance=REACH)
     for path in PLACES[host]:
-        gaps = (outputs(new, path, batch()) - outputs(model, path, batch())).median(0).values
+        gaps = (outputs(model, path, batch()) - outputs(new, path, batch())).median(0).values
         assert gaps.abs().max() < 1e-5
         assert new.get_submodule(path).posenc.weight.abs().sum() > 0
 
