@@ -63,7 +63,9 @@ def convert(
         HostRefused: as `patch`; an attention whose probabilities calibration can't reproduce.
     """
     if holds_a_model(model):
-        own = model.tokenizer if tokenizer is None else tokenizer  # type: ignore[attr-defined]
+        # As a function: the twin has a tokenizer of its own, and this one stays as it is.
+        own: Any = model.tokenizer
+        own = own.__call__ if tokenizer is None else tokenizer
         change = functools.partial(convert, encoding=encoding, texts=texts, tokenizer=own, max_length=max_length, **options)
         return changed_within(model, change)
     refuse(model, "convert")

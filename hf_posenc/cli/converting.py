@@ -1,5 +1,6 @@
 """hf-posenc convert"""
 
+import copy
 import subprocess
 import sys
 import tempfile
@@ -8,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
 from hf_posenc import comparison
@@ -19,6 +21,9 @@ from hf_posenc.retrieval import Embedder, pooling
 
 DOCUMENTS = 200
 """Maximum number of documents in the comparison, which takes far longer than the conversion."""
+
+TEXT_LENGTH = 256
+"""Longest texts in training, in tokens, that the original reads at once; distill.py's default."""
 
 
 @app.command("convert")
@@ -68,19 +73,15 @@ def convert(
     if script is None:
         save(converted, model, output_dir)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            save(converted, model, Path(folder, "calibrated"))
-            _distil(
-                script, Path(folder, "calibrated"), model, texts, text_column, train_steps, max_length, output_dir, overwrite
-            )
-        models["trained"] = load(str(output_dir))
+        models["trained"] = _distilled(converted, script, model, texts, text_column, train_steps, max_length)
+        save(models["trained"], model, output_dir)
     if compare:
         _compare(original, models, tokenizer, rows, pairs, max_length)
 
 
 def _only_called(tokenizer: Any) -> Any:
     """The tokenizer as a function, whose own model_max_length stays: what is saved gets the converted model's."""
-    return None if tokenizer is None else lambda text, **options: tokenizer(text, **options)
+    return None if tokenizer is None else tokenizer.__call__
 
 
 def _distillation_script() -> Path:
@@ -93,28 +94,31 @@ def _distillation_script() -> Path:
     return script
 
 
-def _distil(
-    script: Path,
-    calibrated: Path,
-    original: str,
-    texts: Path,
-    column: str,
-    steps: int,
-    max_length: int | None,
-    output_dir: Path,
-    overwrite: bool,
-) -> None:
-    """Run distill.py, with its own progress bar. Raises ValueError if it fails, which it explains itself."""
-    usable = hf_posenc.inspect(original).max_length
-    command = [sys.executable, str(script), "--model_name_or_path", str(calibrated), "--teacher", original]
-    command += ["--train_file", str(texts), "--text_column", column, "--max_train_steps", str(steps)]
-    if max_length is not None and usable is not None and max_length > usable:
-        command += ["--long_text_length", str(max_length)]
+def _distilled(
+    converted: Any, script: Path, original: str, texts: Path, column: str, steps: int, max_length: int | None
+) -> Any:
+    """A copy of the converted model, its body trained by distill.py, with its own progress bar.
+
+    Raises ValueError if that fails, which it explains itself.
+    """
+    sentences = not isinstance(converted, PreTrainedModel)
+    usable = hf_posenc.inspect(load(original)).max_length
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, "trained")
+        calibrated, made = Path(folder, "calibrated"), Path(folder, "trained")
+        save(converted, original, calibrated)
+        command = [sys.executable, str(script), "--model_name_or_path", str(calibrated), "--teacher", original]
+        command += ["--train_file", str(texts), "--text_column", column, "--max_train_steps", str(steps)]
+        if usable is not None:
+            command += ["--text_length", str(min(TEXT_LENGTH, usable))]
+            command += ["--long_text_length", str(max_length)] if max_length is not None and max_length > usable else []
         if subprocess.run([*command, "--output_dir", str(made)], check=False).returncode:
             raise ValueError("the distillation failed, as it says above; nothing was saved")
-        save(load(str(made)), str(made), output_dir)
+        if sentences:
+            return load(str(made))
+        weights = AutoModel.from_pretrained(made).state_dict()
+    trained = copy.deepcopy(converted)  # the converted model shares its parameters with the original
+    trained.base_model.load_state_dict(weights, strict=False)  # which may have a pooler, or not
+    return trained
 
 
 def _compare(

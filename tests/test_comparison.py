@@ -1,0 +1,194 @@
+"""`hf-posenc convert`, and the comparison that it ends with."""
+
+import json
+import random
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, BertTokenizer
+
+import hf_posenc
+from conftest import LENGTH, assert_equal, patched, run_python, stock
+from hf_posenc import comparison, scores
+from hf_posenc.retrieval import Embedder
+from test_cli import run
+
+WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def texts(count=40, sentences=4, seed=0):
+    choose = random.Random(seed)
+    return [" ".join(" ".join(choose.choices(WORDS, k=9)).capitalize() + "." for _ in range(sentences)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny BERT with a head and a tokenizer, and texts of 42 tokens as JSON lines."""
+    path = tmp_path_factory.mktemp("models")
+    (path / "vocab.txt").write_text("\n".join([*SPECIAL, ".", *WORDS]))
+    stock("bert", "ForMaskedLM").save_pretrained(path / "bert")
+    BertTokenizer(str(path / "vocab.txt"), model_max_length=LENGTH).save_pretrained(path / "bert")
+    rows = [{"text": text} for text in texts()]
+    (path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pairs = [{"query": text.split(". ")[-1], "document": text} for text in texts(24)]
+    (path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    return path
+
+
+def embedder(model, folder):
+    return Embedder(model.eval(), BertTokenizer.from_pretrained(folder / "bert"))
+
+
+def test_a_command(folder, tmp_path):
+    said = run(
+        *("convert", folder / "bert", "relative", "--option", "max_distance=4", "--texts", folder / "texts.jsonl"),
+        *("--max-length", 64, "--output-dir", tmp_path / "out"),
+    )
+    original = AutoModelForMaskedLM.from_pretrained(folder / "bert")
+    expected = hf_posenc.convert(
+        original, "relative", texts=texts(), tokenizer=str(folder / "bert"), max_length=64, max_distance=4
+    )
+    made = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
+    assert_equal(made.state_dict(), expected.state_dict())
+    assert made.config.position_encoding == expected.config.position_encoding and made.config.position_encoding["per_layer"]
+    assert BertTokenizer.from_pretrained(tmp_path / "out").model_max_length == 64
+    assert "calibrated on 24 texts of up to 24 tokens" in said and "on 8 other texts" in said
+    assert f"40 questions: a sentence from behind its first {LENGTH} tokens finds its text" in re.sub(r"\s+", " ", said)
+    words = re.sub(r"[\s│]+", " ", said)
+    assert all(name in words for name in ("original, truncated", "chunked by 24, mean", "chunked by 24, max", "calibrated"))
+    assert "128 tokens" in said and re.search(r"At 128 .*\(MRR [+-]0\.\d{3} \[", words)
+
+
+def test_with_questions_of_ones_own(folder, tmp_path):
+    said = run(
+        *("convert", folder / "bert", "t5", "--option", "num_buckets=4", "--option", "max_distance=9"),
+        *("--texts", folder / "texts.jsonl", "--queries", folder / "pairs.jsonl", "--output-dir", tmp_path / "out"),
+    )
+    assert "24 queries of your own find their documents" in re.sub(r"\s+", " ", said)
+    said = run(
+        *("convert", folder / "bert", "alibi", "--texts", folder / "texts.jsonl", "--no-compare"),
+        *("--output-dir", tmp_path / "other"),
+    )
+    assert "MRR" not in said and (tmp_path / "other" / "config.json").is_file()
+
+
+def test_trained_on(folder, tmp_path):
+    few = ("--option", "max_distance=4", "--train-steps", 2, "--max-length", 40)
+    texts_of = ("--texts", folder / "texts.jsonl", "--output-dir", tmp_path / "out")
+    said = re.sub(r"[\s│]+", " ", run("convert", folder / "bert", "relative", *few, *texts_of))
+    assert " calibrated 0." in said and " trained 0." in said
+    made, loading = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loading["missing_keys"]
+    config = made.config.position_encoding
+    assert config["type"] == "relative" and config["calibration"]["texts"] == 24
+    # The body is trained, the head is the original's.
+    before = AutoModelForMaskedLM.from_pretrained(folder / "bert")
+    assert torch.equal(made.cls.predictions.transform.dense.weight, before.cls.predictions.transform.dense.weight)
+    assert not torch.equal(made.bert.encoder.layer[0].output.dense.weight, before.bert.encoder.layer[0].output.dense.weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--texts", "nowhere.jsonl"), "nowhere.jsonl is no file"),
+        (("--texts", "vocab.txt", "--text-column", "words"), "but no 'words': see --text-column"),
+        (("--texts", "bert/config.json"), "but no 'text': see --text-column"),
+        (("--texts", "texts.jsonl", "--queries", "texts.jsonl"), "but no 'query': see query"),
+        (("--texts", "texts.jsonl", "--option", "max_distance=99"), "too short or too few for 'relative'"),
+        (("--texts", "vocab.txt", "--option", "max_distance=4"), "too short or too few for 'relative'"),
+    ],
+)
+def test_refuses(folder, tmp_path, arguments, words):
+    arguments = [folder / each if (folder / str(each)).exists() or "nowhere" in each else each for each in arguments]
+    assert words in run("convert", folder / "bert", "relative", *arguments, "--output-dir", tmp_path / "out", code=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_questions_of_short_texts(folder):
+    """Where no text is longer than the original reads, a sentence from anywhere."""
+    short = [" ".join(text.split(". ")[:2]) + "." for text in texts()]
+    short = [text.replace(". ", ".\n\n") for text in short]
+    original = embedder(stock("bert"), folder)
+    pairs, about = comparison.own_pairs(original, [f"{a} {b}" for a, b in zip(short, texts(40, 1, seed=1), strict=True)][:40])
+    assert "taken out of it" in about and all(pair.query not in pair.document for pair in pairs)
+    with pytest.raises(ValueError, match="of 3 texts 0 have a sentence"):
+        comparison.own_pairs(original, ["one", "two", "three"])
+
+
+def test_lengths(folder):
+    """Doubling until half of the documents are whole."""
+    original = embedder(stock("bert"), folder)
+    documents = ["river " * size for size in (100, 100, 300, 600, 600)]
+    assert comparison.lengths_of(original, documents, None) == [128, 256, 512]
+    assert comparison.lengths_of(original, documents, 300) == [128, 256]
+    assert comparison.lengths_of(original, ["river"] * 3, None) == [128]
+
+
+def test_compared_with_each_use_of_the_original(folder):
+    """The figures are those of `scores`, method by method."""
+    model = patched("bert", "alibi")
+    original, converted = embedder(stock("bert"), folder), embedder(model, folder)
+    pairs = [comparison.Pair(text.split(". ")[0], text) for text in texts(24)]
+    found = comparison.compare(original, {"calibrated": converted}, pairs, [16, 32])
+    assert list(found.rows[16]) == ["original", "calibrated"]
+    assert list(found.rows[32]) == [
+        *(f"original, {how}" for how in ("truncated at 24", "chunked by 24, mean", "chunked by 24, max")),
+        "calibrated",
+    ]
+    asked, documents = converted([pair.query for pair in pairs]), converted([" ".join(p.document.split()) for p in pairs])
+    assert asked.shape == documents.shape
+    assert found.rows[32]["calibrated"].difference is None
+    truncated = found.rows[32]["original, truncated at 24"]
+    gap = found.rows[32]["calibrated"].score.mrr - truncated.score.mrr
+    assert truncated.difference.value == pytest.approx(gap)
+    assert found.verdict.startswith("At 16 tokens the calibrated model has ") and "; at 32 " in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [(0.9, 0.4, "it is better than the original in every use"), (0.4, 0.9, "the original does better"), (0.5, 0.5, "no diff")],
+)
+def test_verdict(ours, theirs, words):
+    def row(value, difference=None):
+        return comparison.Row(scores.Score(value, (0, 1), value, (0, 1), 9), difference)
+
+    gap = ours - theirs
+    difference = scores.Difference(gap, (gap - 0.1, gap + 0.1), 9)
+    rows = {
+        16: {"original": row(0.8, difference), "new": row(0.6)},
+        32: {"original, max": row(theirs, difference), "new": row(ours)},
+    }
+    assert comparison._verdict(rows, "new", 24).startswith(
+        f"At 16 tokens the new model has 75.0% of the original's MRR; at 32 {words}"
+    )
+
+
+SENTENCES = """
+import sys, torch
+from sentence_transformers import SentenceTransformer
+import hf_posenc
+model = SentenceTransformer(sys.argv[1], device="cpu")
+texts, expected = torch.load(sys.argv[2], weights_only=False)
+assert torch.equal(torch.from_numpy(model.encode(texts)), expected)
+print(model.max_seq_length, hf_posenc.inspect(model).calibration.texts, [type(each).__name__ for each in model])
+"""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_sentence_transformer_stays_one(folder, tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Normalize, Pooling, Transformer
+
+    stock("bert").save_pretrained(tmp_path / "body")
+    BertTokenizer.from_pretrained(folder / "bert").save_pretrained(tmp_path / "body")
+    body = Transformer(str(tmp_path / "body"))
+    before = SentenceTransformer(modules=[body, Pooling(32, "cls"), Normalize()], device="cpu")
+    expected = before.encode(texts())
+    model = hf_posenc.convert(before, "relative", texts=texts(), max_distance=4, max_length=100)
+    assert model.max_seq_length == 100 and (before.encode(texts()) == expected).all() and before.max_seq_length == LENGTH
+    model.save_pretrained(str(tmp_path / "saved"))
+    torch.save((texts(3), torch.from_numpy(model.encode(texts(3)))), tmp_path / "expected.pt")
+    said = run_python(SENTENCES, tmp_path / "saved", tmp_path / "expected.pt").splitlines()[-1]
+    assert said == "100 24 ['Transformer', 'Pooling', 'Normalize']"
