@@ -14,7 +14,7 @@ from transformers import AutoModel, PreTrainedModel
 import hf_posenc
 from hf_posenc import comparison
 from hf_posenc.cli import app, console
-from hf_posenc.cli.folders import check_output_dir, load, load_tokenizer, save
+from hf_posenc.cli.folders import check_output_dir, load, load_tokenizer, save, write
 from hf_posenc.cli.patching import given_encoding, option_value
 from hf_posenc.cli.texts import read
 from hf_posenc.retrieval import Embedder, pooling
@@ -105,7 +105,7 @@ def _distilled(
     usable = hf_posenc.inspect(load(original)).max_length
     with tempfile.TemporaryDirectory() as folder:
         calibrated, made = Path(folder, "calibrated"), Path(folder, "trained")
-        save(converted, original, calibrated)
+        write(converted, original, calibrated)
         command = [sys.executable, str(script), "--model_name_or_path", str(calibrated), "--teacher", original]
         command += ["--train_file", str(texts), "--text_column", column, "--max_train_steps", str(steps)]
         if usable is not None:

@@ -69,6 +69,18 @@ def _reading_weights(model: str) -> Iterator[None]:
 
 def save(changed: Any, source: str, output_dir: Path) -> None:
     """Saves a model as `load` gives it, with the tokenizer of the one it was made from, and reports on it."""
+    found = write(changed, source, output_dir)
+    console.print(str(hf_posenc.inspect(changed)), markup=False)
+    missing = "" if found else " (there was no tokenizer beside the model)"
+    console.print(f"saved to {output_dir}{missing}", markup=False)
+    if isinstance(changed, PreTrainedModel) and has_file(source, "modules.json"):
+        console.print(
+            "Its sentence-transformers modules (pooling) are not saved: pip install sentence-transformers, and do it again."
+        )
+
+
+def write(changed: Any, source: str, output_dir: Path) -> bool:
+    """Saves the same without a word. Returns whether there was a tokenizer."""
     sentences = not isinstance(changed, PreTrainedModel)
     report = hf_posenc.inspect(changed)
     tokenizer = changed.tokenizer if sentences else load_tokenizer(source)
@@ -80,13 +92,7 @@ def save(changed: Any, source: str, output_dir: Path) -> None:
             if tokenizer is not None:
                 tokenizer.model_max_length = report.model_max_length
                 tokenizer.save_pretrained(folder)
-    console.print(str(report), markup=False)
-    missing = " (there was no tokenizer beside the model)" if tokenizer is None else ""
-    console.print(f"saved to {output_dir}{missing}", markup=False)
-    if not sentences and has_file(source, "modules.json"):
-        console.print(
-            "Its sentence-transformers modules (pooling) are not saved: pip install sentence-transformers, and do it again."
-        )
+    return tokenizer is not None
 
 
 def check_output_dir(output_dir: Path, overwrite: bool) -> None:
