@@ -7,7 +7,20 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
-from conftest import ENCODINGS, HOSTS, LOOSE, assert_close, backends, first, needs_inductor, pairs, patched, stock, tokens
+from conftest import (
+    ALL_WAYS,
+    ENCODINGS,
+    HOSTS,
+    LOOSE,
+    assert_close,
+    backends,
+    first,
+    needs_inductor,
+    pairs,
+    patched,
+    stock,
+    tokens,
+)
 from hf_posenc import attention, kernels
 from hf_posenc.encodings import PositionContext
 from oracles import ids_of, padded
@@ -46,7 +59,13 @@ def test_half_precision(host, encoding):
         assert first(patched(host, encoding)(tokens())).isfinite().all()
 
 
-@pytest.mark.parametrize(("host", "encoding"), pairs(on=("bert",), once=True))
+COMPILED = [(host, ALL_WAYS) for host in ("bert", "gpt2", "mpnet", "modernbert")] + [("bert", "learned+alibi+t5+counter")]
+
+
+@pytest.mark.parametrize(
+    ("host", "encoding"),
+    [*COMPILED, *(pytest.param(*pair.values, marks=pytest.mark.slow) for pair in pairs() if pair.values not in COMPILED)],
+)
 def test_compiles_as_one_graph(host, encoding):
     model = patched(host, encoding)
     torch._dynamo.reset()

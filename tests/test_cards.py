@@ -471,7 +471,7 @@ def records(tmp_path, monkeypatch):
     """Change the records that cards are made from."""
 
     def change(**changes):
-        for name in ("demo", "length"):
+        for name in ("conversions", "length-linux-doc-6.1"):
             record = cards.record(name)
             changes.get(name, lambda _: None)(record)
             (tmp_path / f"{name}.json").write_text(json.dumps(record))
@@ -480,29 +480,22 @@ def records(tmp_path, monkeypatch):
     return change
 
 
-def test_figures_of_another_run_are_not_the_models_own(records):
-    records(length=lambda length: length["scores"]["retrieval"]["1024"]["minilm-alibi"].update(mrr=0.1))
-    measured, figures = cards.distilled("me/base")
-    assert figures == ["demo.png"]
-    others = [each for each in measured["results"] if each["model"] == "distilled, in another run"]
-    assert {0.1, 1.0} <= {each["value"] for each in others} and not any(each["this"] for each in others)
-    own = [each for each in measured["results"] if each["this"]]
-    assert own and {each["model"] for each in own} == {"distilled"} and {each["length"] for each in own} == {256, 1024, 2048}
-    checked_evaluation(measured)
-
-
 def test_a_model_that_is_truncated_is_the_model():
-    rows = files.of_lengths(cards.record("length"), "minilm")
+    rows = files.of_lengths(cards.record("length-linux-doc-6.1"), "minilm")
     assert {row["model"] for row in rows if row["this"]} == {"minilm, truncated at 512"}
 
 
-def test_records_that_contradict_each_other_stop(records):
-    records(length=lambda length: length["scores"]["retrieval"]["1024"]["bag of words"].update(mrr=0.1))
+def test_records_of_other_steps_stop(records):
+    records(conversions=lambda kept: kept["models"]["minilm-t5"].update(steps=1))
+    with pytest.raises(SystemExit, match=r"conversions\.json has another number of steps for minilm-t5"):
+        cards.converted("minilm-t5", "me/base")
+
+
+def test_records_that_contradict_each_other_stop():
+    result = {"model": "a", "task": "t", "metric": "mrr", "length": 9, "dataset": {"name": "d"}, "value": 0.5}
+    assert cards.together([result], [dict(result)]) == [result]
     with pytest.raises(SystemExit, match="two records differ"):
-        cards.distilled("me/base")
-    records(demo=lambda demo: demo.update(steps=1))
-    with pytest.raises(SystemExit, match="demo.json has 1 steps"):
-        cards.distilled("me/base")
+        cards.together([result], [{**result, "value": 0.6}])
 
 
 VALIDATE = """

@@ -93,8 +93,10 @@ def test_ways_to_say_it(layers):
 
 
 @pytest.mark.parametrize("host", KINDS)
-@pytest.mark.parametrize("encoding", ["rope", "alibi", "relative", "t5", "shaw"])
+@pytest.mark.parametrize("encoding", ["rope", "alibi", "relative", "relative, each its own", "t5", "shaw"])
 def test_only_these_layers(host, encoding):
+    encoding, _, each = encoding.partition(", ")
+    encoding = {"type": encoding, **({"per_layer": True} if each else {})}
     assert acting_in(into(host, encoding, layers=[1, 2]), host) == [1, 2]
     assert acting_in(into(host, encoding), host) == [0, 1, 2, 3]
 
@@ -144,11 +146,12 @@ def test_a_part_without_layers_acts_in_all():
 
 
 @pytest.mark.parametrize("host", KINDS)
-def test_parameters_in_these_layers_only(host):
-    model = into(host, "alibi+shaw", shaw__layers=[-1])
+@pytest.mark.parametrize("part", ["shaw", "relative"])
+def test_parameters_in_these_layers_only(host, part):
+    model = into(host, f"alibi+{part}", **{f"{part}__layers": [-1], f"{part}__per_layer": True})
     owners = {name for name, _ in model.named_parameters() if "posenc" in name}
     assert len(owners) == 1 and owners.pop().startswith(f"{HOSTS[host].layers}.3.")
-    assert len([name for name, _ in into(host, "shaw").named_parameters() if "posenc" in name]) == 4
+    assert len([name for name, _ in into(host, part, per_layer=True).named_parameters() if "posenc" in name]) == 4
     first(model.train()(tokens())).square().sum().backward()
     assert next(p for name, p in model.named_parameters() if "posenc" in name).grad.abs().sum() > 0
 
@@ -185,6 +188,7 @@ SAVED = {
     "modernbert twice": ("modernbert", "rope+rope", {"rope__layers": "::2", "rope_2__layers": "1::2", "rope_2__theta": 50.0}),
     "gpt2 vectors": ("gpt2", "learned+alibi", {"learned__layers": [2], "alibi__layers": "0:2", "inject": "every_layer"}),
     "mpnet both": ("mpnet", "rope+shaw", {"rope__layers": [0], "shaw__layers": "1:"}),
+    "bert its own": ("bert", "t5", {"layers": [1, 3], "per_layer": True}),
 }
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_posenc
-from conftest import assert_close, first, randomize_encoding, stock, tokens
+from conftest import assert_close, assert_equal, first, randomize_encoding, stock, tokens
 from oracles import in_pieces
 from test_rotary import WINDOW, decoder
 
@@ -93,6 +93,18 @@ def test_the_last_logits_alone(encoding, keep):
     """Gemma 4's last layers would get the queries of these tokens alone."""
     model, ids = randomize_encoding(hf_posenc.patch(gemma4(), encoding)), tokens(2, 11)
     assert_close(first(model(ids, logits_to_keep=keep)), first(model(ids))[:, -keep:])
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "relative"])
+@torch.no_grad()
+def test_attentions_of_several_sizes(encoding):
+    """What is made for one can't be shared; with per_layer each has its own, also in its own scaling."""
+    model, ids = gemma4(global_head_dim=16), tokens(2, 11)
+    with pytest.raises(hf_posenc.HostRefused, match=f"attentions of .* differ: .*{encoding} would be shared.*per_layer=True"):
+        hf_posenc.patch(model, encoding)
+    new = randomize_encoding(hf_posenc.patch(model, encoding, per_layer=True))
+    assert_close(in_pieces(new, ids, (5, 6)), first(new(ids, use_cache=False)))
+    assert_equal(first(hf_posenc.unpatch(new)(ids)), first(model(ids)))
 
 
 CHOOSING = {

@@ -837,7 +837,8 @@ def test_dir_shows_the_public_names():
 
 
 def test_importing_builds_no_class():
-    """And imports no host's modeling file; the Auto classes know the derived names nevertheless."""
+    """And imports no host's modeling file; the Auto classes know the derived names nevertheless. Transformers iterates over
+    their mappings for its error messages, and finds these names there."""
     run_python(
         """
 import sys
@@ -850,6 +851,10 @@ assert made == {"PosEncConfigMixin", "PosEncModelMixin"}, made
 from transformers import AutoConfig
 assert type(AutoConfig.for_model("posenc-bert")).__name__ == "PosEncBertConfig"
 assert "transformers.models.bert.modeling_bert" not in sys.modules
+from transformers.models.auto import modeling_auto
+assert modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES["posenc-bert"] == "PosEncBertForMaskedLM"
+names = {config.__name__ for config in modeling_auto.MODEL_MAPPING}
+assert {"PosEncBertConfig", "BertConfig", "PositionEmbeddingConfig"} <= names
 """
     )
 

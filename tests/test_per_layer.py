@@ -1,12 +1,51 @@
-"""Encodings with parameters in each layer: Shaw's vectors."""
+"""Encodings with parameters of each attention's own, `per_layer=True`, and those which all attentions share."""
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, DynamicCache, StaticCache
+from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posenc
-from conftest import LENGTH, assert_close, patched, randomize_encoding, stock, tokens
-from oracles import alibi, future, gpt2_query_key, heads
+from conftest import (
+    HOSTS,
+    LENGTH,
+    assert_apart,
+    assert_close,
+    assert_equal,
+    backends,
+    first,
+    patched,
+    randomize_encoding,
+    run_python,
+    stock,
+    tokens,
+)
+from oracles import alibi, future, gpt2_query_key, gradients, heads, in_pieces
+
+RELATIVE = {"max_distance": 3, "per_layer": True}
+T5 = {"num_buckets": 8, "max_distance": 12, "per_layer": True}
+SLOPES = {"slopes": "learned", "per_layer": True}
+OWNERS = {
+    "relative": ({"type": "relative", **RELATIVE}, (), ("weight",)),
+    "t5": ({"type": "t5", **T5}, (), ("weight",)),
+    "alibi": ({"type": "alibi", **SLOPES}, (), ("weight",)),
+    "alibi, fixed": ({"type": "alibi", "per_layer": True}, (), ()),
+    "a part": ({"type": "alibi+relative", "relative": RELATIVE}, (), ("relative.weight",)),
+    "the other part": ({"type": "t5+alibi", "t5": T5, "alibi__slopes": "learned"}, ("alibi.weight",), ("t5.weight",)),
+    "both parts": ({"type": "t5+alibi", "t5": T5, "alibi": SLOPES}, (), ("t5.weight", "alibi.weight")),
+    "shaw": ({"type": "shaw"}, (), ("weight",)),
+    "shaw, shared": ({"type": "shaw", "per_layer": False}, ("weight",), ()),
+    "beside shaw": ({"type": "alibi+shaw"}, (), ("shaw.weight",)),
+}
+"""An encoding, the stack's parameters, and those of each attention."""
+ENCODINGS = {name: encoding for name, (encoding, *_) in OWNERS.items()}
+PATHS = {
+    "bert": ["encoder.layer.0.attention.self.", "encoder.layer.1.attention.self."],
+    "gpt2": ["h.0.attn.", "h.1.attn."],
+    "mpnet": ["encoder.layer.0.attention.attn.", "encoder.layer.1.attention.attn."],
+    # One layer, used twice.
+    "albert": ["encoder.albert_layer_groups.0.albert_layers.0.attention."],
+}
 
 
 def as_v4_did(query, key, table, terms, scaling):
@@ -78,24 +117,171 @@ def test_shaw_is_scaled_as_its_layer_scales(terms):
         assert_close(output.attentions[index], expected)
 
 
-@pytest.mark.parametrize(
-    ("host", "paths"),
-    [
-        ("bert", ["encoder.layer.0.attention.self.", "encoder.layer.1.attention.self."]),
-        ("gpt2", ["h.0.attn.", "h.1.attn."]),
-        ("mpnet", ["encoder.layer.0.attention.attn.", "encoder.layer.1.attention.attn."]),
-        # One layer, used twice.
-        ("albert", ["encoder.albert_layer_groups.0.albert_layers.0.attention."]),
-    ],
-)
-def test_each_layer_owns_its_vectors(host, paths):
-    for kind, weight in (("shaw", "weight"), ("alibi+shaw", "shaw.weight")):
-        model = hf_posenc.patch(stock(host), kind)
-        again = AutoModel.from_config(model.config)
-        for each in (model, again):
-            own = {name: p for name, p in each.named_parameters() if "posenc" in name}
-            assert list(own) == [f"{path}posenc.{weight}" for path in paths]
-            weights = list(own.values())
-            assert all(p.std().item() == pytest.approx(0.02, rel=0.1) for p in weights)
-            assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
-        assert not any(name.startswith("posenc.") and "host" not in name for name in model.state_dict())
+class Slope(hf_posenc.PositionEncoding, type="test-slope"):
+    """A user's own, of each attention unless it is told otherwise."""
+
+    start: float = 1.0
+    per_layer = True
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        self.weight = torch.nn.Parameter(torch.full((1,), self.start))
+
+    def distance_bias(self, distance):
+        return -self.weight[:, None] * distance.abs()
+
+
+OWNERS |= {
+    "own": ({"type": "test-slope"}, (), ("weight",)),
+    "own, shared": ({"type": "test-slope", "per_layer": False}, ("weight",), ()),
+    "own, a part": ({"type": "test-slope+shaw", "shaw__per_layer": False}, ("shaw.weight",), ("test-slope.weight",)),
+}
+
+
+@pytest.mark.parametrize("name", OWNERS)
+@pytest.mark.parametrize("host", PATHS)
+def test_who_owns_the_parameters(host, name):
+    """Patched and made from scratch. Random ones begin differently in each layer."""
+    encoding, shared, own = OWNERS[name]
+    model = hf_posenc.patch(stock(host), encoding)
+    for each in (model, AutoModel.from_config(model.config)):
+        found = {path: parameter for path, parameter in each.named_parameters() if "posenc" in path}
+        expected = {f"posenc.{path}" for path in shared} | {f"{start}posenc.{path}" for start in PATHS[host] for path in own}
+        assert found.keys() == expected
+        drawn = [parameter for parameter in found.values() if parameter.ndim > 1]
+        assert not any(torch.equal(one, other) for i, one in enumerate(drawn) for other in drawn[:i])
+        if "shaw" in encoding["type"]:
+            assert drawn and all(parameter.std().item() == pytest.approx(0.02, rel=0.1) for parameter in drawn)
+
+
+def bias_of(name, weights, length, is_causal):
+    """`[4, L, L]` by the formulas, from the parameters of one attention and the stack's."""
+    distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+    bias = alibi(length) if name in ("alibi, fixed", "a part") else torch.zeros(4, length, length)
+    for path, weight in weights.items():
+        if "relative" in (name, path.partition(".")[0]):
+            for i in range(length):
+                for j in range(length):
+                    bias[:, i, j] += weight[:, max(-3, min(3, j - i)) + 3] / 8**0.5
+        elif "t5" in (name, path.partition(".")[0]):
+            bias = bias + weight[T5Attention._relative_position_bucket(distance, not is_causal, 8, 12)].permute(2, 0, 1)
+        else:
+            bias = bias - weight[:, None, None] * distance.abs()
+    return bias
+
+
+@pytest.mark.parametrize("name", ["relative", "t5", "alibi", "alibi, fixed", "a part", "the other part", "both parts"])
+@pytest.mark.parametrize("host", ["bert", "gpt2"])
+@torch.no_grad()
+def test_each_attention_adds_its_own_bias(host, name):
+    encoding, shared, own = OWNERS[name]
+    model = randomize_encoding(hf_posenc.patch(stock(host), encoding))
+    model.set_attn_implementation("eager")
+    output = model(tokens(), output_attentions=True, output_hidden_states=True)
+    for number, (hidden, actual) in enumerate(zip(output.hidden_states, output.attentions, strict=False)):
+        if host == "gpt2":
+            query, key = gpt2_query_key(model.h[number], hidden)
+        else:
+            inner = model.encoder.layer[number].attention.self
+            query, key = (heads(project(hidden)) for project in (inner.query, inner.key))
+        weights = {path: model.get_parameter(f"posenc.{path}") for path in shared}
+        weights |= {path: model.get_parameter(f"{PATHS[host][number]}posenc.{path}") for path in own}
+        scores = query @ key.mT * 8**-0.5 + bias_of(name, weights, 11, host == "gpt2")
+        if host == "gpt2":
+            scores = scores.masked_fill(future(11), -torch.inf)
+        assert_close(actual, scores.softmax(-1))
+
+
+@torch.no_grad()
+def test_shared_vectors_of_shaw():
+    """With the same vectors in each layer, both are one model."""
+    shared, each = (randomize_encoding(hf_posenc.patch(stock("bert"), "shaw", per_layer=owned)) for owned in (False, True))
+    assert_apart(first(each(tokens())), first(shared(tokens())))
+    for path in PATHS["bert"]:
+        each.get_parameter(f"{path}posenc.weight").copy_(shared.posenc.weight)
+    assert_close(first(each(tokens())), first(shared(tokens())))
+
+
+RELOAD = """
+import sys, torch, hf_posenc
+from pathlib import Path
+from transformers import AutoModel
+
+for folder in Path(sys.argv[1]).iterdir():
+    ids, ours, theirs = torch.load(folder / "outputs")
+    with torch.no_grad():
+        model = AutoModel.from_pretrained(folder)
+        assert torch.equal(model(ids)[0], ours), folder
+        assert torch.equal(hf_posenc.unpatch(model)(ids)[0], theirs), folder
+print("right")
+"""
+
+
+@torch.no_grad()
+def test_reload_in_a_new_process(tmp_path):
+    for host in PATHS:
+        for name, encoding in ENCODINGS.items():
+            if host in ("bert", "albert") or name in ("relative", "both parts"):
+                model, folder = patched(host, encoding), tmp_path / f"{host} {name}"
+                model.save_pretrained(folder)
+                torch.save((tokens(), first(model(tokens())), first(stock(host)(tokens()))), folder / "outputs")
+    assert run_python(RELOAD, tmp_path) == "right\n"
+
+
+@pytest.mark.parametrize("name", ["relative", "alibi", "both parts", "shaw, shared"])
+@pytest.mark.parametrize("host", ["gpt2", "llama"])
+@torch.no_grad()
+def test_decoding_with_a_cache(host, name):
+    model, ids, mask = patched(host, ENCODINGS[name]), tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :4] = 0
+    expected = first(model(ids, attention_mask=mask))[mask.bool()]
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)):
+        assert_close(in_pieces(model, ids, (7, 8, 9), mask, cache)[mask.bool()], expected)
+
+
+@pytest.mark.parametrize("name", ["relative", "t5", "alibi", "both parts", "shaw, shared"])
+@pytest.mark.parametrize("host", ["bert", "albert", "mpnet"])
+def test_gradients(host, name):
+    """Each parameter gets one, the same by all ways to compute it."""
+    model = patched(host, ENCODINGS[name], **HOSTS[host].no_dropout).train()
+    found = {}
+    for implementation in backends(model):
+        model.set_attn_implementation(implementation)
+        for reentrant in (None, False, True) if model.supports_gradient_checkpointing else (None,):
+            if reentrant is not None:
+                model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            every = gradients(model, lambda model: first(model(tokens())).square().sum())
+            found[implementation, reentrant] = {path: value for path, value in every.items() if "posenc" in path}
+            model.activation_checkpointing_disable()
+    expected = next(iter(found.values()))
+    assert expected.keys() == {path for path, _ in model.named_parameters() if "posenc" in path}
+    assert all(value.any() for value in expected.values())
+    for actual in found.values():
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("host", ["bert", "gpt2"])
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_learned_slopes(host, per_layer, tmp_path):
+    """They start as the fixed ones, bit for bit; trained, they come back as they were."""
+    with torch.no_grad():
+        fixed = first(hf_posenc.patch(stock(host), "alibi")(tokens()))
+        model = hf_posenc.patch(stock(host), "alibi", slopes="learned", per_layer=per_layer)
+        assert_equal(first(model(tokens())), fixed)
+        scratch = AutoModel.from_config(model.config)
+        for path, slope in scratch.named_parameters():
+            assert "posenc" not in path or torch.equal(slope, torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]))
+    slopes = [parameter for path, parameter in model.named_parameters() if "posenc" in path]
+    start = [slope.detach().clone() for slope in slopes]
+    optimizer = torch.optim.SGD(slopes, lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        first(model(tokens())).square().sum().backward()
+        optimizer.step()
+    assert len(slopes) == (2 if per_layer else 1)
+    assert all((slope != before).all() for slope, before in zip(slopes, start, strict=True))
+    assert not per_layer or not torch.equal(*slopes)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert_apart(first(model(tokens())), fixed, by=1e-5)
+        assert_equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModel, BertModel
 
 import hf_posenc
-from conftest import HOSTS, ROOT, VARIANTS, first, patched, run_python, tokens
+from conftest import HOSTS, ROOT, VARIANTS, by_structure, first, patched, run_python, tokens
 from hf_posenc import remote_code
 from hf_posenc.modeling import auto_classes
 
@@ -23,6 +23,8 @@ AUTO = {
     "ForCausalLM": "AutoModelForCausalLM",
     "Model": "AutoModel",
 }
+HOSTS_APART = [host.values[0] for host in by_structure(HOSTS) if not host.marks]
+"""Hosts whose layers are built unlike those of one before."""
 OWN = '''
 import torch
 
@@ -58,51 +60,64 @@ def own(tmp_path_factory):
         yield importlib.import_module("own_encodings")
 
 
-def run_bare(folder):
+def seen_without_the_package(folder, models):
+    """What a process without hf_posenc sees of models, (model, inputs) by name, that are saved here."""
+    auto = {}
+    for name, (model, inputs) in models.items():
+        model.save_pretrained(folder / name)
+        with torch.no_grad():
+            torch.save((inputs, first(model(**inputs))), folder / f"{name}.pt")
+        auto[name] = next((auto for head, auto in AUTO.items() if type(model).__name__.endswith(head)), "AutoModel")
+    (folder / "cases.json").write_text(json.dumps(auto))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "HF_MODULES_CACHE": str(folder / "modules")}
     command = [sys.executable, str(ROOT / "tests" / "bare.py"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "seen.json").read_text())
+
+
+def inputs():
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, 7:] = 0
+    return {"input_ids": tokens(), "attention_mask": mask}
+
+
+def of_hosts(hosts):
+    return {host: (patched(host, "learned+shaw", HOSTS[host].head, max_length=16), inputs()) for host in hosts}
 
 
 @pytest.fixture(scope="module")
 def bare(own, tmp_path_factory):
     """What a process without hf_posenc saw of models that were saved here, and the folder they are in."""
-    folder, auto = tmp_path_factory.mktemp("bare"), {}
-
-    def save(name, model, **inputs):
-        model.save_pretrained(folder / name)
-        with torch.no_grad():
-            torch.save((inputs, first(model(**inputs))), folder / f"{name}.pt")
-        auto[name] = next((auto for head, auto in AUTO.items() if type(model).__name__.endswith(head)), "AutoModel")
-
-    mask = torch.ones(2, 11, dtype=torch.long)
-    mask[1, 7:] = 0
-    ids = tokens()
+    folder, models = tmp_path_factory.mktemp("bare"), of_hosts(HOSTS_APART)
     for encoding in (*VARIANTS, "own-window+learned"):
-        save(
-            f"bert-{encoding.replace('+', '-and-')}",
-            patched("bert", encoding, "ForMaskedLM"),
-            input_ids=ids,
-            attention_mask=mask,
-        )
-    for host in HOSTS:
-        save(host, patched(host, "learned+shaw", HOSTS[host].head, max_length=16), input_ids=ids, attention_mask=mask)
+        models[f"bert-{encoding.replace('+', '-and-')}"] = patched("bert", encoding, "ForMaskedLM"), inputs()
+    each = patched("bert", {"type": "relative+alibi", "relative__per_layer": True, "alibi__slopes": "learned"})
+    models["bert-per-layer"] = each, inputs()
     layer = hf_posenc.PositionEmbedding("learned", hidden_size=8, max_length=16).eval()
-    save("layer", layer, inputs_embeds=torch.randn(2, 5, 8))
-    (folder / "cases.json").write_text(json.dumps(auto))
+    models["layer"] = layer, {"inputs_embeds": torch.randn(2, 5, 8)}
     with pytest.warns(UserWarning):
         patched("bert", "own-careless").save_pretrained(folder / "careless")
-    run_bare(folder)
-    return json.loads((folder / "seen.json").read_text()), folder
+    return seen_without_the_package(folder, models), folder
+
+
+def assert_equal_everywhere(seen):
+    """When loaded, when saved and loaded again, and when pickled."""
+    assert {name: each["equal"] for name, each in seen.items()} == {name: [True, True, True] for name in seen}
 
 
 def test_loads_without_the_package_and_again(bare):
-    """Bit-equal when loaded, when saved and loaded again, and when pickled."""
     seen, _ = bare
-    assert {name: each["equal"] for name, each in seen.items()} == {name: [True, True, True] for name in seen}
+    assert_equal_everywhere(seen)
     assert seen["gpt2"]["class"] == "PosEncGPT2LMHeadModel" and seen["layer"]["class"] == "PositionEmbedding"
-    assert len(seen) == len(VARIANTS) + 1 + len(HOSTS) + 1
+    assert len(seen) == len(HOSTS_APART) + len(VARIANTS) + 3
+
+
+@pytest.mark.slow
+def test_the_other_hosts_load_without_the_package(tmp_path):
+    seen = seen_without_the_package(tmp_path, of_hosts(HOSTS.keys() - {*HOSTS_APART}))
+    assert_equal_everywhere(seen)
+    assert len(seen) == len(HOSTS) - len(HOSTS_APART)
 
 
 def test_saving_again_without_the_package_writes_the_same_folder(bare):
@@ -121,7 +136,7 @@ def test_only_what_is_needed_is_saved(bare):
     common = (
         embedding | sources | {"attention", "calls", "injection", "install", "kernels", "modeling", "positions", "structure"}
     )
-    common |= {"loading", "transfer", "written_out", "remembering"}
+    common |= {"loading", "transfer", "written_out", "remembering", "offsets"}
     for name, encodings in {
         "bert-alibi": {"alibi"},
         "bert-learned": {"learned", "sinusoidal"},  # its table can start as one
