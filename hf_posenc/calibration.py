@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from hf_posenc.attention import acting
 from hf_posenc.encodings import PositionContext, PositionEncoding, placed
 from hf_posenc.kernels import biases, score_bias
+from hf_posenc.sources import HostRefused
 
 ROUNDS, STILL = 20, 1e-4
 """Maximum number of rounds of proportional fitting, and the change of the divergence at which they end."""
@@ -111,7 +112,14 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
     square = (batch["input_ids"].shape[1],) * 2
 
     def attended(path: str, module: nn.Module, args: tuple, output: Any) -> None:
-        found = next(each for each in output if isinstance(each, Tensor) and each.ndim == 4 and each.shape[-2:] == square)
+        tensors = [each for each in output if isinstance(each, Tensor)]
+        found = next((each for each in tensors if each.ndim == 4 and each.shape[-2:] == square), None)
+        if found is None:
+            raise HostRefused(
+                f"{type(stack).__name__}.{path} doesn't give out its probabilities, to which an encoding could be fitted",
+                reason="an attention that hides its probabilities",
+                remedy="patch it, then distil (scripts/distill.py)",
+            )
         original.attentions[path].append(found.bfloat16())
 
     def contributed(path: str, module: nn.Module, args: tuple, output: Tensor) -> None:
@@ -297,17 +305,17 @@ def _fit_by_gradients(encodings: Sequence[PositionEncoding], calls: Sequence[Cal
     parameters = [parameter for encoding in encodings for parameter in trained(encoding)]
     optimizer = torch.optim.LBFGS(parameters, max_iter=ITERATIONS, tolerance_change=STILL, line_search_fn="strong_wolfe")
 
-    def loss() -> Tensor:
+    def loss() -> float:
         optimizer.zero_grad()
-        total = torch.zeros(())
+        total = 0.0
         for text in (text for call in calls for text in islice(call.texts(), BY_GRADIENTS)):
             with torch.enable_grad():
                 part = _divergence(*text) / (len(calls) * text[0].shape[:2].numel())
             part.backward(inputs=parameters)
-            total += part.detach()
+            total += part.item()
         return total
 
-    optimizer.step(loss)  # type: ignore[arg-type]
+    optimizer.step(loss)
     optimizer.zero_grad()
 
 

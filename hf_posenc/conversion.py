@@ -132,11 +132,11 @@ def _refuse_odd_attentions(found: structure.Structure) -> None:
 
 
 def _wanted_length(spec: Any, found: structure.Structure) -> int:
-    """In tokens: twice the greatest distance that has a number of its own, within what the original reads."""
-    reach = max((getattr(kind, "max_distance", 0) for kind in spec.parts.values()), default=0)
+    """In tokens: twice the greatest distance that has a number of its own, within what original and model read."""
     parts = spec.encoding.by_part(dict(spec.options)).values()
-    reach = max((options.get("max_distance", 0) for options in parts), default=reach)
-    return min(max(LENGTH, 2 * reach), found.usable_length or max(LENGTH, 2 * reach))
+    reach = max(options.get("max_distance", 0) for options in parts)
+    limits = [limit for limit in (found.usable_length, spec.max_length) if limit is not None]
+    return min(max(LENGTH, 2 * reach), *limits)
 
 
 def _tokenizer(model: Any, given: Any) -> Any:

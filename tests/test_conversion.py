@@ -240,6 +240,13 @@ def test_extended_and_copied():
         assert_equal(first(twin(**batch())), expected)
 
 
+def test_texts_are_cut_to_the_promised_length(minilm):
+    """Strings of 40 tokens, a promise of 16."""
+    model, texts = AutoModel.from_pretrained(minilm), [f"{i} " + "one two three " * 13 for i in range(8)]
+    new = hf_posenc.convert(model, "relative", texts=texts, max_length=16, max_distance=4)
+    assert hf_posenc.inspect(new).calibration.length == 16
+
+
 REFUSED = {
     "texts has none": dict(texts=[]),
     "allowed is an iterable of strings": dict(texts="a text"),
