@@ -136,7 +136,7 @@ def _wanted_length(spec: Any, found: structure.Structure) -> int:
     parts = spec.encoding.by_part(dict(spec.options)).values()
     reach = max(options.get("max_distance", 0) for options in parts)
     limits = [limit for limit in (found.usable_length, spec.max_length) if limit is not None]
-    return min(max(LENGTH, 2 * reach), *limits)
+    return min([max(LENGTH, 2 * reach), *limits])
 
 
 def _tokenizer(model: Any, given: Any) -> Any:
