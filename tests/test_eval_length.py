@@ -17,7 +17,7 @@ from conftest import ROOT, stock
 from evaluation import corpus, figures, lengths, needles, perplexity, records
 from evaluation import library as stdlib
 from hf_posenc.evaluation import checked_evaluation
-from hf_posenc.retrieval import Embedder, cut
+from hf_posenc.retrieval import Embedder, Method, cut
 from hf_posenc.scores import Ranks
 
 SCRIPTS = ROOT / "scripts"
@@ -261,19 +261,22 @@ def test_each_token_is_scored_once(window, length):
 
 
 def test_questions_at_each_length(tokenizer):
-    def text(seed):
-        choose = random.Random(seed)
-        return " ".join(" ".join(choose.choices(LETTERS, k=9)).capitalize() + "." for _ in range(110))
+    same = [f"{' '.join(LETTERS[n : n + 9]).capitalize()}." for n in range(10)]
 
-    same = "Q w e r t y u i o p a s d f."
-    texts = [(f"title {i}", f"{text(i)[:-1]}. {same}") for i in range(8)] + [("short", text(9)[:400])]
-    found = lengths.cases(tokenizer, texts, [100, 600, 1000], 6, seed=0)
+    def text(seed):
+        """Sentences of ten tokens, of which all texts have those from token 520 to 620 on."""
+        choose = random.Random(seed)
+        own = [" ".join(choose.choices(LETTERS, k=9)).capitalize() + "." for _ in range(110)]
+        return " ".join([*own[:52], *same, *own[52:]])
+
+    texts = [(f"title {i}", text(i)) for i in range(8)] + [("short", text(9)[:400])]
+    found = lengths.cases(tokenizer, texts, [100, 660, 1000], 6, seed=0)
     assert len(found) == 6 and len({case.title for case in found}) == 6
-    assert [case.title for case in found] != [case.title for case in lengths.cases(tokenizer, texts, [100, 600, 1000], 6, 1)]
+    assert [case.title for case in found] != [case.title for case in lengths.cases(tokenizer, texts, [100, 660, 1000], 6, 1)]
     for case in found:
-        assert sorted(case.deep) == [600, 1000] and (case.title, case.document) in texts
+        assert sorted(case.deep) == [660, 1000] and (case.title, case.document) in texts
         for length, question in case.deep.items():
-            assert 512 <= question.depth <= length - 2 - 10 and question.query != same
+            assert 512 <= question.depth <= length - 2 - 10 and question.query not in same
             assert question.query in case.document and question.query not in case.at(tokenizer, length)
             assert size(tokenizer, case.at(tokenizer, length)) == length
         assert case.question(100) is case.deep[1000]
@@ -294,6 +297,24 @@ def test_figures_show_few_lines():
     names = [*NAMES, "other, truncated at 24", "other, chunked by 24, mean", "other, chunked by 24, max"]
     shown = list(figures.shown_methods(names, ["stock", "alibi", "other"], NAMES[1]))
     assert shown == [NAMES[1], NAMES[2], "alibi", "other, truncated at 24"]
+
+
+def test_the_heat_map_has_each_fact_in_its_cell(tokenizer):
+    """A method that reads the second half of each document only."""
+
+    def second_half(queries, documents, title):
+        halves = [document[len(document) // 2 :] for document in documents]
+        wanted = [re.findall(r"the (\w+ \w+) that", query)[0] for query in queries]
+        return torch.tensor([[float(each in half) for half in halves] for each in wanted])
+
+    found, haystacks = lengths.Found(), [lengths.Case("", HAYSTACK), lengths.Case("", HAYSTACK[::-1])]
+    ways = [Method("second half", second_half)]
+    lengths.evaluate_needles(found, ways, tokenizer, haystacks, [200, 400], depths=5, candidates=3, seed=0)
+    for length in (200, 400):
+        cells = found.heat()["second half"][length]
+        recalls = [cell["score"].recall_at_1 for cell in cells]
+        assert recalls[:2] == pytest.approx([1 / 3] * 2) and recalls[3:] == [1.0] * 2
+        assert all(cell["score"].queries == 6 for cell in cells)
 
 
 def test_a_needle_stays_in_its_part(tokenizer):

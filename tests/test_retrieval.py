@@ -114,6 +114,8 @@ def test_chunks_cover_the_text_exactly(letters, window, longest_word):
         text = "  ".join(words) + " "
         pieces = retrieval.chunk(letters, text, window)
         assert "".join(pieces) == text
+        if longest_word == 1:
+            assert all(piece.startswith("  ") for piece in pieces[1:])
         assert all(len(ids(letters, piece)) <= window - 2 for piece in pieces)
         if longest_word <= (window - 2) // 4:  # no word is divided, so the tokens are those of the text
             assert [i for piece in pieces for i in ids(letters, piece)] == ids(letters, text)
@@ -248,14 +250,10 @@ def test_groups_are_drawn_together():
     once = drawn(3, 40)
     tenfold = scores.Ranks(*(np.repeat(each, 10) for each in (once.hits, once.reciprocals, once.groups)))
     assert scores.score(tenfold).mrr_interval == pytest.approx(scores.score(once).mrr_interval)
-    sizes = np.array([1, 2, 5])
-    ragged = scores.Ranks(np.zeros(8), np.repeat([0.1, 0.5, 0.9], sizes), np.repeat([7, 3, 9], sizes))
-    means = {
-        round(sum(sizes[i] * (0.1, 0.5, 0.9)[i] for i in chosen) / sum(sizes[i] for i in chosen), 9)
-        for chosen in itertools.product(range(3), repeat=3)
-    }
-    low, high = scores.score(ragged).mrr_interval
-    assert low == pytest.approx(min(means)) and high == pytest.approx(max(means))
+    # Every query counts the same: of 30 groups of one and 30 of nine, the large ones alone are right.
+    ragged = scores.Ranks(*[np.repeat([0.0, 1.0] * 30, [1, 9] * 30)] * 2, np.repeat(np.arange(60), [1, 9] * 30))
+    found = scores.score(ragged)
+    assert found.mrr == pytest.approx(0.9) and 0.8 < found.mrr_interval[0] < 0.9 < found.mrr_interval[1] < 0.96
     with pytest.raises(ValueError, match="compare the same queries"):
         scores.paired(tenfold, once)
 
@@ -267,12 +265,12 @@ def test_joined_ranks():
     assert both.reciprocals.tolist() == [*parts[0].reciprocals, *parts[1].reciprocals]
 
 
-@pytest.mark.parametrize(("behind", "within"), [(0, None), (100, None), (512, None), (100, 200), (300, 332)])
+@pytest.mark.parametrize(("behind", "within"), [(0, None), (100, None), (512, None), (100, 200), (512, 552)])
 def test_a_sentence_is_taken_out_behind_so_many_tokens(letters, behind, within):
     sentences = [f"{' '.join(random.Random(n).choices(LETTERS, k=9)).capitalize()}." for n in range(60)]
     document = " ".join(sentences)
     depths = set()
-    for seed in range(20):
+    for seed in range(40):
         found = questions.taken_out(letters, document, random.Random(seed), behind, within)
         number = sentences.index(found.query)
         assert found.depth == 10 * number >= behind  # ten tokens to a sentence
@@ -281,7 +279,7 @@ def test_a_sentence_is_taken_out_behind_so_many_tokens(letters, behind, within):
         if within is not None:
             assert found.depth + 10 <= within - 2
         depths.add(found.depth)
-    assert len(depths) > (1 if (behind, within) == (300, 332) else 4)
+    assert len(depths) > (1 if within == 552 else 4)
     assert max(depths) > (within or 600) - 0.5 * ((within or 600) - behind)
 
 
