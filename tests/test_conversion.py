@@ -247,6 +247,16 @@ def test_texts_are_cut_to_the_promised_length(minilm):
     assert hf_posenc.inspect(new).calibration.length == 16
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("encoding", ["relative", "shaw"])
+def test_on_a_gpu(encoding):
+    _, expected = convert("bert", encoding, max_distance=REACH)
+    _, new = convert(stock("bert").cuda(), encoding, max_distance=REACH)
+    assert {parameter.device.type for parameter in new.parameters()} == {"cuda"}
+    reports = [hf_posenc.inspect(each).calibration for each in (new, expected)]
+    assert reports[0].kl_after == pytest.approx(reports[1].kl_after, abs=5e-3)
+
+
 REFUSED = {
     "texts has none": dict(texts=[]),
     "allowed is an iterable of strings": dict(texts="a text"),
