@@ -37,13 +37,13 @@ def test_options_of_a_composition_are_saved(tmp_path):
     )
     randomize_encoding(model).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())["position_encoding"]
-    rope = {"theta": 50.0, "layout": "interleaved"}
+    rope, alibi = {"theta": 50.0, "layout": "interleaved"}, {"slopes": "fixed", "per_layer": False}
     host = saved.pop("host")
     assert host["kept"] and saved == {
-        "type": "sinusoidal+rope+alibi", **options, "rope": rope, "alibi": {}, "inject": "input", "max_length": 9
+        "type": "sinusoidal+rope+alibi", **options, "rope": rope, "alibi": alibi, "inject": "input", "max_length": 9
     }  # fmt: skip
     assert "posenc.sinusoidal.factor" in model.state_dict()
-    assert hf_posenc.inspect(model).options == {**options, "rope": rope, "alibi": {}}
+    assert hf_posenc.inspect(model).options == {**options, "rope": rope, "alibi": alibi}
     assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens(length=9))), first(model(tokens(length=9))))
     with pytest.raises(ValueError, match=r"10 tokens.*max_length=9 of this model's 'sinusoidal\+rope\+alibi'"):
         model(tokens(length=10))
@@ -51,7 +51,7 @@ def test_options_of_a_composition_are_saved(tmp_path):
     # Options given on loading replace the saved ones, part by part.
     given = {"type": "sinusoidal+rope+alibi", "rope": {"theta": 5.0}, "sinusoidal": {"base": 3.0}}
     other = AutoModel.from_pretrained(tmp_path, position_encoding=given)
-    expected = {"sinusoidal": {**options["sinusoidal"], "base": 3.0}, "rope": {**rope, "theta": 5.0}, "alibi": {}}
+    expected = {"sinusoidal": {**options["sinusoidal"], "base": 3.0}, "rope": {**rope, "theta": 5.0}, "alibi": alibi}
     assert {part: other.config.position_encoding[part] for part in expected} == expected
     assert other.config.position_encoding["max_length"] == 9 and other.config.position_encoding["host"] == host
     assert (other.posenc.rope.theta, other.posenc.rope.layout, other.posenc.sinusoidal.base) == (5.0, "interleaved", 3.0)
