@@ -22,10 +22,10 @@ import hf_posenc
 from evaluation import corpus, pages, records
 from evaluation.library import bag_of_words, evaluate
 
-LONG = ("--long_text_length", "2046", "--long_steps", "25")
+LONG = ("--long_text_length", "2046", "--long_steps", "40")
 MODELS = {
-    "minilm-relative": ('{"type": "relative", "per_layer": true}', *LONG, "--max_train_steps", "300"),
-    "minilm-t5": ('{"type": "t5", "per_layer": true}', *LONG, "--max_train_steps", "250"),
+    "minilm-relative": ('{"type": "relative", "per_layer": true}', *LONG, "--max_train_steps", "700"),
+    "minilm-t5": ('{"type": "t5", "per_layer": true}', *LONG, "--max_train_steps", "700"),
     "minilm-alibi": ('{"type": "alibi", "slopes": "learned", "per_layer": true}', "--max_train_steps", "120"),
     "minilm-rope": ("rope", "--max_train_steps", "150"),
 }

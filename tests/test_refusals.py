@@ -25,7 +25,7 @@ def refused(**arguments):
     ("arguments", "words"),
     [
         ({"encoding": "alibbi"}, ["'alibbi'", "'alibi'", "import the module"]),
-        ({"encoding": "alibi", "slope": 3}, ["'slope'", "no options"]),
+        ({"encoding": "alibi", "slope": 3}, ["'slope'", "did you mean 'slopes'?", "'per_layer'"]),
         ({"encoding": "rope", "theta": "big"}, ["theta", "'big'", "above 1"]),
         ({"encoding": "rope", "theta": 0.5}, ["theta", "0.5", "above 1"]),
         ({"encoding": "rope", "layout": "pairs"}, ["'pairs'", "'half' or 'interleaved'"]),
