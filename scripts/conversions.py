@@ -22,12 +22,12 @@ import hf_posenc
 from evaluation import corpus, pages, records
 from evaluation.library import bag_of_words, evaluate
 
-LONG = ("--long_text_length", "2046", "--long_steps", "40")
+LONG = ("--long_text_length", "2046", "--long_steps")
 MODELS = {
-    "minilm-relative": ('{"type": "relative", "per_layer": true}', *LONG, "--max_train_steps", "700"),
-    "minilm-t5": ('{"type": "t5", "per_layer": true}', *LONG, "--max_train_steps", "700"),
-    "minilm-alibi": ('{"type": "alibi", "slopes": "learned", "per_layer": true}', "--max_train_steps", "120"),
-    "minilm-rope": ("rope", "--max_train_steps", "150"),
+    "minilm-relative": ('{"type": "relative", "per_layer": true}', *LONG, "40", "--max_train_steps", "700"),
+    "minilm-t5": ('{"type": "t5", "per_layer": true}', *LONG, "25", "--max_train_steps", "250"),
+    "minilm-alibi": ('{"type": "alibi", "slopes": "learned", "per_layer": true}', "--max_train_steps", "400"),
+    "minilm-rope": ("rope", "--max_train_steps", "600"),
 }
 """Name -> --position_encoding and further flags of distill.py."""
 CALIBRATED, WITH_LOGN = "calibrated", "relative+logn"

@@ -116,8 +116,6 @@ def filling_in(name: str, folders: dict[str, Path], steps: int) -> dict[str, Any
             "relative, calibrated": lambda: hf_posenc.convert(
                 original, "relative", texts=texts["calibration"], tokenizer=tokenizer
             ),
-            "t5, just patched": lambda: hf_posenc.patch(original, "t5", per_layer=True),
-            "t5, calibrated": lambda: hf_posenc.convert(original, "t5", texts=texts["calibration"], tokenizer=tokenizer),
         }
         losses, right, rows = filled(original, batches)
         shown: list[Row] = [fills("original", original, (losses, right, rows), right)]
@@ -126,7 +124,7 @@ def filling_in(name: str, folders: dict[str, Path], steps: int) -> dict[str, Any
             model = make()
             shown.append(fills(way, model, filled(model, batches), right))
             # Last: the parameters of `original` are shared by all that are made of it, and the trained model is another.
-            if steps and way != "t5, just patched":
+            if steps:
                 model = trained(model, number)
                 shown.append(fills(f"{way}, {steps} steps", model, filled(model, batches), right))
         if steps:
@@ -193,7 +191,6 @@ def predicting(folder: Path) -> dict[str, Any]:
         "relative, just patched": lambda: hf_posenc.patch(original, "relative", per_layer=True),
         "relative, calibrated": lambda: converted("relative"),
         "t5, calibrated": lambda: converted("t5"),
-        "alibi, slopes learned, calibrated": lambda: converted("alibi", slopes="learned"),
         "rope+relative, calibrated": lambda: converted("rope+relative", rope__theta=theta),
     }
     shown: list[Row] = []
