@@ -33,7 +33,7 @@ MODELS = {
 CALIBRATED, WITH_LOGN = "calibrated", "relative+logn"
 """`relative`, calibrated and not trained; and minilm-relative with queries scaled by log n beyond 512 tokens."""
 BY_LENGTH = {"": (["256", "512", "1024"], [CALIBRATED, "minilm-relative", "minilm-t5"])}
-LONGEST = {"-2048": (["2048"], ["minilm-relative", WITH_LOGN])}
+LONGEST = {"-2048": (["1024", "2048"], ["minilm-relative", WITH_LOGN])}
 """Suffix of a record -> the lengths at which models are compared with the original; the longest on the first folder alone."""
 JOINED, MAX_CHARACTERS = 8, 24_000
 """Passages of the standard library that make a text; characters that a text is cut to."""
