@@ -222,7 +222,8 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
     with torch.no_grad():
         original = calibration.observed(found.stack, tuple(found.attentions), tuple(found.contributions), batch)
         states = found.stack(**measured, use_cache=False).last_hidden_state if held_out else original.states
-    _install_offsets(stack, {path: width for path, width in found.contributions.items() if path in original.contributions})
+    # Those of modules which don't give out states of all tokens stay 0: a model that is loaded has them all.
+    _install_offsets(stack, found.contributions)
     is_training = {module: module.training for module in stack.modules()}
     implementation = stack.config._attn_implementation
     stack.set_attn_implementation("eager")

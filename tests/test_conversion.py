@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModel, AutoTokenizer
 
 import hf_posenc
@@ -175,6 +176,18 @@ def test_saved_and_reloaded(host, tmp_path):
     assert_equal(first(hf_posenc.unpatch(again)(**batch())), first(model(**batch())))
 
 
+def test_experts_in_the_feed_forward_block(tmp_path):
+    """The last projection is of a shared expert, whose output is `[tokens, D]`: nothing is fitted, but it is saved."""
+    experts = dict(num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+    model = transformers.Qwen2MoeModel(sized("Qwen2Moe", **experts)).eval()
+    _, new = convert(model, "relative", max_distance=REACH)
+    assert not new.layers[0].mlp.shared_expert.down_proj.posenc.weight.any()
+    assert new.layers[0].self_attn.o_proj.posenc.weight.any()
+    new.eval().save_pretrained(tmp_path)
+    for other in (AutoModel.from_pretrained(tmp_path), hf_posenc.extend(new, None), copy.deepcopy(new)):
+        assert_equal(first(other(**batch())), first(new(**batch())))
+
+
 def test_loads_without_the_package(tmp_path):
     _, new = convert("bert", "relative", max_distance=REACH)
     new.eval().save_pretrained(tmp_path / "model")
@@ -217,6 +230,19 @@ def test_modes_and_types_carry_over():
     assert all(parameter.requires_grad for name, parameter in new.named_parameters() if "posenc" in name)
     _, again = convert(model, "relative", max_distance=REACH)
     assert_equal(again.state_dict(), new.state_dict())
+
+
+def test_probabilities_that_float16_rounds_to_zero():
+    """They are small, and not hidden: the divergence counts them as float32 does."""
+    model = stock("bert")
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            layer.attention.self.query.weight *= 100
+    _, expected = convert(copy.deepcopy(model), "relative", max_distance=REACH)
+    _, new = convert(model.half(), "relative", max_distance=REACH)
+    reports = [hf_posenc.inspect(each).calibration for each in (new, expected)]
+    assert reports[1].kl_after[0] > 5 and reports[0].kl_before == pytest.approx(reports[1].kl_before, rel=0.02)
+    assert reports[0].kl_after == pytest.approx(reports[1].kl_after, rel=0.02)
 
 
 def test_parameters_are_trained_from_there():
@@ -284,12 +310,18 @@ def test_refuses_what_is_no_original():
     with pytest.raises(hf_posenc.HostRefused, match="attn_logit_softcapping"):
         hf_posenc.convert(gemma2(), "relative", max_distance=REACH, texts=[batch()])
 
+    with pytest.raises(hf_posenc.HostRefused, match=r"self_attn attends several times"):
+        model = transformers.DiffLlamaModel(sized("DiffLlama", num_key_value_heads=2))
+        hf_posenc.convert(model, "relative", max_distance=REACH, texts=[batch()])
+
+
+def sized(prefix, **changes):
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=16)
+    return getattr(transformers, f"{prefix}Config")(**{**sizes, "vocab_size": 80, **changes})
+
 
 def gemma2():
-    from transformers import Gemma2Config, Gemma2Model
-
-    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=16)
-    return Gemma2Model(Gemma2Config(**sizes, vocab_size=80, head_dim=8))
+    return transformers.Gemma2Model(sized("Gemma2", head_dim=8))
 
 
 def test_strings_and_the_tokenizers_length(minilm):
