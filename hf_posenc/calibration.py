@@ -133,7 +133,7 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
             original.contributions[path].append(_of_tokens(output, shown))
 
     with _hooked(stack, dict.fromkeys(attentions, attended)), _hooked(stack, dict.fromkeys(contributions, contributed)):
-        original.states = stack(**batch, use_cache=False, output_attentions=True).last_hidden_state
+        original.states = stack(**batch, use_cache=False, output_attentions=True, return_dict=True).last_hidden_state
     return original
 
 
@@ -170,7 +170,7 @@ class _Calibration:
             for number in range(self.runs):
                 self.is_last = number == self.runs - 1
                 self.count, self.calls, self.gaps = Counter(), [], defaultdict(list)
-                self.stack(**batch, use_cache=False)
+                self.stack(**batch, use_cache=False, return_dict=True)
                 if not self.is_last:
                     fit(self.calls)
                     for path, gaps in self.gaps.items():

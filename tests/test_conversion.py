@@ -157,6 +157,43 @@ def test_padding_is_not_calibrated_on(side):
     assert_equal(actual.state_dict(), expected.state_dict())
 
 
+def test_rows_of_texts():
+    """Rows without token types are of type 0; texts without a token don't count, nor do texts that are known already."""
+    model, one, two = stock("bert"), tokens(3, 24, 1), tokens(3, 20, 2)
+    types = torch.arange(24).expand(3, -1) // 12
+    whole = [{"input_ids": one, "token_type_ids": types}, {"input_ids": two, "token_type_ids": torch.zeros_like(two)}]
+    _, expected = convert(model, "relative", texts=whole, max_distance=REACH)
+    empty = {"input_ids": one, "attention_mask": torch.zeros(3, 24)}
+    for order in ([0, 1], [1, 0]):
+        some = [whole[0], {"input_ids": two}]
+        _, actual = convert(model, "relative", texts=[empty, *(some[i] for i in order)], max_distance=REACH)
+        assert_equal(actual.state_dict(), expected.state_dict())
+        assert hf_posenc.inspect(actual).calibration.texts == 6
+    for texts, held_out in ((tokens(1, 24).expand(40, -1), 0), (tokens(27, 24), 3)):
+        _, new = convert(model, "relative", texts=[{"input_ids": texts}], max_distance=REACH)
+        assert hf_posenc.inspect(new).calibration.held_out == held_out
+
+
+@pytest.mark.parametrize("encoding", ["relative", "shaw"])
+def test_under_what_the_caller_has_set(encoding):
+    """Inference mode, another default device and type, outputs as tuples."""
+    model, texts = stock("bert"), [batch()]
+    _, expected = convert(model, encoding, texts=texts, max_distance=REACH)
+    model.config.return_dict = False
+    with torch.inference_mode(), torch.device("meta"):
+        _, new = convert(model, encoding, texts=texts, max_distance=REACH)
+    assert not any(parameter.is_inference() for parameter in new.parameters())
+    assert_equal(new.state_dict(), expected.state_dict())
+    assert new.config.return_dict is False
+
+
+def test_refuses_what_is_not_finite():
+    model = stock("bert")
+    model.encoder.layer[1].output.dense.bias.data[0] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        convert(model, "relative", max_distance=REACH)
+
+
 @pytest.mark.parametrize("host", ["bert", "albert", "gpt2"])
 def test_saved_and_reloaded(host, tmp_path):
     model, new = convert(host, "relative", max_distance=REACH)
@@ -289,6 +326,9 @@ REFUSED = {
     "no tokenizer was found": dict(texts=["a text"]),
     "texts holds 3": dict(texts=[3]),
     r"too short or too few for 'relative': of 6 texts of up to 24 tokens, 0 pairs": dict(texts=[batch()], max_distance=30),
+    r"texts=3: allowed is an iterable": dict(texts=3),
+    r"texts has none: give": dict(texts=[{**batch(), "attention_mask": torch.zeros(TEXTS, LENGTH)}]),
+    r"input_ids from 1\d\d to 1\d\d, but .* ids 0 to 60: give the tokenizer": dict(texts=[{"input_ids": 100 + tokens(9, 9)}]),
     "'sinusoidal' acts by vectors": dict(texts=[batch()], encoding="sinusoidal"),
     "no option 'width'": dict(texts=[batch()], width=3),
 }
@@ -301,6 +341,22 @@ def test_refuses(words):
     with pytest.raises(ValueError, match=words):
         hf_posenc.convert(model, **{"encoding": "relative", **REFUSED[words]})
     assert_equal(model.state_dict(), before)
+
+
+SHAPES = {
+    "no batch": [[1, 2]],
+    "mask of 4 dimensions": [{**batch(), "attention_mask": torch.ones(TEXTS, 1, LENGTH, LENGTH)}],
+    "mask of another length": [{**batch(), "attention_mask": torch.ones(TEXTS, LENGTH - 1)}],
+    "types of another length": [{**batch(), "token_type_ids": torch.zeros(TEXTS, 1, dtype=torch.long)}],
+    "floating point": [{"input_ids": batch()["input_ids"].float()}],
+    "lists": [{"input_ids": batch()["input_ids"].tolist()}],
+}
+
+
+@pytest.mark.parametrize("texts", SHAPES.values(), ids=SHAPES)
+def test_refuses_batches_of_odd_shapes(texts):
+    with pytest.raises(ValueError, match=r"(?s)texts holds .* tensors of one shape \[N, L\]"):
+        convert("bert", "relative", texts=texts, max_distance=REACH)
 
 
 def test_refuses_what_is_no_original():
