@@ -76,7 +76,13 @@ class Call:
         """By text: the original's probabilities `[H, Q, L]` of its real queries, and a function for the model's logarithms."""
         for i, shown in enumerate(self.shown):
             goal = self.goal[i][:, shown].float()
-            yield goal, partial(self._log_probabilities, slice(i, i + 1), shown, goal > 0)
+            yield goal, partial(self._log_probabilities, slice(i, i + 1), shown, self.seen[shown] & shown)
+
+    @functools.cached_property
+    def seen(self) -> Tensor:
+        """Which keys each query's place sees, `[L, L]`: those with a probability in any head of any text. Single ones may be
+        rounded to 0, as those below 6e-8 are in float16."""
+        return ((self.goal.amax(1) > 0) & self.shown[:, :, None]).any(0)
 
     def numbered(self) -> Iterator[tuple[tuple[Tensor, Callable[[], Tensor]], Tensor]]:
         """`texts`, each with which of its tokens are real."""
@@ -127,7 +133,7 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
             original.contributions[path].append(_of_tokens(output, shown))
 
     with _hooked(stack, dict.fromkeys(attentions, attended)), _hooked(stack, dict.fromkeys(contributions, contributed)):
-        original.states = stack(**batch, use_cache=False, output_attentions=True).last_hidden_state
+        original.states = stack(**batch, use_cache=False, output_attentions=True, return_dict=True).last_hidden_state
     return original
 
 
@@ -164,7 +170,7 @@ class _Calibration:
             for number in range(self.runs):
                 self.is_last = number == self.runs - 1
                 self.count, self.calls, self.gaps = Counter(), [], defaultdict(list)
-                self.stack(**batch, use_cache=False)
+                self.stack(**batch, use_cache=False, return_dict=True)
                 if not self.is_last:
                     fit(self.calls)
                     for path, gaps in self.gaps.items():
@@ -191,7 +197,15 @@ class _Calibration:
         number = self.count[path]
         self.count[path] += 1
         encodings = [encoding for encoding in acting(module, context) if not isinstance(encoding, _Watched)]
-        call = Call(encodings, query, key, context, self.original.attentions[path][number], self.shown)
+        goals = self.original.attentions[path]
+        if number == len(goals):
+            raise HostRefused(
+                f"{type(self.stack).__name__}.{path} attends several times and gives out fewer probabilities, to which its "
+                "encoding could be fitted",
+                reason="an attention that hides some of its probabilities",
+                remedy="patch it, then distil (scripts/distill.py)",
+            )
+        call = Call(encodings, query, key, context, goals[number], self.shown)
         if (path, number) not in self.before:
             self.before[path, number] = divergence([call])
         if self.runs == 1:

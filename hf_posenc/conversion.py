@@ -26,6 +26,7 @@ from hf_posenc.transfer import share, shell
 M = TypeVar("M", bound=nn.Module)
 TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
 """Texts to calibrate on and their length in tokens; texts to measure on; texts of which the longest are chosen."""
+READ_FROM_BATCHES = ("input_ids", "token_type_ids")
 ENOUGH = 32
 """Least number of pairs of tokens for each row of distances."""
 
@@ -74,6 +75,12 @@ def convert(
             f"this model has the {model.config.position_spec.type!r} encoding already, so it is no original: "
             "hf_posenc.convert(hf_posenc.unpatch(model), …)"
         )
+    # What is made in inference mode could not be trained, and tensors here lie beside the model's or on the CPU.
+    with torch.inference_mode(False), torch.device("cpu"):
+        return _converted(model, encoding, texts, tokenizer, max_length, options)
+
+
+def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length: int | None, options: dict[str, Any]) -> Any:
     patched: Any = patch(model, encoding, max_length=max_length, **_with_own_layers(encoding, options))
     spec = patched.config.position_spec
     if {*spec.encoding.acts_by()} == {"embed"}:
@@ -87,6 +94,7 @@ def convert(
     assert found is not None
     _refuse_odd_attentions(found)
     chosen, held_out = _batches(texts, _tokenizer(model, tokenizer), _wanted_length(spec, found), model.device)
+    _check_ids(found.stack, (chosen, held_out))
     _check_coverage(stack, chosen)
     report = _calibrated(stack, found, chosen, held_out)
     specs.write(patched.config, replace(spec, calibration=report))
@@ -155,43 +163,72 @@ def _tokenizer(model: Any, given: Any) -> Any:
 
 def _batches(texts: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The batch to calibrate on, and the one to measure on, which may be empty."""
-    if isinstance(texts, (str, Mapping)):
+    if isinstance(texts, (str, Mapping)) or not (hasattr(texts, "__iter__") or hasattr(texts, "__getitem__")):
         raise ValueError(f"texts={shown(texts)}: allowed is an iterable of strings, or of tokenised batches")
     rows = list(itertools.islice(_rows(texts, tokenizer, length), READ))
     if not rows:
         raise ValueError("texts has none: give some 32 texts of the kind that the model is used for, 256 tokens or more each")
     rows.sort(key=lambda row: -len(row["input_ids"]))
-    chosen, held_out = rows[:TEXTS], rows[TEXTS : TEXTS + HELD_OUT]
+    chosen = rows[:TEXTS]
+    others = [row for row in rows[TEXTS:] if not any(torch.equal(row["input_ids"], known["input_ids"]) for known in chosen)]
+    held_out = others[:HELD_OUT]
     return _padded(chosen, device), _padded(held_out, device)
 
 
 def _rows(texts: Any, tokenizer: Any, length: int) -> Any:
-    """Each text as name -> 1-D tensor, without padding."""
+    """Each text as name -> 1-D tensor, without padding; texts without a token are passed over."""
     for given in texts:
         if isinstance(given, str):
             if tokenizer is None:
                 raise ValueError("no tokenizer was found beside the model: give one, tokenizer=…, or tokenised batches")
             encoded = tokenizer(given, truncation=True, max_length=length, return_attention_mask=False)
-            yield {name: torch.tensor(values) for name, values in encoded.items() if name in ("input_ids", "token_type_ids")}
-        elif isinstance(given, Mapping) and isinstance(given.get("input_ids"), Tensor) and given["input_ids"].ndim == 2:
-            real = calibration.shown_in(given)
-            for i, kept in enumerate(real):
-                names = [name for name in ("input_ids", "token_type_ids") if given.get(name) is not None]
-                yield {name: given[name][i][kept][:length].cpu() for name in names}
+            rows = [{name: torch.tensor(values) for name, values in encoded.items() if name in READ_FROM_BATCHES}]
+        elif _is_batch(given):
+            names = [name for name in READ_FROM_BATCHES if given.get(name) is not None]
+            rows = [{name: given[name][i][kept].cpu() for name in names} for i, kept in enumerate(calibration.shown_in(given))]
         else:
             raise ValueError(
-                f"texts holds {shown(given)[:200]}: allowed are strings, or batches with input_ids [N, L] and attention_mask"
+                f"texts holds {shown(given)[:200]}: allowed are strings, or batches of tensors of one shape [N, L], input_ids "
+                "and, if need be, attention_mask and token_type_ids"
             )
+        yield from ({name: values[:length] for name, values in row.items()} for row in rows if len(row["input_ids"]))
+
+
+def _is_batch(given: Any) -> bool:
+    if not isinstance(given, Mapping):
+        return False
+    ids, *others = [given.get(name) for name in (*READ_FROM_BATCHES, "attention_mask")]
+    return (
+        isinstance(ids, Tensor)
+        and ids.ndim == 2
+        and not ids.is_floating_point()
+        and all(other is None or (isinstance(other, Tensor) and other.shape == ids.shape) for other in others)
+    )
 
 
 def _padded(rows: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    """Rows without token types, among others that have some, are of type 0."""
     if not rows:
         return {}
-    batch = {name: nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0]}
+    batch = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name, torch.zeros_like(row["input_ids"])) for row in rows]
+        batch[name] = nn.utils.rnn.pad_sequence(values, batch_first=True)
     sizes = torch.tensor([len(row["input_ids"]) for row in rows])
     if (sizes < sizes.max()).any():
         batch["attention_mask"] = (torch.arange(int(sizes.max())) < sizes[:, None]).long()
     return {name: values.to(device) for name, values in batch.items()}
+
+
+def _check_ids(stack: Any, batches: Iterable[Mapping[str, Tensor]]) -> None:
+    """Raises ValueError for ids that the model has no embedding of: on a GPU they would end the process."""
+    size = len(stack.get_input_embeddings().weight)
+    for ids in (batch["input_ids"] for batch in batches if batch):
+        if ids.min() < 0 or ids.max() >= size:
+            raise ValueError(
+                f"texts has input_ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has the ids 0 to "
+                f"{size - 1}: give the tokenizer that it was trained with"
+            )
 
 
 def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
@@ -200,7 +237,7 @@ def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
     length = int(sizes.max())
     distance = torch.arange(1 - length, length)
     pairs = (sizes[:, None].cpu() - distance.abs()).clamp(min=0).sum(0)
-    for encoding in {type(each): each for each in stack.modules() if isinstance(each, PositionEncoding)}.values():
+    for encoding in (each for each in stack.modules() if isinstance(each, PositionEncoding)):
         last = 0 if encoding.geometry.is_causal else calibration.FARTHEST
         needed = encoding.rows(torch.tensor([-calibration.FARTHEST, last]))
         if needed is None or not calibration.trained(encoding):
@@ -221,8 +258,14 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
     measured = held_out or batch
     with torch.no_grad():
         original = calibration.observed(found.stack, tuple(found.attentions), tuple(found.contributions), batch)
-        states = found.stack(**measured, use_cache=False).last_hidden_state if held_out else original.states
-    _install_offsets(stack, {path: width for path, width in found.contributions.items() if path in original.contributions})
+        states = found.stack(**measured, use_cache=False, return_dict=True).last_hidden_state if held_out else original.states
+    if not original.states[calibration.shown_in(batch)].isfinite().all():
+        raise ValueError(
+            "the original's own states of these texts hold NaN or infinite numbers, to which nothing can be fitted: look at "
+            "its weights (isfinite), and convert it in float32 if its own type is too narrow"
+        )
+    # Those of modules which don't give out states of all tokens stay 0: a model that is loaded has them all.
+    _install_offsets(stack, found.contributions)
     is_training = {module: module.training for module in stack.modules()}
     implementation = stack.config._attn_implementation
     stack.set_attn_implementation("eager")
@@ -253,7 +296,7 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
 @torch.no_grad()
 def _agreement(stack: Any, batch: Mapping[str, Tensor], states: Tensor) -> float:
     """The mean cosine of token states with the original's."""
-    ours = stack(**batch, use_cache=False).last_hidden_state
+    ours = stack(**batch, use_cache=False, return_dict=True).last_hidden_state
     cosine = torch.nn.functional.cosine_similarity(ours.float(), states.float(), dim=-1)
     return float(cosine[calibration.shown_in(batch)].mean())
 

@@ -17,7 +17,7 @@ from transformers.initialization import guard_torch_init_functions, meta_device_
 
 from hf_posenc import spec as specs
 from hf_posenc import structure
-from hf_posenc.encodings import PositionEncoding, mark, marked_as_loaded, placed, refill
+from hf_posenc.encodings import PositionEncoding, exclusively, mark, marked_as_loaded, placed, refill
 from hf_posenc.sources import Silenced
 from hf_posenc.spec import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 
@@ -163,7 +163,7 @@ def _public_name(name_or_path: str) -> str:
 
 def shell(cls: Any, config: Any) -> Any:
     """A model without memory: all of it is on the meta device, as Transformers builds models that it loads."""
-    with torch.device("meta"), meta_device_safe_creation_ops():
+    with exclusively(), torch.device("meta"), meta_device_safe_creation_ops():
         return cls(config)
 
 
@@ -219,5 +219,5 @@ def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
         if left and "posenc" not in name.split("."):
             for key in left:
                 module._buffers[key] = torch.empty_like(module._buffers[key], device=device)  # type: ignore[arg-type]
-            with torch.no_grad(), guard_torch_init_functions(), marked_as_loaded(module.parameters()):
+            with exclusively(), torch.no_grad(), guard_torch_init_functions(), marked_as_loaded(module.parameters()):
                 model._init_weights(module)

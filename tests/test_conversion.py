@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModel, AutoTokenizer
 
 import hf_posenc
@@ -156,6 +157,43 @@ def test_padding_is_not_calibrated_on(side):
     assert_equal(actual.state_dict(), expected.state_dict())
 
 
+def test_rows_of_texts():
+    """Rows without token types are of type 0; texts without a token don't count, nor do texts that are known already."""
+    model, one, two = stock("bert"), tokens(3, 24, 1), tokens(3, 20, 2)
+    types = torch.arange(24).expand(3, -1) // 12
+    whole = [{"input_ids": one, "token_type_ids": types}, {"input_ids": two, "token_type_ids": torch.zeros_like(two)}]
+    _, expected = convert(model, "relative", texts=whole, max_distance=REACH)
+    empty = {"input_ids": one, "attention_mask": torch.zeros(3, 24)}
+    for order in ([0, 1], [1, 0]):
+        some = [whole[0], {"input_ids": two}]
+        _, actual = convert(model, "relative", texts=[empty, *(some[i] for i in order)], max_distance=REACH)
+        assert_equal(actual.state_dict(), expected.state_dict())
+        assert hf_posenc.inspect(actual).calibration.texts == 6
+    for texts, held_out in ((tokens(1, 24).expand(40, -1), 0), (tokens(27, 24), 3)):
+        _, new = convert(model, "relative", texts=[{"input_ids": texts}], max_distance=REACH)
+        assert hf_posenc.inspect(new).calibration.held_out == held_out
+
+
+@pytest.mark.parametrize("encoding", ["relative", "shaw"])
+def test_under_what_the_caller_has_set(encoding):
+    """Inference mode, another default device and type, outputs as tuples."""
+    model, texts = stock("bert"), [batch()]
+    _, expected = convert(model, encoding, texts=texts, max_distance=REACH)
+    model.config.return_dict = False
+    with torch.inference_mode(), torch.device("meta"):
+        _, new = convert(model, encoding, texts=texts, max_distance=REACH)
+    assert not any(parameter.is_inference() for parameter in new.parameters())
+    assert_equal(new.state_dict(), expected.state_dict())
+    assert new.config.return_dict is False
+
+
+def test_refuses_what_is_not_finite():
+    model = stock("bert")
+    model.encoder.layer[1].output.dense.bias.data[0] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        convert(model, "relative", max_distance=REACH)
+
+
 @pytest.mark.parametrize("host", ["bert", "albert", "gpt2"])
 def test_saved_and_reloaded(host, tmp_path):
     model, new = convert(host, "relative", max_distance=REACH)
@@ -173,6 +211,18 @@ def test_saved_and_reloaded(host, tmp_path):
     assert "calibrated on 6 texts of up to 24 tokens" in run_python(code, tmp_path)
     again = AutoModel.from_pretrained(tmp_path)
     assert_equal(first(hf_posenc.unpatch(again)(**batch())), first(model(**batch())))
+
+
+def test_experts_in_the_feed_forward_block(tmp_path):
+    """The last projection is of a shared expert, whose output is `[tokens, D]`: nothing is fitted, but it is saved."""
+    experts = dict(num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+    model = transformers.Qwen2MoeModel(sized("Qwen2Moe", **experts)).eval()
+    _, new = convert(model, "relative", max_distance=REACH)
+    assert not new.layers[0].mlp.shared_expert.down_proj.posenc.weight.any()
+    assert new.layers[0].self_attn.o_proj.posenc.weight.any()
+    new.eval().save_pretrained(tmp_path)
+    for other in (AutoModel.from_pretrained(tmp_path), hf_posenc.extend(new, None), copy.deepcopy(new)):
+        assert_equal(first(other(**batch())), first(new(**batch())))
 
 
 def test_loads_without_the_package(tmp_path):
@@ -219,6 +269,19 @@ def test_modes_and_types_carry_over():
     assert_equal(again.state_dict(), new.state_dict())
 
 
+def test_probabilities_that_float16_rounds_to_zero():
+    """They are small, and not hidden: the divergence counts them as float32 does."""
+    model = stock("bert")
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            layer.attention.self.query.weight *= 100
+    _, expected = convert(copy.deepcopy(model), "relative", max_distance=REACH)
+    _, new = convert(model.half(), "relative", max_distance=REACH)
+    reports = [hf_posenc.inspect(each).calibration for each in (new, expected)]
+    assert reports[1].kl_after[0] > 5 and reports[0].kl_before == pytest.approx(reports[1].kl_before, rel=0.02)
+    assert reports[0].kl_after == pytest.approx(reports[1].kl_after, rel=0.02)
+
+
 def test_parameters_are_trained_from_there():
     _, new = convert("bert", "relative", max_distance=REACH)
     first(new.train()(**batch())).sum().backward()
@@ -263,6 +326,9 @@ REFUSED = {
     "no tokenizer was found": dict(texts=["a text"]),
     "texts holds 3": dict(texts=[3]),
     r"too short or too few for 'relative': of 6 texts of up to 24 tokens, 0 pairs": dict(texts=[batch()], max_distance=30),
+    r"texts=3: allowed is an iterable": dict(texts=3),
+    r"texts has none: give": dict(texts=[{**batch(), "attention_mask": torch.zeros(TEXTS, LENGTH)}]),
+    r"input_ids from 1\d\d to 1\d\d, but .* ids 0 to 60: give the tokenizer": dict(texts=[{"input_ids": 100 + tokens(9, 9)}]),
     "'sinusoidal' acts by vectors": dict(texts=[batch()], encoding="sinusoidal"),
     "no option 'width'": dict(texts=[batch()], width=3),
 }
@@ -277,6 +343,22 @@ def test_refuses(words):
     assert_equal(model.state_dict(), before)
 
 
+SHAPES = {
+    "no batch": [[1, 2]],
+    "mask of 4 dimensions": [{**batch(), "attention_mask": torch.ones(TEXTS, 1, LENGTH, LENGTH)}],
+    "mask of another length": [{**batch(), "attention_mask": torch.ones(TEXTS, LENGTH - 1)}],
+    "types of another length": [{**batch(), "token_type_ids": torch.zeros(TEXTS, 1, dtype=torch.long)}],
+    "floating point": [{"input_ids": batch()["input_ids"].float()}],
+    "lists": [{"input_ids": batch()["input_ids"].tolist()}],
+}
+
+
+@pytest.mark.parametrize("texts", SHAPES.values(), ids=SHAPES)
+def test_refuses_batches_of_odd_shapes(texts):
+    with pytest.raises(ValueError, match=r"(?s)texts holds .* tensors of one shape \[N, L\]"):
+        convert("bert", "relative", texts=texts, max_distance=REACH)
+
+
 def test_refuses_what_is_no_original():
     _, new = convert("bert", "relative", max_distance=REACH)
     with pytest.raises(ValueError, match=r"has the 'relative' encoding already.*unpatch"):
@@ -284,12 +366,18 @@ def test_refuses_what_is_no_original():
     with pytest.raises(hf_posenc.HostRefused, match="attn_logit_softcapping"):
         hf_posenc.convert(gemma2(), "relative", max_distance=REACH, texts=[batch()])
 
+    with pytest.raises(hf_posenc.HostRefused, match=r"self_attn attends several times"):
+        model = transformers.DiffLlamaModel(sized("DiffLlama", num_key_value_heads=2))
+        hf_posenc.convert(model, "relative", max_distance=REACH, texts=[batch()])
+
+
+def sized(prefix, **changes):
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=16)
+    return getattr(transformers, f"{prefix}Config")(**{**sizes, "vocab_size": 80, **changes})
+
 
 def gemma2():
-    from transformers import Gemma2Config, Gemma2Model
-
-    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=16)
-    return Gemma2Model(Gemma2Config(**sizes, vocab_size=80, head_dim=8))
+    return transformers.Gemma2Model(sized("Gemma2", head_dim=8))
 
 
 def test_strings_and_the_tokenizers_length(minilm):

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -88,6 +89,16 @@ def test_after_the_stock_model_was_used(host):
     assert not any("posenc" in name for name in vars(again.base_model))
     with pytest.raises(ValueError, match="specify"):
         new()
+
+
+def test_threads_start_alike_and_leave_torch_as_it_was():
+    model, function, state = stock("bert"), torch.linspace, torch.get_rng_state()
+    expected = hf_posenc.patch(model, "relative").state_dict()
+    with ThreadPoolExecutor(2) as pool:
+        patched = list(pool.map(lambda _: hf_posenc.patch(model, "relative"), range(24)))
+    for each in patched:
+        assert_equal(each.state_dict(), expected)
+    assert torch.linspace is function and torch.equal(torch.get_rng_state(), state)
 
 
 def test_resized_and_dropped_out_models_carry_over():

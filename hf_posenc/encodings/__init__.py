@@ -4,7 +4,16 @@ import importlib
 import pkgutil
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.building import build, build_within_limits, is_marked, mark, marked_as_loaded, placed, refill
+from hf_posenc.encodings.building import (
+    build,
+    build_within_limits,
+    exclusively,
+    is_marked,
+    mark,
+    marked_as_loaded,
+    placed,
+    refill,
+)
 from hf_posenc.encodings.context import PositionContext, counted, positions_of
 from hf_posenc.encodings.options import (
     Above,
@@ -41,6 +50,7 @@ __all__ = [
     "counted",
     "described",
     "encoding_class",
+    "exclusively",
     "is_marked",
     "list_encodings",
     "listed",

@@ -6,6 +6,7 @@ import hashlib
 import io
 import math
 import pickle
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,7 +22,15 @@ from hf_posenc.encodings.registry import encoding_class, options_of
 Encodings = list[PositionEncoding | None]
 LOADED = "_is_hf_initialized"
 """Transformers' mark on tensors and modules that need no initial value."""
+_GLOBALS = threading.RLock()
 EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
+
+
+@contextlib.contextmanager
+def exclusively() -> Iterator[None]:
+    """One thread at a time: for changes of torch's generator, default type or functions, which all threads share."""
+    with _GLOBALS:
+        yield
 
 
 def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
@@ -119,6 +128,11 @@ def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
 
     draw: another number gives other random values. They depend on the state of torch's generator, which stays as it is.
     """
+    with exclusively():
+        return _with_values(make, draw)
+
+
+def _with_values(make: Callable[[], Encodings], draw: int) -> Encodings:
     seed = hashlib.sha256(torch.get_rng_state().numpy().tobytes() + bytes([draw])).digest()[:8]
     dtype = torch.get_default_dtype()
     if dtype != torch.float32:
