@@ -95,7 +95,11 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         for kind, remedy in (
             ("missing_keys", "the file is incomplete or was never patched: load it as what it is, then hf_posenc.patch"),
-            ("unexpected_keys", "its config asks for another encoding than its weights were saved with: restore the config"),
+            (
+                "unexpected_keys",
+                "its config asks for another encoding than its weights were saved with, or a module that was to have them is of "
+                "another class (as those that quantisation replaces are): restore the config, or load it without",
+            ),
             ("mismatched_keys", "its config asks for other sizes than its weights were saved with: restore the config"),
         ):
             names = (key if isinstance(key, str) else key[0] for key in info[kind])
