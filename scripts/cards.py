@@ -70,8 +70,9 @@ def converted(name: str, base_model: str) -> Made:
     steps = conversions.MODELS[name][-1]
     if str(kept["models"][name]["steps"]) != steps:
         sys.exit(f"{RESULTS}/conversions.json has another number of steps for {name} than conversions.py: run that again")
-    lengths = [record(path.stem) for path in sorted(RESULTS.glob("length*.json"))]
-    by_length = [result for each in lengths if name in str(each["scores"]) for result in records.of_lengths(each, name)]
+    lengths = {path.stem: record(path.stem) for path in sorted(RESULTS.glob("length*.json"))}
+    lengths = {stem: each for stem, each in lengths.items() if name in each["settings"]["models"]}
+    by_length = [result for each in lengths.values() for result in records.of_lengths(each, name)]
     measured = {
         "command": records.command("scripts/distill.py", *conversions.distillation(name, base_model, "train.jsonl", name)),
         "training": {"datasets": [{"name": "documentation of Linux, PostgreSQL and Python"}], "steps": int(steps)},
@@ -81,8 +82,7 @@ def converted(name: str, base_model: str) -> Made:
             "compared each (max). `calibrated` is it with `relative`, calibrated and not trained."
         ],
     }
-    figures = [path.name for path in sorted(RESULTS.glob("length*.png"))] if by_length else []
-    return measured, figures
+    return measured, [f"{stem}.png" for stem in lengths]
 
 
 def together(*parts: Iterable[records.Record]) -> list[records.Record]:

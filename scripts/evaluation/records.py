@@ -14,7 +14,6 @@ FILE = "evaluation.json"
 LIBRARY = "Python standard library documentation"
 """The name of the texts of corpus.py."""
 DEEP = "a sentence from behind the first 512 tokens, taken out, finds its document"
-LONG_DOCUMENTS = "a summary finds its long document, cut at a length"
 TASKS = {
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
@@ -104,10 +103,10 @@ def of_conversions(record: Record, this: str) -> list[Record]:
 def of_lengths(record: Record, this: str) -> list[Record]:
     """The results of eval_length.py; `this` is the model whose evaluation.json they go to."""
     settings = record["settings"]
+    size = f"one of {settings['documents']} of {max(settings['lengths'])} tokens or more, cut at a length"
     kinds = {
-        "retrieval": LONG_DOCUMENTS,  # in records of the time before `title`
-        "title": "a title finds its document, cut at a length",
-        "deep": DEEP,
+        "title": f"a title finds its document, {size}",
+        "deep": f"{DEEP}, {size}",
         "needle": f"a fact within the first 512 tokens, among {settings['candidates']} copies",
         "needle beyond": f"a fact behind the first 512 tokens, among {settings['candidates']} copies",
     }
