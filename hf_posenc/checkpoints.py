@@ -97,8 +97,8 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
             ("missing_keys", "the file is incomplete or was never patched: load it as what it is, then hf_posenc.patch"),
             (
                 "unexpected_keys",
-                "its config asks for another encoding than its weights were saved with, or a module that was to have them is of "
-                "another class (as those that quantisation replaces are): restore the config, or load it without",
+                "its config asks for another encoding than its weights were saved with, or a module that was to have them has "
+                "become another (as by quantisation): restore the config, or load it without",
             ),
             ("mismatched_keys", "its config asks for other sizes than its weights were saved with: restore the config"),
         ):

@@ -79,7 +79,7 @@ def converted(name: str, base_model: str) -> Made:
         "results": together(records.of_conversions(kept, name), by_length),
         "notes": [
             f"`minilm` is {base_model}: as it is, truncated at 512 tokens, or in chunks, their embeddings averaged (mean) or "
-            "compared each (max). `calibrated` is it with `relative`, calibrated and not trained."
+            "compared each (max). `calibrated` is one that is calibrated and not trained, by length the one with `relative`."
         ],
     }
     return measured, [f"{stem}.png" for stem in lengths]

@@ -12,8 +12,10 @@ import json
 import random
 import subprocess
 import sys
+import time
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
@@ -56,9 +58,15 @@ def write_texts(folders: list[Path], file: Path) -> None:
     file.write_text("".join(json.dumps({"text": text[:MAX_CHARACTERS]}) + "\n" for text in texts))
 
 
-def calibrated(original: str, encoding: str, texts: Path) -> PreTrainedModel:
+def calibrated(original: str, encoding: Any, texts: Path) -> PreTrainedModel:
     rows = (json.loads(line)["text"] for line in texts.open())
     return hf_posenc.convert(AutoModel.from_pretrained(original), encoding, texts=rows, tokenizer=original)
+
+
+def encoding_of(name: str) -> Any:
+    """The encoding of one of MODELS, as `convert` takes it."""
+    given = MODELS[name][0]
+    return json.loads(given) if given.startswith("{") else given
 
 
 def with_logn(model: PreTrainedModel, trained: Path) -> PreTrainedModel:
@@ -101,18 +109,22 @@ def main() -> None:
                 models = [f"minilm={original}", *(f"{name}={output / name}" for name in names)]
                 measured = ["--tasks", "title", "deep", "--lengths", *lengths, "--output_dir", str(made)]
                 run("eval_length.py", *models, "--pages", str(folder), *measured)
-    paths = {"minilm": original, **{name: str(output / name) for name in (CALIBRATED, *MODELS)}}
     scores = {"bag of words": bag_of_words(tokenizer, TEXT_LENGTH)}
-    for name, path in tqdm(paths.items(), desc="the standard library", unit="model"):
-        scores[name] = evaluate(AutoModel.from_pretrained(path), tokenizer, TEXT_LENGTH, name)
+    scores["minilm"] = evaluate(AutoModel.from_pretrained(original), tokenizer, TEXT_LENGTH, "minilm")
     kept = {}
-    for name in MODELS:
-        record = records.read(output / name / "distillation.json")
-        encoding = AutoModel.from_pretrained(output / name).config.position_encoding
-        kept[name] = {"steps": record["steps"], "seconds": record["seconds"], "calibration": encoding["calibration"]}
+    for name in tqdm(MODELS, desc="the standard library", unit="model"):
+        started = time.perf_counter()
+        start = calibrated(original, encoding_of(name), texts)
+        seconds = round(time.perf_counter() - started, 1)
+        trained = AutoModel.from_pretrained(output / name)
+        for label, model in ((f"{name}, {CALIBRATED}", start), (name, trained)):
+            scores[label] = evaluate(model, tokenizer, TEXT_LENGTH, label)
+        record, calibration = records.read(output / name / "distillation.json"), hf_posenc.inspect(start).calibration
+        training = {"steps": record["steps"], "seconds": record["seconds"]}
+        kept[name] = {**training, "calibration": calibration, "calibration_seconds": seconds}
     records.write(output / "conversions.json", {"text_length": TEXT_LENGTH, "scores": scores, "models": kept})
     for name, score in scores.items():
-        print(f"{name:20} MRR {score.shown('mrr', 3)}  {score.mrr / scores['minilm'].mrr:.1%} of the original's")
+        print(f"{name:32} MRR {score.shown('mrr', 3)}  {score.mrr / scores['minilm'].mrr:.1%} of the original's")
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ def convert(
         raise ValueError(f"{queries} has {len(pairs)} rows: {comparison.FEWEST} are needed to compare")
     original = load(model)
     tokenizer = getattr(original, "tokenizer", None) or load_tokenizer(model)
+    # Before anything is made: texts that give too few questions are an error.
+    asked = _questions(original, tokenizer, rows, pairs) if compare else None
     some: dict[str, Any] = {} if layers is None else {"layers": option_value(layers)}
     chosen = given_encoding(encoding, option or [])
     converted = hf_posenc.convert(
@@ -75,8 +77,8 @@ def convert(
     else:
         models["trained"] = _distilled(converted, script, model, texts, text_column, train_steps, max_length)
         save(models["trained"], model, output_dir)
-    if compare:
-        _compare(original, models, tokenizer, rows, pairs, max_length)
+    if asked:
+        _compare(original, models, tokenizer, *asked, max_length)
 
 
 def _only_called(tokenizer: Any) -> Any:
@@ -117,28 +119,37 @@ def _distilled(
             return load(str(made))
         weights = AutoModel.from_pretrained(made).state_dict()
     trained = copy.deepcopy(converted)  # the converted model shares its parameters with the original
-    trained.base_model.load_state_dict(weights, strict=False)  # which may have a pooler, or not
+    found = trained.base_model.load_state_dict(weights, strict=False)
+    if others := [name for name in (*found.missing_keys, *found.unexpected_keys) if not name.startswith("pooler.")]:
+        raise ValueError(f"the distilled model and the converted one differ in {', '.join(others[:4])}; nothing was saved")
     return trained
+
+
+def _questions(
+    original: Any, tokenizer: Any, texts: list[str], pairs: list[comparison.Pair]
+) -> tuple[list[comparison.Pair], str] | None:
+    """What the models are compared by, and what it is in words; None, which is said, without a tokenizer.
+
+    Raises ValueError where the texts have too few sentences for questions.
+    """
+    if tokenizer is None:
+        console.print("There is no tokenizer beside the model, so nothing is compared.")
+        return None
+    if pairs:
+        return pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} queries of your own find their documents"
+    # The last ones: calibration takes its texts from the beginning.
+    return comparison.own_pairs(Embedder(*_parts(original, tokenizer)), texts[-DOCUMENTS:])
 
 
 def _compare(
     original: Any,
     models: dict[str, Any],
     tokenizer: Any,
-    texts: list[str],
     pairs: list[comparison.Pair],
+    about: str,
     max_length: int | None,
 ) -> None:
-    if tokenizer is None:
-        console.print("There is no tokenizer beside the model, so nothing is compared.")
-        return
     embedders = {name: Embedder(*_parts(model, tokenizer)) for name, model in {"original": original, **models}.items()}
-    # The last ones: calibration takes its texts from the beginning.
-    known = texts[-DOCUMENTS:]
-    if pairs:
-        pairs, about = pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} queries of your own find their documents"
-    else:
-        pairs, about = comparison.own_pairs(embedders["original"], known)
     lengths = comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
     found = comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
     last = [*embedders][-1]

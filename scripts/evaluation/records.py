@@ -96,7 +96,8 @@ def of_demo(record: Record) -> list[Record]:
 
 def of_conversions(record: Record, this: str) -> list[Record]:
     """The results of conversions.py over the standard library; `this` is the model whose evaluation.json they go to."""
-    shown = {name: score for name, score in record["scores"].items() if name in ("bag of words", "minilm", "calibrated", this)}
+    beside = ("bag of words", "minilm", f"{this}, calibrated", this)
+    shown = {name: score for name, score in record["scores"].items() if name in beside}
     return _retrieval("a summary finds its module", {record["text_length"]: shown}, this)
 
 
