@@ -59,7 +59,7 @@ def own_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> tuple[
             return pairs, f"{len(pairs)} questions: a sentence {where} finds its text"
     raise ValueError(
         f"of {len(texts)} texts {len(pairs)} have a sentence that could be a question, and {FEWEST} are needed to compare: "
-        "give more texts, or questions of your own (--queries)"
+        "give more texts, or questions of your own (--queries), or leave the comparison out (--no-compare)"
     )
 
 

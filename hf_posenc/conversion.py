@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc import calibration, offsets, structure
 from hf_posenc import spec as specs
@@ -53,9 +54,10 @@ def convert(
         model: as for `patch`: a trained model that isn't patched, or a SentenceTransformer.
         texts: strings, of the kind that the model is used for; or tokenised batches (`input_ids` `[N, L]`, `attention_mask`).
             Of the first 256 texts the 24 longest count, cut to 256 tokens (longer where `max_distance` asks for it); 8
-            others are held out to measure the agreement.
-        tokenizer: a tokenizer, or its name or path; default: the model's own. Its model_max_length is raised to the
-            converted model's usable length, with a UserWarning.
+            others are held out to measure the agreement (where there are none, it is measured on the same texts, and the
+            report says so). Fewer are taken as long as each distance has pairs of tokens.
+        tokenizer: a tokenizer, or its name or path; default: the one beside the model, where it was loaded from. Its
+            model_max_length is raised to the converted model's usable length, with a UserWarning.
         max_length, **options: as for `patch`.
 
     Raises:
@@ -73,7 +75,7 @@ def convert(
     if isinstance(model, PosEncModelMixin):
         raise ValueError(
             f"this model has the {model.config.position_spec.type!r} encoding already, so it is no original: "
-            "hf_posenc.convert(hf_posenc.unpatch(model), …)"
+            "hf_posenc.convert(hf_posenc.unpatch(model), …), or `hf-posenc unpatch` first"
         )
     # What is made in inference mode could not be trained, and tensors here lie beside the model's or on the CPU.
     device: Any = model.device
@@ -156,16 +158,19 @@ def _tokenizer(model: Any, given: Any) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         if given:
-            raise
+            raise ValueError(f"tokenizer={given!r}: no tokenizer could be loaded from there: {error}") from error
         return None
 
 
 def _batches(texts: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The batch to calibrate on, and the one to measure on, which may be empty."""
     if isinstance(texts, (str, Mapping)) or not (hasattr(texts, "__iter__") or hasattr(texts, "__getitem__")):
-        raise ValueError(f"texts={shown(texts)}: allowed is an iterable of strings, or of tokenised batches")
+        raise ValueError(
+            f"texts={shown(texts)[:100]}: allowed is an iterable of strings, or of tokenised batches; of a data set, "
+            "(row['text'] for row in dataset); a file is read by `hf-posenc convert --texts` alone"
+        )
     rows = list(itertools.islice(_rows(texts, tokenizer, length), READ))
     if not rows:
         raise ValueError("texts has none: give some 32 texts of the kind that the model is used for, 256 tokens or more each")
@@ -189,8 +194,9 @@ def _rows(texts: Any, tokenizer: Any, length: int) -> Any:
             rows = [{name: given[name][i][kept].cpu() for name in names} for i, kept in enumerate(calibration.shown_in(given))]
         else:
             raise ValueError(
-                f"texts holds {shown(given)[:200]}: allowed are strings, or batches of tensors of one shape [N, L], input_ids "
-                "and, if need be, attention_mask and token_type_ids"
+                f"texts holds {shown(given)[:100]}: allowed are strings (of a data set, (row['text'] for row in dataset)), or "
+                "batches of tensors of one shape [N, L], input_ids and, if need be, attention_mask and token_type_ids "
+                "(tokenizer(texts, padding=True, return_tensors='pt'))"
             )
         yield from ({name: values[:length] for name, values in row.items()} for row in rows if len(row["input_ids"]))
 
@@ -248,10 +254,12 @@ def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
         # The rows of distances that no pair of these texts has are the outermost.
         least, row = min((int(found[row]), int(row)) for row in (*needed, *rows.unique()))
         if least < ENOUGH:
+            every = torch.arange(-calibration.FARTHEST, last + 1)
+            nearest = int(every[encoding.rows(every) == row].abs().min())
             raise ValueError(
-                f"texts are too short or too few for {encoding.type!r}: of {len(sizes)} texts of up to {length} tokens, "
-                f"{least} pairs of tokens have the distances of its row {row}, and {ENOUGH} are needed: give longer texts, or "
-                "a smaller max_distance"
+                f"texts are too short or too few for {encoding.type!r}: of {len(sizes)} texts of up to {length} tokens (what "
+                f"original and max_length allow), {least} pairs of tokens are at the distances from {nearest} on, and {ENOUGH} "
+                "are needed: give longer texts, a greater max_length, or a smaller max_distance"
             )
 
 
@@ -314,9 +322,9 @@ def _install_offsets(stack: Any, widths: dict[str, int]) -> None:
 
 def _raise_length(tokenizer: PreTrainedTokenizerBase, usable: int) -> None:
     if tokenizer.model_max_length < usable:
+        now = f"is {usable} now" if usable < VERY_LARGE_INTEGER else "is no limit now: give a max_length to have one"
         warnings.warn(
-            f"the tokenizer's model_max_length was {tokenizer.model_max_length}, and is {usable} now, the converted model's "
-            "usable length",
+            f"the tokenizer's model_max_length was {tokenizer.model_max_length}, and {now} (the converted model's usable length)",
             stacklevel=3,
         )
         tokenizer.model_max_length = usable

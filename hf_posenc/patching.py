@@ -46,7 +46,7 @@ def patch(
             to the hidden state that enters the first layer), to the hidden state that enters "every_layer", or to what
             leaves each layer's attention block ("after_attention").
         keep_host: keep the host's position table as non-trained buffers `posenc.host.*`, for `unpatch`.
-        **options: of the encoding (`alibi` has none, `rope` has theta and layout, …); of a composition's part as
+        **options: of the encoding (`rope` has theta and layout, `sinusoidal` has base, …); of a composition's part as
             `part__option`. `layers` is an option of all encodings that act in attention: where they act, a slice as text
             ("3::4") or a list of layer indices.
 

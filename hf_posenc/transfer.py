@@ -33,7 +33,10 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
         raise ValueError(f"a PreTrainedModel of Transformers is needed, but this is a {type(model).__name__}: {order}")
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"a PreTrainedModel of Transformers is needed, not {model!r}")
+        raise ValueError(
+            f"a PreTrainedModel of Transformers (or a SentenceTransformer) is needed, not {model!r}: "
+            "AutoModel.from_pretrained loads one"
+        )
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(f"the model is quantised, so its parameters can't be shared: {call} it first, then quantise")
     if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in name for name, _ in model.named_modules()):

@@ -32,6 +32,7 @@ def folder(tmp_path_factory):
     BertTokenizer(str(path / "vocab.txt"), model_max_length=LENGTH).save_pretrained(path / "bert")
     rows = [{"text": text} for text in texts()]
     (path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (path / "few.jsonl").write_text("\n".join(map(json.dumps, rows[:12])))
     pairs = [{"query": text.split(". ")[-1], "document": text} for text in texts(24)]
     (path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     return path
@@ -95,10 +96,10 @@ def test_trained_on(folder, tmp_path):
         (("--texts", "nowhere.jsonl"), "nowhere.jsonl is no file"),
         (("--texts", "vocab.txt", "--text-column", "words"), "but no 'words': see --text-column"),
         (("--texts", "bert/config.json"), "but no 'text': see --text-column"),
-        (("--texts", "texts.jsonl", "--queries", "texts.jsonl"), "but no 'query': see query"),
+        (("--texts", "texts.jsonl", "--queries", "texts.jsonl"), "but no 'query': rename"),
         (("--texts", "texts.jsonl", "--option", "max_distance=99"), "too short or too few for 'relative'"),
-        (("--texts", "vocab.txt", "--option", "max_distance=4", "--no-compare"), "too short or too few for 'relative'"),
-        (("--texts", "vocab.txt", "--option", "max_distance=4"), "have a sentence that could be a question"),
+        (("--texts", "vocab.txt", "--option", "max_distance=4"), "too short or too few for 'relative'"),
+        (("--texts", "few.jsonl", "--option", "max_distance=4"), "of 12 texts 12 have a sentence that could be a question"),
     ],
 )
 def test_refuses(folder, tmp_path, arguments, words):

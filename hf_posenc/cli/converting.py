@@ -31,7 +31,10 @@ def convert(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a trained model that isn't patched.")],
     encoding: Annotated[str, typer.Argument(help='A name, a composition "a+b", or JSON with "type".')],
     texts: Annotated[
-        Path, typer.Option(help="Texts of the kind that the model is used for: .jsonl, .json, .csv, .parquet, .txt.")
+        Path,
+        typer.Option(
+            help="24 texts or more of the model's kind: .jsonl, .json, .csv, .parquet, or .txt with one in each line."
+        ),
     ],
     output_dir: Annotated[Path, typer.Option(help="Where the converted model and its tokenizer are saved.")],
     max_length: Annotated[int | None, typer.Option(help="The longest input in tokens; default: see hf_posenc.patch.")] = None,
@@ -40,7 +43,7 @@ def convert(
         str | None, typer.Option(help="A slice such as 3::4, or a JSON list of layer indices; default: all layers.")
     ] = None,
     text_column: Annotated[str, typer.Option(help="The column of --texts.")] = "text",
-    queries: Annotated[Path | None, typer.Option(help="Rows of a `query` and the `document` that it should find.")] = None,
+    queries: Annotated[Path | None, typer.Option(help="20 rows or more: a `query` and the `document` it should find.")] = None,
     train_steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the calibration.")] = 0,
     compare: Annotated[bool, typer.Option(help="End with what was gained and lost, by length.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")] = False,
@@ -49,7 +52,7 @@ def convert(
 
     A folder of sentence-transformers comes back as one, with its modules, pooling and lengths.
 
-    [bold]hf-posenc convert all-MiniLM-L6-v2 relative --texts my.jsonl --max-length 2048 --output-dir minilm-2048[/]
+    [bold]hf-posenc convert bert-base-uncased relative --texts my.jsonl --max-length 2048 --output-dir bert-2048[/]
 
     It ends with the original (beyond its length truncated, and chunked), the calibrated and the trained model on the same
     questions: those of --queries, or sentences taken out of the texts.
@@ -61,16 +64,18 @@ def convert(
         [] if queries is None else [comparison.Pair(*row) for row in read(queries, {"query": "query", "document": "document"})]
     )
     if queries is not None and len(pairs) < comparison.FEWEST:
-        raise ValueError(f"{queries} has {len(pairs)} rows: {comparison.FEWEST} are needed to compare")
+        raise ValueError(
+            f"{queries} has {len(pairs)} rows: {comparison.FEWEST} are needed to compare; --no-compare leaves it out"
+        )
     original = load(model)
     tokenizer = getattr(original, "tokenizer", None) or load_tokenizer(model)
-    # Before anything is made: texts that give too few questions are an error.
-    asked = _questions(original, tokenizer, rows, pairs) if compare else None
     some: dict[str, Any] = {} if layers is None else {"layers": option_value(layers)}
     chosen = given_encoding(encoding, option or [])
     converted = hf_posenc.convert(
         original, chosen, texts=rows, tokenizer=_only_called(tokenizer), max_length=max_length, **some
     )
+    # Before anything is saved: texts that give too few questions are an error.
+    asked = _questions(original, tokenizer, rows, pairs) if compare else None
     models = {"calibrated": converted}
     if script is None:
         save(converted, model, output_dir)

@@ -27,7 +27,8 @@ def read(path: Path, columns: dict[str, str]) -> list[tuple[str, ...]]:
         enable_progress_bars()
     for flag, name in columns.items():
         if name not in data.column_names:
-            raise ValueError(f"{path} has the columns {', '.join(data.column_names)}, but no {name!r}: see {flag}")
+            remedy = f"see {flag}" if flag.startswith("--") else "rename the one that is meant"
+            raise ValueError(f"{path} has the columns {', '.join(data.column_names)}, but no {name!r}: {remedy}")
     rows = [tuple(row[name] for name in columns.values()) for row in data]
     if odd := [value for row in rows for value in row if not isinstance(value, str)]:
         raise ValueError(f"{path} holds {odd[0]!r} where a text is to be")
