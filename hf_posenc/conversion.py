@@ -324,7 +324,7 @@ def _raise_length(tokenizer: PreTrainedTokenizerBase, usable: int) -> None:
     if tokenizer.model_max_length < usable:
         now = f"is {usable} now" if usable < VERY_LARGE_INTEGER else "is no limit now: give a max_length to have one"
         warnings.warn(
-            f"the tokenizer's model_max_length was {tokenizer.model_max_length}, and {now} (the converted model's usable length)",
+            f"the tokenizer's model_max_length was {tokenizer.model_max_length}, and {now}, as the converted model's length",
             stacklevel=3,
         )
         tokenizer.model_max_length = usable
