@@ -322,9 +322,9 @@ def _install_offsets(stack: Any, widths: dict[str, int]) -> None:
 
 def _raise_length(tokenizer: PreTrainedTokenizerBase, usable: int) -> None:
     if tokenizer.model_max_length < usable:
-        now = f"is {usable} now" if usable < VERY_LARGE_INTEGER else "is no limit now: give a max_length to have one"
+        now = f"{usable} now" if usable < VERY_LARGE_INTEGER else "no limit now (give a max_length to have one)"
         warnings.warn(
-            f"the tokenizer's model_max_length was {tokenizer.model_max_length}, and {now}, as the converted model's length",
+            f"the tokenizer's model_max_length was {tokenizer.model_max_length}, and is {now}, as the converted model's is",
             stacklevel=3,
         )
         tokenizer.model_max_length = usable
