@@ -203,7 +203,7 @@ def test_keys_of_another_origin():
     assert_close(jumped, expected)
 
 
-@pytest.mark.parametrize("encoding", ["alibi", "shaw"])
+@pytest.mark.parametrize("encoding", [pytest.param("alibi", marks=pytest.mark.slow), "shaw"])
 @torch.no_grad()
 def test_a_cache_that_a_compiled_model_filled(encoding):
     """Reordered and cropped between calls, as by beam search and speculative decoding."""

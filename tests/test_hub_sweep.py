@@ -45,7 +45,7 @@ KINDS = {
     "away": say(b"", 307, Location="http://[::1"),
 }
 DOCUMENTED = {"ValueError", "HfHubHTTPError", "ConnectionError", "TimeoutError", "OSError"}
-FAST = ("values-null", "deep", "html-400")
+FAST = ("values-null", "deep")
 DEADLINE = 3
 
 
