@@ -129,7 +129,11 @@ def draw(found: Found, perplexities: ByLength, settings: dict[str, Any], path: P
             if name in gaps:
                 x = [length * 1.04 ** (place - len(styles) / 2) for length, _, _ in gaps[name]]
                 y = [value for _, value, _ in gaps[name]]
-                errors = [[value - low for _, value, (low, _) in gaps[name]], [high - v for _, v, (_, high) in gaps[name]]]
+                # Where all questions have one answer, the interval is a point, which rounding may put beside the value.
+                errors = [
+                    [max(0.0, value - low) for _, value, (low, _) in gaps[name]],
+                    [max(0.0, high - value) for _, value, (_, high) in gaps[name]],
+                ]
                 below.errorbar(
                     x, y, yerr=errors, marker="o", markersize=3.5, capsize=2.5, elinewidth=1.2, zorder=2 + place, **style
                 )
