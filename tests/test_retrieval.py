@@ -7,24 +7,13 @@ import numpy as np
 import pytest
 import torch
 from sklearn.feature_extraction.text import TfidfVectorizer
-from transformers import BertTokenizer
 
 import hf_posenc
-from conftest import LENGTH, WORDS, stock, tokens
+from conftest import LENGTH, LETTERS, WORDS, stock, tokens
 from hf_posenc import questions, retrieval, scores
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DOCUMENT = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9)).capitalize()}." for n in range(60))
 """60 sentences of 9 words and 10 tokens; every 26th is the same."""
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory):
-    """A tokenizer for which every letter and sign is a token, inside of words, too."""
-    path = tmp_path_factory.mktemp("letters") / "vocab.txt"
-    signs = [*LETTERS, *(f"##{letter}" for letter in LETTERS), ".", "?"]
-    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *signs]))
-    return BertTokenizer(str(path))
 
 
 @pytest.fixture(scope="module")

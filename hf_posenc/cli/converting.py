@@ -14,8 +14,8 @@ from transformers import AutoModel, PreTrainedModel
 import hf_posenc
 from hf_posenc import comparison
 from hf_posenc.cli import app, console
-from hf_posenc.cli.folders import check_output_dir, load, load_tokenizer, save, write
-from hf_posenc.cli.patching import given_encoding, option_value
+from hf_posenc.cli.folders import Overwrite, check_output_dir, load, load_tokenizer, save, write
+from hf_posenc.cli.patching import Encoding, Layers, MaxLength, Options, given_encoding, option_value
 from hf_posenc.cli.texts import read
 from hf_posenc.retrieval import Embedder, pooling
 
@@ -29,7 +29,7 @@ TEXT_LENGTH = 256
 @app.command("convert")
 def convert(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a trained model that isn't patched.")],
-    encoding: Annotated[str, typer.Argument(help='A name, a composition "a+b", or JSON with "type".')],
+    encoding: Encoding,
     texts: Annotated[
         Path,
         typer.Option(
@@ -37,16 +37,14 @@ def convert(
         ),
     ],
     output_dir: Annotated[Path, typer.Option(help="Where the converted model and its tokenizer are saved.")],
-    max_length: Annotated[int | None, typer.Option(help="The longest input in tokens; default: see hf_posenc.patch.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="name=value, or part__name=value; may be repeated.")] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="A slice such as 3::4, or a JSON list of layer indices; default: all layers.")
-    ] = None,
+    max_length: MaxLength = None,
+    option: Options = None,
+    layers: Layers = None,
     text_column: Annotated[str, typer.Option(help="The column of --texts.")] = "text",
     queries: Annotated[Path | None, typer.Option(help="20 rows or more: a `query` and the `document` it should find.")] = None,
     train_steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the calibration.")] = 0,
     compare: Annotated[bool, typer.Option(help="End with what was gained and lost, by length.")] = True,
-    overwrite: Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Give a trained model another position encoding, calibrated on your texts, and say what it costs and gains.
 

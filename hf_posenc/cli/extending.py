@@ -7,7 +7,7 @@ import typer
 
 import hf_posenc
 from hf_posenc.cli import app
-from hf_posenc.cli.folders import check_output_dir, load, save
+from hf_posenc.cli.folders import Overwrite, check_output_dir, load, save
 
 
 @app.command("extend")
@@ -16,7 +16,7 @@ def extend(
     output_dir: Annotated[Path, typer.Option(help="Where the model and its tokenizer are saved.")],
     max_length: Annotated[int | None, typer.Option(help="The new longest input in tokens, no shorter than before.")] = None,
     no_limit: Annotated[bool, typer.Option("--no-limit", help="Instead of --max-length: inputs of any length.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Raise a patched model's promised length, and save it with its tokenizer. Nothing learned is lost.
 

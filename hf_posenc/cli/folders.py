@@ -4,8 +4,9 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file, has_file
@@ -23,6 +24,8 @@ TOKENIZER_FILES = (
 SENTENCES = "config_sentence_transformers.json"
 SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
 """Values of `model_type` in SENTENCES, which older folders don't have: classes of sentence-transformers."""
+
+Overwrite = Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")]
 
 
 def load(model: str) -> Any:

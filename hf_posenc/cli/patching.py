@@ -9,22 +9,25 @@ import typer
 
 import hf_posenc
 from hf_posenc.cli import app, console
-from hf_posenc.cli.folders import SENTENCE_CLASSES, check_output_dir, load, save
+from hf_posenc.cli.folders import SENTENCE_CLASSES, Overwrite, check_output_dir, load, save
+
+Encoding = Annotated[str, typer.Argument(help='A name, a composition "a+b", or JSON with "type".')]
+MaxLength = Annotated[int | None, typer.Option(help="The longest input in tokens; default: see hf_posenc.patch.")]
+Options = Annotated[list[str] | None, typer.Option(help="name=value, or part__name=value; may be repeated.")]
+Layers = Annotated[str | None, typer.Option(help="A slice such as 3::4, or a JSON list of layer indices; default: all layers.")]
 
 
 @app.command("patch")
 def patch(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a model that isn't patched.")],
-    encoding: Annotated[str, typer.Argument(help='A name, a composition "a+b", or JSON with "type".')],
+    encoding: Encoding,
     output_dir: Annotated[Path, typer.Option(help="Where the patched model and its tokenizer are saved.")],
-    max_length: Annotated[int | None, typer.Option(help="The longest input in tokens; default: see hf_posenc.patch.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="name=value, or part__name=value; may be repeated.")] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="A slice such as 3::4, or a JSON list of layer indices; default: all layers.")
-    ] = None,
+    max_length: MaxLength = None,
+    option: Options = None,
+    layers: Layers = None,
     inject: Annotated[str, typer.Option(help="input, every_layer or after_attention.")] = "input",
     keep_host: Annotated[bool, typer.Option(help="Keep the host's own positions, for unpatch.")] = True,
-    overwrite: Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Replace a model's positions by an encoding, and save it with its tokenizer.
 

@@ -8,14 +8,14 @@ import typer
 
 import hf_posenc
 from hf_posenc.cli import app, console
-from hf_posenc.cli.folders import check_output_dir, load, save
+from hf_posenc.cli.folders import Overwrite, check_output_dir, load, save
 
 
 @app.command("unpatch")
 def unpatch(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a patched model.")],
     output_dir: Annotated[Path, typer.Option(help="Where the stock model and its tokenizer are saved.")],
-    overwrite: Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Give a patched model its own positions back, and save it with its tokenizer.
 

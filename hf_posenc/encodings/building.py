@@ -123,16 +123,12 @@ class _Poisoned(TorchFunctionMode):
         return made.fill_(math.nan) if func in EMPTY and made.is_floating_point() else made
 
 
+@exclusively()
 def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
     """What `make` returns, with values, on the CPU and in float32.
 
     draw: another number gives other random values. They depend on the state of torch's generator, which stays as it is.
     """
-    with exclusively():
-        return _with_values(make, draw)
-
-
-def _with_values(make: Callable[[], Encodings], draw: int) -> Encodings:
     seed = hashlib.sha256(torch.get_rng_state().numpy().tobytes() + bytes([draw])).digest()[:8]
     dtype = torch.get_default_dtype()
     if dtype != torch.float32:
