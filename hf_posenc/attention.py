@@ -7,12 +7,13 @@ encoding, then calls the host's. The model's own config is untouched, and with i
 Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +41,28 @@ class _Current(threading.local):
 
 CURRENT = _Current()
 """The context of the forward pass that this thread is in, for modules which a host calls without the keyword argument."""
+
+
+@contextlib.contextmanager
+def current(context: PositionContext | None) -> Iterator[None]:
+    """Make a context the current one."""
+    before, CURRENT.context = CURRENT.context, context
+    try:
+        yield
+    finally:
+        CURRENT.context = before
+
+
+def checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run gradient checkpointing such that the second run of a layer, in the backward pass, has the context of the first."""
+    return checkpoint(functools.partial(_within, CURRENT.context, function), *args, **kwargs)
+
+
+def _within(context: PositionContext | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with current(context):
+        return function(*args, **kwargs)
+
+
 PARTS = "position_parts"
 """The attribute of an attention that names the parts of the encoding which act in it."""
 
@@ -111,10 +134,7 @@ def context_for(module: nn.Module, given: PositionContext | None) -> PositionCon
     """The context that a module was called with, or else the current one. Raises RuntimeError outside of a forward pass."""
     context = CURRENT.context if given is None else given
     if context is None:
-        raise RuntimeError(
-            f"{type(module).__name__} was called without positions: call the whole model, not a part of it; if this is the "
-            "second run of gradient checkpointing, turn that off, since this host can't pass positions to it"
-        )
+        raise RuntimeError(f"{type(module).__name__} was called without positions: call the whole model, not a part of it")
     return context
 
 
@@ -168,7 +188,8 @@ def attend(
     """The host's attention function, with queries and keys rotated and the bias of the encoding in its mask."""
     position_context = context_for(module, position_context)
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
-    context = position_context.for_attention(scaling, getattr(module, "layer_idx", None))
+    context = position_context.placed(query.shape[2], query.device)
+    context = context.for_attention(scaling, getattr(module, "layer_idx", None))
     encodings = acting(module, context)
     paged = kwargs.get("cache") is not None
     if reason := refusal(implementation, encodings) or (refusal_of_pages(encodings) if paged else None):

@@ -92,9 +92,15 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
             "take an encoding that biases, or patch and train (scripts/distill.py)"
         )
     original = _twin(model)
-    name, stack = next((name, module) for name, module in patched.named_modules() if structure.is_patched(module))
-    found = structure.find(original.get_submodule(name))
-    assert found is not None
+    stacks = structure.find_all(original if spec.submodel is None else structure.submodel(original, spec.submodel))
+    if len(stacks) > 1:
+        raise HostRefused(
+            f"{type(model).__name__} has {len(stacks)} stacks of layers with positions of their own, and calibration fits one",
+            reason="several stacks",
+            remedy="patch it, then train",
+        )
+    found = next(iter(stacks.values()))
+    stack = next(module for module in patched.modules() if structure.is_patched(module))
     _refuse_odd_attentions(found)
     chosen, held_out = _batches(texts, _tokenizer(model, tokenizer), _wanted_length(spec, found), model.device)
     _check_ids(found.stack, (chosen, held_out))

@@ -171,19 +171,18 @@ def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
 
 
 def _stock_report(model: PreTrainedModel) -> Report:
-    found = structure.find(model.base_model)
-    if found is None:
-        raise structure.none_found(type(model))
-    stack = next(name for name, module in model.named_modules() if module is model.base_model)
+    stacks = structure.find_all(model)
     enters: dict[str, tuple[str, ...]] = {}
-    for source in found.sources:
-        enters[source.verb] = (*enters.get(source.verb, ()), f"{stack}.{source.path}".lstrip("."))
+    for path, found in reversed(stacks.items()):
+        for source in found.sources:
+            enters[source.verb] = (*enters.get(source.verb, ()), f"{path}.{source.path}".lstrip("."))
+    lengths = [found.usable_length for found in stacks.values() if found.usable_length is not None]
     return Report(
         model_class=type(model).__name__,
-        encoding="+".join(sorted({source.encoding for source in found.sources})),
+        encoding="+".join(sorted({source.encoding for found in stacks.values() for source in found.sources})),
         options={},
         enters=enters,
-        max_length=found.usable_length,
+        max_length=min(lengths, default=None),
         host_kept=False,
         ignored=_ignored(model.config),
     )

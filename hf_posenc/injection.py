@@ -39,7 +39,7 @@ def add_to_output(parts: tuple[str, ...], module: nn.Module, args: tuple, kwargs
 
 def _vectors(parts: tuple[str, ...], module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
     """`[1 or B, L, D]`, computed once in a forward pass unless they are trained."""
-    context = attention.context_for(module, kwargs.get(attention.CONTEXT))
+    context = attention.context_for(module, kwargs.get(attention.CONTEXT)).placed(hidden.shape[-2], hidden.device)
     here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
 
     def compute() -> Tensor:

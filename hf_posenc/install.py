@@ -64,6 +64,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     stack._posenc_entrances = entrances
     stack._posenc_pass = ForwardPass(
         names=argument_names(stack),
+        hands_down=any(a.kind is a.VAR_KEYWORD for a in inspect.signature(type(stack).forward).parameters.values()),
         offset=structure.offset,
         refused=tuple(name for source in structure.sources for name in source.arguments),
         # BERT cuts missing token types from a buffer as long as its old table, so they are made from shapes instead.

@@ -4,10 +4,10 @@
 `__getattr__` makes these classes by name; the Auto classes know the names only.
 """
 
+import copy
 import functools
 import math
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,11 @@ class PosEncConfigMixin(EncodingConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         written = super().to_dict()
         written.pop(specs.PARSED, None)
+        if self.position_encoding is not None and self.position_spec.submodel is not None:
+            # The submodel's config is written as the host has it: `position_encoding` of this one says the rest.
+            stock = copy.deepcopy(self)
+            specs.make_stock(stock)
+            written.update({name: value for name, value in stock.to_dict().items() if name in self.sub_configs})
         return written
 
     def _auto_classes(self) -> dict[str, str]:
@@ -94,27 +99,27 @@ class PosEncModelMixin(EncodingModelMixin):
         super().post_init()
 
     def _install_encoding(self) -> None:
-        if structure.is_patched(self):
-            return
+        """Put the encoding into all stacks of this model, which its host's code has built with stock models within it."""
         if self.config.position_encoding is None:
             raise ValueError(
                 f"{type(self).__name__} needs config.position_encoding, a name or a dict; "
                 "to give a pretrained model another encoding, load it and call hf_posenc.patch(model, encoding)"
             )
-        found = structure.find(self)
-        if found is not None:
-            spec = self.config.position_spec
-            geometry = found.geometry(spec.max_length, spec.inject)
-            if geometry.max_length is None and spec.encoding.needs_max_length(geometry):
-                geometry = replace(geometry, max_length=found.usable_length)
-            install(found, spec, geometry)
-            if spec.calibration is not None:
-                offsets.install(self, found.contributions.items())
-            if spec.host and spec.host.kept and (kept := found.kept_shapes(spec.host.rows)):
-                self.posenc.host = HostState(kept)
-            self._check_attention()
-        elif not any(map(structure.is_patched, self.modules())):
-            raise structure.none_found(self.host_class)
+        spec = self.config.position_spec
+        model = self if spec.submodel is None else structure.submodel(self, spec.submodel)
+        stacks = structure.find_all(model)
+        models = [(path, module) for path, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+        for path, module in reversed(models):
+            if any(f"{stack}.".startswith(f"{path}." if path else "") for stack in stacks):
+                if module is not self:
+                    module.config.__class__ = derive(type(module.config))
+                    specs.write(module.config, replace(spec, submodel=None))
+                    module.__class__ = derive(type(module))
+                if path in stacks:
+                    _install(stacks[path], module.config.position_spec)
+                if module is not self:
+                    module.host_class.post_init(module)
+        self._check_attention()
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (HostState, offsets.Offset)):
@@ -137,6 +142,10 @@ class PosEncModelMixin(EncodingModelMixin):
         transfer.refuse_wrapped(model)
         patched = transfer.to_derived(model, cls, spec)
         return (patched, *info) if info else patched
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        super()._set_gradient_checkpointing(*args, **kwargs)
+        transfer.carry_positions(self)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         before = self.config._attn_implementation
@@ -192,7 +201,12 @@ def __getattr__(name: str) -> Any:
 
 
 def derive(host: Any) -> Any:
-    """The derived class of a host's config or model class, published here under its name so that it can be pickled."""
+    """The derived class of a host's config or model class, published here under its name so that it can be pickled.
+
+    A derived class is its own.
+    """
+    if issubclass(host, (PosEncConfigMixin, PosEncModelMixin)):
+        return host
     name = PREFIX + host.__name__
     if name not in globals():
         make = _derive_config if issubclass(host, PreTrainedConfig) else _derive_model
@@ -207,6 +221,7 @@ def _derive_config(name: str, host: type[PreTrainedConfig]) -> type:
         "__annotations__": {"position_encoding": Any},
         "position_encoding": None,
         "model_type": TYPE_PREFIX + host.model_type,
+        "host_class": host,
     }
     return type(name, (PosEncConfigMixin, host), body)
 
@@ -215,7 +230,6 @@ def _derive_model(name: str, host: type[PreTrainedModel]) -> type:
     body = {
         "__module__": __name__,
         "__doc__": f"{host.__name__} with the position encoding of its config (see `hf_posenc.patch`).",
-        "__init__": _with_derived_children(host),
         "forward": _with_positions(host),
         "config_class": derive(host.config_class),
         "host_class": host,
@@ -223,23 +237,16 @@ def _derive_model(name: str, host: type[PreTrainedModel]) -> type:
     return type(name, (PosEncModelMixin, host), body)
 
 
-def _with_derived_children(host: type[PreTrainedModel]) -> types.FunctionType:
-    """The host's `__init__`, in which the names of its sibling model classes mean the derived ones.
-
-    `BertForMaskedLM.__init__` says `BertModel(config)`; here it gets a PosEncBertModel. A copy of the function with
-    globals of its own: nothing of the host's is changed, not even for a moment.
-    """
-    init = host.__init__
-    siblings = {}
-    for name in init.__code__.co_names:
-        value = init.__globals__.get(name)
-        if isinstance(value, type) and issubclass(value, PreTrainedModel) and value.config_class is host.config_class:
-            siblings[name] = derive(value)
-    copied = types.FunctionType(
-        init.__code__, {**init.__globals__, **siblings}, init.__name__, init.__defaults__, init.__closure__
-    )
-    copied.__kwdefaults__, copied.__doc__, copied.__annotations__ = init.__kwdefaults__, init.__doc__, init.__annotations__
-    return copied
+def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
+    """Put an encoding into one stack, with what calibration and `unpatch` need."""
+    geometry = found.geometry(spec.max_length, spec.inject)
+    if geometry.max_length is None and spec.encoding.needs_max_length(geometry):
+        geometry = replace(geometry, max_length=found.usable_length)
+    install(found, spec, geometry)
+    if spec.calibration is not None:
+        offsets.install(found.stack, found.contributions.items())
+    if spec.host and spec.host.kept and (kept := found.kept_shapes(spec.host.rows)):
+        found.stack.posenc.host = HostState(kept)
 
 
 def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
@@ -249,13 +256,10 @@ def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "posenc" not in self._modules:
             return host.forward(self, *args, **kwargs)
-        args, kwargs = self._posenc_pass.begin(self, args, kwargs)
-        before, attention.CURRENT.context = attention.CURRENT.context, kwargs.get(attention.CONTEXT)
-        try:
+        args, kwargs, context = self._posenc_pass.begin(self, args, kwargs)
+        with attention.current(context):
             output = host.forward(self, *args, **kwargs)
-        finally:
-            attention.CURRENT.context = before
-        self._posenc_pass.end(args, kwargs, output)
+        self._posenc_pass.end(args, kwargs, context, output)
         return output
 
     return forward

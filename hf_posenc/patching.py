@@ -11,7 +11,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc.modeling import PosEncModelMixin, derive
 from hf_posenc.spec import PLACEMENT, PositionSpec
-from hf_posenc.structure import find, is_patched
+from hf_posenc.structure import find_all, is_patched
 from hf_posenc.transfer import refuse_wrapped, to_derived, to_stock
 
 M = TypeVar("M", bound=nn.Module)
@@ -22,6 +22,7 @@ def patch(
     encoding: str | dict[str, Any],
     *,
     max_length: int | None = None,
+    submodel: str | None = None,
     inject: str = "input",
     keep_host: bool = True,
     **options: Any,
@@ -42,6 +43,8 @@ def patch(
             `{"type": name, **options}`.
         max_length: the longest input in tokens, checked on every forward and written to the config's length field.
             None: no limit for computed encodings, the host's own length for tables.
+        submodel: of a model made of several (CLIP, LLaVA, an EncoderDecoderModel) the one to patch, as a dotted path within
+            its base model ("text_model", "language_model", "decoder"); the error for such a model without it names them.
         inject: where the vectors of an encoding which embeds are added: to the "input" (where the host adds its own, else
             to the hidden state that enters the first layer), to the hidden state that enters "every_layer", or to what
             leaves each layer's attention block ("after_attention").
@@ -56,7 +59,13 @@ def patch(
     """
     if holds_a_model(model):
         change = functools.partial(
-            patch, encoding=encoding, max_length=max_length, inject=inject, keep_host=keep_host, **options
+            patch,
+            encoding=encoding,
+            max_length=max_length,
+            submodel=submodel,
+            inject=inject,
+            keep_host=keep_host,
+            **options,
         )
         return changed_within(model, change)
     refuse(model, "patch")
@@ -73,8 +82,8 @@ def patch(
         )
     given = {"type": encoding} if isinstance(encoding, str) else encoding
     if isinstance(given, dict):
-        promised = {} if max_length is None else {"max_length": max_length}
-        given = {**given, **options, **promised, **({} if inject == "input" else {"inject": inject})}
+        placement = {"max_length": max_length, "submodel": submodel, "inject": None if inject == "input" else inject}
+        given = {**given, **options, **{name: value for name, value in placement.items() if value is not None}}
     spec = PositionSpec.parse(given)
     return to_derived(model, derive(type(model)), spec, keep_host)
 
@@ -131,9 +140,8 @@ def changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedMod
         holder.config_keys = [*type(first).config_keys, "max_seq_length"]
     else:
         vars(holder).pop("config_keys", None)
-        found = find(model.base_model)
-        if found and found.usable_length:
-            holder.max_seq_length = min(first.max_seq_length, found.usable_length)
+        lengths = [found.usable_length for found in find_all(model).values() if found.usable_length]
+        holder.max_seq_length = min([first.max_seq_length, *lengths])
     # As sentence-transformers' own merge does: the given model's card doesn't describe this one.
     twin._model_card_text = None
     twin.model_card_data = twin.model_card_data_class(local_files_only=True)

@@ -21,18 +21,20 @@ class ForwardPass:
     """Makes the `PositionContext` of a patched stack before its host's forward, and keeps what its cache needs after it.
 
     names: the arguments of that forward, in order.
+    hands_down: whether it takes further keyword arguments.
     offset: the id of the first token.
     refused: arguments by which the host's own positions would be given by hand.
     needs_token_types: whether the host cuts missing token types from a buffer as long as its old table (BERT).
     """
 
     names: list[str]
+    hands_down: bool
     offset: int
     refused: tuple[str, ...]
     needs_token_types: bool
 
-    def begin(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments with the `PositionContext` of this forward pass in them.
+    def begin(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
+        """The arguments with the `PositionContext` of this forward pass in them, if the host passes it on, and that context.
 
         Explicit `position_ids`, counted as the host counts them, win; else they come from the attention mask: in decoders,
         and behind cached keys, by counting what it shows (`counted`), elsewhere by index from the first that it shows
@@ -46,8 +48,11 @@ class ForwardPass:
                     f"doesn't use: leave them out, or give position_ids"
                 )
         ids, embeds = call["position_ids"], call["inputs_embeds"]
+        if not {"input_ids", "inputs_embeds"} & {*self.names}:
+            unknown = torch.empty(0, 0, dtype=torch.long)
+            return self._changed(call, PositionContext(stack.posenc, positions=unknown, past=0, start=unknown))
         if embeds is None and call["input_ids"] is None:
-            return args, kwargs  # the host says what is missing
+            return args, kwargs, None  # the host says what is missing
         shape, device = (
             (embeds.shape[:-1], embeds.device) if embeds is not None else (call["input_ids"].shape, call["input_ids"].device)
         )
@@ -69,13 +74,22 @@ class ForwardPass:
             keys=keys,
             first_keys=_first_keys(cache, length, getattr(stack.config, "layer_types", None)),
         )
-        changes: dict[str, Any] = {"position_ids": positions + self.offset, attention.CONTEXT: context}
+        changes: dict[str, Any] = {}
+        if "position_ids" in self.names:
+            changes["position_ids"] = positions + self.offset
         if call["logits_to_keep"] is not None:
             # Gemma 4 would drop all other queries in its last layers. Its head takes what it needs of all outputs.
             changes["logits_to_keep"] = 0
         if self.needs_token_types and call["token_type_ids"] is None:
             changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
-        return call.changed(**changes)
+        return self._changed(call, context, **changes)
+
+    def _changed(self, call: Call, context: PositionContext, **changes: Any) -> tuple[tuple, dict[str, Any], PositionContext]:
+        # Hosts which take position_ids hand further arguments down to their layers. For the others the context is the current
+        # one of the thread.
+        if "position_ids" in self.names and self.hands_down:
+            changes[attention.CONTEXT] = context
+        return *call.changed(**changes), context
 
     def _from_zero(self, stack: Any, ids: Tensor, length: int) -> Tensor:
         """Positions `[1 or B, L]` from ids in the host's own count, whose first token has the id `offset`, and padding the one
@@ -98,9 +112,9 @@ class ForwardPass:
             )
         return (ids - self.offset).clamp(min=0)
 
-    def end(self, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def end(self, args: tuple, kwargs: dict[str, Any], context: PositionContext | None, output: Any) -> None:
         """Keep the positions of all keys with the cache that the host's forward has filled, where it wouldn't tell them."""
-        call, context = Call(self.names, args, kwargs), kwargs.get(attention.CONTEXT)
+        call = Call(self.names, args, kwargs)
         values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
         cache = call.of_type(Cache)
         if cache is None:

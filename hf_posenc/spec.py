@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
+from transformers import PreTrainedConfig
+
 from hf_posenc.encodings import (
     canonical,
     checked_max_length,
@@ -23,7 +25,7 @@ from hf_posenc.encodings import (
 
 INJECT = ("input", "every_layer", "after_attention")
 """Where vectors are added: to the token embeddings, to the input of each layer, to the output of each attention block."""
-PLACEMENT = ("inject", "max_length", "host", "calibration")
+PLACEMENT = ("inject", "max_length", "host", "calibration", "submodel")
 """The keys of `position_encoding` which are no options of an encoding; `layers` stands beside the options of each part."""
 PARSED = "_position_spec"
 """The attribute of a config that holds its `position_encoding` parsed; not saved."""
@@ -31,6 +33,8 @@ LENGTH_FIELD = "max_position_embeddings"
 """The config field that holds a host's longest length; hosts with another name for it map it (GPT-2's n_positions)."""
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 """A model's id on the Hub. A path with one folder looks the same."""
+
+SUBMODEL = re.compile(r"\w+(\.\w+)*", re.ASCII)
 
 Layers = str | tuple[int, ...]
 """Indices of layers: a slice as text ("3::4"), or the numbers themselves."""
@@ -120,6 +124,7 @@ class PositionSpec:
     max_length: the promised longest input in tokens; None: no limit for computed encodings, the host's own for tables.
     host: of the stock model, for `unpatch`; None in a model made from scratch.
     calibration: of a model made by `convert`; else None.
+    submodel: the dotted path, within the base model, of the one model that has the encoding in a host made of several.
     """
 
     type: str
@@ -129,6 +134,7 @@ class PositionSpec:
     max_length: int | None = None
     host: HostSpec | None = None
     calibration: Calibration | None = None
+    submodel: str | None = None
 
     @classmethod
     def parse(cls, given: Any) -> "PositionSpec":
@@ -149,6 +155,7 @@ class PositionSpec:
             max_length=checked_max_length(placement.get("max_length")),
             host=HostSpec.parse(placement.get("host")),
             calibration=Calibration.parse(placement.get("calibration")),
+            submodel=placement.get("submodel"),
         )
         spec._check_placement()
         return spec
@@ -158,6 +165,8 @@ class PositionSpec:
             raise ValueError(
                 f"inject={shown(self.inject)}{meant(self.inject, INJECT)}: allowed is {', '.join(map(repr, INJECT))}"
             )
+        if self.submodel is not None and not (isinstance(self.submodel, str) and SUBMODEL.fullmatch(self.submodel)):
+            raise ValueError(f"submodel={shown(self.submodel)}: allowed is the dotted path of a model within the base model")
         embeds = "embed" in self.encoding.acts_by()
         if self.inject != "input" and not embeds:
             raise ValueError(
@@ -195,6 +204,7 @@ class PositionSpec:
             "max_length": self.max_length,
             "host": None if self.host is None else asdict(self.host),
             **({} if self.calibration is None else {"calibration": self.calibration.to_dict()}),
+            **({} if self.submodel is None else {"submodel": self.submodel}),
         }
 
     def parts_by_layer(self, count: int) -> list[tuple[str, ...]]:
@@ -227,10 +237,20 @@ def write(config: Any, spec: PositionSpec) -> None:
     config.position_encoding, vars(config)[PARSED] = spec.to_dict(), spec
 
 
-def erase(config: Any) -> None:
-    """Make a config one without `position_encoding`."""
-    vars(config).pop("position_encoding", None)
-    vars(config).pop(PARSED, None)
+def make_stock(config: Any) -> None:
+    """Make a config, and those within it, the host's own: of its class, with its length, without `position_encoding`."""
+    for part in (getattr(config, name, None) for name in config.sub_configs):
+        if isinstance(part, PreTrainedConfig):
+            make_stock(part)
+    if not hasattr(type(config), "position_spec"):
+        return
+    if config.position_encoding is not None:
+        spec = read(config)
+        if spec.host is not None and spec.host.rows is not None and spec.submodel is None:
+            setattr(config, LENGTH_FIELD, spec.host.rows)
+    config.__class__ = type(config).host_class
+    for name in ("position_encoding", PARSED, "auto_map"):
+        vars(config).pop(name, None)
 
 
 def merged(saved: Any, given: Any) -> Any:

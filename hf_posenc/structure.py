@@ -3,7 +3,7 @@
 import copy
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,11 @@ class Structure:
     stack: Any
     sources: tuple[Source, ...]
     attentions: Mapping[str, nn.Module]
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The table of token embeddings, if the stack reads tokens."""
+        return _tokens(self.stack)
 
     @property
     def offset(self) -> int:
@@ -135,44 +140,97 @@ def is_patched(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel) and "posenc" in module._modules
 
 
-def find(stack: Any) -> Structure | None:
-    """The structure of a stock stack, or None where neither a sign of position nor an attention is found in it.
+def find_all(model: Any) -> dict[str, Structure]:
+    """Path -> structure of each stack of a model, innermost first: BART has an encoder and a decoder. Stacks which are patched
+    already are passed over.
 
-    Stacks within it that are patched already are passed over. Raises HostRefused where not all of its sources of position
-    can be taken over.
+    Raises HostRefused where an encoding can't be put into all of the others, or where there is none.
     """
-    patched = tuple(f"{name}." for name, module in stack.named_modules() if name and is_patched(module))
-    modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(patched)}
+    refuse_several_models(model)
+    models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    taken = [path for path, module in models.items() if is_patched(module)]
+    found: dict[str, Structure] = {}
+    for path, module in reversed(models.items()):
+        inside = f"{path}." if path else ""
+        if not is_patched(module):
+            structure = _find(module, [other.removeprefix(inside) for other in (*taken, *found) if other.startswith(inside)])
+            found.update({} if structure is None else {path: structure})
+    left = {path for path, module in model.named_modules() if _is_self_attention(path, module)}
+    if not left:
+        raise none_found(type(model))
+    left -= {f"{path}.{name}".lstrip(".") for path, structure in found.items() for name in structure.attentions}
+    left = {path for path in left if not any(f"{path}.".startswith(f"{stack}.") for stack in taken)}
+    if left:
+        raise HostRefused(
+            f"{type(model).__name__} has no source of position that is known, for {min(left)}",
+            "no source of position that is known",
+        )
+    return found
+
+
+def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
+    """The structure of a stack, but for those within it that are taken. None where it has no attention, or no source of
+    position: DINOv3's encoder gets its angles from the model around it.
+
+    Raises HostRefused where not all of its sources of position can be taken over.
+    """
+    inside = tuple(f"{name}." for name in taken)
+    modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(inside)}
     attentions = {name: module for name, module in modules.items() if _is_self_attention(name, module)}
     if not attentions:
-        if patched or all(reason != OTHER_SOURCES for _, reason in signs_of_position(stack, modules, claimed=())):
+        if inside or all(reason != OTHER_SOURCES for _, reason in signs_of_position(stack, modules, claimed=())):
             return None
         raise HostRefused(
             f"no attention of {type(stack).__name__} goes through Transformers' attention interface, so nothing can be rotated "
             "or biased there",
             "attention beside Transformers' interface",
         )
-    _refuse_several_models(stack, modules)
     sources = tuple(source for kind in Source.kinds for source in kind.find(stack, modules))
     structure = Structure(stack, sources, attentions)
     _refuse_unclaimed(structure, modules)
+    if not sources:
+        return None
     _refuse_unreachable(structure, modules)
     return structure
 
 
-def _refuse_several_models(stack: Any, modules: Mapping[str, nn.Module]) -> None:
+def refuse_several_models(model: Any) -> None:
     """Raises HostRefused for a model that joins others (LLaVA, DPR). The halves of one model, as BART's, have its config."""
-    for path, module in modules.items():
-        if path and isinstance(module, PreTrainedModel) and type(module.config) is not type(stack.config):
-            raise _several_models(stack, path)
+    for path, module in model.named_modules():
+        if path and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
+            raise _several_models(model, path)
 
 
-def _several_models(stack: Any, inner: str) -> HostRefused:
+def _several_models(model: Any, inner: str) -> HostRefused:
+    submodels = tuple(_submodels(model))
+    named = " or ".join(f"submodel={path!r}" for path in submodels)
     return HostRefused(
-        f"{type(stack).__name__} is made of several models ({inner} lies within one of its own)",
+        f"{type(model).__name__} is made of several models ({inner} lies within one of its own)",
         "made of several models",
-        "patch the part that reads the text",
+        f"say which: {named}" if named else "none of them can be taken by itself",
+        submodels=submodels,
     )
+
+
+def submodel(model: Any, path: str) -> Any:
+    """The model at a dotted path within the base model of one that is made of several. Raises ValueError if there is none."""
+    base = model.base_model
+    inner = dict(base.named_modules()).get(path)
+    if not isinstance(inner, PreTrainedModel) or type(inner.config) is type(base.config):
+        named = ", ".join(map(repr, _submodels(model))) or "none: leave it out"
+        raise ValueError(f"submodel={path!r} is no model of its own within {type(base).__name__}: there are {named}")
+    return inner
+
+
+def _submodels(model: Any) -> Iterator[str]:
+    """The paths, relative to the base model, of the models within that an encoding can be put into."""
+    for path, module in model.base_model.named_modules():
+        if path and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
+            try:
+                find_all(module)
+            except HostRefused:
+                continue
+            yield path
 
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
@@ -183,8 +241,6 @@ def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) ->
         raise HostRefused(
             f"{name} has sources of position which can't be taken over: {', '.join(path for path, _ in signs[:4])}", reason
         )
-    if not structure.sources:
-        raise HostRefused(f"{name} has no position table that could be taken over", "no source of position that is known")
     offsets = {source.offset for source in structure.sources if source.offset is not None}
     if len(offsets) > 1:
         raise HostRefused(f"the tables of {name} begin at different ids: {offsets}", "tables that begin at different ids")
@@ -193,10 +249,7 @@ def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) ->
 def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     """Raises HostRefused where the encoding could not act in all layers."""
     stack, attentions, name = structure.stack, structure.attentions, type(structure.stack).__name__
-    inner = next((path for path in attentions for part in _owners(path) if isinstance(modules[part], PreTrainedModel)), None)
-    if inner is not None:
-        raise _several_models(stack, inner)
-    if not _reads_tokens(stack):
+    if "input_ids" in inspect.signature(type(stack).forward).parameters and _tokens(stack) is None:
         raise HostRefused(f"{name} has no table of token embeddings", "no table of token embeddings")
     if without := _layers_without_attention(structure, modules):
         raise HostRefused(
@@ -211,21 +264,15 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
             "encoder only: load it with is_decoder=False",
             "written-out attention in a decoder",
         )
-    arguments = inspect.signature(type(stack).forward).parameters
-    if "position_ids" not in arguments or all(a.kind is not a.VAR_KEYWORD for a in arguments.values()):
-        raise HostRefused(
-            f"{name}.forward doesn't take position_ids and further keyword arguments, by which positions would reach its "
-            "layers",
-            "no position_ids in its forward",
-        )
 
 
-def _reads_tokens(stack: Any) -> bool:
-    """Whether the inputs are ids of one table: `[B, L]`, not several ids for each place or the features of a sound."""
+def _tokens(stack: Any) -> Tensor | None:
+    """The table whose rows the input ids `[B, L]` name, or None: inputs may be several ids for each place, or features."""
     try:
-        return isinstance(getattr(stack.get_input_embeddings(), "weight", None), Tensor)
+        weight = getattr(stack.get_input_embeddings(), "weight", None)
     except NotImplementedError:
-        return False
+        return None
+    return weight if isinstance(weight, Tensor) else None
 
 
 def none_found(host: type[PreTrainedModel]) -> HostRefused:
@@ -235,12 +282,6 @@ def none_found(host: type[PreTrainedModel]) -> HostRefused:
         "Transformers' interface were found in it",
         "neither a source of position nor an attention of the interface",
     )
-
-
-def _owners(path: str) -> list[str]:
-    """The paths of the modules around one, without the stack itself."""
-    parts = path.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _layers_without_attention(structure: Structure, modules: Mapping[str, nn.Module]) -> list[str]:

@@ -4,7 +4,9 @@ import copy
 import hashlib
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
 
+from hf_posenc import attention, structure
 from hf_posenc import spec as specs
-from hf_posenc import structure
 from hf_posenc.encodings import PositionEncoding, exclusively, mark, marked_as_loaded, placed, refill
 from hf_posenc.sources import Silenced
 from hf_posenc.spec import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
+
+CHECKPOINT = "_gradient_checkpointing_func"
+"""The attribute of modules by which Transformers runs gradient checkpointing."""
 
 
 def refuse_wrapped(model: Any, call: str = "patch") -> None:
@@ -54,42 +59,44 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
 
     Raises ValueError (HostRefused) where the encoding can't be put into it.
     """
-    found = structure.find(model.base_model)
-    if found is None:
-        raise structure.none_found(type(model))
-    if spec.max_length is None and spec.encoding.needs_max_length(found.geometry(None, spec.inject)):
-        spec = replace(spec, max_length=found.usable_length)
-    rows = getattr(model.config, LENGTH_FIELD, None)
-    kept = keep_host or not found.kept_shapes(rows)
-    host = HostSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(found))
+    inner = model if spec.submodel is None else structure.submodel(model, spec.submodel)
+    stacks = list(structure.find_all(inner).values())
+    if spec.max_length is None:
+        sized = [found for found in stacks if spec.encoding.needs_max_length(found.geometry(None, spec.inject))]
+        lengths = {found.usable_length for found in sized}
+        # Stacks of several lengths have each its own.
+        spec = replace(spec, max_length=lengths.pop() if len(lengths) == 1 else None)
+    rows = getattr(inner.config, LENGTH_FIELD, None)
+    kept = keep_host or not any(found.kept_shapes(rows) for found in stacks)
+    host = HostSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(stacks))
     config = copy.deepcopy(model.config)
     config.__class__ = derived.config_class
     specs.write(config, replace(spec, host=host, calibration=None))
-    if spec.max_length is not None and rows is not None:
-        setattr(config, LENGTH_FIELD, spec.max_length + found.offset)
+    if spec.max_length is not None and rows is not None and spec.submodel is None:
+        setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
         config.check_size()
     patched = shell(derived, config)
     share(model, patched)
-    like = next(next(iter(found.attentions.values())).parameters())
+    like = next(next(iter(stacks[0].attentions.values())).parameters())
     for owner in patched.modules():
         if isinstance(vars(owner)["_modules"].get("posenc"), PositionEncoding):
             placed(owner.posenc.to_empty(device=like.device), like.device, like.dtype).train(owner.training)
     refill(module for module in patched.modules() if isinstance(module, PositionEncoding))
+    of_stock = {id(found.stack): found for found in stacks}
     for name, stack in patched.named_modules():
         if structure.is_patched(stack):
-            _copy_positions(model.get_submodule(name), stack)
+            _copy_positions(of_stock[id(model.get_submodule(name))], stack)
     return patched
 
 
-def _copy_positions(stock: Any, stack: Any) -> None:
+def _copy_positions(found: structure.Structure, stack: Any) -> None:
     """The host's learned positions: into what keeps them, and into an encoding that starts from them."""
-    found = structure.find(stock)
-    table = next((table for source in found.sources if (table := source.table()) is not None), None) if found else None
+    table = next((table for source in found.sources if (table := source.table()) is not None), None)
     with torch.no_grad():
         stack.posenc.adopt(table)
         if "host" in stack.posenc._modules:
             for key, kept in stack.posenc.host.named_buffers():
-                kept.copy_(stock.get_parameter(key))
+                kept.copy_(found.stack.get_parameter(key))
 
 
 def to_stock(model: Any, stock: Any) -> Any:
@@ -97,7 +104,7 @@ def to_stock(model: Any, stock: Any) -> Any:
 
     Raises ValueError where they were not kept. Warns where the weights are no longer those which were patched.
     """
-    host = specs.read(model.config).host
+    host, submodel = specs.read(model.config).host, specs.read(model.config).submodel
     if host is None:
         raise ValueError(
             "this model was made from scratch with its encoding, not patched (its config has no 'host'), so there are no "
@@ -117,8 +124,8 @@ def to_stock(model: Any, stock: Any) -> Any:
                 path, _, parameter = key.rpartition(".")
                 owner = unpatched.get_submodule(name).get_submodule(path)
                 owner.register_parameter(parameter, nn.Parameter(kept.clone()))
-    found = structure.find(unpatched.base_model)
-    if found is None or fingerprint(found) != host.fingerprint:
+    inner = unpatched if submodel is None else structure.submodel(unpatched, submodel)
+    if fingerprint(structure.find_all(inner).values()) != host.fingerprint:
         warnings.warn(
             "the weights are no longer those which were patched (trained, or cast to another dtype): this is the "
             "present body with the host's old positions, and its outputs are not those of the original",
@@ -129,26 +136,24 @@ def to_stock(model: Any, stock: Any) -> Any:
 
 def stock_config(config: Any, stock: Any) -> Any:
     """The config of a model of the class `stock` with this derived config."""
-    host = specs.read(config).host if config.position_encoding is not None else None
     config = copy.deepcopy(config)
+    specs.make_stock(config)
     config.__class__ = stock.config_class
-    specs.erase(config)
-    vars(config).pop("auto_map", None)
-    if host is not None and host.rows is not None:
-        setattr(config, LENGTH_FIELD, host.rows)
     return config
 
 
-def fingerprint(found: structure.Structure) -> str:
+def fingerprint(stacks: Iterable[structure.Structure]) -> str:
     """A short hash of up to 64 values of each parameter of the body, which is what all heads have in common: the parts
     that hold a source of positions or an attention, and the input embeddings. Another hash means a changed body."""
-    parts = {path.partition(".")[0] for path in (*(source.path for source in found.sources), *found.attentions)}
     digest = hashlib.sha256()
-    for name, parameter in sorted(found.stack.named_parameters()):
-        if name.partition(".")[0] in parts or parameter is found.stack.get_input_embeddings().weight:
-            flat = parameter.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
-            digest.update(name.encode() + sample.numpy().tobytes())
+    for found in stacks:
+        parts = {path.partition(".")[0] for path in (*(source.path for source in found.sources), *found.attentions)}
+        embeddings = found.tokens
+        for name, parameter in sorted(found.stack.named_parameters()):
+            if name.partition(".")[0] in parts or parameter is embeddings:
+                flat = parameter.detach().flatten()
+                sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+                digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -203,8 +208,10 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             # Settings of users: dropout probabilities, mode, checkpointing. Names with _ are private to Transformers. A
             # number in a tensor is the longest length yet of rotary positions, for which their buffers were computed.
             number = type(value) in (bool, int, float, str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
-            if key == "_gradient_checkpointing_func" or (number and key[0] != "_"):
+            if key == CHECKPOINT or (number and key[0] != "_"):
                 setattr(module, key, value)
+    if any(map(structure.is_patched, target.modules())):
+        carry_positions(target)
     for module in target.modules():
         mark(module)  # else a model that is made of this one draws its weights anew
     for module in reversed(list(target.modules())):  # a model within another initialises its own
@@ -213,6 +220,14 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
     if hasattr(source, "generation_config"):
         target.generation_config = copy.deepcopy(source.generation_config)
     target.name_or_path = source.name_or_path
+
+
+def carry_positions(model: nn.Module) -> None:
+    """Let gradient checkpointing run a model's layers with the positions of their forward pass, the second time, too."""
+    for module in model.modules():
+        checkpoint = vars(module).get(CHECKPOINT)
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not attention.checkpointed:
+            setattr(module, CHECKPOINT, partial(attention.checkpointed, checkpoint))
 
 
 def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:

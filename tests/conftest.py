@@ -59,7 +59,6 @@ class Host:
     layers: path of its layers in the base model. block: path of the attention block in a layer.
     one_layer: changes of the config that leave one layer. no_dropout: changes that turn all dropout off.
     written_out: computes its attention beside Transformers' attention interface.
-    recomputes: its layers keep their positions when gradient checkpointing runs them again.
     """
 
     prefix: str
@@ -77,7 +76,6 @@ class Host:
         default_factory=lambda: {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     )
     written_out: bool = False
-    recomputes: bool = True
 
 
 HOSTS = {
@@ -97,12 +95,11 @@ HOSTS = {
     "mpnet": Host("MPNet", ROBERTA, offset=2, biases=("encoder.relative_attention_bias.weight",), written_out=True),
     "ernie": Host("Ernie", BERT),
     "data2vec-text": Host("Data2VecText", ROBERTA, offset=2),
-    "megatron-bert": Host("MegatronBert", BERT, written_out=True, recomputes=False),
+    "megatron-bert": Host("MegatronBert", BERT, written_out=True),
     "rembert": Host(
         "RemBert",
         dict(BERT, input_embedding_size=16, output_embedding_size=16, bos_token_id=1, eos_token_id=2),
         written_out=True,
-        recomputes=False,
     ),
     "layoutlm": Host("LayoutLM", dict(BERT, max_2d_position_embeddings=16)),
     "gpt2": Host(

@@ -16,7 +16,8 @@ class PositionContext:
     """The positions of one forward pass, made by the stack and passed to each of its attentions.
 
     encoding: the stack's `PositionEncoding`.
-    positions: `[1 or B, L]`, the positions of the new tokens (the queries, and the keys that enter the cache).
+    positions: `[1 or B, L]`, the positions of the new tokens (the queries, and the keys that enter the cache). Empty in a stack
+        that makes its tokens itself, of an image or a sound: `placed` fills it where their number is known.
     past: number of keys cached before them; an int, or a 0-dim tensor for static caches.
     start: `[1 or B, 1]`, the index of the key at position 0, from which the positions of keys rise by one.
     keys: `[1 or B, K]`, the positions of all keys where they don't; else None, and distances follow from indices alone.
@@ -36,6 +37,17 @@ class PositionContext:
     first_keys: tuple[int, ...] = ()
     scaling: float = 1.0
     first_key: int = 0
+
+    def placed(self, length: int, device: torch.device) -> "PositionContext":
+        """This context; that of tokens 0 … length - 1 if their number was unknown up to here."""
+        if self.positions.numel():
+            return self
+
+        def make() -> "PositionContext":
+            index = torch.arange(length, device=device)[None]
+            return replace(self, positions=index, start=index.new_zeros(1, 1), computed={})
+
+        return self.cached(("placed", length, device), make)
 
     def for_attention(self, scaling: float, layer: int | None = None) -> "PositionContext":
         """The context of the same forward pass for the attention of one layer; all share `computed`."""

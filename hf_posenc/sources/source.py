@@ -16,11 +16,12 @@ class HostRefused(ValueError):
     The message ends with a remedy. docs/hosts.md lists the reasons.
 
     reason: a short phrase, the same for all hosts that are refused for it.
+    submodels: the models within it that can be taken by themselves, values of patch's `submodel`.
     """
 
-    def __init__(self, message: str, reason: str = "", remedy: str = HOSTS_PAGE) -> None:
+    def __init__(self, message: str, reason: str = "", remedy: str = HOSTS_PAGE, submodels: tuple[str, ...] = ()) -> None:
         super().__init__(f"{message}. It was left as it is; {remedy}" if reason else message)
-        self.reason = reason
+        self.reason, self.submodels = reason, submodels
 
 
 class Source(abc.ABC):
