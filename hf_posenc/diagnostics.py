@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class Report:
     host_kept: whether `unpatch` can bring the host's own positions back.
     ignored: settings of the config that Transformers ignores.
     calibration: of a model made by `convert`: how close it came to its original; else None.
+    stays: class -> paths of the modules that see order by themselves, beside attentions or in place of them: linear attention,
+        state spaces, convolutions. They stay as they are.
     """
 
     model_class: str
@@ -42,6 +45,7 @@ class Report:
     ignored: tuple[str, ...]
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     calibration: Calibration | None = None
+    stays: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def model_max_length(self) -> int:
@@ -70,6 +74,10 @@ class Report:
                 f"  cosine of token states with the original's, on {where}: {found.agreement_before:.3f} before, "
                 f"{found.agreement:.3f} after",
             ]
+        lines += [
+            f"  stays: {kind}, which sees order by itself: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
+            for kind, paths in self.stays.items()
+        ]
         lines += [f"  ignored: {note}" for note in self.ignored]
         if self.host_kept:
             lines.append("  the host's own positions are kept: unpatch brings them back")
@@ -121,6 +129,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Rep
         ignored=_ignored(config),
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
+        stays=_stays(stacks.items()),
     )
 
 
@@ -166,8 +175,18 @@ def _without_weights(source: Any) -> PreTrainedModel:
 
 
 def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
-    found = [parts for module in stack.modules() if (parts := getattr(module, attention.PARTS, None)) is not None]
-    return tuple(layer for layer, parts in enumerate(found) if part in parts)
+    acting = [path for path, module in stack.named_modules() if part in getattr(module, attention.PARTS, ())]
+    return tuple(int(match[2]) for path in acting if (match := structure.LAYER.match(path)))
+
+
+def _stays(stacks: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Class -> paths of what sees order by itself beside attentions."""
+    stays: dict[str, tuple[str, ...]] = {}
+    for name, stack in stacks:
+        for path, module in structure.others_in(stack).items():
+            kind = type(module).__name__
+            stays[kind] = (*stays.get(kind, ()), f"{name}.{path}".lstrip("."))
+    return stays
 
 
 def _stock_report(model: PreTrainedModel) -> Report:
@@ -179,12 +198,13 @@ def _stock_report(model: PreTrainedModel) -> Report:
     lengths = [found.usable_length for found in stacks.values() if found.usable_length is not None]
     return Report(
         model_class=type(model).__name__,
-        encoding="+".join(sorted({source.encoding for found in stacks.values() for source in found.sources})),
+        encoding="+".join(sorted({source.encoding for found in stacks.values() for source in found.sources})) or "none",
         options={},
         enters=enters,
         max_length=min(lengths, default=None),
         host_kept=False,
         ignored=_ignored(model.config),
+        stays=_stays((path, found.stack) for path, found in stacks.items()),
     )
 
 

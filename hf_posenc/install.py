@@ -76,14 +76,15 @@ def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
     if not spec.layers:
         return dict.fromkeys(structure.attentions, tuple(spec.parts))
     numbers, count = structure.layers, structure.stack.config.num_hidden_layers
-    if sorted(numbers.values()) != list(range(count)):
+    own = sorted(numbers.values())
+    if not {*own} <= {*range(count)} or len({*own}) < len(own) or (len(own) < count and not structure.others):
         raise HostRefused(
             f"{type(structure.stack).__name__} counts {count} layers, but its attentions lie in layers "
             f"{sorted(numbers.values())}: none is one layer's own",
             reason="no attention for each layer",
             remedy="leave layers out",
         )
-    by_layer = spec.parts_by_layer(count)
+    by_layer = spec.parts_by_layer(count, own)
     return {path: by_layer[number] for path, number in numbers.items()}
 
 
@@ -118,9 +119,8 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     layers = {path: block.rpartition(".")[0] for path, block in blocks.items()}
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
     if spec.inject == "input":  # no table to replace: add them to the first layer's input
-        first = next(iter(layers))
-        injection.before(stack.get_submodule(layers[first]), embedding[first])
-        return (layers[first],)
+        injection.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))])
+        return (structure.first_layer,)
     places = {(layers if spec.inject == "every_layer" else blocks)[path]: here for path, here in embedding.items() if here}
     add = injection.before if spec.inject == "every_layer" else injection.after
     for path, here in places.items():

@@ -133,9 +133,9 @@ def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:
         return ()
     first: list[int] = []
     by_kind: dict[Any, int] = {}
-    for layer, is_empty in enumerate(cache.is_dummy):
+    for layer, holds_keys in enumerate(remembering.holds_keys(cache)):
         kind = kinds[layer] if kinds else None
-        if not is_empty:
+        if holds_keys:
             by_kind[kind] = cache.get_mask_sizes(length, layer)[1]
         first.append(by_kind.get(kind, 0))
     return tuple(first)

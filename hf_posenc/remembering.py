@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, StaticLayer
 
 from hf_posenc.encodings import PositionContext
 
@@ -110,7 +110,14 @@ def remember(cache: Cache, batch: int, context: PositionContext) -> None:
         setattr(layer, KEYS, layer.keys)
 
 
+def holds_keys(cache: Cache) -> list[bool]:
+    """By layer, whether a cache holds keys of it: not of one that reuses another's, nor of linear attention."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    return [isinstance(layer, CacheLayerMixin) for layer in cache.layers]
+
+
 def _first_layer(cache: Cache) -> Any:
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
-    return next((layer for layer, is_dummy in zip(cache.layers, cache.is_dummy, strict=True) if not is_dummy), None)
+    return next((layer for layer, holds in zip(cache.layers, holds_keys(cache), strict=True) if holds), None)

@@ -6,7 +6,7 @@ The JSON form is a dict: the encoding's canonical type and options, and the plac
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
@@ -207,12 +207,18 @@ class PositionSpec:
             **({} if self.submodel is None else {"submodel": self.submodel}),
         }
 
-    def parts_by_layer(self, count: int) -> list[tuple[str, ...]]:
-        """Which parts act in each of a stack's `count` layers.
+    def parts_by_layer(self, count: int, attentions: Collection[int]) -> list[tuple[str, ...]]:
+        """Which parts act in each of a stack's `count` layers, of which `attentions` have an attention.
 
-        Raises ValueError for layers that don't exist, and where parts with layers of their own overlap.
+        Raises ValueError for layers that don't exist or have no attention, and where parts with layers of their own overlap.
         """
         chosen = {part: _resolved(part, layers, count) for part, layers in self.layers.items()}
+        for part, indices in chosen.items():
+            if missing := [index for index in indices if index not in attentions]:
+                raise ValueError(
+                    f"layers of {part!r} name {', '.join(map(str, missing))}, in which this model has no attention: it has one "
+                    f"in {', '.join(map(str, sorted(attentions)))}, counted from 0"
+                )
         owners: dict[int, str] = {}
         for part, indices in chosen.items():
             for index in indices:

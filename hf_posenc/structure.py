@@ -3,22 +3,25 @@
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import written_out
+from hf_posenc.calls import argument_names
 from hf_posenc.encodings import Geometry
-from hf_posenc.sources import HostRefused, Source, signs_of_position
+from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
 from hf_posenc.sources.unclaimed import OTHER_SOURCES
 from hf_posenc.spec import LENGTH_FIELD
 
 CROSS_ATTENTION = re.compile(r"(^|\.)(crossattention|encoder_attn|cross_attn|EncDecAttention)(\.|$)")
 LAYER = re.compile(r"((?:.*\.)?(\d+))\.[^.]+")
 """The path of an attention: its layer's, which ends with a number, then the attention block's, then its own."""
+MIXES = frozenset(["attention_mask", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"])
+"""Arguments of modules that look at several tokens."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,14 @@ class Structure:
 
     sources: where it has positions of its own.
     attentions: path -> self-attention.
+    others: path -> module of what sees order by itself in its layers, beside their attentions or in place of one (linear
+        attention, state spaces, convolutions). It stays as it is.
     """
 
     stack: Any
     sources: tuple[Source, ...]
     attentions: Mapping[str, nn.Module]
+    others: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @property
     def tokens(self) -> Tensor | None:
@@ -69,6 +75,12 @@ class Structure:
         Raises HostRefused where one lies in no numbered layer.
         """
         return {path: int(self._layer(path)[2]) for path in self.attentions}
+
+    @property
+    def first_layer(self) -> str:
+        """The path of the layer which the inputs enter, that of an attention or another one in the same row."""
+        first = next(iter(self.attentions))
+        return f"{self._layer(first)[1].rpartition('.')[0]}.0" if self.others else self._layer(first)[1]
 
     @property
     def blocks(self) -> dict[str, str]:
@@ -186,12 +198,40 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
             "attention beside Transformers' interface",
         )
     sources = tuple(source for kind in Source.kinds for source in kind.find(stack, modules))
-    structure = Structure(stack, sources, attentions)
+    structure = Structure(stack, sources, attentions, others_in_layers(modules, attentions))
     _refuse_unclaimed(structure, modules)
-    if not sources:
+    # A stack of tokens without positions of its own has other layers to know order by. One whose layers are all attentions gets
+    # its positions elsewhere.
+    if not sources and (not structure.others or structure.tokens is None):
         return None
     _refuse_unreachable(structure, modules)
     return structure
+
+
+def others_in_layers(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, nn.Module]:
+    """Path -> module of what sees order by itself in the numbered layers of a stack, outside of its attentions."""
+    rows = {row for path in attentions if (row := _row(path)) is not None}
+    found: dict[str, nn.Module] = {}
+    for path, module in modules.items():
+        in_row = any(re.match(rf"{re.escape(row)}\.\d+\.", path) for row in rows)
+        within = any(f"{path}.".startswith(f"{other}.") for other in (*attentions, *found))
+        around = any(f"{attention}.".startswith(f"{path}.") for attention in attentions)
+        if in_row and not within and not around and sees_order(module):
+            found[path] = module
+    return found
+
+
+def others_in(stack: nn.Module) -> dict[str, nn.Module]:
+    """`others_in_layers` of a stack, patched or not, but for stacks within it."""
+    inside = tuple(f"{name}." for name, module in stack.named_modules() if name and isinstance(module, PreTrainedModel))
+    modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(inside)}
+    return others_in_layers(modules, [name for name, module in modules.items() if _is_self_attention(name, module)])
+
+
+def _row(attention: str) -> str | None:
+    """The path of the list of layers that an attention lies in."""
+    match = LAYER.match(attention)
+    return None if match is None else match[1].rpartition(".")[0]
 
 
 def refuse_several_models(model: Any) -> None:
@@ -235,7 +275,7 @@ def _submodels(model: Any) -> Iterator[str]:
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     name = type(structure.stack).__name__
-    claimed = {source.path for source in structure.sources}
+    claimed = {*(source.path for source in structure.sources), *structure.others}
     if signs := sorted(signs_of_position(structure.stack, modules, claimed)):
         reason = signs[0][1]
         raise HostRefused(
@@ -253,8 +293,8 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
         raise HostRefused(f"{name} has no table of token embeddings", "no table of token embeddings")
     if without := _layers_without_attention(structure, modules):
         raise HostRefused(
-            f"{name}.{without[0]} is a {type(modules[without[0]]).__name__} without an attention of Transformers' interface: "
-            "the encoding would not act in it, and the order that it sees by itself would stay",
+            f"{name}.{without[0]} is a {type(modules[without[0]]).__name__} without an attention of Transformers' interface, "
+            "and what else it knows positions by was not found: the encoding would not act in it",
             "layers without attention",
         )
     written = [path for path, module in attentions.items() if written_out.row_of(module)]
@@ -285,10 +325,20 @@ def none_found(host: type[PreTrainedModel]) -> HostRefused:
 
 
 def _layers_without_attention(structure: Structure, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The layers in a row with attentions that have none, and of which nothing else is known either: neither what sees order
+    by itself, nor that it treats each token alone."""
     with_attention = {match[1] for path in structure.attentions if (match := LAYER.match(path))}
     rows = {layer.rpartition(".")[0] for layer in with_attention}
     layers = (path for path in modules if path.rpartition(".")[0] in rows and path.rpartition(".")[2].isdigit())
-    return [path for path in layers if path not in with_attention]
+    known = [*with_attention, *structure.others]
+    left = [path for path in layers if not any(f"{other}.".startswith(f"{path}.") for other in known)]
+    return [path for path in left if any(_may_mix(module) for module in modules[path].modules() if module is not modules[path])]
+
+
+def _may_mix(module: nn.Module) -> bool:
+    """Whether a module within a layer may look at several tokens: it takes more than hidden states, or is named so. (A
+    feed-forward block or a choice of experts takes hidden states alone; an expert which tokens are its own.)"""
+    return bool(MIXES & {*argument_names(module)}) or "attention" in type(module).__name__.lower()
 
 
 def _is_self_attention(path: str, module: nn.Module) -> bool:

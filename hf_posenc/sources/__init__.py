@@ -4,9 +4,9 @@ import importlib
 import pkgutil
 
 from hf_posenc.sources.source import HostRefused, Silenced, Source
-from hf_posenc.sources.unclaimed import signs_of_position
+from hf_posenc.sources.unclaimed import sees_order, signs_of_position
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["HostRefused", "Silenced", "Source", "signs_of_position"]
+__all__ = ["HostRefused", "Silenced", "Source", "sees_order", "signs_of_position"]
