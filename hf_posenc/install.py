@@ -53,8 +53,8 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         else:
             branches = _branches_by_implementation(module)
             module.config = attention.AttentionConfigView(module.config, branches)  # type: ignore[assignment]
-            if store_rotated and any("rotate" in spec.parts[part].acts_by() for part in parts[path]):
-                module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
+        if store_rotated and any("rotate" in spec.parts[part].acts_by() for part in parts[path]):
+            module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
     entrances = {
         verb: _add_vectors(structure, spec, parts)
         if verb == "embed"

@@ -257,13 +257,6 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
             "the encoding would not act in it, and the order that it sees by itself would stay",
             "layers without attention",
         )
-    written = [path for path, module in attentions.items() if written_out.row_of(module)]
-    if written and getattr(stack.config, "is_decoder", False):
-        raise HostRefused(
-            f"{name}.{written[0]} computes its attention by itself, beside Transformers' interface, and is served as an "
-            "encoder only: load it with is_decoder=False",
-            "written-out attention in a decoder",
-        )
 
 
 def _tokens(stack: Any) -> Tensor | None:

@@ -1,77 +1,259 @@
 """Attentions which multiply queries and keys themselves, beside Transformers' attention interface: a row each.
 
-Shapes: B batch, L tokens, D hidden_size.
+Such an attention runs its host's own forward. While it runs, the product of queries and keys in it is intercepted: both are
+rotated before it, and the bias of the encoding is added to it. What else the host does stays as it is: how it projects and
+splits, its cache, masks, dropout, terms of its own.
+
+Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from hf_posenc import attention
 from hf_posenc.encodings import PositionContext
+from hf_posenc.kernels import biased_mask
+
+PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+SHARED = [True, True, False, False]
+"""Which of B, H, Q, K queries and keys share."""
+SUMS_OF_PRODUCTS = (torch.baddbmm, torch.Tensor.baddbmm)
+
+
+def by_head_dim(module: Any) -> float:
+    """1/√E, as most attentions scale."""
+    sizes = (getattr(module, name, None) for name in ("head_dim", "attention_head_size", "dim_head", "d_head"))
+    return next(size for size in sizes if size) ** -0.5
+
+
+def not_at_all(module: Any) -> float:
+    """1: queries or keys are scaled before the product, or within it, or never."""
+    return 1.0
+
+
+def by_settings(module: Any) -> float:
+    """Of ImageGPT, which has GPT-2's two settings; in float32 it scales within the product."""
+    if module.reorder_and_upcast_attn:
+        return 1.0
+    scaling = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
+    return scaling / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scaling
+
+
+def by_softmax_scale(module: Any) -> float:
+    """A number of the config's (MPT)."""
+    return module.softmax_scale
+
+
+def open_to_all(module: Any) -> str:
+    """No reason: an encoding can act."""
+    return ""
+
+
+def quantized(module: Any) -> str:
+    """Of I-BERT in its integer mode."""
+    return "multiplies integers" if module.quant_mode else ""
+
+
+def sparse(module: Any) -> str:
+    """Of attentions that never multiply all queries by all keys."""
+    return "cuts its queries and keys into pieces"
 
 
 @dataclass(frozen=True)
 class WrittenOut:
-    """The names of an attention's projections; no `out` where that is another module's work."""
+    """What has to be known of an attention.
 
-    query: str
-    key: str
-    value: str
-    out: str | None = None
+    scaling: module -> the factor by which its forward multiplies the product of queries and keys afterwards.
+    closed: module -> why nothing can act in its product, so that vectors can be added to its inputs alone; "" where it can.
+    """
+
+    scaling: Callable[[Any], float] = by_head_dim
+    closed: Callable[[Any], str] = open_to_all
 
 
+_PLAIN, _SCALED_BEFORE, _SPARSE = WrittenOut(), WrittenOut(not_at_all), WrittenOut(closed=sparse)
 ROWS = {
-    "MPNetSelfAttention": WrittenOut("q", "k", "v", "o"),
-    "MegatronBertSelfAttention": WrittenOut("query", "key", "value"),
-    "RemBertSelfAttention": WrittenOut("query", "key", "value"),
+    "big_bird.BigBirdBlockSparseAttention": _SPARSE,
+    "big_bird.BigBirdSelfAttention": _PLAIN,
+    "blip.BlipTextSelfAttention": _PLAIN,
+    "bloom.BloomAttention": _SCALED_BEFORE,
+    "bros.BrosSelfAttention": _PLAIN,
+    "canine.CanineSelfAttention": _PLAIN,
+    "clvp.ClvpSelfAttention": _SCALED_BEFORE,
+    "codegen.CodeGenAttention": _PLAIN,
+    "convbert.ConvBertSelfAttention": _PLAIN,
+    "cpmant.CpmAntAttention": _PLAIN,
+    "deberta.DisentangledSelfAttention": _SCALED_BEFORE,
+    "deberta_v2.DisentangledSelfAttention": _SCALED_BEFORE,
+    "falcon.FalconAttention": _PLAIN,
+    "flaubert.MultiHeadAttention": _SCALED_BEFORE,
+    "flava.FlavaSelfAttention": _PLAIN,
+    "fsmt.Attention": _SCALED_BEFORE,
+    "funnel.FunnelRelMultiheadAttention": _SCALED_BEFORE,
+    "gpt_neo.GPTNeoSelfAttention": _SCALED_BEFORE,
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _SCALED_BEFORE,
+    "gptj.GPTJAttention": _PLAIN,
+    "ibert.IBertSelfAttention": WrittenOut(closed=quantized),
+    "imagegpt.ImageGPTAttention": WrittenOut(by_settings),
+    "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
+    "led.LEDDecoderAttention": _SCALED_BEFORE,
+    "led.LEDEncoderSelfAttention": _SPARSE,
+    "lilt.LiltSelfAttention": _PLAIN,
+    "longformer.LongformerSelfAttention": _SPARSE,
+    "luke.LukeSelfAttention": _PLAIN,
+    "megatron_bert.MegatronBertSelfAttention": _PLAIN,
+    "mpnet.MPNetSelfAttention": _PLAIN,
+    "mpt.MptAttention": WrittenOut(by_softmax_scale),
+    "mra.MraSelfAttention": _SPARSE,
+    "mvp.MvpAttention": _SCALED_BEFORE,
+    "nystromformer.NystromformerSelfAttention": _SPARSE,
+    "openai.Attention": _PLAIN,
+    "rembert.RemBertSelfAttention": _PLAIN,
+    "roformer.RoFormerSelfAttention": _PLAIN,
+    "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
+    "speecht5.SpeechT5Attention": _SCALED_BEFORE,
+    "squeezebert.SqueezeBertSelfAttention": _PLAIN,
+    "tapas.TapasSelfAttention": _PLAIN,
+    "visual_bert.VisualBertSelfAttention": _PLAIN,
+    "xglm.XGLMAttention": _SCALED_BEFORE,
+    "xlm.MultiHeadAttention": _SCALED_BEFORE,
+    "xlnet.XLNetRelativeAttention": _PLAIN,
+    "yoso.YosoSelfAttention": _SPARSE,
 }
-"""By class name; each computes softmax(QKᵀ/√E + mask) V and takes further keyword arguments."""
+"""By folder and class. The first product of two activations that is made by each is that of its queries and keys."""
 
 
 def row_of(module: nn.Module) -> WrittenOut | None:
     """The row of an attention of Transformers' own; a class of the same name elsewhere is another one."""
-    return ROWS.get(type(module).__name__) if type(module).__module__.startswith("transformers.models.") else None
+    package, *path = type(module).__module__.split(".")
+    return ROWS.get(f"{path[1]}.{type(module).__name__}") if package == "transformers" and path[0] == "models" else None
+
+
+def closed(module: nn.Module) -> str:
+    """Why nothing can act in an attention, or ""."""
+    row = row_of(module)
+    return "" if row is None else row.closed(module)
 
 
 def install(module: Any) -> None:
-    """Send such an attention through the interface."""
-    module.forward = partial(attend, ROWS[type(module).__name__], module)
+    """Let the encoding act in such an attention."""
+    module.forward = partial(forward, module)
 
 
-def attend(
-    row: WrittenOut,
-    module: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    output_attentions: bool = False,
-    *,
-    position_context: PositionContext | None = None,
-    encoder_hidden_states: None = None,
-    past_key_values: None = None,
-) -> tuple[Tensor, ...]:
-    """The forward of such an attention in an encoder, by way of the interface: `[B, L, D] -> [B, L, D]`."""
-    heads = (*hidden_states.shape[:-1], -1, module.attention_head_size)
-    query, key, value = (
-        getattr(module, name)(hidden_states).view(heads).transpose(1, 2) for name in (row.query, row.key, row.value)
-    )
-    if position_bias is not None:
-        attention_mask = position_bias if attention_mask is None else position_bias + attention_mask
-    output, probabilities = attention.attend(
-        "eager",
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        position_context=position_context,
-        scaling=module.attention_head_size**-0.5,
-        dropout=module.dropout.p if module.training else 0.0,
-    )
-    output = output.flatten(-2)
-    if row.out is not None:
-        output = getattr(module, row.out)(output)
-    return (output, probabilities) if output_attentions and probabilities is not None else (output,)
+def forward(
+    module: Any, *args: Any, position_context: PositionContext | None = None, keys_are_rotated: bool = False, **kwargs: Any
+) -> Any:
+    """The forward of such an attention, with the encoding in its product of queries and keys."""
+    product = Product(module, attention.context_for(module, position_context), keys_are_rotated)
+    with product:
+        output = type(module).forward(module, *args, **kwargs)
+    if not product.met:
+        raise RuntimeError(f"{type(module).__name__} made no product of queries and keys: the encoding could not act in it")
+    return output
+
+
+class Product(TorchFunctionMode):
+    """Puts the encoding into the first product of queries and keys that is made under it.
+
+    keys_are_rotated: whether the keys were rotated as they entered a cache.
+    """
+
+    def __init__(self, module: Any, context: PositionContext, keys_are_rotated: bool) -> None:
+        super().__init__()
+        row = row_of(module)
+        assert row is not None, f"{type(module).__name__} has no row"
+        self.module, self.context, self.keys_are_rotated = module, context, keys_are_rotated
+        self.after, self.met = row.scaling(module), False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.met:
+            return function(*args, **kwargs)
+        if function in PRODUCTS:
+            return self._product(function, *args, **kwargs)
+        if function in SUMS_OF_PRODUCTS:
+            return self._sum(function, *args, **kwargs)
+        if function is torch.einsum:
+            return self._einsum(*args, **kwargs)
+        if function is scaled_dot_product_attention:
+            return self._whole(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def _product(self, function: Any, query: Tensor, key: Tensor) -> Tensor:
+        """`[B, H, Q, E]` by `[B, H, E, K]`, or both with B and H in one."""
+        query, key, bias = self._encoded(query, key.mT, self.after)
+        return _plus(function(query, key.mT), bias)
+
+    def _sum(
+        self, function: Any, there: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
+    ) -> Tensor:
+        """The same, scaled within, plus a tensor."""
+        query, key, bias = self._encoded(batch1, batch2.mT, self.after, alpha)
+        return _plus(function(there, query, key.mT, beta=beta, alpha=alpha), bias)
+
+    def _einsum(self, equation: str, *operands: Any) -> Tensor:
+        """Queries and keys in an order of their own, of which the product's `[B, H, Q, K]` tells the meaning."""
+        parts = equation.replace(" ", "").replace("->", ",").split(",")
+        summed = {*parts[0]} & {*parts[1]} - {*parts[-1]}
+        if len(parts) != 3 or len(summed) != 1 or [letter in parts[0] and letter in parts[1] for letter in parts[2]] != SHARED:
+            return torch.einsum(equation, *operands)  # a projection
+        (left, right, out), (batch, head, row, column) = parts, parts[2]
+        of_query, of_key = (f"{batch}{head}{each}{next(iter(summed))}" for each in (row, column))
+        query, key = torch.einsum(f"{left}->{of_query}", operands[0]), torch.einsum(f"{right}->{of_key}", operands[1])
+        query, key, bias = self._encoded(query, key, self.after)
+        return _plus(torch.einsum(f"{of_query},{of_key}->{out}", query, key), bias)
+
+    def _whole(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *, is_causal: bool = False, **kwargs: Any
+    ) -> Tensor:
+        """All of an attention in one call."""
+        self.met = True
+        scaling = query.shape[-1] ** -0.5 if kwargs.get("scale") is None else kwargs["scale"]
+        context = self.context.for_attention(scaling, self._layer)
+        encodings = attention.acting(self.module, context)
+        query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
+        mask = biased_mask(encodings, query, key, attn_mask, context, is_causal)
+        causal = is_causal and mask is None
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **kwargs)
+
+    @property
+    def _layer(self) -> int | None:
+        names = (getattr(self.module, name, None) for name in ("layer_idx", "layer_id"))
+        return next((number for number in names if number is not None), None)
+
+    def _encoded(self, query: Tensor, key: Tensor, after: float, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries and keys, rotated, and what to add to their product.
+
+        Of their scores: what the product is scaled by later is taken out of the bias.
+        """
+        self.met = True
+        joined = query.ndim == 3
+        if joined:
+            heads = self.context.encoding.geometry.num_attention_heads
+            query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
+        context = self.context.for_attention(after * within, self._layer)
+        if query.shape[2] != context.positions.shape[1]:
+            raise ValueError(
+                f"{type(self.module).__name__} has {query.shape[2]} queries, but its encoding {context.positions.shape[1]} "
+                "positions: this host was given inputs beside its tokens, whose positions aren't known; leave them out"
+            )
+        encodings = attention.acting(self.module, context)
+        query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
+        bias = biased_mask(encodings, query, key, None, context, is_causal=False)
+        if bias is not None:
+            bias = (bias if after == 1 else bias / after).expand(*query.shape[:3], key.shape[2])
+        if joined:
+            query, key = query.flatten(0, 1), key.flatten(0, 1)
+            bias = bias if bias is None else bias.flatten(0, 1)
+        return query, key, bias
+
+
+def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias
