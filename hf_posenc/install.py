@@ -31,6 +31,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     """
     stack, encoding, options = structure.stack, spec.encoding, dict(spec.options)
     parts = _parts_by_attention(structure, spec)
+    _refuse_closed_attentions(structure, spec, parts)
     _refuse_unlike_attentions(structure, spec, parts, geometry)
     own = {path: structure.geometry_of(module, geometry.max_length) for path, module in structure.attentions.items()}
     stack.posenc, *owned = build_within_limits(
@@ -48,6 +49,8 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         setattr(module, attention.PARTS, parts[path])
         if posenc is not None:
             module.posenc = posenc
+        if written_out.closed(module):
+            continue
         if written_out.row_of(module):
             written_out.install(module)
         else:
@@ -85,6 +88,19 @@ def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
         )
     by_layer = spec.parts_by_layer(count)
     return {path: by_layer[number] for path, number in numbers.items()}
+
+
+def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: Parts) -> None:
+    """Raises HostRefused for an encoding that would act in an attention in which none can."""
+    for path, module in structure.attentions.items():
+        acting = [part for part in parts[path] if {*spec.parts[part].acts_by()} - {"embed"}]
+        if acting and (why := written_out.closed(module)):
+            raise HostRefused(
+                f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which {why}, so {acting[0]!r} can't "
+                "act in it",
+                reason="attention in which nothing can act",
+                remedy="take an encoding of vectors, as 'sinusoidal' or 'learned'",
+            )
 
 
 def _refuse_unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> None:

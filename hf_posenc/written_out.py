@@ -27,26 +27,25 @@ SHARED = [True, True, False, False]
 SUMS_OF_PRODUCTS = (torch.baddbmm, torch.Tensor.baddbmm)
 
 
-def by_head_dim(module: Any) -> float:
+def by_head_dim(module: Any, head_dim: int) -> float:
     """1/√E, as most attentions scale."""
-    sizes = (getattr(module, name, None) for name in ("head_dim", "attention_head_size", "dim_head", "d_head"))
-    return next(size for size in sizes if size) ** -0.5
+    return head_dim**-0.5
 
 
-def not_at_all(module: Any) -> float:
+def not_at_all(module: Any, head_dim: int) -> float:
     """1: queries or keys are scaled before the product, or within it, or never."""
     return 1.0
 
 
-def by_settings(module: Any) -> float:
+def by_settings(module: Any, head_dim: int) -> float:
     """Of ImageGPT, which has GPT-2's two settings; in float32 it scales within the product."""
     if module.reorder_and_upcast_attn:
         return 1.0
-    scaling = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
+    scaling = head_dim**-0.5 if module.scale_attn_weights else 1.0
     return scaling / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scaling
 
 
-def by_softmax_scale(module: Any) -> float:
+def by_softmax_scale(module: Any, head_dim: int) -> float:
     """A number of the config's (MPT)."""
     return module.softmax_scale
 
@@ -70,20 +69,23 @@ def sparse(module: Any) -> str:
 class WrittenOut:
     """What has to be known of an attention.
 
-    scaling: module -> the factor by which its forward multiplies the product of queries and keys afterwards.
+    scaling: module, E -> the factor by which its forward multiplies the product of queries and keys afterwards.
+    is_causal: whether each query sees only the keys up to its own, where the module doesn't say it.
     closed: module -> why nothing can act in its product, so that vectors can be added to its inputs alone; "" where it can.
     """
 
-    scaling: Callable[[Any], float] = by_head_dim
+    scaling: Callable[[Any, int], float] = by_head_dim
+    is_causal: bool = False
     closed: Callable[[Any], str] = open_to_all
 
 
 _PLAIN, _SCALED_BEFORE, _SPARSE = WrittenOut(), WrittenOut(not_at_all), WrittenOut(closed=sparse)
+_CAUSAL, _CAUSAL_SCALED_BEFORE = WrittenOut(is_causal=True), WrittenOut(not_at_all, is_causal=True)
 ROWS = {
     "big_bird.BigBirdBlockSparseAttention": _SPARSE,
     "big_bird.BigBirdSelfAttention": _PLAIN,
     "blip.BlipTextSelfAttention": _PLAIN,
-    "bloom.BloomAttention": _SCALED_BEFORE,
+    "bloom.BloomAttention": _CAUSAL_SCALED_BEFORE,
     "bros.BrosSelfAttention": _PLAIN,
     "canine.CanineSelfAttention": _PLAIN,
     "clvp.ClvpSelfAttention": _SCALED_BEFORE,
@@ -97,11 +99,11 @@ ROWS = {
     "flava.FlavaSelfAttention": _PLAIN,
     "fsmt.Attention": _SCALED_BEFORE,
     "funnel.FunnelRelMultiheadAttention": _SCALED_BEFORE,
-    "gpt_neo.GPTNeoSelfAttention": _SCALED_BEFORE,
-    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _SCALED_BEFORE,
+    "gpt_neo.GPTNeoSelfAttention": _CAUSAL_SCALED_BEFORE,
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _CAUSAL_SCALED_BEFORE,
     "gptj.GPTJAttention": _PLAIN,
     "ibert.IBertSelfAttention": WrittenOut(closed=quantized),
-    "imagegpt.ImageGPTAttention": WrittenOut(by_settings),
+    "imagegpt.ImageGPTAttention": WrittenOut(by_settings, is_causal=True),
     "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
     "led.LEDDecoderAttention": _SCALED_BEFORE,
     "led.LEDEncoderSelfAttention": _SPARSE,
@@ -110,11 +112,11 @@ ROWS = {
     "luke.LukeSelfAttention": _PLAIN,
     "megatron_bert.MegatronBertSelfAttention": _PLAIN,
     "mpnet.MPNetSelfAttention": _PLAIN,
-    "mpt.MptAttention": WrittenOut(by_softmax_scale),
+    "mpt.MptAttention": WrittenOut(by_softmax_scale, is_causal=True),
     "mra.MraSelfAttention": _SPARSE,
     "mvp.MvpAttention": _SCALED_BEFORE,
     "nystromformer.NystromformerSelfAttention": _SPARSE,
-    "openai.Attention": _PLAIN,
+    "openai.Attention": _CAUSAL,
     "rembert.RemBertSelfAttention": _PLAIN,
     "roformer.RoFormerSelfAttention": _PLAIN,
     "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
@@ -122,7 +124,7 @@ ROWS = {
     "squeezebert.SqueezeBertSelfAttention": _PLAIN,
     "tapas.TapasSelfAttention": _PLAIN,
     "visual_bert.VisualBertSelfAttention": _PLAIN,
-    "xglm.XGLMAttention": _SCALED_BEFORE,
+    "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
     "xlnet.XLNetRelativeAttention": _PLAIN,
     "yoso.YosoSelfAttention": _SPARSE,
@@ -134,6 +136,12 @@ def row_of(module: nn.Module) -> WrittenOut | None:
     """The row of an attention of Transformers' own; a class of the same name elsewhere is another one."""
     package, *path = type(module).__module__.split(".")
     return ROWS.get(f"{path[1]}.{type(module).__name__}") if package == "transformers" and path[0] == "models" else None
+
+
+def is_causal(module: nn.Module) -> bool:
+    """Whether each query of such an attention sees only the keys up to its own."""
+    row = row_of(module)
+    return row is not None and row.is_causal
 
 
 def closed(module: nn.Module) -> str:
@@ -170,7 +178,7 @@ class Product(TorchFunctionMode):
         row = row_of(module)
         assert row is not None, f"{type(module).__name__} has no row"
         self.module, self.context, self.keys_are_rotated = module, context, keys_are_rotated
-        self.after, self.met = row.scaling(module), False
+        self.scaling, self.met = partial(row.scaling, module), False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -188,14 +196,16 @@ class Product(TorchFunctionMode):
 
     def _product(self, function: Any, query: Tensor, key: Tensor) -> Tensor:
         """`[B, H, Q, E]` by `[B, H, E, K]`, or both with B and H in one."""
-        query, key, bias = self._encoded(query, key.mT, self.after)
+        if query.ndim != key.ndim or query.ndim < 3:
+            return function(query, key)  # a projection
+        query, key, bias = self._encoded(query, key.mT)
         return _plus(function(query, key.mT), bias)
 
     def _sum(
         self, function: Any, there: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
     ) -> Tensor:
         """The same, scaled within, plus a tensor."""
-        query, key, bias = self._encoded(batch1, batch2.mT, self.after, alpha)
+        query, key, bias = self._encoded(batch1, batch2.mT, alpha)
         return _plus(function(there, query, key.mT, beta=beta, alpha=alpha), bias)
 
     def _einsum(self, equation: str, *operands: Any) -> Tensor:
@@ -207,7 +217,7 @@ class Product(TorchFunctionMode):
         (left, right, out), (batch, head, row, column) = parts, parts[2]
         of_query, of_key = (f"{batch}{head}{each}{next(iter(summed))}" for each in (row, column))
         query, key = torch.einsum(f"{left}->{of_query}", operands[0]), torch.einsum(f"{right}->{of_key}", operands[1])
-        query, key, bias = self._encoded(query, key, self.after)
+        query, key, bias = self._encoded(query, key)
         return _plus(torch.einsum(f"{of_query},{of_key}->{out}", query, key), bias)
 
     def _whole(
@@ -228,12 +238,13 @@ class Product(TorchFunctionMode):
         names = (getattr(self.module, name, None) for name in ("layer_idx", "layer_id"))
         return next((number for number in names if number is not None), None)
 
-    def _encoded(self, query: Tensor, key: Tensor, after: float, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries and keys, rotated, and what to add to their product.
+    def _encoded(self, query: Tensor, key: Tensor, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries and keys, rotated, and what to add to their product: the bias, without the scaling that comes afterwards.
 
-        Of their scores: what the product is scaled by later is taken out of the bias.
+        within: the factor by which the product itself is scaled.
         """
         self.met = True
+        after = self.scaling(query.shape[-1])
         joined = query.ndim == 3
         if joined:
             heads = self.context.encoding.geometry.num_attention_heads

@@ -31,7 +31,7 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
         ):
             yield path, "convolutions, which see the order of their inputs"
         for key in (*module._parameters, *(key for key in module._buffers if key != "position_ids")):
-            if WORDS & {*_words(key)}:
+            if WORDS & {*_words(key)} and f"{path}.{key}".lstrip(".") not in claimed:
                 yield f"{path}.{key}".lstrip("."), OTHER_SOURCES
     if getattr(stack.config, "trigram_input", False):
         yield "config.trigram_input", "inputs joined to their neighbours"
