@@ -13,27 +13,32 @@ from hf_posenc import attention
 from hf_posenc.calls import Call, argument_names
 
 
-def before(module: nn.Module, parts: tuple[str, ...]) -> None:
+def before(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
     """Add the vectors of these parts to the hidden state that enters a layer."""
-    module.register_forward_pre_hook(partial(add_to_input, parts, argument_names(module)), with_kwargs=True)
+    hook = partial(add_to_input, parts, argument_names(module), token_axis)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def after(module: nn.Module, parts: tuple[str, ...]) -> None:
+def after(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
     """Add the vectors of these parts to the output of an attention block."""
-    module.register_forward_hook(partial(add_to_output, parts), with_kwargs=True)
+    module.register_forward_hook(partial(add_to_output, parts, token_axis), with_kwargs=True)
 
 
-def add_to_input(parts: tuple[str, ...], names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def add_to_input(
+    parts: tuple[str, ...], names: list[str], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """Pre-hook of a layer, whose first argument is the hidden state."""
     call = Call(names, args, kwargs)
     hidden = call[names[0]]
-    return call.changed(**{names[0]: hidden + _vectors(parts, module, kwargs, hidden)})
+    return call.changed(**{names[0]: hidden + _vectors(parts, module, kwargs, hidden).movedim(1, token_axis)})
 
 
-def add_to_output(parts: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+def add_to_output(
+    parts: tuple[str, ...], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+) -> Any:
     """Hook of an attention block, which gives out the hidden state, alone or first of several."""
     hidden, *others = output if isinstance(output, tuple) else (output,)
-    hidden = hidden + _vectors(parts, module, kwargs, hidden)
+    hidden = hidden + _vectors(parts, module, kwargs, hidden).movedim(1, token_axis)
     return (hidden, *others) if isinstance(output, tuple) else hidden
 
 

@@ -133,14 +133,15 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     blocks = structure.blocks
     layers = {path: block.rpartition(".")[0] for path, block in blocks.items()}
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
+    token_axis = written_out.token_axis(next(iter(structure.attentions.values())))
     if spec.inject == "input":  # no table to replace: add them to the first layer's input
         first = next(iter(layers))
-        injection.before(stack.get_submodule(layers[first]), embedding[first])
+        injection.before(stack.get_submodule(layers[first]), embedding[first], token_axis)
         return (layers[first],)
     places = {(layers if spec.inject == "every_layer" else blocks)[path]: here for path, here in embedding.items() if here}
     add = injection.before if spec.inject == "every_layer" else injection.after
     for path, here in places.items():
-        add(stack.get_submodule(path), here)
+        add(stack.get_submodule(path), here, token_axis)
     return tuple(places)
 
 

@@ -176,6 +176,7 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
     """
     inside = tuple(f"{name}." for name in taken)
     modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(inside)}
+    _refuse_modules(stack, modules)
     attentions = {name: module for name, module in modules.items() if _is_self_attention(name, module)}
     if not attentions:
         if inside or all(reason != OTHER_SOURCES for _, reason in signs_of_position(stack, modules, claimed=())):
@@ -192,6 +193,17 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
         return None
     _refuse_unreachable(structure, modules)
     return structure
+
+
+def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
+    """Raises HostRefused where a module is one in which order stays visible, or which tokens alone don't reach."""
+    for path, module in modules.items():
+        if refusal := written_out.refusal_of(module):
+            raise HostRefused(
+                f"{type(stack).__name__}.{path} is a {type(module).__name__}, which {refusal.why}",
+                reason="attention that can't be taken over",
+                remedy=refusal.remedy,
+            )
 
 
 def refuse_several_models(model: Any) -> None:

@@ -55,11 +55,6 @@ def open_to_all(module: Any) -> str:
     return ""
 
 
-def quantized(module: Any) -> str:
-    """Of I-BERT in its integer mode."""
-    return "multiplies integers" if module.quant_mode else ""
-
-
 def sparse(module: Any) -> str:
     """Of attentions that never multiply all queries by all keys."""
     return "cuts its queries and keys into pieces"
@@ -72,17 +67,18 @@ class WrittenOut:
     scaling: module, E -> the factor by which its forward multiplies the product of queries and keys afterwards.
     is_causal: whether each query sees only the keys up to its own, where the module doesn't say it.
     closed: module -> why nothing can act in its product, so that vectors can be added to its inputs alone; "" where it can.
+    token_axis: of the hidden states that enter its layer.
     """
 
     scaling: Callable[[Any, int], float] = by_head_dim
     is_causal: bool = False
     closed: Callable[[Any], str] = open_to_all
+    token_axis: int = 1
 
 
 _PLAIN, _SCALED_BEFORE, _SPARSE = WrittenOut(), WrittenOut(not_at_all), WrittenOut(closed=sparse)
 _CAUSAL, _CAUSAL_SCALED_BEFORE = WrittenOut(is_causal=True), WrittenOut(not_at_all, is_causal=True)
 ROWS = {
-    "big_bird.BigBirdBlockSparseAttention": _SPARSE,
     "big_bird.BigBirdSelfAttention": _PLAIN,
     "blip.BlipTextSelfAttention": _PLAIN,
     "bloom.BloomAttention": _CAUSAL_SCALED_BEFORE,
@@ -91,18 +87,16 @@ ROWS = {
     "clvp.ClvpSelfAttention": _SCALED_BEFORE,
     "codegen.CodeGenAttention": _PLAIN,
     "convbert.ConvBertSelfAttention": _PLAIN,
-    "cpmant.CpmAntAttention": _PLAIN,
     "deberta.DisentangledSelfAttention": _SCALED_BEFORE,
     "deberta_v2.DisentangledSelfAttention": _SCALED_BEFORE,
     "falcon.FalconAttention": _PLAIN,
     "flaubert.MultiHeadAttention": _SCALED_BEFORE,
     "flava.FlavaSelfAttention": _PLAIN,
-    "fsmt.Attention": _SCALED_BEFORE,
-    "funnel.FunnelRelMultiheadAttention": _SCALED_BEFORE,
+    "fsmt.Attention": WrittenOut(not_at_all, token_axis=0),
     "gpt_neo.GPTNeoSelfAttention": _CAUSAL_SCALED_BEFORE,
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": _CAUSAL_SCALED_BEFORE,
     "gptj.GPTJAttention": _PLAIN,
-    "ibert.IBertSelfAttention": WrittenOut(closed=quantized),
+    "ibert.IBertSelfAttention": _PLAIN,
     "imagegpt.ImageGPTAttention": WrittenOut(by_settings, is_causal=True),
     "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
     "led.LEDDecoderAttention": _SCALED_BEFORE,
@@ -113,35 +107,75 @@ ROWS = {
     "megatron_bert.MegatronBertSelfAttention": _PLAIN,
     "mpnet.MPNetSelfAttention": _PLAIN,
     "mpt.MptAttention": WrittenOut(by_softmax_scale, is_causal=True),
-    "mra.MraSelfAttention": _SPARSE,
     "mvp.MvpAttention": _SCALED_BEFORE,
-    "nystromformer.NystromformerSelfAttention": _SPARSE,
     "openai.Attention": _CAUSAL,
     "rembert.RemBertSelfAttention": _PLAIN,
     "roformer.RoFormerSelfAttention": _PLAIN,
     "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
     "speecht5.SpeechT5Attention": _SCALED_BEFORE,
-    "squeezebert.SqueezeBertSelfAttention": _PLAIN,
+    "squeezebert.SqueezeBertSelfAttention": WrittenOut(token_axis=2),
     "tapas.TapasSelfAttention": _PLAIN,
     "visual_bert.VisualBertSelfAttention": _PLAIN,
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
-    "xlnet.XLNetRelativeAttention": _PLAIN,
+    "xlnet.XLNetRelativeAttention": WrittenOut(token_axis=0),
     "yoso.YosoSelfAttention": _SPARSE,
 }
 """By folder and class. The first product of two activations that is made by each is that of its queries and keys."""
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a module keeps an encoding out of its host, and what its user can do instead."""
+
+    why: str
+    remedy: str
+
+
+_TOGETHER = "take a model of the same size whose attention compares all tokens with each other, as BERT"
+REFUSED = {
+    "big_bird.BigBirdBlockSparseAttention": Refusal(
+        "gives way to another one as soon as the model reads a short text", "load it with attention_type='original_full'"
+    ),
+    "cpmant.CpmAntAttention": Refusal(
+        "sees a prompt before the tokens, which has no positions of its own", "take a decoder that reads its tokens alone"
+    ),
+    "fnet.FNetBasicFourierTransform": Refusal("mixes tokens by a Fourier transform, which sees their order", _TOGETHER),
+    "funnel.FunnelRelMultiheadAttention": Refusal("reads means of neighbouring tokens, which see their order", _TOGETHER),
+    "mra.MraSelfAttention": Refusal("compares means of neighbouring tokens, which see their order", _TOGETHER),
+    "nystromformer.NystromformerSelfAttention": Refusal(
+        "compares means of neighbouring tokens, which see their order", _TOGETHER
+    ),
+}
+"""By folder and class: modules in which order stays visible, or which tokens alone don't reach."""
+
+
+def refusal_of(module: nn.Module) -> Refusal | None:
+    """Why a module keeps an encoding out of its host, or None."""
+    return REFUSED.get(_name(module))
+
+
 def row_of(module: nn.Module) -> WrittenOut | None:
     """The row of an attention of Transformers' own; a class of the same name elsewhere is another one."""
+    return ROWS.get(_name(module))
+
+
+def _name(module: nn.Module) -> str:
+    """Folder and class of a module of Transformers' own."""
     package, *path = type(module).__module__.split(".")
-    return ROWS.get(f"{path[1]}.{type(module).__name__}") if package == "transformers" and path[0] == "models" else None
+    return f"{path[1]}.{type(module).__name__}" if package == "transformers" and path[0] == "models" else ""
 
 
 def is_causal(module: nn.Module) -> bool:
     """Whether each query of such an attention sees only the keys up to its own."""
     row = row_of(module)
     return row is not None and row.is_causal
+
+
+def token_axis(module: nn.Module) -> int:
+    """The axis of tokens in the hidden states that enter the layer of an attention."""
+    row = row_of(module)
+    return 1 if row is None else row.token_axis
 
 
 def closed(module: nn.Module) -> str:
@@ -250,10 +284,12 @@ class Product(TorchFunctionMode):
             heads = self.context.encoding.geometry.num_attention_heads
             query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
         context = self.context.for_attention(after * within, self._layer)
-        if query.shape[2] != context.positions.shape[1]:
+        past = context.past if isinstance(context.past, int) and not context.first_keys else None
+        if query.shape[2] != context.positions.shape[1] or (past is not None and key.shape[2] != past + query.shape[2]):
             raise ValueError(
-                f"{type(self.module).__name__} has {query.shape[2]} queries, but its encoding {context.positions.shape[1]} "
-                "positions: this host was given inputs beside its tokens, whose positions aren't known; leave them out"
+                f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
+                f"positions of {context.positions.shape[1]} new tokens and {context.past} cached ones: this model was given "
+                "inputs beside its tokens (images, entities, prompts, memories), whose positions aren't known; leave them out"
             )
         encodings = attention.acting(self.module, context)
         query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)

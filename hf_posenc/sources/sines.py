@@ -21,11 +21,6 @@ MODULES = ("RoFormerSinusoidalPositionalEmbedding",)
 """Classes of such tables which a stack has once for all attentions."""
 
 
-def rotates(module: nn.Module) -> bool:
-    """Whether a module is such a table, not one of vectors."""
-    return type(module).__name__ in MODULES and type(module).__module__.startswith("transformers.models.")
-
-
 class Sines(Source):
     """A table that an attention has as a buffer: it gets zeros for position ids."""
 
@@ -33,12 +28,9 @@ class Sines(Source):
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
-        if cls is Sines:
-            for path, module in modules.items():
-                if type(module).__name__ in BUFFERS and type(module).__module__.startswith("transformers.models."):
-                    yield cls(f"{path}.embed_positions", module)
-                elif rotates(module):
-                    yield SharedSines(path, module)
+        for path, module in modules.items():
+            if type(module).__name__ in BUFFERS and type(module).__module__.startswith("transformers.models."):
+                yield cls(f"{path}.embed_positions", module)
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         self.module.register_forward_pre_hook(partial(without_positions, argument_names(self.module)), with_kwargs=True)
@@ -47,10 +39,22 @@ class Sines(Source):
         return getattr(config, LENGTH_FIELD, None)
 
 
-class SharedSines(Sines):
+class SharedSines(Source):
     """A table that a stack has once, as parameters which are never trained."""
 
+    encoding, verb = "rope", "rotate"
     module: nn.Embedding
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        yield from (cls(path, module) for path, module in modules.items() if cls.claims(module))
+
+    @classmethod
+    def claims(cls, module: nn.Module) -> bool:
+        return type(module).__name__ in MODULES and type(module).__module__.startswith("transformers.models.")
+
+    def usable_length(self, config: Any) -> int | None:
+        return getattr(config, LENGTH_FIELD, None)
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, SilencedSines(stack, self.path, self.module))

@@ -58,6 +58,11 @@ class Source(abc.ABC):
         """
 
     @classmethod
+    def claims(cls, module: nn.Module) -> bool:
+        """Whether a module that bears the name of a common table of vectors is of this kind instead."""
+        return False
+
+    @classmethod
     def check_config(cls, config: Any) -> None:
         """Raises ValueError for a config whose host would make such a source beyond all bounds, patched or not."""
         return

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.encodings import check_size, shown
-from hf_posenc.sources.sines import rotates
 from hf_posenc.sources.source import HostRefused, Silenced, Source, replace
 from hf_posenc.spec import LENGTH_FIELD
 
@@ -26,7 +25,7 @@ class Table(Source):
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
-            if path.rpartition(".")[2] not in NAMES or rotates(module):
+            if path.rpartition(".")[2] not in NAMES or any(kind.claims(module) for kind in Source.kinds):
                 continue
             rows = getattr(stack.config, LENGTH_FIELD, None)
             if type(module) is not nn.Embedding or module.num_embeddings != rows:
