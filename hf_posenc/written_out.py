@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from hf_posenc import attention
+from hf_posenc.calls import Call, argument_names
 from hf_posenc.encodings import PositionContext
 from hf_posenc.kernels import biased_mask
 
@@ -67,12 +68,14 @@ class WrittenOut:
     scaling: module, E -> the factor by which its forward multiplies the product of queries and keys afterwards.
     is_causal: whether each query sees only the keys up to its own, where the module doesn't say it.
     closed: module -> why nothing can act in its product, so that vectors can be added to its inputs alone; "" where it can.
+    alone: its arguments by which inputs beside the tokens would come in, with scores of their own.
     token_axis: of the hidden states that enter its layer.
     """
 
     scaling: Callable[[Any, int], float] = by_head_dim
     is_causal: bool = False
     closed: Callable[[Any], str] = open_to_all
+    alone: tuple[str, ...] = ()
     token_axis: int = 1
 
 
@@ -118,7 +121,7 @@ ROWS = {
     "visual_bert.VisualBertSelfAttention": _PLAIN,
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
-    "xlnet.XLNetRelativeAttention": WrittenOut(token_axis=0),
+    "xlnet.XLNetRelativeAttention": WrittenOut(alone=("g",), token_axis=0),
     "yoso.YosoSelfAttention": _SPARSE,
 }
 """By folder and class. The first product of two activations that is made by each is that of its queries and keys."""
@@ -193,12 +196,20 @@ def forward(
     module: Any, *args: Any, position_context: PositionContext | None = None, keys_are_rotated: bool = False, **kwargs: Any
 ) -> Any:
     """The forward of such an attention, with the encoding in its product of queries and keys."""
-    product = Product(module, attention.context_for(module, position_context), keys_are_rotated)
+    row = row_of(module)
+    assert row is not None, f"{type(module).__name__} has no row"
+    given = Call(argument_names(module), args, kwargs) if row.alone else {}
+    if beside := [name for name in row.alone if given[name] is not None]:
+        raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
+    product = Product(row, module, attention.context_for(module, position_context), keys_are_rotated)
     with product:
         output = type(module).forward(module, *args, **kwargs)
     if not product.met:
         raise RuntimeError(f"{type(module).__name__} made no product of queries and keys: the encoding could not act in it")
     return output
+
+
+BESIDE = "inputs beside the tokens (an image, entities, a prompt, memories, targets), whose positions aren't known: leave them out"
 
 
 class Product(TorchFunctionMode):
@@ -207,10 +218,8 @@ class Product(TorchFunctionMode):
     keys_are_rotated: whether the keys were rotated as they entered a cache.
     """
 
-    def __init__(self, module: Any, context: PositionContext, keys_are_rotated: bool) -> None:
+    def __init__(self, row: WrittenOut, module: Any, context: PositionContext, keys_are_rotated: bool) -> None:
         super().__init__()
-        row = row_of(module)
-        assert row is not None, f"{type(module).__name__} has no row"
         self.module, self.context, self.keys_are_rotated = module, context, keys_are_rotated
         self.scaling, self.met = partial(row.scaling, module), False
 
@@ -260,7 +269,7 @@ class Product(TorchFunctionMode):
         """All of an attention in one call."""
         self.met = True
         scaling = query.shape[-1] ** -0.5 if kwargs.get("scale") is None else kwargs["scale"]
-        context = self.context.for_attention(scaling, self._layer)
+        context = self.context.placed(query.shape[2], query.device).for_attention(scaling, self._layer)
         encodings = attention.acting(self.module, context)
         query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
         mask = biased_mask(encodings, query, key, attn_mask, context, is_causal)
@@ -283,13 +292,12 @@ class Product(TorchFunctionMode):
         if joined:
             heads = self.context.encoding.geometry.num_attention_heads
             query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
-        context = self.context.for_attention(after * within, self._layer)
+        context = self.context.placed(query.shape[2], query.device).for_attention(after * within, self._layer)
         past = context.past if isinstance(context.past, int) and not context.first_keys else None
         if query.shape[2] != context.positions.shape[1] or (past is not None and key.shape[2] != past + query.shape[2]):
             raise ValueError(
                 f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
-                f"positions of {context.positions.shape[1]} new tokens and {context.past} cached ones: this model was given "
-                "inputs beside its tokens (images, entities, prompts, memories), whose positions aren't known; leave them out"
+                f"positions of {context.positions.shape[1]} new tokens and {context.past} cached ones; it got {BESIDE}"
             )
         encodings = attention.acting(self.module, context)
         query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)

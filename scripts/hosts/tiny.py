@@ -73,7 +73,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "funnel": {"block_sizes": [1, 1]},
     "layoutlmv3": {"coordinate_size": 5, "shape_size": 6},
-    "lilt": {"channel_shrink_ratio": 2},
+    "lilt": {"channel_shrink_ratio": 2, "hidden_size": 48},
     "luke": {"entity_vocab_size": 8, "entity_emb_size": 8},
     "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8, "pronunciation_embed_dim": 8, "shape_embed_dim": 8},
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
