@@ -155,6 +155,16 @@ def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) ->
     return query, key
 
 
+def rotated(module: nn.Module, query: Any, key: Any, context: PositionContext, keys_are_rotated: bool) -> tuple[Any, Any]:
+    """Queries, and all keys unless those were rotated as they entered the cache, by all that acts in this attention."""
+    if not keys_are_rotated and key.shape[2] == context.positions.shape[1]:
+        return rotate(module, query, key, context)
+    query, _ = rotate(module, query, None, context)
+    if not keys_are_rotated and any("rotate" in encoding.acts_by() for encoding in acting(module, context)):
+        _, key = rotate(module, None, key, context.for_keys(key.shape[2]))
+    return query, key
+
+
 def register(implementation: str) -> str:
     """Make an attention implementation of Transformers (eager, sdpa, …) available to patched modules, by the name returned."""
     name = PREFIX + implementation
@@ -194,12 +204,7 @@ def attend(
     paged = kwargs.get("cache") is not None
     if reason := refusal(implementation, encodings) or (refusal_of_pages(encodings) if paged else None):
         raise ValueError(reason)
-    if not keys_are_rotated and key.shape[2] == context.positions.shape[1]:
-        query, key = rotate(module, query, key, context)
-    else:
-        query, _ = rotate(module, query, None, context)
-        if not keys_are_rotated and any("rotate" in encoding.acts_by() for encoding in encodings):
-            _, key = rotate(module, None, key, context.for_keys(key.shape[2]))
+    query, key = rotated(module, query, key, context, keys_are_rotated)
     if implementation == "flex_attention":
         bias = score_bias(encodings, query, key, context)
         if bias is not None:

@@ -13,38 +13,45 @@ from hf_posenc import attention
 from hf_posenc.calls import Call, argument_names
 
 
-def before(module: nn.Module, parts: tuple[str, ...]) -> None:
+def before(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
     """Add the vectors of these parts to the hidden state that enters a layer."""
-    module.register_forward_pre_hook(partial(add_to_input, parts, argument_names(module)), with_kwargs=True)
+    hook = partial(add_to_input, parts, argument_names(module), token_axis)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def after(module: nn.Module, parts: tuple[str, ...]) -> None:
+def after(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
     """Add the vectors of these parts to the output of an attention block."""
-    module.register_forward_hook(partial(add_to_output, parts), with_kwargs=True)
+    module.register_forward_hook(partial(add_to_output, parts, token_axis), with_kwargs=True)
 
 
-def add_to_input(parts: tuple[str, ...], names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def add_to_input(
+    parts: tuple[str, ...], names: list[str], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """Pre-hook of a layer, whose first argument is the hidden state."""
     call = Call(names, args, kwargs)
     hidden = call[names[0]]
-    return call.changed(**{names[0]: hidden + _vectors(parts, module, kwargs, hidden)})
+    return call.changed(**{names[0]: hidden + _vectors(parts, token_axis, module, kwargs, hidden)})
 
 
-def add_to_output(parts: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+def add_to_output(
+    parts: tuple[str, ...], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+) -> Any:
     """Hook of an attention block, which gives out the hidden state, alone or first of several."""
     hidden, *others = output if isinstance(output, tuple) else (output,)
-    hidden = hidden + _vectors(parts, module, kwargs, hidden)
+    hidden = hidden + _vectors(parts, token_axis, module, kwargs, hidden)
     return (hidden, *others) if isinstance(output, tuple) else hidden
 
 
-def _vectors(parts: tuple[str, ...], module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
-    """`[1 or B, L, D]`, computed once in a forward pass unless they are trained."""
-    context = attention.context_for(module, kwargs.get(attention.CONTEXT)).placed(hidden.shape[-2], hidden.device)
+def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
+    """`[1 or B, L, D]`, or with L on another axis, computed once in a forward pass unless they are trained."""
+    length = hidden.shape[-2 if token_axis == 1 else token_axis]
+    context = attention.context_for(module, kwargs.get(attention.CONTEXT)).placed(length, hidden.device)
     here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
 
     def compute() -> Tensor:
         terms = (encoding("embed", context.positions) for encoding in here)
-        return sum(vectors for vectors in terms if vectors is not None).to(hidden.dtype)  # type: ignore[union-attr]
+        total: Any = sum(vectors for vectors in terms if vectors is not None)
+        return total.to(hidden.dtype).movedim(1, token_axis)
 
     trained = any(encoding.is_trained() for encoding in here)
     return compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)

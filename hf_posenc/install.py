@@ -31,6 +31,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     """
     stack, encoding, options = structure.stack, spec.encoding, dict(spec.options)
     parts = _parts_by_attention(structure, spec)
+    _refuse_closed_attentions(structure, spec, parts)
     _refuse_unlike_attentions(structure, spec, parts, geometry)
     own = {path: structure.geometry_of(module, geometry.max_length) for path, module in structure.attentions.items()}
     stack.posenc, *owned = build_within_limits(
@@ -48,13 +49,15 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         setattr(module, attention.PARTS, parts[path])
         if posenc is not None:
             module.posenc = posenc
+        if written_out.closed(module):
+            continue
         if written_out.row_of(module):
             written_out.install(module)
         else:
             branches = _branches_by_implementation(module)
             module.config = attention.AttentionConfigView(module.config, branches)  # type: ignore[assignment]
-            if store_rotated and any("rotate" in spec.parts[part].acts_by() for part in parts[path]):
-                module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
+        if store_rotated and any("rotate" in spec.parts[part].acts_by() for part in parts[path]):
+            module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
     entrances = {
         verb: _add_vectors(structure, spec, parts)
         if verb == "embed"
@@ -88,6 +91,19 @@ def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
     return {path: by_layer[number] for path, number in numbers.items()}
 
 
+def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: Parts) -> None:
+    """Raises HostRefused for an encoding that would act in an attention in which none can."""
+    for path, module in structure.attentions.items():
+        acting = [part for part in parts[path] if {*spec.parts[part].acts_by()} - {"embed"}]
+        if acting and (why := written_out.closed(module)):
+            raise HostRefused(
+                f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which {why}, so {acting[0]!r} can't "
+                "act in it",
+                reason="attention in which nothing can act",
+                remedy="take an encoding of vectors, as 'sinusoidal' or 'learned'",
+            )
+
+
 def _refuse_unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> None:
     """Raises HostRefused where attentions of several sizes would share what is made for one."""
     acting = {part for part, kind in spec.parts.items() if {*kind.acts_by()} - {"embed"}}
@@ -118,13 +134,14 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     blocks = structure.blocks
     layers = {path: block.rpartition(".")[0] for path, block in blocks.items()}
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
+    token_axis = written_out.token_axis(next(iter(structure.attentions.values())))
     if spec.inject == "input":  # no table to replace: add them to the first layer's input
-        injection.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))])
+        injection.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))], token_axis)
         return (structure.first_layer,)
     places = {(layers if spec.inject == "every_layer" else blocks)[path]: here for path, here in embedding.items() if here}
     add = injection.before if spec.inject == "every_layer" else injection.after
     for path, here in places.items():
-        add(stack.get_submodule(path), here)
+        add(stack.get_submodule(path), here, token_axis)
     return tuple(places)
 
 

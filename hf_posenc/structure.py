@@ -141,7 +141,7 @@ class Structure:
             num_attention_heads=heads,
             head_dim=head_dim or config.hidden_size // heads,
             max_length=max_length,
-            is_causal=bool(getattr(attention, "is_causal", False)),
+            is_causal=bool(getattr(attention, "is_causal", False)) or written_out.is_causal(attention),
             num_key_value_heads=heads // groups if groups else heads,
             trained_length=self.trained_length,
         )
@@ -188,6 +188,7 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
     """
     inside = tuple(f"{name}." for name in taken)
     modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(inside)}
+    _refuse_modules(stack, modules)
     attentions = {name: module for name, module in modules.items() if _is_self_attention(name, module)}
     if not attentions:
         if inside or all(reason != OTHER_SOURCES for _, reason in signs_of_position(stack, modules, claimed=())):
@@ -232,6 +233,17 @@ def _row(attention: str) -> str | None:
     """The path of the list of layers that an attention lies in."""
     match = LAYER.match(attention)
     return None if match is None else match[1].rpartition(".")[0]
+
+
+def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
+    """Raises HostRefused where a module is one in which order stays visible, or which tokens alone don't reach."""
+    for path, module in modules.items():
+        if refusal := written_out.refusal_of(module):
+            raise HostRefused(
+                f"{type(stack).__name__}.{path} is a {type(module).__name__}, which {refusal.why}",
+                reason="attention that can't be taken over",
+                remedy=refusal.remedy,
+            )
 
 
 def refuse_several_models(model: Any) -> None:
@@ -296,13 +308,6 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
             f"{name}.{without[0]} is a {type(modules[without[0]]).__name__} without an attention of Transformers' interface, "
             "and what else it knows positions by was not found: the encoding would not act in it",
             "layers without attention",
-        )
-    written = [path for path, module in attentions.items() if written_out.row_of(module)]
-    if written and getattr(stack.config, "is_decoder", False):
-        raise HostRefused(
-            f"{name}.{written[0]} computes its attention by itself, beside Transformers' interface, and is served as an "
-            "encoder only: load it with is_decoder=False",
-            "written-out attention in a decoder",
         )
 
 

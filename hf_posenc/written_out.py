@@ -1,77 +1,316 @@
 """Attentions which multiply queries and keys themselves, beside Transformers' attention interface: a row each.
 
-Shapes: B batch, L tokens, D hidden_size.
+Such an attention runs its host's own forward. While it runs, the product of queries and keys in it is intercepted: both are
+rotated before it, and the bias of the encoding is added to it. What else the host does stays as it is: how it projects and
+splits, its cache, masks, dropout, terms of its own.
+
+Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from hf_posenc import attention
+from hf_posenc.calls import Call, argument_names
 from hf_posenc.encodings import PositionContext
+from hf_posenc.kernels import biased_mask
+
+PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+SHARED = [True, True, False, False]
+"""Which of B, H, Q, K queries and keys share."""
+SUMS_OF_PRODUCTS = (torch.baddbmm, torch.Tensor.baddbmm)
+
+
+def by_head_dim(module: Any, head_dim: int) -> float:
+    """1/√E, as most attentions scale."""
+    return head_dim**-0.5
+
+
+def not_at_all(module: Any, head_dim: int) -> float:
+    """1: queries or keys are scaled before the product, or within it, or never."""
+    return 1.0
+
+
+def by_settings(module: Any, head_dim: int) -> float:
+    """Of ImageGPT, which has GPT-2's two settings; in float32 it scales within the product."""
+    if module.reorder_and_upcast_attn:
+        return 1.0
+    scaling = head_dim**-0.5 if module.scale_attn_weights else 1.0
+    return scaling / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scaling
+
+
+def by_softmax_scale(module: Any, head_dim: int) -> float:
+    """A number of the config's (MPT)."""
+    return module.softmax_scale
+
+
+def open_to_all(module: Any) -> str:
+    """No reason: an encoding can act."""
+    return ""
+
+
+def sparse(module: Any) -> str:
+    """Of attentions that never multiply all queries by all keys."""
+    return "cuts its queries and keys into pieces"
 
 
 @dataclass(frozen=True)
 class WrittenOut:
-    """The names of an attention's projections; no `out` where that is another module's work."""
+    """What has to be known of an attention.
 
-    query: str
-    key: str
-    value: str
-    out: str | None = None
+    scaling: module, E -> the factor by which its forward multiplies the product of queries and keys afterwards.
+    is_causal: whether each query sees only the keys up to its own, where the module doesn't say it.
+    closed: module -> why nothing can act in its product, so that vectors can be added to its inputs alone; "" where it can.
+    alone: its arguments by which inputs beside the tokens would come in, with scores of their own.
+    token_axis: of the hidden states that enter its layer.
+    """
+
+    scaling: Callable[[Any, int], float] = by_head_dim
+    is_causal: bool = False
+    closed: Callable[[Any], str] = open_to_all
+    alone: tuple[str, ...] = ()
+    token_axis: int = 1
 
 
+_PLAIN, _SCALED_BEFORE, _SPARSE = WrittenOut(), WrittenOut(not_at_all), WrittenOut(closed=sparse)
+_CAUSAL, _CAUSAL_SCALED_BEFORE = WrittenOut(is_causal=True), WrittenOut(not_at_all, is_causal=True)
 ROWS = {
-    "MPNetSelfAttention": WrittenOut("q", "k", "v", "o"),
-    "MegatronBertSelfAttention": WrittenOut("query", "key", "value"),
-    "RemBertSelfAttention": WrittenOut("query", "key", "value"),
+    "big_bird.BigBirdSelfAttention": _PLAIN,
+    "blip.BlipTextSelfAttention": _PLAIN,
+    "bloom.BloomAttention": _CAUSAL_SCALED_BEFORE,
+    "bros.BrosSelfAttention": _PLAIN,
+    "canine.CanineSelfAttention": _PLAIN,
+    "clvp.ClvpSelfAttention": _SCALED_BEFORE,
+    "codegen.CodeGenAttention": _PLAIN,
+    "convbert.ConvBertSelfAttention": _PLAIN,
+    "deberta.DisentangledSelfAttention": _SCALED_BEFORE,
+    "deberta_v2.DisentangledSelfAttention": _SCALED_BEFORE,
+    "falcon.FalconAttention": _PLAIN,
+    "flaubert.MultiHeadAttention": _SCALED_BEFORE,
+    "flava.FlavaSelfAttention": _PLAIN,
+    "fsmt.Attention": WrittenOut(not_at_all, token_axis=0),
+    "gpt_neo.GPTNeoSelfAttention": _CAUSAL_SCALED_BEFORE,
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _CAUSAL_SCALED_BEFORE,
+    "gptj.GPTJAttention": _PLAIN,
+    "ibert.IBertSelfAttention": _PLAIN,
+    "imagegpt.ImageGPTAttention": WrittenOut(by_settings, is_causal=True),
+    "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
+    "led.LEDDecoderAttention": _SCALED_BEFORE,
+    "led.LEDEncoderSelfAttention": _SPARSE,
+    "lilt.LiltSelfAttention": _PLAIN,
+    "longformer.LongformerSelfAttention": _SPARSE,
+    "luke.LukeSelfAttention": _PLAIN,
+    "megatron_bert.MegatronBertSelfAttention": _PLAIN,
+    "mpnet.MPNetSelfAttention": _PLAIN,
+    "mpt.MptAttention": WrittenOut(by_softmax_scale, is_causal=True),
+    "mvp.MvpAttention": _SCALED_BEFORE,
+    "openai.Attention": _CAUSAL,
+    "rembert.RemBertSelfAttention": _PLAIN,
+    "roformer.RoFormerSelfAttention": _PLAIN,
+    "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
+    "speecht5.SpeechT5Attention": _SCALED_BEFORE,
+    "squeezebert.SqueezeBertSelfAttention": WrittenOut(token_axis=2),
+    "tapas.TapasSelfAttention": _PLAIN,
+    "visual_bert.VisualBertSelfAttention": _PLAIN,
+    "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
+    "xlm.MultiHeadAttention": _SCALED_BEFORE,
+    "xlnet.XLNetRelativeAttention": WrittenOut(alone=("g",), token_axis=0),
+    "yoso.YosoSelfAttention": _SPARSE,
 }
-"""By class name; each computes softmax(QKᵀ/√E + mask) V and takes further keyword arguments."""
+"""By folder and class. The first product of two activations that is made by each is that of its queries and keys."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a module keeps an encoding out of its host, and what its user can do instead."""
+
+    why: str
+    remedy: str
+
+
+_TOGETHER = "take a model of the same size whose attention compares all tokens with each other, as BERT"
+REFUSED = {
+    "big_bird.BigBirdBlockSparseAttention": Refusal(
+        "gives way to another one as soon as the model reads a short text", "load it with attention_type='original_full'"
+    ),
+    "cpmant.CpmAntAttention": Refusal(
+        "sees a prompt before the tokens, which has no positions of its own", "take a decoder that reads its tokens alone"
+    ),
+    "fnet.FNetBasicFourierTransform": Refusal("mixes tokens by a Fourier transform, which sees their order", _TOGETHER),
+    "funnel.FunnelRelMultiheadAttention": Refusal("reads means of neighbouring tokens, which see their order", _TOGETHER),
+    "mra.MraSelfAttention": Refusal("compares means of neighbouring tokens, which see their order", _TOGETHER),
+    "nystromformer.NystromformerSelfAttention": Refusal(
+        "compares means of neighbouring tokens, which see their order", _TOGETHER
+    ),
+}
+"""By folder and class: modules in which order stays visible, or which tokens alone don't reach."""
+
+
+def refusal_of(module: nn.Module) -> Refusal | None:
+    """Why a module keeps an encoding out of its host, or None."""
+    return REFUSED.get(_name(module))
 
 
 def row_of(module: nn.Module) -> WrittenOut | None:
     """The row of an attention of Transformers' own; a class of the same name elsewhere is another one."""
-    return ROWS.get(type(module).__name__) if type(module).__module__.startswith("transformers.models.") else None
+    return ROWS.get(_name(module))
+
+
+def _name(module: nn.Module) -> str:
+    """Folder and class of a module of Transformers' own."""
+    package, *path = type(module).__module__.split(".")
+    return f"{path[1]}.{type(module).__name__}" if package == "transformers" and path[0] == "models" else ""
+
+
+def is_causal(module: nn.Module) -> bool:
+    """Whether each query of such an attention sees only the keys up to its own."""
+    row = row_of(module)
+    return row is not None and row.is_causal
+
+
+def token_axis(module: nn.Module) -> int:
+    """The axis of tokens in the hidden states that enter the layer of an attention."""
+    row = row_of(module)
+    return 1 if row is None else row.token_axis
+
+
+def closed(module: nn.Module) -> str:
+    """Why nothing can act in an attention, or ""."""
+    row = row_of(module)
+    return "" if row is None else row.closed(module)
 
 
 def install(module: Any) -> None:
-    """Send such an attention through the interface."""
-    module.forward = partial(attend, ROWS[type(module).__name__], module)
+    """Let the encoding act in such an attention."""
+    module.forward = partial(forward, module)
 
 
-def attend(
-    row: WrittenOut,
-    module: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    output_attentions: bool = False,
-    *,
-    position_context: PositionContext | None = None,
-    encoder_hidden_states: None = None,
-    past_key_values: None = None,
-) -> tuple[Tensor, ...]:
-    """The forward of such an attention in an encoder, by way of the interface: `[B, L, D] -> [B, L, D]`."""
-    heads = (*hidden_states.shape[:-1], -1, module.attention_head_size)
-    query, key, value = (
-        getattr(module, name)(hidden_states).view(heads).transpose(1, 2) for name in (row.query, row.key, row.value)
-    )
-    if position_bias is not None:
-        attention_mask = position_bias if attention_mask is None else position_bias + attention_mask
-    output, probabilities = attention.attend(
-        "eager",
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        position_context=position_context,
-        scaling=module.attention_head_size**-0.5,
-        dropout=module.dropout.p if module.training else 0.0,
-    )
-    output = output.flatten(-2)
-    if row.out is not None:
-        output = getattr(module, row.out)(output)
-    return (output, probabilities) if output_attentions and probabilities is not None else (output,)
+def forward(
+    module: Any, *args: Any, position_context: PositionContext | None = None, keys_are_rotated: bool = False, **kwargs: Any
+) -> Any:
+    """The forward of such an attention, with the encoding in its product of queries and keys."""
+    row = row_of(module)
+    assert row is not None, f"{type(module).__name__} has no row"
+    given = Call(argument_names(module), args, kwargs) if row.alone else {}
+    if beside := [name for name in row.alone if given[name] is not None]:
+        raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
+    product = Product(row, module, attention.context_for(module, position_context), keys_are_rotated)
+    with product:
+        output = type(module).forward(module, *args, **kwargs)
+    if not product.met:
+        raise RuntimeError(f"{type(module).__name__} made no product of queries and keys: the encoding could not act in it")
+    return output
+
+
+BESIDE = (
+    "inputs beside the tokens (an image, entities, a prompt, memories, targets), whose positions aren't known: leave them out"
+)
+
+
+class Product(TorchFunctionMode):
+    """Puts the encoding into the first product of queries and keys that is made under it.
+
+    keys_are_rotated: whether the keys were rotated as they entered a cache.
+    """
+
+    def __init__(self, row: WrittenOut, module: Any, context: PositionContext, keys_are_rotated: bool) -> None:
+        super().__init__()
+        self.module, self.context, self.keys_are_rotated = module, context, keys_are_rotated
+        self.scaling, self.met = partial(row.scaling, module), False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.met:
+            return function(*args, **kwargs)
+        if function in PRODUCTS:
+            return self._product(function, *args, **kwargs)
+        if function in SUMS_OF_PRODUCTS:
+            return self._sum(function, *args, **kwargs)
+        if function is torch.einsum:
+            return self._einsum(*args, **kwargs)
+        if function is scaled_dot_product_attention:
+            return self._whole(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def _product(self, function: Any, query: Tensor, key: Tensor) -> Tensor:
+        """`[B, H, Q, E]` by `[B, H, E, K]`, or both with B and H in one."""
+        if query.ndim != key.ndim or query.ndim < 3:
+            return function(query, key)  # a projection
+        query, key, bias = self._encoded(query, key.mT)
+        return _plus(function(query, key.mT), bias)
+
+    def _sum(
+        self, function: Any, there: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
+    ) -> Tensor:
+        """The same, scaled within, plus a tensor."""
+        query, key, bias = self._encoded(batch1, batch2.mT, alpha)
+        return _plus(function(there, query, key.mT, beta=beta, alpha=alpha), bias)
+
+    def _einsum(self, equation: str, *operands: Any) -> Tensor:
+        """Queries and keys in an order of their own, of which the product's `[B, H, Q, K]` tells the meaning."""
+        parts = equation.replace(" ", "").replace("->", ",").split(",")
+        summed = {*parts[0]} & {*parts[1]} - {*parts[-1]}
+        if len(parts) != 3 or len(summed) != 1 or [letter in parts[0] and letter in parts[1] for letter in parts[2]] != SHARED:
+            return torch.einsum(equation, *operands)  # a projection
+        (left, right, out), (batch, head, row, column) = parts, parts[2]
+        of_query, of_key = (f"{batch}{head}{each}{next(iter(summed))}" for each in (row, column))
+        query, key = torch.einsum(f"{left}->{of_query}", operands[0]), torch.einsum(f"{right}->{of_key}", operands[1])
+        query, key, bias = self._encoded(query, key)
+        return _plus(torch.einsum(f"{of_query},{of_key}->{out}", query, key), bias)
+
+    def _whole(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *, is_causal: bool = False, **kwargs: Any
+    ) -> Tensor:
+        """All of an attention in one call."""
+        self.met = True
+        scaling = query.shape[-1] ** -0.5 if kwargs.get("scale") is None else kwargs["scale"]
+        context = self.context.placed(query.shape[2], query.device).for_attention(scaling, self._layer)
+        encodings = attention.acting(self.module, context)
+        query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
+        mask = biased_mask(encodings, query, key, attn_mask, context, is_causal)
+        causal = is_causal and mask is None
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **kwargs)
+
+    @property
+    def _layer(self) -> int | None:
+        names = (getattr(self.module, name, None) for name in ("layer_idx", "layer_id"))
+        return next((number for number in names if number is not None), None)
+
+    def _encoded(self, query: Tensor, key: Tensor, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries and keys, rotated, and what to add to their product: the bias, without the scaling that comes afterwards.
+
+        within: the factor by which the product itself is scaled.
+        """
+        self.met = True
+        after = self.scaling(query.shape[-1])
+        joined = query.ndim == 3
+        if joined:
+            heads = self.context.encoding.geometry.num_attention_heads
+            query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
+        context = self.context.placed(query.shape[2], query.device).for_attention(after * within, self._layer)
+        past = context.past if isinstance(context.past, int) and not context.first_keys else None
+        if query.shape[2] != context.positions.shape[1] or (past is not None and key.shape[2] != past + query.shape[2]):
+            raise ValueError(
+                f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
+                f"positions of {context.positions.shape[1]} new tokens and {context.past} cached ones; it got {BESIDE}"
+            )
+        encodings = attention.acting(self.module, context)
+        query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
+        bias = biased_mask(encodings, query, key, None, context, is_causal=False)
+        if bias is not None:
+            bias = (bias if after == 1 else bias / after).expand(*query.shape[:3], key.shape[2])
+        if joined:
+            query, key = query.flatten(0, 1), key.flatten(0, 1)
+            bias = bias if bias is None else bias.flatten(0, 1)
+        return query, key, bias
+
+
+def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias

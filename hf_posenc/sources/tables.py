@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings import check_size, shown
 from hf_posenc.sources.source import HostRefused, Silenced, Source, replace
+from hf_posenc.sources.unclaimed import OTHER_INPUTS
 from hf_posenc.spec import LENGTH_FIELD
 
-NAMES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
+NAMES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe")
+
+BESIDE = ("box_position_embeddings",)
 
 
 class Table(Source):
@@ -25,7 +28,9 @@ class Table(Source):
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
-            if path.rpartition(".")[2] not in NAMES:
+            if path.rpartition(".")[2] not in NAMES or OTHER_INPUTS.search(path):
+                continue
+            if any(kind.claims(module) for kind in Source.kinds):
                 continue
             rows = getattr(stack.config, LENGTH_FIELD, None)
             if type(module) is not nn.Embedding or module.num_embeddings != rows:
@@ -63,6 +68,31 @@ class Table(Source):
 
     def table(self) -> Tensor:
         return self.module.weight[self.offset :]
+
+
+class TableOfAStreamBeside(Table):
+    """A table of the same positions for a second stream of hidden states, as LiLT's of boxes: no vectors take its place."""
+
+    takes_vectors = False
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        for path, module in modules.items():
+            if path.rpartition(".")[2] in BESIDE and isinstance(module, nn.Embedding):
+                yield cls(path, module)
+
+    def silence(self, stack: Any, adds_vectors: bool) -> None:
+        super().silence(stack, adds_vectors=False)
+
+    @property
+    def width(self) -> None:  # type: ignore[override]
+        return None
+
+    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        return {f"{self.path}.weight": (rows or 0, self.module.embedding_dim)}
+
+    def table(self) -> None:  # type: ignore[override]
+        return None
 
 
 class SilencedTable(Silenced):

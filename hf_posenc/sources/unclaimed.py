@@ -10,8 +10,12 @@ from torch import nn
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
 OTHER_SOURCES = "other sources of position"
-PLACE_ON_A_PAGE = re.compile(r"[xyhw]_position_embeddings$")
-"""LayoutLM's tables of box coordinates, which are an input of their own and know nothing of word order."""
+OTHER_INPUTS = re.compile(
+    r"(^|\.)([xyhw]_position_embeddings|rel_pos_[xy]_bias|visual_position_embeddings|entity_embeddings\.position_embeddings)$"
+)
+"""Paths of tables that know nothing of word order: of the coordinates of boxes on a page, and of inputs beside the tokens."""
+OF_IMAGES = {"LayoutLMv3Model": "pos_embed"}
+"""Class of a stack which reads images beside tokens -> its parameter of positions in them."""
 CONVOLUTIONS = "convolutions, which see the order of their inputs"
 JOINED = "inputs joined to their neighbours"
 STATES = frozenset(["update_conv_state", "update_recurrent_state", "set_linear_cache"])
@@ -40,9 +44,9 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
         name = path.rpartition(".")[2]
         if isinstance(module, nn.ModuleList) and claimed and all(f"{path}.{child}" in claimed for child in module._modules):
             continue
-        if any(path == each or path.startswith(f"{each}.") for each in claimed) or PLACE_ON_A_PAGE.search(path):
+        if any(path == each or path.startswith(f"{each}.") for each in claimed) or OTHER_INPUTS.search(path):
             continue
-        if path and WORDS & {*_words(name), *_words(type(module).__name__)}:
+        if path and not isinstance(module, nn.Dropout) and WORDS & {*_words(name), *_words(type(module).__name__)}:
             yield path, OTHER_SOURCES
         elif "ngram" in type(module).__name__.lower():
             yield path, JOINED
@@ -51,7 +55,9 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
         elif _carries_state(module):
             yield path, "states carried from token to token, which see the order of their inputs"
         for key in (*module._parameters, *(key for key in module._buffers if key != "position_ids")):
-            if WORDS & {*_words(key)}:
+            if not WORDS & {*_words(key)} or key in (OF_IMAGES.get(cls.__name__) for cls in type(module).__mro__):
+                continue
+            if f"{path}.{key}".lstrip(".") not in claimed:
                 yield f"{path}.{key}".lstrip("."), OTHER_SOURCES
     if getattr(stack.config, "trigram_input", False):
         yield "config.trigram_input", JOINED

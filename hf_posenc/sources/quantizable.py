@@ -1,0 +1,46 @@
+"""Learned tables whose modules can compute in integers, and answer vectors with their scaling factor: I-BERT."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posenc.sources.source import HostRefused, Source, replace
+from hf_posenc.sources.tables import NAMES, SilencedTable, Table
+
+
+class QuantizableTable(Table):
+    """A table of floating-point numbers as long as its host isn't quantised."""
+
+    module: Any
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        for path, module in modules.items():
+            if cls.claims(module) and path.rpartition(".")[2] in NAMES:
+                if module.quant_mode:
+                    raise HostRefused(
+                        f"{type(stack).__name__} computes in integers, and its scores would be none with an encoding in them",
+                        reason="a quantised host",
+                        remedy="load it with quant_mode=False",
+                    )
+                yield cls(path, module)
+
+    @classmethod
+    def claims(cls, module: Any) -> bool:
+        return type(module).__name__ == "QuantEmbedding" and type(module).__module__.startswith("transformers.models.")
+
+    def silence(self, stack: Any, adds_vectors: bool) -> None:
+        offset = self.offset if adds_vectors else None
+        replace(stack, self.path, SilencedQuantizableTable(stack, self.path, self.module, offset))
+
+    @property
+    def width(self) -> int:
+        return self.module.dim
+
+
+class SilencedQuantizableTable(SilencedTable):
+    """Answers a scaling factor, too: None, as of what isn't quantised."""
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(position_ids), None
