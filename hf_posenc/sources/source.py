@@ -58,6 +58,11 @@ class Source(abc.ABC):
         """
 
     @classmethod
+    def claims(cls, module: nn.Module) -> bool:
+        """Whether a module that bears the name of a common table of vectors is of this kind instead."""
+        return False
+
+    @classmethod
     def check_config(cls, config: Any) -> None:
         """Raises ValueError for a config whose host would make such a source beyond all bounds, patched or not."""
         return
@@ -96,16 +101,17 @@ class Source(abc.ABC):
 
 
 class Silenced(nn.Module):
-    """Replaces a learned table of the host's, of the shape `rows × size`.
+    """Replaces a module of the host's; most are learned tables, of the shape `rows × size`.
 
-    key: of the table's weight, relative to the stack.
+    key: of the module's weight, relative to the stack.
     """
 
-    def __init__(self, stack: Any, path: str, table: nn.Embedding) -> None:
+    def __init__(self, stack: Any, path: str, table: Any) -> None:
         super().__init__()
         # In a tuple, so that the stack is not registered as a child of its own part.
         self._stack = (stack,)
-        self.key, self.shape = f"{path}.weight", tuple(table.weight.shape)
+        shape = getattr(getattr(table, "weight", None), "shape", ())
+        self.key, self.shape = f"{path}.weight", tuple(shape)
 
     @property
     def kept(self) -> Tensor | None:
