@@ -7,13 +7,11 @@ encoding, then calls the host's. The model's own config is untouched, and with i
 Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 """
 
-import contextlib
 import copy
 import functools
 import hashlib
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +19,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_posenc.encodings import PositionContext, PositionEncoding
+from hf_posenc.encodings.context import CURRENT, context_for, current
 from hf_posenc.kernels import biased_mask, biases, score_bias
 
 PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
@@ -31,26 +30,6 @@ CONTEXT = "position_context"
 
 TAKE_A_BIAS = ("eager", "sdpa", "flex_attention")
 """Beginnings of the names of attention implementations which add a mask or bias to the scores."""
-
-
-class _Current(threading.local):
-    def __init__(self) -> None:
-        # Of the instance in each thread: torch.compile guards on which attributes it has.
-        self.context: PositionContext | None = None
-
-
-CURRENT = _Current()
-"""The context of the forward pass that this thread is in, for modules which a host calls without the keyword argument."""
-
-
-@contextlib.contextmanager
-def current(context: PositionContext | None) -> Iterator[None]:
-    """Make a context the current one."""
-    before, CURRENT.context = CURRENT.context, context
-    try:
-        yield
-    finally:
-        CURRENT.context = before
 
 
 def checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,14 +107,6 @@ def rotating(cache: Any, module: nn.Module, context: PositionContext) -> Any:
         twin.self_attention_cache = KeyRotatingCache(cache.self_attention_cache, module, context)  # type: ignore[assignment]
         return twin
     return KeyRotatingCache(cache, module, context)
-
-
-def context_for(module: nn.Module, given: PositionContext | None) -> PositionContext:
-    """The context that a module was called with, or else the current one. Raises RuntimeError outside of a forward pass."""
-    context = CURRENT.context if given is None else given
-    if context is None:
-        raise RuntimeError(f"{type(module).__name__} was called without positions: call the whole model, not a part of it")
-    return context
 
 
 def acting(module: nn.Module, context: PositionContext) -> list[PositionEncoding]:

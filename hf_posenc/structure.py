@@ -300,7 +300,7 @@ def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) ->
 
 def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     """Raises HostRefused where the encoding could not act in all layers."""
-    stack, attentions, name = structure.stack, structure.attentions, type(structure.stack).__name__
+    stack, name = structure.stack, type(structure.stack).__name__
     if "input_ids" in inspect.signature(type(stack).forward).parameters and _tokens(stack) is None:
         raise HostRefused(f"{name} has no table of token embeddings", "no table of token embeddings")
     if without := _layers_without_attention(structure, modules):

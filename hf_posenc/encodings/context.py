@@ -3,12 +3,14 @@
 Shapes: B batch, L new tokens, Q queries, K keys.
 """
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
@@ -86,6 +88,34 @@ class PositionContext:
     def distances(self, keys: int) -> Tensor:
         """`[1 or B, Q, K]`: key position - query position."""
         return self.key_positions(keys)[:, None, :] - self.positions[:, :, None]
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        # Of the instance in each thread: torch.compile guards on which attributes it has.
+        self.context: PositionContext | None = None
+
+
+CURRENT = _Current()
+"""The context of the forward pass that this thread is in, for modules which a host calls without the keyword argument."""
+
+
+@contextlib.contextmanager
+def current(context: PositionContext | None) -> Iterator[None]:
+    """Make a context the current one."""
+    before, CURRENT.context = CURRENT.context, context
+    try:
+        yield
+    finally:
+        CURRENT.context = before
+
+
+def context_for(module: nn.Module, given: PositionContext | None = None) -> PositionContext:
+    """The context that a module was called with, or else the current one. Raises RuntimeError outside of a forward pass."""
+    context = CURRENT.context if given is None else given
+    if context is None:
+        raise RuntimeError(f"{type(module).__name__} was called without positions: call the whole model, not a part of it")
+    return context
 
 
 def positions_of(length: int, past: int | Tensor, attention_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -6,24 +6,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.calls import argument_names
 from hf_posenc.encodings import check_size, shown
+from hf_posenc.encodings.context import CURRENT
 from hf_posenc.sources.source import HostRefused, Silenced, Source, replace
 from hf_posenc.sources.unclaimed import OTHER_INPUTS
 from hf_posenc.spec import LENGTH_FIELD
 
 NAMES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe")
-
 BESIDE = ("box_position_embeddings",)
+IMAGES = "pixel_values"
+"""The argument of stacks whose tables count the patches of an image, and tokens beside them: no rows of theirs."""
 
 
 class Table(Source):
-    """An `nn.Embedding` of one of NAMES, with as many rows as LENGTH_FIELD says.
+    """An `nn.Embedding` of one of NAMES, called with position ids.
 
-    RoBERTa's ids begin behind its padding_idx, so 514 rows serve 512 tokens.
+    It has as many rows as LENGTH_FIELD says, or a fixed number where the config has no such field. RoBERTa's ids begin behind
+    its padding_idx, so 514 rows serve 512 tokens.
     """
 
     encoding, verb, takes_vectors = "learned", "embed", True
-    module: nn.Embedding
+    module: Any
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
@@ -32,8 +36,10 @@ class Table(Source):
                 continue
             if any(kind.claims(module) for kind in Source.kinds):
                 continue
+            if IMAGES in argument_names(stack) and "input_ids" not in argument_names(stack):
+                continue
             rows = getattr(stack.config, LENGTH_FIELD, None)
-            if type(module) is not nn.Embedding or module.num_embeddings != rows:
+            if type(module) is not nn.Embedding or rows not in (None, module.num_embeddings):
                 raise HostRefused(
                     f"{type(stack).__name__}.{path} counts its positions in a way of its own ({type(module).__name__}, "
                     f"{getattr(module, 'num_embeddings', '?')} rows for {LENGTH_FIELD}={rows})",
@@ -60,13 +66,13 @@ class Table(Source):
     def width(self) -> int:
         return self.module.embedding_dim
 
-    def usable_length(self, config: Any) -> int:
-        return getattr(config, LENGTH_FIELD) - self.offset
+    def usable_length(self, config: Any) -> int | None:
+        return getattr(config, LENGTH_FIELD, self.module.num_embeddings) - self.offset
 
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
-        return {f"{self.path}.weight": (rows or 0, self.width)}
+        return {f"{self.path}.weight": (self.module.num_embeddings if rows is None else rows, self.width)}
 
-    def table(self) -> Tensor:
+    def table(self) -> Tensor | None:
         return self.module.weight[self.offset :]
 
 
@@ -105,13 +111,43 @@ class SilencedTable(Silenced):
         super().__init__(stack, path, table)
         self.offset = offset
 
-    def forward(self, position_ids: Tensor) -> Tensor:
+    @property
+    def num_embeddings(self) -> int:
+        """The rows of the host's table, by which Whisper counts its frames."""
+        return self.shape[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """In the stack's forward the rows that a host adds without a call (Qwen2-Audio); else as of any silenced table."""
         (stack,) = self._stack
-        encoding = stack.posenc
-        dtype = stack.get_input_embeddings().weight.dtype
+        context = CURRENT.context
+        if context is None or context.encoding is not stack.posenc:
+            return super().weight
+        rows = torch.arange(self.shape[0], device=stack.device)
+        return self.vectors(rows - (self.offset or 0))
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        return self.vectors(position_ids - (self.offset or 0))
+
+    def vectors(self, positions: Tensor) -> Tensor:
+        """`[..., L] -> [..., L, D]`, in the dtype of the stack's inputs."""
+        (stack,) = self._stack
+        encoding, dtype = stack.posenc, _dtype(stack)
         vectors = None
         if self.offset is not None and "embed" in encoding.acts_by():
-            vectors = encoding("embed", position_ids - self.offset)
+            vectors = encoding("embed", positions)
         if vectors is None:
-            vectors = torch.zeros((), dtype=dtype, device=position_ids.device).expand(*position_ids.shape, self.shape[1])
+            vectors = torch.zeros((), dtype=dtype, device=positions.device).expand(*positions.shape, self.width)
         return vectors.to(dtype)
+
+    @property
+    def width(self) -> int:
+        """The size of the host's vectors."""
+        return self.shape[1]
+
+
+def _dtype(stack: Any) -> torch.dtype:
+    try:
+        return stack.get_input_embeddings().weight.dtype
+    except (NotImplementedError, AttributeError):  # a stack that reads features
+        return stack.dtype
