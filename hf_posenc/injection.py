@@ -4,6 +4,7 @@ Shapes: B batch, L tokens, D hidden_size. Hooks are partials of plain functions,
 pickled.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -38,13 +39,17 @@ def add_to_output(parts: tuple[str, ...], module: nn.Module, args: tuple, kwargs
 
 
 def _vectors(parts: tuple[str, ...], module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
-    """`[1 or B, L, D]`, computed once in a forward pass unless they are trained."""
-    context = attention.context_for(module, kwargs.get(attention.CONTEXT)).placed(hidden.shape[-2], hidden.device)
+    """`[1 or B, L, D]`, computed once in a forward pass unless they are trained; of the shape of the hidden state where that
+    keeps its tokens by row and column, or has no batch. Zeros for tokens aside."""
+    length = math.prod(hidden.shape[1:-1] if hidden.ndim > 2 else hidden.shape[:1])
+    context = attention.context_for(module, kwargs.get(attention.CONTEXT)).placed(length, hidden.device)
     here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
 
     def compute() -> Tensor:
         terms = (encoding("embed", context.positions) for encoding in here)
-        return sum(vectors for vectors in terms if vectors is not None).to(hidden.dtype)  # type: ignore[union-attr]
+        vectors = sum(vectors for vectors in terms if vectors is not None).to(hidden.dtype)  # type: ignore[union-attr]
+        return context.framed(vectors.transpose(-1, -2), dims=1).transpose(-1, -2) if any(context.aside) else vectors
 
     trained = any(encoding.is_trained() for encoding in here)
-    return compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)
+    vectors = compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)
+    return vectors if hidden.ndim == 3 else vectors.reshape(*(hidden.shape if hidden.ndim == 2 else (-1, *hidden.shape[1:])))

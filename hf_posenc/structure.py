@@ -34,6 +34,10 @@ class Structure:
     attentions: Mapping[str, nn.Module]
 
     @property
+    def modules(self) -> dict[str, nn.Module]:
+        return dict(self.stack.named_modules())
+
+    @property
     def tokens(self) -> Tensor | None:
         """The table of token embeddings, if the stack reads tokens."""
         return _tokens(self.stack)

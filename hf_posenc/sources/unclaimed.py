@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from hf_posenc.calls import argument_names
+from hf_posenc.sources.grids import cuts_patches
+
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
 OTHER_SOURCES = "other sources of position"
@@ -16,7 +19,8 @@ PLACE_ON_A_PAGE = re.compile(r"[xyhw]_position_embeddings$")
 def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
     """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim.
 
-    A convolution whose stride is its kernel's size cuts patches out, each an input by itself.
+    A convolution whose stride is its kernel's size cuts patches out, each an input by itself; so does one of patches that
+    overlap.
     """
     for path, module in modules.items():
         name = path.rpartition(".")[2]
@@ -25,16 +29,33 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
         if any(path == each or path.startswith(f"{each}.") for each in claimed) or PLACE_ON_A_PAGE.search(path):
             continue
         if path and WORDS & {*_words(name), *_words(type(module).__name__)}:
-            yield path, OTHER_SOURCES
+            if not (_is_given_a_table(module) or _holds_what_is_claimed(path, module, claimed)):
+                yield path, OTHER_SOURCES
         elif (
-            isinstance(module, nn.modules.conv._ConvNd) and max(module.kernel_size) > 1 and module.kernel_size != module.stride
+            isinstance(module, nn.modules.conv._ConvNd)
+            and max(module.kernel_size) > 1
+            and module.kernel_size != module.stride
+            and not cuts_patches(path, module)
         ):
             yield path, "convolutions, which see the order of their inputs"
-        for key in (*module._parameters, *(key for key in module._buffers if key != "position_ids")):
-            if WORDS & {*_words(key)}:
+        tensors = {**module._parameters, **module._buffers, "position_ids": None}
+        for key in (key for key, tensor in tensors.items() if tensor is not None):
+            if WORDS & {*_words(key)} and f"{path}.{key}".lstrip(".") not in claimed:
                 yield f"{path}.{key}".lstrip("."), OTHER_SOURCES
     if getattr(stack.config, "trigram_input", False):
         yield "config.trigram_input", "inputs joined to their neighbours"
+
+
+def _is_given_a_table(module: nn.Module) -> bool:
+    """Whether a module without a state of its own works on a table of positions that it is called with (YOLOS)."""
+    stateless = not (module._parameters or module._buffers or module._modules)
+    return stateless and next(iter(argument_names(module)), "") in ("pos_embed", "position_embeddings")
+
+
+def _holds_what_is_claimed(path: str, module: nn.Module, claimed: Collection[str]) -> bool:
+    """Whether all that a module has are tensors which sources claim."""
+    tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    return bool(tensors) and all(f"{path}.{name}" in claimed for name in tensors)
 
 
 def _words(name: str) -> list[str]:
