@@ -111,24 +111,26 @@ def rotating(cache: Any, module: nn.Module, context: PositionContext) -> Any:
 
 def acting(module: nn.Module, context: PositionContext) -> list[PositionEncoding]:
     """The encodings that act in one attention: the stack's, where they act in this layer, and the attention's own."""
-    shared, own = context.encoding.named_parts(), getattr(module, "posenc", None)
+    own = getattr(module, "posenc", None)
+    shared, own = context.encoding.named_parts(), own.named_parts() if own is not None else {}
     return [
-        *(shared[name] for name in getattr(module, PARTS) if name in shared),
-        *(own.named_parts().values() if own is not None else ()),
+        *(shared[name] for name in getattr(module, PARTS) if name in shared and name not in own),
+        *(part for name, part in own.items() if name not in shared or name in getattr(module, PARTS)),
     ]
 
 
 def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
-    """Queries and new keys, rotated by all that acts in this attention."""
+    """Queries and new keys, rotated by all that acts in this attention; those of tokens aside stay as they are."""
+    turned, turned_key = context.of_positions(query), context.of_positions(key)
     for encoding in acting(module, context):
         if "rotate" in encoding.acts_by():
-            query, key = encoding("rotate", query, key, context)
-    return query, key
+            turned, turned_key = encoding("rotate", turned, turned_key, context)
+    return context.put_back(turned, query), context.put_back(turned_key, key)
 
 
 def rotated(module: nn.Module, query: Any, key: Any, context: PositionContext, keys_are_rotated: bool) -> tuple[Any, Any]:
     """Queries, and all keys unless those were rotated as they entered the cache, by all that acts in this attention."""
-    if not keys_are_rotated and key.shape[2] == context.positions.shape[1]:
+    if not keys_are_rotated and key.shape[2] == context.length:
         return rotate(module, query, key, context)
     query, _ = rotate(module, query, None, context)
     if not keys_are_rotated and any("rotate" in encoding.acts_by() for encoding in acting(module, context)):
@@ -170,6 +172,11 @@ def attend(
     position_context = context_for(module, position_context)
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
     context = position_context.placed(query.shape[2], query.device)
+    if context is not position_context and key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{type(module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, which are other tokens than "
+            "those, so no distance is known between them: take an encoding that adds vectors, or another host"
+        )
     context = context.for_attention(scaling, getattr(module, "layer_idx", None))
     encodings = acting(module, context)
     paged = kwargs.get("cache") is not None

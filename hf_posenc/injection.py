@@ -4,6 +4,7 @@ Shapes: B batch, L tokens, D hidden_size. Hooks are partials of plain functions,
 pickled.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -43,15 +44,23 @@ def add_to_output(
 
 
 def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
-    """`[1 or B, L, D]`, or with L on another axis, computed once in a forward pass unless they are trained."""
-    length = hidden.shape[-2 if token_axis == 1 else token_axis]
+    """`[1 or B, L, D]`, or with L on another axis, computed once in a forward pass unless they are trained; of the shape of
+    the hidden state where that keeps its tokens by row and column, or has no batch. Zeros for tokens aside."""
+    if token_axis != 1:
+        length = hidden.shape[token_axis]
+    else:
+        length = math.prod(hidden.shape[1:-1] if hidden.ndim > 2 else hidden.shape[:1])
     context = attention.context_for(module, kwargs.get(attention.CONTEXT)).placed(length, hidden.device)
     here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
 
     def compute() -> Tensor:
         terms = (encoding("embed", context.positions) for encoding in here)
         total: Any = sum(vectors for vectors in terms if vectors is not None)
-        return total.to(hidden.dtype).movedim(1, token_axis)
+        vectors = total.to(hidden.dtype)
+        if any(context.aside):
+            vectors = context.framed(vectors.transpose(-1, -2), dims=1).transpose(-1, -2)
+        return vectors.movedim(1, token_axis)
 
     trained = any(encoding.is_trained() for encoding in here)
-    return compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)
+    vectors = compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)
+    return vectors if hidden.ndim == 3 else vectors.reshape(*(hidden.shape if hidden.ndim == 2 else (-1, *hidden.shape[1:])))

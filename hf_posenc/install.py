@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache
 from hf_posenc import attention, injection, written_out
 from hf_posenc.calls import Call, argument_names
 from hf_posenc.encodings import Geometry, build_within_limits
-from hf_posenc.positions import ForwardPass
-from hf_posenc.sources import HostRefused
+from hf_posenc.positions import ForwardPass, see_patches
+from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens_aside
 from hf_posenc.spec import PositionSpec
 from hf_posenc.structure import Structure
 
@@ -72,7 +72,11 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         refused=tuple(name for source in structure.sources for name in source.arguments),
         # BERT cuts missing token types from a buffer as long as its old table, so they are made from shapes instead.
         needs_token_types=any(name.endswith("token_type_ids") for name, _ in stack.named_buffers()),
+        aside=tokens_aside(structure.modules),
+        windows=has_windows(structure.modules),
     )
+    if structure.tokens is None and (path := patch_projection(structure.modules)):
+        stack.get_submodule(path).register_forward_hook(see_patches)
 
 
 def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:

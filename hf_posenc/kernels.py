@@ -19,9 +19,10 @@ def biases(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
 def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
     """The sum of all that these encodings add to the scaled scores, broadcastable to `[B, H, Q, K]`, or None.
 
-    Keys of grouped-query attention may have fewer heads than queries.
+    Keys of grouped-query attention may have fewer heads than queries. Tokens aside have a bias of 0.
     """
     total = None
+    query, key = context.of_positions(query), context.of_positions(key)  # type: ignore[assignment]
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     for encoding in encodings:
@@ -32,6 +33,8 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
         ):
             if term is not None:
                 total = term if total is None else total + term
+    if total is not None and any(context.aside):
+        total = context.framed(total.expand(*total.shape[:2], query.shape[2], key.shape[2]), dims=2)
     return total
 
 

@@ -3,6 +3,7 @@
 Shapes: B batch, L tokens, D hidden_size.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ class ForwardPass:
     offset: the id of the first token.
     refused: arguments by which the host's own positions would be given by hand.
     needs_token_types: whether the host cuts missing token types from a buffer as long as its old table (BERT).
+    aside, windows: of the context of a stack that makes its tokens itself.
     """
 
     names: list[str]
@@ -32,6 +34,8 @@ class ForwardPass:
     offset: int
     refused: tuple[str, ...]
     needs_token_types: bool
+    aside: tuple[int, int] = (0, 0)
+    windows: bool = False
 
     def begin(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
         """The arguments with the `PositionContext` of this forward pass in them, if the host passes it on, and that context.
@@ -50,7 +54,8 @@ class ForwardPass:
         ids, embeds = call["position_ids"], call["inputs_embeds"]
         if not {"input_ids", "inputs_embeds"} & {*self.names}:
             unknown = torch.empty(0, 0, dtype=torch.long)
-            return self._changed(call, PositionContext(stack.posenc, positions=unknown, past=0, start=unknown))
+            context = PositionContext(stack.posenc, unknown, 0, unknown, aside=self.aside, windows=self.windows)
+            return self._changed(call, context)
         if embeds is None and call["input_ids"] is None:
             return args, kwargs, None  # the host says what is missing
         shape, device = (
@@ -122,6 +127,16 @@ class ForwardPass:
         if context is not None and cache is not None and not torch.compiler.is_exporting():
             tokens = call["input_ids"] if call["inputs_embeds"] is None else call["inputs_embeds"]
             remembering.remember(cache, len(tokens), context)
+
+
+def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
+    """Hook of the convolution that cuts an image into patches: tells the context of this forward pass how they lie.
+
+    Where each patch comes as an input by itself, the output has one place, and tells nothing.
+    """
+    grid = tuple(output.shape[2:])
+    if attention.CURRENT.context is not None and math.prod(grid) > 1:
+        attention.CURRENT.context.grid = grid
 
 
 def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:

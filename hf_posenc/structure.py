@@ -40,6 +40,10 @@ class Structure:
     others: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @property
+    def modules(self) -> dict[str, nn.Module]:
+        return dict(self.stack.named_modules())
+
+    @property
     def tokens(self) -> Tensor | None:
         """The table of token embeddings, if the stack reads tokens."""
         return _tokens(self.stack)

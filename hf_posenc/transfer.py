@@ -20,7 +20,7 @@ from transformers.initialization import guard_torch_init_functions, meta_device_
 from hf_posenc import attention, structure
 from hf_posenc import spec as specs
 from hf_posenc.encodings import PositionEncoding, exclusively, mark, marked_as_loaded, placed, refill
-from hf_posenc.sources import Silenced
+from hf_posenc.sources import Silenced, silenced_names
 from hf_posenc.spec import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 
 CHECKPOINT = "_gradient_checkpointing_func"
@@ -123,7 +123,8 @@ def to_stock(model: Any, stock: Any) -> Any:
             for key, kept in stack.posenc.host.named_buffers():
                 path, _, parameter = key.rpartition(".")
                 owner = unpatched.get_submodule(name).get_submodule(path)
-                owner.register_parameter(parameter, nn.Parameter(kept.clone()))
+                trained = owner.get_parameter(parameter).requires_grad if parameter in owner._parameters else True
+                owner.register_parameter(parameter, nn.Parameter(kept.clone(), requires_grad=trained))
     inner = unpatched if submodel is None else structure.submodel(unpatched, submodel)
     if fingerprint(structure.find_all(inner).values()) != host.fingerprint:
         warnings.warn(
@@ -192,7 +193,10 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
                 f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}: "
                 "a model changed by hand can't be rebuilt from its config, so it was left as it is"
             )
+        silent = {*silenced_names(module), *silenced_names(other)}
         for key, parameter in other._parameters.items():
+            if key in silent:
+                continue
             there = module._parameters.get(key)
             if (parameter is None) != (there is None) or (parameter is not None and parameter.shape != there.shape):
                 raise ValueError(

@@ -4,12 +4,14 @@ Shapes: B batch, L new tokens, Q queries, K keys.
 """
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -28,6 +30,11 @@ class PositionContext:
         sliding window).
     scaling: the factor on QKᵀ in the current attention.
     first_key: of `first_keys`, the one of the current attention.
+    aside: number of tokens before and behind the others which have no position (class and register tokens of an image): they
+        are in no positions, and are neither rotated nor biased.
+    grid: the patches of an image by row and column (of a video by frame, row and column); their positions are 0, 1, … in that
+        order, row by row. Empty where the tokens are of something else, or nothing tells.
+    windows: whether attentions may see a part of the tokens, as those of a window, which are then counted by themselves.
     """
 
     encoding: Any
@@ -39,17 +46,57 @@ class PositionContext:
     first_keys: tuple[int, ...] = ()
     scaling: float = 1.0
     first_key: int = 0
+    aside: tuple[int, int] = (0, 0)
+    grid: tuple[int, ...] = ()
+    windows: bool = False
 
     def placed(self, length: int, device: torch.device) -> "PositionContext":
-        """This context; that of tokens 0 … length - 1 if their number was unknown up to here."""
+        """This context; that of an input of `length` tokens if their number was unknown up to here.
+
+        Raises ValueError for another number than the grid and the tokens aside have together, unless they are of a window.
+        """
         if self.positions.numel():
             return self
+        beside = sum(self.aside)
+        count = math.prod(self.grid) if self.grid else length - beside
+        whole = count + beside == length
+        if not whole and not self.windows:
+            raise ValueError(
+                f"{length} tokens reach an attention or layer, where {' x '.join(map(str, self.grid)) or 'no'} patches and "
+                f"{beside} others were expected: which patches were left out isn't known, nor the positions of the others; give "
+                "the model all of them"
+            )
+        limit = self.encoding.geometry.max_length
+        if limit is not None and (count if whole else length) > limit:
+            raise ValueError(
+                f"an input of {count if whole else length} positions is longer than max_length={limit} of this model's encoding: "
+                "give a smaller one, or raise the promise: hf_posenc.extend(model, max_length=…)"
+            )
 
         def make() -> "PositionContext":
-            index = torch.arange(length, device=device)[None]
-            return replace(self, positions=index, start=index.new_zeros(1, 1), computed={})
+            index = torch.arange(count if whole else length, device=device)[None]
+            aside, grid = (self.aside, self.grid) if whole else ((0, 0), ())
+            return replace(self, positions=index, start=index.new_zeros(1, 1), aside=aside, grid=grid, computed={})
 
         return self.cached(("placed", length, device), make)
+
+    def of_positions(self, states: Tensor | None, dim: int = 2) -> Tensor | None:
+        """The part of states that has positions: all but the tokens aside."""
+        if states is None or not any(self.aside):
+            return states
+        before, behind = self.aside
+        return states.narrow(dim, before, states.shape[dim] - before - behind)
+
+    def put_back(self, changed: Tensor | None, states: Tensor | None) -> Tensor | None:
+        """States `[B, H, L, E]` with `changed` in place of those that have positions."""
+        if changed is None or states is None or not any(self.aside):
+            return changed
+        before, behind = self.aside
+        return torch.cat([states[:, :, :before], changed, states[:, :, states.shape[2] - behind :]], dim=2)
+
+    def framed(self, values: Tensor, dims: int) -> Tensor:
+        """Values of positions with zeros for the tokens aside, along the last dimensions `[..., L]` or `[..., Q, K]`."""
+        return F.pad(values, self.aside * dims) if any(self.aside) else values
 
     def for_attention(self, scaling: float, layer: int | None = None) -> "PositionContext":
         """The context of the same forward pass for the attention of one layer; all share `computed`."""
@@ -63,6 +110,11 @@ class PositionContext:
         if key not in self.computed:
             self.computed[key] = compute()
         return self.computed[key]
+
+    @property
+    def length(self) -> int:
+        """The number of new tokens, those aside among them."""
+        return self.positions.shape[1] + sum(self.aside)
 
     @property
     def consecutive(self) -> bool:

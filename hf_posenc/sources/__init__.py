@@ -3,10 +3,22 @@
 import importlib
 import pkgutil
 
+from hf_posenc.sources.grids import has_windows, patch_projection, tokens_aside
+from hf_posenc.sources.parameters import silenced_names
 from hf_posenc.sources.source import HostRefused, Silenced, Source
 from hf_posenc.sources.unclaimed import sees_order, signs_of_position
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["HostRefused", "Silenced", "Source", "sees_order", "signs_of_position"]
+__all__ = [
+    "HostRefused",
+    "Silenced",
+    "Source",
+    "has_windows",
+    "patch_projection",
+    "sees_order",
+    "signs_of_position",
+    "silenced_names",
+    "tokens_aside",
+]

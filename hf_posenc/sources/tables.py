@@ -1,5 +1,6 @@
 """Tables of learned position vectors which the host adds to its inputs: BERT, RoBERTa, GPT-2."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,8 @@ class Table(Source):
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        if "input_ids" not in inspect.signature(type(stack).forward).parameters:
+            return  # a table of patches or of stretches of sound (parameters.py)
         for path, module in modules.items():
             if path.rpartition(".")[2] not in NAMES or OTHER_INPUTS.search(path):
                 continue

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from hf_posenc.calls import argument_names
+from hf_posenc.sources.grids import cuts_patches
+
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
 OTHER_SOURCES = "other sources of position"
@@ -47,20 +50,34 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
         if any(path == each or path.startswith(f"{each}.") for each in claimed) or OTHER_INPUTS.search(path):
             continue
         if path and not isinstance(module, nn.Dropout) and WORDS & {*_words(name), *_words(type(module).__name__)}:
-            yield path, OTHER_SOURCES
+            if not (_is_given_a_table(module) or _holds_what_is_claimed(path, module, claimed)):
+                yield path, OTHER_SOURCES
         elif "ngram" in type(module).__name__.lower():
             yield path, JOINED
-        elif _convolves(module):
+        elif _convolves(module) and not cuts_patches(path, module):
             yield path, CONVOLUTIONS
         elif _carries_state(module):
             yield path, "states carried from token to token, which see the order of their inputs"
-        for key in (*module._parameters, *(key for key in module._buffers if key != "position_ids")):
+        tensors = {**module._parameters, **module._buffers, "position_ids": None}
+        for key in (key for key, tensor in tensors.items() if tensor is not None):
             if not WORDS & {*_words(key)} or key in (OF_IMAGES.get(cls.__name__) for cls in type(module).__mro__):
                 continue
             if f"{path}.{key}".lstrip(".") not in claimed:
                 yield f"{path}.{key}".lstrip("."), OTHER_SOURCES
     if getattr(stack.config, "trigram_input", False):
         yield "config.trigram_input", JOINED
+
+
+def _is_given_a_table(module: nn.Module) -> bool:
+    """Whether a module without a state of its own works on a table of positions that it is called with (YOLOS)."""
+    stateless = not (module._parameters or module._buffers or module._modules)
+    return stateless and next(iter(argument_names(module)), "") in ("pos_embed", "position_embeddings")
+
+
+def _holds_what_is_claimed(path: str, module: nn.Module, claimed: Collection[str]) -> bool:
+    """Whether all that a module has are tensors which sources claim."""
+    tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    return bool(tensors) and all(f"{path}.{name}" in claimed for name in tensors)
 
 
 def _words(name: str) -> list[str]:

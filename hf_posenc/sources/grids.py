@@ -1,0 +1,42 @@
+"""How the tokens of an image lie: the convolution that cuts its patches out, the tokens beside them, windows."""
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+
+ASIDE = re.compile(r"(cls|class|register|distillation|detection|storage|prefix|cls_register)_(tokens?|embedding)")
+"""Names of parameters that are tokens of their own, which stand for no patch."""
+BEHIND = "detection_tokens"
+"""The one of them that comes behind the patches: YOLOS."""
+
+
+def tokens_aside(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
+    """The number of tokens before and behind the patches."""
+    before = behind = 0
+    for module in modules.values():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and ASIDE.fullmatch(name):
+                count = parameter.shape[:-1].numel()
+                before, behind = (before, behind + count) if name == BEHIND else (before + count, behind)
+    return before, behind
+
+
+def patch_projection(modules: Mapping[str, nn.Module]) -> str | None:
+    """The path of the convolution whose outputs are the patches, or None."""
+    return next((path for path, module in modules.items() if cuts_patches(path, module)), None)
+
+
+def cuts_patches(path: str, module: nn.Module) -> bool:
+    """Whether a convolution makes tokens of an image: each of one place, or of overlapping places, without a border."""
+    if not isinstance(module, (nn.Conv2d, nn.Conv3d)):
+        return False
+    if max(module.kernel_size) == 1:
+        return False
+    return module.kernel_size == module.stride or ("patch" in path and module.padding in ("valid", (0,) * len(module.stride)))
+
+
+def has_windows(modules: Mapping[str, nn.Module]) -> bool:
+    """Whether attentions see windows of the image."""
+    sizes = (getattr(module, "window_size", None) for module in modules.values())
+    return any(isinstance(size, int) and size > 0 for size in sizes) or any(isinstance(size, (tuple, list)) for size in sizes)

@@ -1,0 +1,154 @@
+"""Tables of learned position vectors in models of images and sounds, as bare parameters or embeddings: ViT, DINOv2, CLIP's vision.
+
+Such a host reads its table in ways of its own: it slices, interpolates, gathers. So the table is silenced where it lies: its
+module becomes one of a subclass with the same name, in which the table's attribute answers zeros.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.sources.grids import tokens_aside
+from hf_posenc.sources.source import Source
+
+NAMES = (
+    "position_embeddings",
+    "position_embedding",
+    "mid_position_embeddings",
+    "embed_positions",
+    "pos_embed",
+    "positional_embedding",
+    "position_embedding_table",
+)
+"""Of a parameter, a tensor or an `nn.Embedding`."""
+NOT_BY_TOKEN = ("mid_position_embeddings", "position_embedding_table")
+"""Those that don't have one vector for each token: tables of several layers, or of rows and columns of an image."""
+SILENCED = "_posenc_silenced"
+"""The attribute of a module that names its silenced parameters."""
+
+
+class PositionParameter(Source):
+    """A parameter of vectors `[..., rows, D]`, or a constant tensor of them, in a stack whose inputs aren't tokens.
+
+    path: of the parameter. A table of one vector for each token covers tokens aside, too.
+    """
+
+    encoding, verb = "learned", "embed"
+
+    def __init__(self, path: str, module: nn.Module, aside: tuple[int, int], near: nn.Module) -> None:
+        super().__init__(path, module)
+        self.aside, self.near = aside, near
+        self.shape, self.is_learned = tuple(self._tensor.shape), self.key in module._parameters
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        if "input_ids" in inspect.signature(type(stack).forward).parameters:
+            return
+        aside = tokens_aside(modules)
+        for path, module in modules.items():
+            owner, _, name = path.rpartition(".")
+            if name in NAMES and type(module) is nn.Embedding:
+                yield cls(f"{path}.weight", module, aside, modules.get(owner, stack))
+            elif not isinstance(module, PreTrainedModel):
+                tables = {**module._parameters, **vars(module)}
+                for key in (key for key in NAMES if isinstance(tables.get(key), Tensor)):
+                    yield cls(f"{path}.{key}", module, aside, module)
+
+    @property
+    def key(self) -> str:
+        """The name of the table in its module."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def _tensor(self) -> Tensor:
+        return getattr(self.module, self.key)
+
+    def silence(self, stack: Any, adds_vectors: bool) -> None:
+        silence(self.module, self.key, Zeros(stack, self.path, self.near, self._tensor))
+
+    @property
+    def width(self) -> int:
+        return self.shape[-1]
+
+    def usable_length(self, config: Any) -> int | None:
+        return None if self.key in NOT_BY_TOKEN else math.prod(self.shape[:-1]) - sum(self.aside)
+
+    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        return {self.path: self.shape} if self.is_learned else {}
+
+    def table(self) -> Tensor | None:
+        """The vectors of the patches, where there is one for each."""
+        if self.key in NOT_BY_TOKEN:
+            return None
+        before, behind = self.aside
+        vectors = self._tensor.flatten(0, -2)
+        return vectors[before : len(vectors) - behind]
+
+
+class Zeros:
+    """What a silenced table answers: zeros of its shape, in the dtype and on the device of the modules around it."""
+
+    def __init__(self, stack: nn.Module, path: str, near: nn.Module, table: Tensor) -> None:
+        self.around, self.path, self.shape = (near, stack), path, tuple(table.shape)
+
+    def __call__(self) -> Tensor:
+        _, stack = self.around
+        kept = [buffer for name, buffer in stack.named_buffers() if name == f"posenc.host.{self.path}"]
+        tensors = [*self.around[0].parameters(), *kept, *stack.parameters()]
+        like = next((tensor for tensor in tensors if not tensor.is_meta and tensor.is_floating_point()), tensors[0])
+        return torch.zeros(self.shape, dtype=like.dtype, device=like.device)
+
+
+def silence(module: nn.Module, key: str, zeros: Zeros) -> None:
+    """Make an attribute of a module, a parameter or a constant, answer zeros."""
+    if key in module._parameters:
+        del module._parameters[key]
+    else:
+        vars(module).pop(key)
+    silenced = {**vars(module).get(SILENCED, {}), key: zeros}
+    vars(module)[SILENCED] = silenced
+    host = next(cls for cls in type(module).__mro__ if SILENCED not in vars(cls))
+    module.__class__ = _silent(host, tuple(silenced))
+
+
+def silenced_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of a module that answer zeros instead."""
+    return tuple(vars(module).get(SILENCED, ()))
+
+
+@functools.cache
+def _silent(host: type, keys: tuple[str, ...]) -> type:
+    """A subclass of a host's class, of the same name, in which these attributes are computed."""
+    body: dict[str, Any] = {key: property(_answering(key)) for key in keys}
+    body |= {
+        "__module__": host.__module__,
+        "__qualname__": host.__qualname__,
+        "__doc__": host.__doc__,
+        "__reduce_ex__": _reduced,
+        SILENCED: None,
+    }
+    return type(host.__name__, (host,), body)
+
+
+def _answering(key: str) -> Callable[[Any], Tensor]:
+    def zeros(module: Any) -> Tensor:
+        return getattr(module, SILENCED)[key]()
+
+    return zeros
+
+
+def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """For copies and pickles, which would look the class up by its name."""
+    host = next(cls for cls in type(module).__mro__ if SILENCED not in vars(cls))
+    return _new, (host, silenced_names(module)), vars(module).copy()
+
+
+def _new(host: type, keys: tuple[str, ...]) -> Any:
+    made = _silent(host, keys)
+    return made.__new__(made)
