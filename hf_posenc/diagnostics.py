@@ -31,6 +31,7 @@ class Report:
     host_kept: whether `unpatch` can bring the host's own positions back.
     ignored: settings of the config that Transformers ignores.
     calibration: of a model made by `convert`: how close it came to its original; else None.
+    stays: what sees order by itself in the host, with every encoding and with none: convolutions beside its attentions.
     """
 
     model_class: str
@@ -42,6 +43,7 @@ class Report:
     ignored: tuple[str, ...]
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     calibration: Calibration | None = None
+    stays: tuple[str, ...] = ()
 
     @property
     def model_max_length(self) -> int:
@@ -70,6 +72,7 @@ class Report:
                 f"  cosine of token states with the original's, on {where}: {found.agreement_before:.3f} before, "
                 f"{found.agreement:.3f} after",
             ]
+        lines += [f"  stays: {note}" for note in self.stays]
         lines += [f"  ignored: {note}" for note in self.ignored]
         if self.host_kept:
             lines.append("  the host's own positions are kept: unpatch brings them back")
@@ -121,6 +124,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Rep
         ignored=_ignored(config),
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
+        stays=tuple(f"{name}.{note}".lstrip(".") for name, stack in stacks.items() for note in stack._posenc_stays),
     )
 
 
@@ -185,6 +189,7 @@ def _stock_report(model: PreTrainedModel) -> Report:
         max_length=min(lengths, default=None),
         host_kept=False,
         ignored=_ignored(model.config),
+        stays=tuple(f"{path}.{note}".lstrip(".") for path, found in stacks.items() for note in found.stays),
     )
 
 

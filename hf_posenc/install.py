@@ -41,7 +41,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         ],
     )
     at_input = spec.inject == "input"
-    store_rotated = _cached_keys_are_final(structure)
+    store_rotated, stays = _cached_keys_are_final(structure), structure.stays
     for source in structure.sources:
         source.silence(stack, adds_vectors=at_input)
     for (path, module), posenc in zip(structure.attentions.items(), owned, strict=True):
@@ -61,7 +61,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         else tuple(path for path in parts if any(verb in spec.parts[part].acts_by() for part in parts[path]))
         for verb in encoding.acts_by()
     }
-    stack._posenc_entrances = entrances
+    stack._posenc_entrances, stack._posenc_stays = entrances, stays
     stack._posenc_pass = ForwardPass(
         names=argument_names(stack),
         hands_down=any(a.kind is a.VAR_KEYWORD for a in inspect.signature(type(stack).forward).parameters.values()),

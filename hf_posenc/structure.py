@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_posenc import written_out
 from hf_posenc.encodings import Geometry
 from hf_posenc.sources import HostRefused, Source, signs_of_position
-from hf_posenc.sources.unclaimed import OTHER_SOURCES
+from hf_posenc.sources.unclaimed import CONVOLUTIONS, OTHER_SOURCES
 from hf_posenc.spec import LENGTH_FIELD
 
 CROSS_ATTENTION = re.compile(r"(^|\.)(crossattention|encoder_attn|cross_attn|EncDecAttention)(\.|$)")
@@ -42,6 +42,36 @@ class Structure:
     def offset(self) -> int:
         """The position id of the first token."""
         return next((source.offset for source in self.sources if source.offset is not None), 0)
+
+    @property
+    def claimed(self) -> set[str]:
+        """The paths of what its sources are made of."""
+        return {path for source in self.sources for path in source.claimed}
+
+    @property
+    def convolutions(self) -> tuple[str, ...]:
+        """The convolutions beside its attentions, which stay: those before the layers make the tokens of a sound or an image,
+        those in a layer see order beside the attention of that layer."""
+        modules = dict(self.stack.named_modules())
+        inside = tuple(f"{path}." for path in self.attentions)
+        signs = signs_of_position(self.stack, modules, self.claimed)
+        return tuple(path for path, reason in signs if reason == CONVOLUTIONS and not path.startswith(inside))
+
+    @property
+    def stays(self) -> tuple[str, ...]:
+        """What sees order by itself, with every encoding and with none."""
+        within = tuple(f"{match[1]}." for path in self.attentions if (match := LAYER.match(path)))
+        front = [path for path in self.convolutions if not path.startswith(within)]
+        inside = [path for path in self.convolutions if path.startswith(within)]
+        notes = (
+            (front, "outside the layers"),
+            (inside, "in the layers, beside their attentions"),
+        )
+        return tuple(
+            f"{paths[0]}" + f" and {len(paths) - 1} more" * (len(paths) > 1) + f": convolutions {where}"
+            for paths, where in notes
+            if paths
+        )
 
     @property
     def usable_length(self) -> int | None:
@@ -235,8 +265,9 @@ def _submodels(model: Any) -> Iterator[str]:
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     name = type(structure.stack).__name__
-    claimed = {source.path for source in structure.sources}
-    if signs := sorted(signs_of_position(structure.stack, modules, claimed)):
+    stays = {*structure.convolutions}
+    signs = sorted(sign for sign in signs_of_position(structure.stack, modules, structure.claimed) if sign[0] not in stays)
+    if signs:
         reason = signs[0][1]
         raise HostRefused(
             f"{name} has sources of position which can't be taken over: {', '.join(path for path, _ in signs[:4])}", reason

@@ -39,9 +39,18 @@ class PositionContext:
     first_key: int = 0
 
     def placed(self, length: int, device: torch.device) -> "PositionContext":
-        """This context; that of tokens 0 … length - 1 if their number was unknown up to here."""
+        """This context; that of tokens 0 … length - 1 if their number was unknown up to here.
+
+        Raises ValueError for more of them than the encoding's max_length.
+        """
         if self.positions.numel():
             return self
+        limit = self.encoding.geometry.max_length
+        if limit is not None and length > limit:
+            raise ValueError(
+                f"an input of {length} tokens, as the model makes them of what it reads, is longer than max_length={limit} of "
+                "its position encoding: give it a shorter one, or patch the stock model with a larger max_length"
+            )
 
         def make() -> "PositionContext":
             index = torch.arange(length, device=device)[None]

@@ -9,6 +9,7 @@ from torch import nn
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
 OTHER_SOURCES = "other sources of position"
+CONVOLUTIONS = "convolutions, which see the order of their inputs"
 PLACE_ON_A_PAGE = re.compile(r"[xyhw]_position_embeddings$")
 """LayoutLM's tables of box coordinates, which are an input of their own and know nothing of word order."""
 
@@ -29,9 +30,9 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
         elif (
             isinstance(module, nn.modules.conv._ConvNd) and max(module.kernel_size) > 1 and module.kernel_size != module.stride
         ):
-            yield path, "convolutions, which see the order of their inputs"
+            yield path, CONVOLUTIONS
         for key in (*module._parameters, *(key for key in module._buffers if key != "position_ids")):
-            if WORDS & {*_words(key)}:
+            if WORDS & {*_words(key)} and f"{path}.{key}".lstrip(".") not in claimed:
                 yield f"{path}.{key}".lstrip("."), OTHER_SOURCES
     if getattr(stack.config, "trigram_input", False):
         yield "config.trigram_input", "inputs joined to their neighbours"
