@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Rep
         ignored=_ignored(config),
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
-        stays=_stays(stacks.items()),
+        stays=_stays((name, structure.stays_in(stack)) for name, stack in stacks.items()),
     )
 
 
@@ -179,11 +179,11 @@ def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
     return tuple(int(match[2]) for path in acting if (match := structure.LAYER.match(path)))
 
 
-def _stays(stacks: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Class -> paths of what sees order by itself beside attentions."""
+def _stays(stacks: Iterable[tuple[str, Mapping[str, nn.Module]]]) -> dict[str, tuple[str, ...]]:
+    """Class -> paths of what sees order by itself beside attentions, of each stack by its path."""
     stays: dict[str, tuple[str, ...]] = {}
-    for name, stack in stacks:
-        for path, module in structure.others_in(stack).items():
+    for name, modules in stacks:
+        for path, module in modules.items():
             kind = type(module).__name__
             stays[kind] = (*stays.get(kind, ()), f"{name}.{path}".lstrip("."))
     return stays
@@ -204,7 +204,7 @@ def _stock_report(model: PreTrainedModel) -> Report:
         max_length=min(lengths, default=None),
         host_kept=False,
         ignored=_ignored(model.config),
-        stays=_stays((path, found.stack) for path, found in stacks.items()),
+        stays=_stays((path, {**found.others, **found.fronts}) for path, found in stacks.items()),
     )
 
 

@@ -14,10 +14,12 @@ from hf_posenc import written_out
 from hf_posenc.calls import argument_names
 from hf_posenc.encodings import Geometry
 from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
-from hf_posenc.sources.unclaimed import OTHER_SOURCES
+from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves
 from hf_posenc.spec import LENGTH_FIELD
 
 CROSS_ATTENTION = re.compile(r"(^|\.)(crossattention|encoder_attn|cross_attn|EncDecAttention)(\.|$)")
+TOKENS = frozenset(["input_ids", "inputs_embeds"])
+"""Arguments of stacks that read tokens."""
 LAYER = re.compile(r"((?:.*\.)?(\d+))\.[^.]+")
 """The path of an attention: its layer's, which ends with a number, then the attention block's, then its own."""
 MIXES = frozenset(["attention_mask", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"])
@@ -32,12 +34,14 @@ class Structure:
     attentions: path -> self-attention.
     others: path -> module of what sees order by itself in its layers, beside their attentions or in place of one (linear
         attention, state spaces, convolutions). It stays as it is.
+    fronts: path -> convolution before the layers, which makes the tokens of an image or a sound. It stays, too.
     """
 
     stack: Any
     sources: tuple[Source, ...]
     attentions: Mapping[str, nn.Module]
     others: Mapping[str, nn.Module] = field(default_factory=dict)
+    fronts: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -52,6 +56,11 @@ class Structure:
     def offset(self) -> int:
         """The position id of the first token."""
         return next((source.offset for source in self.sources if source.offset is not None), 0)
+
+    @property
+    def claimed(self) -> set[str]:
+        """The paths of what its sources are made of."""
+        return {path for source in self.sources for path in source.claimed}
 
     @property
     def usable_length(self) -> int | None:
@@ -203,7 +212,9 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
             "attention beside Transformers' interface",
         )
     sources = tuple(source for kind in Source.kinds for source in kind.find(stack, modules))
-    structure = Structure(stack, sources, attentions, others_in_layers(modules, attentions))
+    claimed = tuple(f"{path}." for source in sources for path in source.claimed)
+    fronts = {path: module for path, module in _fronts(stack, modules, attentions).items() if not path.startswith(claimed)}
+    structure = Structure(stack, sources, attentions, others_in_layers(modules, attentions), fronts)
     _refuse_unclaimed(structure, modules)
     # A stack of tokens without positions of its own has other layers to know order by. One whose layers are all attentions gets
     # its positions elsewhere.
@@ -226,11 +237,21 @@ def others_in_layers(modules: Mapping[str, nn.Module], attentions: Collection[st
     return found
 
 
-def others_in(stack: nn.Module) -> dict[str, nn.Module]:
-    """`others_in_layers` of a stack, patched or not, but for stacks within it."""
+def _fronts(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, nn.Module]:
+    """Path -> module of the convolutions outside the numbered layers of a stack that makes its tokens itself, of an image or a
+    sound."""
+    if not TOKENS.isdisjoint(argument_names(stack)):
+        return {}
+    rows = tuple(f"{row}." for path in attentions if (row := _row(path)) is not None)
+    return {path: module for path, module in modules.items() if convolves(path, module) and not path.startswith(rows)}
+
+
+def stays_in(stack: nn.Module) -> dict[str, nn.Module]:
+    """Path -> module of what sees order by itself in a patched stack: in its layers, and before them."""
     inside = tuple(f"{name}." for name, module in stack.named_modules() if name and isinstance(module, PreTrainedModel))
     modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(inside)}
-    return others_in_layers(modules, [name for name, module in modules.items() if _is_self_attention(name, module)])
+    attentions = [name for name, module in modules.items() if _is_self_attention(name, module)]
+    return {**others_in_layers(modules, attentions), **_fronts(stack, modules, attentions)}
 
 
 def _row(attention: str) -> str | None:
@@ -291,7 +312,7 @@ def _submodels(model: Any) -> Iterator[str]:
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     name = type(structure.stack).__name__
-    claimed = {*(source.path for source in structure.sources), *structure.others}
+    claimed = {*structure.claimed, *structure.others, *structure.fronts}
     if signs := sorted(signs_of_position(structure.stack, modules, claimed)):
         reason = signs[0][1]
         raise HostRefused(

@@ -182,8 +182,11 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
     Raises ValueError where `source` is no longer what its config describes.
     """
     theirs = dict(source.named_modules())
+    silenced = tuple(f"{name}." for name, module in theirs.items() if isinstance(module, Silenced))
     for name, module in target.named_modules():
         other = theirs.get(name)
+        if name.startswith(silenced):
+            continue  # a part of what was silenced there
         if "posenc" in name.split(".") or isinstance(module, Silenced) or isinstance(other, Silenced):
             if other is not None:
                 module.training = other.training

@@ -74,6 +74,11 @@ class Source(abc.ABC):
         adds_vectors: whether the encoding's vectors are added at the input, in place of the host's (see `takes_vectors`).
         """
 
+    @property
+    def claimed(self) -> tuple[str, ...]:
+        """The paths of the modules and parameters that make these positions."""
+        return (self.path,)
+
     takes_vectors: ClassVar[bool] = False
     """Whether the host adds to its inputs what this source answers."""
 

@@ -28,7 +28,7 @@ STATES = frozenset(["update_conv_state", "update_recurrent_state", "set_linear_c
 def sees_order(module: nn.Module) -> bool:
     """Whether a module tells orders of its inputs apart by itself: it holds a convolution, or carries a state from token to
     token."""
-    return _carries_state(module) or any(_convolves(child) for child in module.children())
+    return _carries_state(module) or any(convolves(name, child) for name, child in module.named_children())
 
 
 def _carries_state(module: nn.Module) -> bool:
@@ -36,9 +36,11 @@ def _carries_state(module: nn.Module) -> bool:
     return not STATES.isdisjoint(getattr(getattr(forward, "__code__", None), "co_names", ()))
 
 
-def _convolves(module: nn.Module) -> bool:
-    """Whether a module is a convolution. One whose stride is its kernel's size cuts patches out, each an input by itself."""
-    return isinstance(module, nn.modules.conv._ConvNd) and max(module.kernel_size) > 1 and module.kernel_size != module.stride
+def convolves(path: str, module: nn.Module) -> bool:
+    """Whether a module is a convolution. One whose stride is its kernel's size cuts patches out, each an input by itself; so
+    does one of patches that overlap."""
+    is_one = isinstance(module, nn.modules.conv._ConvNd) and max(module.kernel_size) > 1 and module.kernel_size != module.stride
+    return is_one and not cuts_patches(path, module)
 
 
 def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -54,7 +56,7 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
                 yield path, OTHER_SOURCES
         elif "ngram" in type(module).__name__.lower():
             yield path, JOINED
-        elif _convolves(module) and not cuts_patches(path, module):
+        elif convolves(path, module):
             yield path, CONVOLUTIONS
         elif _carries_state(module):
             yield path, "states carried from token to token, which see the order of their inputs"
