@@ -1,116 +1,415 @@
-"""Which of Transformers' model types can be patched: a tiny random model of each that common sizes build, checked by running.
+"""Which of Transformers' model types can be patched: a tiny random model of each, checked by running it.
 
-    python scripts/reach.py --output_file scripts/results/reach.txt     # five minutes on two cores
+    python scripts/reach.py --output_file scripts/results/reach.txt --docs_file docs/hosts.md     # four minutes on two cores
     python scripts/reach.py --types llama,bert
 
-Prints the types that are taken, by the positions that the stock model has, with how each check of `hosts/checks.py` went;
-then those refused, by reason.
+A modeling folder of Transformers counts if one of its model types is taken and passes every check of `hosts/checks.py`; a check
+that doesn't apply (a cache for an encoder) is "-", one that could not be run is "skipped", and then the folder doesn't count.
+Verdicts are kept in a file by model type and by a hash of the code, so that a run that was stopped goes on where it was.
 """
 
 import argparse
+import dataclasses
+import hashlib
+import json
 import logging
 import multiprocessing
 import os
+import re
+import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
 from tqdm.auto import tqdm
-from transformers import CONFIG_MAPPING, MODEL_MAPPING
+from transformers import CONFIG_MAPPING
 
 import hf_posenc
 from hosts import checks, tiny
 
 WIDTH = 128
+SEVERAL = "made of several models"
+TEXT = re.compile(r"text|language|decoder|lm\b|llm")
+MARKERS = "<!-- tables by scripts/reach.py: begin -->", "<!-- tables by scripts/reach.py: end -->"
+HERE = Path(__file__).resolve().parent
+MODELS = Path(transformers.__file__).parent / "models"
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The verdict on a model type.
 
-    source: the positions of the stock model, if it is taken; reason, message: of the refusal, if it is refused; crash:
-        another error. checks: check -> how it went; empty where the model doesn't run on token ids alone.
+    folder: its modeling folder. part: the part that was patched, of a model made of several. source: the positions of the stock
+    model, if it is taken; encodings: of `checks.ENCODINGS`, those that it takes. checks: check -> how it went.
+    reason, message, remedy: of the refusal, if it is refused. crash: another error. unbuilt: why it has no tiny model.
     """
 
     kind: str
+    folder: str
+    part: str = ""
     source: str = ""
+    encodings: tuple[str, ...] = ()
+    checks: dict[str, str] = field(default_factory=dict)
     reason: str = ""
     message: str = ""
+    remedy: str = ""
     crash: str = ""
-    checks: dict[str, str] = field(default_factory=dict)
+    unbuilt: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} ({self.part})" if self.part else self.kind
+
+    @property
+    def taken(self) -> bool:
+        return bool(self.source)
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.checks) and all(result in (checks.PASSED, checks.NOT_APPLICABLE) for result in self.checks.values())
+
+    @property
+    def acts_in_attention(self) -> bool:
+        return bool({*self.encodings} - {"sinusoidal"})
 
     @property
     def verified(self) -> bool:
-        return bool(self.checks) and all(result in (checks.PASSED, checks.NOT_APPLICABLE) for result in self.checks.values())
+        return self.passed and self.acts_in_attention
+
+    @property
+    def embeds_only(self) -> bool:
+        return self.passed and not self.acts_in_attention
+
+    @property
+    def failed(self) -> bool:
+        return any(result.startswith(checks.FAILED) for result in self.checks.values())
+
+    @property
+    def not_applicable(self) -> str:
+        """The checks that don't apply, and the encodings that are refused."""
+        without = [encoding for encoding in checks.ENCODINGS if encoding not in self.encodings]
+        return ", ".join([*(name for name, result in self.checks.items() if result == checks.NOT_APPLICABLE), *without])
+
+    @property
+    def not_passed(self) -> str:
+        """The first check that isn't passed."""
+        return next(
+            (
+                f"{name}: {result}"
+                for name, result in self.checks.items()
+                if result not in (checks.PASSED, checks.NOT_APPLICABLE)
+            ),
+            "no check was run",
+        )
+
+    @property
+    def rank(self) -> int:
+        """The better, the higher: by which the verdict on a folder is that on one of its types."""
+        return 4 * self.verified + 3 * self.embeds_only + 2 * self.taken + bool(self.reason)
 
 
-def judge(kind: str) -> Verdict | None:
-    """The verdict on a model type, or None where these sizes make no model of it."""
+def judge(kind: str) -> Verdict:
+    """The verdict on a model type."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
+    folder = folder_of(kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = tiny.build(kind)
         if model is None:
-            return None
+            return Verdict(kind, folder, unbuilt=_why_unbuilt(kind))
         try:
-            hf_posenc.patch(model, "none")
-            source = hf_posenc.inspect(model).encoding
+            return _judged(kind, model)
         except hf_posenc.HostRefused as error:
-            return Verdict(kind, reason=error.reason or "no reason", message=str(error).partition(". It was left")[0])
+            refusal = _refusal(kind, error)
+            return _best_part(kind, model, getattr(error, "submodels", ()), refusal)
         except Exception as error:  # a bug: every host is taken or refused
-            return Verdict(kind, crash=f"{type(error).__name__}: {error}")
-        return Verdict(kind, source=source, checks=checks.checked(kind, model) if tiny.reads(model) else {})
+            return Verdict(kind, folder, crash=f"{type(error).__name__}: {error}")
+
+
+def _judged(kind: str, model: Any, part: str = "") -> Verdict:
+    checks.patch(model, "none", part)
+    taken = []
+    for encoding in checks.ENCODINGS:
+        try:
+            checks.patch(model, encoding, part)
+            taken.append(encoding)
+        except hf_posenc.HostRefused:
+            continue
+    return Verdict(
+        kind, folder_of(kind), part, _source(model.get_submodule(part)), tuple(taken), checks.checked(kind, model, part)
+    )
+
+
+def _best_part(kind: str, model: Any, parts: Iterable[str], refusal: Verdict) -> Verdict:
+    """The verdict on the first part that passes every check, else on the best one; those that read text first."""
+    best = refusal
+    for part in sorted(parts, key=lambda path: not TEXT.search(path)):
+        try:
+            verdict = _judged(kind, model, part)
+        except hf_posenc.HostRefused as error:
+            verdict = _refusal(kind, error, part)
+        except Exception as error:
+            verdict = Verdict(kind, refusal.folder, part, crash=f"{type(error).__name__}: {error}")
+        if verdict.rank > best.rank or (verdict.rank == best.rank and best is refusal):
+            best = verdict
+        if best.verified:
+            break
+    return best
+
+
+def _source(stock: Any) -> str:
+    try:
+        return hf_posenc.inspect(stock).encoding
+    except Exception:
+        return "its own"
+
+
+def _refusal(kind: str, error: hf_posenc.HostRefused, part: str = "") -> Verdict:
+    message, _, remedy = str(error).partition(". It was left as it is; ")
+    return Verdict(kind, folder_of(kind), part, reason=error.reason or "no reason", message=message, remedy=remedy)
+
+
+def _why_unbuilt(kind: str) -> str:
+    if tiny.class_of(kind) is None:
+        return "no class makes a model of it by itself"
+    if needs := tiny.RECIPES.get(kind, {}).get("needs"):
+        return f"needs {needs}"
+    try:
+        tiny.made(kind, tiny.config_of(kind, narrow=True))
+    except ImportError as error:
+        return "needs " + next(iter(re.findall(r"requires the (\w+)", str(error))), "another package")
+    except Exception:
+        return "no sizes are known that make a tiny model"
+    return "no tiny model of it"
+
+
+def folder_of(kind: str) -> str:
+    return CONFIG_MAPPING[kind].__module__.split(".")[2]
+
+
+def folders() -> set[str]:
+    """Transformers' folders with a modeling file."""
+    return {path.parent.name for path in MODELS.glob("*/modeling_*.py")}
 
 
 def model_types() -> list[str]:
-    """Transformers' own model types that AutoModel makes."""
-    return [kind for kind in sorted(CONFIG_MAPPING) if not kind.startswith("posenc-") and CONFIG_MAPPING[kind] in MODEL_MAPPING]
+    """Transformers' own model types that an Auto class makes, and all those of folders without one."""
+    kinds = [kind for kind in sorted(CONFIG_MAPPING) if CONFIG_MAPPING[kind].__module__.startswith("transformers.models.")]
+    by_auto = [kind for kind in kinds if tiny.auto_class_of(kind) is not None]
+    known = {folder_of(kind) for kind in by_auto}
+    return sorted([*by_auto, *(kind for kind in kinds if folder_of(kind) not in known)])
 
 
-def judged(kinds: list[str], processes: int) -> Iterator[Verdict]:
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        for verdict in tqdm(pool.map(judge, kinds), total=len(kinds), unit="type"):
-            if verdict is not None:
-                yield verdict
+def state_of_the_code() -> str:
+    """A hash of what verdicts depend on."""
+    files = [*(HERE.parent / "hf_posenc").rglob("*.py"), *(HERE / "hosts").glob("*.*"), Path(__file__)]
+    digest = hashlib.sha256(f"{transformers.__version__} {torch.__version__}".encode())
+    for path in sorted(files):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Kept:
+    """Verdicts in a file of JSON lines, by model type and state of the code."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.state = path, state_of_the_code()
+        self.verdicts: dict[str, Verdict] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                row = json.loads(line)
+                if row.pop("state") == self.state:
+                    self.verdicts[row["kind"]] = Verdict(**{**row, "encodings": tuple(row["encodings"])})
+
+    def add(self, verdict: Verdict) -> None:
+        self.verdicts[verdict.kind] = verdict
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"state": self.state, **dataclasses.asdict(verdict)}) + "\n")
+
+
+def judged(kinds: list[str], processes: int, kept: Kept, limit: float) -> list[Verdict]:
+    """The verdicts on model types: those that are kept, and new ones, each found within a limit of seconds by a process that is
+    killed if it takes longer."""
+    waiting = [kind for kind in reversed(kinds) if kind not in kept.verdicts]
+    workers: list[_Worker] = []
+    progress = tqdm(total=len(waiting), unit="type")
+    try:
+        while waiting or any(worker.kind for worker in workers):
+            while waiting and len(workers) < processes:
+                workers.append(_Worker())
+            for worker in workers:
+                if waiting and not worker.kind:
+                    worker.start(waiting.pop())
+            for connection in wait([worker.connection for worker in workers if worker.kind], timeout=1):
+                worker = next(worker for worker in workers if worker.connection is connection)
+                kept.add(worker.verdict())
+                progress.update()
+            for worker in workers:
+                if worker.kind and time.monotonic() - worker.since > limit:
+                    kept.add(Verdict(worker.kind, folder_of(worker.kind), crash=f"not done within {limit:.0f} seconds"))
+                    progress.update()
+                    worker.stop()
+            workers = [worker for worker in workers if worker.process.is_alive()]
+    finally:
+        progress.close()
+        for worker in workers:
+            worker.stop()
+    return [kept.verdicts[kind] for kind in kinds]
+
+
+class _Worker:
+    """A process that judges one model type after the other."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+        self.kind, self.since = "", 0.0
+
+    def start(self, kind: str) -> None:
+        self.kind, self.since = kind, time.monotonic()
+        self.connection.send(kind)
+
+    def verdict(self) -> Verdict:
+        """Of what was started last."""
+        kind, self.kind = self.kind, ""
+        try:
+            return self.connection.recv()
+        except EOFError:
+            self.stop()
+            return Verdict(kind, folder_of(kind), crash="its process died")
+
+    def stop(self) -> None:
+        self.kind = ""
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        try:
+            kind = connection.recv()
+        except EOFError:
+            return
+        connection.send(judge(kind))
+
+
+def headline(verdicts: Iterable[Verdict]) -> str:
+    verdicts = list(verdicts)
+    verified = {verdict.folder for verdict in verdicts if verdict.verified}
+    embedding = {verdict.folder for verdict in verdicts if verdict.embeds_only} - verified
+    built = [verdict for verdict in verdicts if not verdict.unbuilt]
+    return (
+        f"{len(verified)} of {len(folders())} modeling folders verified by every check, {len(embedding)} more with vectors "
+        f"alone; {sum(verdict.verified for verdict in verdicts)} of {len(built)} model types that build"
+    )
 
 
 def report(verdicts: Iterable[Verdict]) -> str:
     """The printed page."""
     verdicts = sorted(verdicts, key=lambda verdict: verdict.kind)
-    taken = [verdict for verdict in verdicts if verdict.source]
-    verified = [verdict for verdict in taken if verdict.verified]
-    models = Path(transformers.__file__).parent / "models"
-    folders = {_folder(verdict.kind) for verdict in verified}
-    lines = [
-        f"{len(taken)} of {len(verdicts)} model types that build are taken, {len(verified)} verified by every check that "
-        f"applies; {len(folders)} of {len({path.parent for path in models.glob('*/modeling_*.py')})} modeling folders"
-    ]
-    for source, group in _grouped(taken, "source"):
-        lines += ["", f"{source} ({len(group)})", " " * 26 + "".join(f"{name:>12}" for name in checks.CHECKS)]
-        for each in group:
-            results = (
-                "".join(f"{each.checks[name]:>12}" for name in checks.CHECKS)
-                if each.checks
-                else " doesn't run on token ids alone"
-            )
-            lines.append(f"{each.kind:26}" + results)
+    lines = [headline(verdicts)]
+    verified, embedding, other = _taken(verdicts)
+    for title, group in (
+        ("verified", verified),
+        ("with vectors alone", embedding),
+        ("taken, but not verified by every check", other),
+    ):
+        if not group:
+            continue
+        lines += ["", f"{title} ({len(group)})", " " * 44 + "".join(f"{name:>12}" for name in checks.CHECKS)]
+        for source, each_source in _grouped(group, "source"):
+            lines += ["", source]
+            for each in each_source:
+                refused = [encoding for encoding in checks.ENCODINGS if encoding not in each.encodings]
+                without = f"   without {', '.join(refused)}" if refused and title != "with vectors alone" else ""
+                lines.append(f"{each.name:44}" + "".join(f"{each.checks[name]:>12}" for name in checks.CHECKS) + without)
     refused = [verdict for verdict in verdicts if verdict.reason]
     lines += ["", f"{len(refused)} refused"]
     for reason, group in _grouped(refused, "reason"):
         lines += ["", f"{reason} ({len(group)}), as", f"    {group[0].message}"]
-        lines += _wrapped([each.kind for each in group])
+        lines += _wrapped([each.name for each in group])
+    unbuilt = [verdict for verdict in verdicts if verdict.unbuilt]
+    lines += ["", f"{len(unbuilt)} not judged"]
+    for why, group in _grouped(unbuilt, "unbuilt"):
+        lines += ["", f"{why} ({len(group)})", *_wrapped([each.kind for each in group])]
     if crashed := [verdict for verdict in verdicts if verdict.crash]:
-        lines += ["", f"{len(crashed)} crashed", *(f"    {each.kind}: {each.crash}" for each in crashed)]
+        lines += ["", f"{len(crashed)} crashed", *(f"    {each.name}: {each.crash}" for each in crashed)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _taken(verdicts: Iterable[Verdict]) -> tuple[list[Verdict], list[Verdict], list[Verdict]]:
+    """Verified, with vectors alone, and those that don't pass every check."""
+    taken = [verdict for verdict in verdicts if verdict.taken]
+    verified = [verdict for verdict in taken if verdict.verified]
+    embedding = [verdict for verdict in taken if verdict.embeds_only]
+    return verified, embedding, [verdict for verdict in taken if not verdict.passed]
+
+
+def tables(verdicts: Iterable[Verdict]) -> str:
+    """The tables of docs/hosts.md: each modeling folder once, by the best verdict on one of its types."""
+    best: dict[str, Verdict] = {}
+    for verdict in sorted(verdicts, key=lambda verdict: (-verdict.rank, verdict.kind)):
+        best.setdefault(verdict.folder, verdict)
+    families = sorted(best.values(), key=lambda verdict: verdict.folder)
+    verified, embedding, other = _taken(families)
+    lines = [f"> {headline(verdicts)}", "", "### Every kind of encoding"]
+    lines += ["", "| the stock model's positions | doesn't apply | families |", "|---|---|---|"]
+    for source, by_source in _grouped(verified, "source"):
+        for without, group in _grouped(by_source, "not_applicable"):
+            lines.append(f"| {source} | {without or '–'} | {len(group)}: {_families(group)} |")
+    if embedding:
+        lines += ["", "### Vectors alone", "", "| the stock model's positions | families |", "|---|---|"]
+        lines += [f"| {source} | {len(group)}: {_families(group)} |" for source, group in _grouped(embedding, "source")]
+    if other:
+        lines += ["", "### Taken, but not verified", "", "| check | families |", "|---|---|"]
+        lines += [f"| {why} | {len(group)}: {_families(group)} |" for why, group in _grouped(other, "not_passed")]
+    lines += ["", "### Refused", "", "| reason | families | what to do |", "|---|---|---|"]
+    for reason, group in _grouped([verdict for verdict in families if verdict.reason], "reason"):
+        lines.append(f"| {reason} | {len(group)}: {_families(group)} | {remedy_for(group[0])} |")
+    left = [verdict for verdict in families if verdict.unbuilt or verdict.crash]
+    if left:
+        lines += ["", "### Not judged", "", "| why | families |", "|---|---|"]
+        for why, group in _grouped([dataclasses.replace(each, unbuilt=each.unbuilt or each.crash) for each in left], "unbuilt"):
+            lines.append(f"| {why} | {len(group)}: {_families(group)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _families(group: list[Verdict]) -> str:
+    names = (each.folder if each.name in (each.folder, each.folder.replace("_", "-")) else _of_family(each) for each in group)
+    return ", ".join(names)
+
+
+def _of_family(verdict: Verdict) -> str:
+    return f"{verdict.folder} ({verdict.part})" if verdict.part and verdict.kind == verdict.folder else verdict.name
+
+
+def remedy_for(verdict: Verdict) -> str:
+    """What the user of a refused host can do: as the error says, else as `remedies.json` does."""
+    remedies = json.loads((HERE / "hosts" / "remedies.json").read_text())
+    return remedies.get(verdict.reason, verdict.remedy)
+
+
+def write_tables(page: Path, verdicts: Iterable[Verdict]) -> None:
+    """Replace what lies between the markers of a page."""
+    head, begin, rest = page.read_text().partition(MARKERS[0])
+    _, end, tail = rest.partition(MARKERS[1])
+    if not begin or not end:
+        raise ValueError(f"{page} has no lines {MARKERS[0]} and {MARKERS[1]}, between which the tables would lie: add them")
+    page.write_text(f"{head}{begin}\n\n{tables(verdicts)}\n{end}{tail}")
 
 
 def _grouped(verdicts: list[Verdict], by: str) -> list[tuple[str, list[Verdict]]]:
@@ -130,20 +429,27 @@ def _wrapped(names: list[str]) -> list[str]:
     return lines
 
 
-def _folder(kind: str) -> str:
-    return CONFIG_MAPPING[kind].__module__.split(".")[2]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", help="model types, separated by commas; all by default")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=120, help="seconds for a model type")
     parser.add_argument("--output_file", type=Path, help="a file for the page, which is printed, too")
+    parser.add_argument("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
+    parser.add_argument("--verdicts_file", type=Path, default=HERE.parent / "build" / "reach.jsonl", help="verdicts so far")
+    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="use the verdicts so far")
     args = parser.parse_args()
-    page = report(judged(args.types.split(",") if args.types else model_types(), args.processes))
+    args.verdicts_file.parent.mkdir(parents=True, exist_ok=True)
+    if not args.resume:
+        args.verdicts_file.unlink(missing_ok=True)
+    kinds = args.types.split(",") if args.types else model_types()
+    verdicts = judged(kinds, args.processes, Kept(args.verdicts_file), args.limit)
+    page = report(verdicts)
     print(page, end="")
     if args.output_file:
         args.output_file.write_text(page)
+    if args.docs_file:
+        write_tables(args.docs_file, verdicts)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """What is claimed of hosts: the script that checks it, its kept output, and the page that quotes it."""
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
 import reach
 from conftest import ROOT
-from hosts import checks
+from hosts import checks, inputs, tiny
 
-KEPT = ROOT / "scripts" / "results" / "reach.txt"
+KEPT, PAGE = ROOT / "scripts" / "results" / "reach.txt", ROOT / "docs" / "hosts.md"
 TAKEN = {
     "bert": "learned",
     "mpnet": "learned+t5",
@@ -24,8 +26,6 @@ TAKEN = {
 """An encoder of each kind of source, and decoders: experts, latent attention, several rotary modules, shared keys, streams."""
 REFUSED = {
     "lfm2": "convolutions, which see the order of their inputs",
-    "llava": "made of several models",
-    "vit": "other sources of position",
     "kyutai_speech_to_text": "no table of token embeddings",
 }
 
@@ -41,27 +41,92 @@ def test_taken(kind):
 def test_refused(kind):
     verdict = reach.judge(kind)
     assert verdict.reason == REFUSED[kind], verdict
+    assert reach.remedy_for(verdict)
 
 
 def test_a_failed_check_is_seen(monkeypatch):
     """Positions that stay in beside the new encoding fail the check, and so does an encoding that does nothing."""
     monkeypatch.setattr(checks.hf_posenc, "patch", lambda model, encoding: model)
     verdict = reach.judge("bert")
-    assert verdict.checks["order gone"] == checks.FAILED and not verdict.verified
+    assert verdict.checks["order gone"] == checks.FAILED and verdict.failed and not verdict.verified
+
+
+def test_a_stock_model_without_order_proves_nothing(monkeypatch):
+    model = tiny.build("bert")
+    model.embeddings.position_embeddings.weight.data.zero_()
+    results = checks.checked("bert", model)
+    assert results["order gone"] == checks.NO_ORDER
+    assert not reach.Verdict("bert", "bert", source="learned", encodings=("rope",), checks=results).verified
+
+
+def test_a_skipped_check_does_not_count():
+    results = dict.fromkeys(checks.CHECKS, checks.PASSED) | {"cache": "skipped (the stock model differs by chunks)"}
+    assert not reach.Verdict("bert", "bert", source="learned", encodings=("rope",), checks=results).verified
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "where"),
+    [
+        ("vit", "", [("output", "embeddings.patch_embeddings.projection", 16)]),
+        ("wav2vec2", "", [("output", "feature_extractor.conv_layers.6.conv", 12)]),
+        ("whisper", "", [("output", "encoder.conv2", 24), ("argument", "decoder_input_ids", 11)]),
+        ("t5", "", [("argument", "input_ids", 11), ("argument", "decoder_input_ids", 11)]),
+        ("clip", "text_model", [("argument", "input_ids", 11)]),
+        ("clip", "vision_model", [("output", "vision_model.embeddings.patch_embedding", 16)]),
+    ],
+)
+def test_contents_change_places_where_they_enter(kind, part, where):
+    """Behind a front end that sees order by itself, and before the stock model's positions, which show in its outputs."""
+    host = checks.Host(kind, tiny.build(kind), part)
+    assert [(each.where, each.name, each.count) for each in (probe.entrance for probe in host.probes)] == where
+    assert all(host.order(stock, probe)[0] > checks.OTHER for probe in host.probes for stock in host.judging(probe))
+
+
+def test_a_hanging_type_does_not_stop_a_run(tmp_path, monkeypatch):
+    """Its process is killed, and its verdict kept with the others."""
+    monkeypatch.setattr(reach, "_serve", _hang)
+    kept = reach.Kept(tmp_path / "verdicts.jsonl")
+    verdicts = reach.judged(["bert", "gpt2"], 1, kept, limit=0.5)
+    assert [verdict.crash for verdict in verdicts] == ["not done within 0 seconds"] * 2
+    assert {*reach.Kept(kept.path).verdicts} == {"bert", "gpt2"}
+
+
+def _hang(connection):
+    time.sleep(60)
+
+
+def test_verdicts_of_other_code_are_not_kept(tmp_path, monkeypatch):
+    kept = reach.Kept(tmp_path / "verdicts.jsonl")
+    kept.add(reach.Verdict("bert", "bert", source="learned", encodings=("rope",), checks={"cache": "-"}))
+    assert reach.Kept(kept.path).verdicts == kept.verdicts
+    monkeypatch.setattr(reach, "state_of_the_code", lambda: "other")
+    assert not reach.Kept(kept.path).verdicts
 
 
 def test_the_pages_quote_the_result():
     headline, *lines = KEPT.read_text().splitlines()
-    assert all(headline in page.read_text() for page in (ROOT / "README.md", ROOT / "docs" / "hosts.md"))
+    assert all(headline in page.read_text() for page in (ROOT / "README.md", PAGE))
     assert not any("FAILED" in line or "crashed" in line for line in lines)
+
+
+def test_inputs_of_recipes_are_arguments():
+    """A recipe for a type that doesn't exist, or an input that no forward takes, would be passed over in silence."""
+    assert {*tiny.RECIPES} <= {*reach.CONFIG_MAPPING}
+    for kind, recipe in tiny.RECIPES.items():
+        assert {*recipe} <= {"config", "inputs", "class", "architectures", "needs"}, kind
+    assert inputs.reading("bros", tiny.build("bros")).specs["bbox"].shape == ("B", "L", 8)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_kept_result_is_what_runs_now(tmp_path):
-    page = tmp_path / "reach.txt"
-    command = [sys.executable, ROOT / "scripts" / "reach.py", "--output_file", page]
+    page, docs = tmp_path / "reach.txt", tmp_path / "hosts.md"
+    shutil.copy(PAGE, docs)
+    command = [sys.executable, ROOT / "scripts" / "reach.py", "--output_file", page, "--docs_file", docs]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [*command, "--verdicts_file", tmp_path / "verdicts.jsonl"], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert page.read_text() == KEPT.read_text()
+    assert docs.read_text() == PAGE.read_text()

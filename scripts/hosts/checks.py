@@ -1,189 +1,371 @@
-"""Checks of a host that can be patched, by running it: each passes, fails, or doesn't apply.
+"""Checks of a host that can be patched, by running it: each passes, fails, is skipped, or doesn't apply.
 
-Shapes: B batch, L tokens, D hidden_size.
+Shapes: B batch, L tokens, N positions of any kind, D hidden_size.
 """
 
+import functools
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 import hf_posenc
-from hosts.tiny import LENGTH, build, tokens
+from hosts import tiny
+from hosts.inputs import TOKENS, Entrance, Reading, Run, entrance, reading
+from hosts.tiny import LENGTH
 
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
 """One for each way to act: vectors, a rotation, a bias by distance, a bias by content."""
-PASSED, FAILED, NOT_APPLICABLE = "passed", "FAILED", "-"
+PASSED, FAILED, NOT_APPLICABLE, SKIPPED, NO_ORDER = "passed", "FAILED", "-", "skipped", "shows no order"
 SAME, OTHER = 2e-5, 1e-4
 """Part of the largest output up to which two outputs are the same, and above which they are not."""
+WINDOW = 4
+"""Of sliding windows, where a cache drops keys."""
 
 
-def checked(kind: str, stock: PreTrainedModel) -> dict[str, str]:
-    """Check -> how it went, for a stock model that `patch` takes."""
-    host = Host(kind, stock)
-    return {name: _outcome(check, host) for name, check in CHECKS.items()}
+class Skipped(Exception):
+    """Raised by a check that can't be run; says why."""
+
+
+class ShowsNoOrder(Exception):
+    """Raised where the stock model's outputs don't depend on order, so that nothing is proved."""
+
+
+def checked(kind: str, stock: PreTrainedModel, path: str = "") -> dict[str, str]:
+    """Check -> how it went, for a stock model that `patch` takes at `path`."""
+    try:
+        host = Host(kind, stock, path)
+    except Skipped as why:
+        return dict.fromkeys(CHECKS, f"{SKIPPED} ({why})")
+    results: dict[str, str] = {}
+    for name, check in CHECKS.items():
+        results[name] = _outcome(check, host)
+        if results[name] == NO_ORDER:
+            break
+    return {name: results.get(name, SKIPPED) for name in CHECKS}
 
 
 def _outcome(check: Callable[["Host"], Iterator[bool]], host: "Host") -> str:
     try:
         with torch.no_grad():
             results = list(check(host))
+    except ShowsNoOrder:
+        return NO_ORDER
+    except Skipped as why:
+        return f"{SKIPPED} ({why})"
     except Exception as error:  # shown in the table, as a check that failed
         return f"{FAILED} ({type(error).__name__})"
     return NOT_APPLICABLE if not results else PASSED if all(results) else FAILED
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Contents that have an order, and the outputs by which it is judged.
+
+    part: "encoder" or "decoder" of an encoder-decoder, else "".
+    """
+
+    part: str
+    entrance: Entrance
+
+    def read(self, run: Run) -> Tensor:
+        """`[B, N, D]`."""
+        vectors = run.encoded if self.part == "encoder" else run.vectors
+        assert vectors is not None
+        return vectors
+
+
 class Host:
     """A stock model, and what the checks need to know of it.
 
-    single: the models by which order is judged. An encoder is judged itself. A decoder's layers above the first know order
-        from which tokens each one sees, so it is judged by one model of each of its kinds of layer; or, where its layers
-        can't be had singly, by itself with a mask that shows every token to each.
+    path: of the part that is patched, "" for the model itself.
+    probes: those of its contents.
+    single: the models by which the order of a decoder is judged: its layers above the first know order from which tokens each
+        one sees, so it is judged by one model of each of its kinds of layer; or, where its layers can't be had singly, by
+        itself with a mask that shows every token to each.
     """
 
-    def __init__(self, kind: str, stock: PreTrainedModel) -> None:
-        self.stock = stock
+    def __init__(self, kind: str, stock: PreTrainedModel, path: str) -> None:
+        self.kind, self.stock, self.path = kind, stock, path
         self.arguments = set(inspect.signature(type(stock).forward).parameters)
-        ids = tokens(1)
-        other = ids.clone()
-        other[:, -1] = 3 + (ids[:, -1] - 2) % 58
-        with torch.no_grad():
-            self.is_decoder = _apart(outputs(stock, other)[:, :-1], outputs(stock, ids)[:, :-1]) < SAME
-        self.single = list(_single_layers(kind)) if self.is_decoder else [stock]
-        self.sees_all = not self.single
-        self.single = self.single or [stock]
+        read = reading(kind, stock, path)
+        if read is None:
+            raise Skipped("its inputs are unknown")
+        self.reading: Reading = read
+        self.probes = list(self._probes())
+        self.causal = {probe for probe in self.probes if self._is_causal(probe)}
+        self.single = list(self._single_layers()) if self.causal else []
+
+    @functools.cached_property
+    def taken(self) -> list[str]:
+        """The encodings that can be put into it."""
+        return [encoding for encoding in ENCODINGS if self.patched(encoding) is not None]
+
+    def run(self, model: PreTrainedModel, inputs: Any) -> Run:
+        return Run(model, self.path, inputs)
+
+    def _probes(self) -> Iterator[Probe]:
+        first = self.run(self.stock, self.reading(0))
+        found = entrance(self.stock, self.path, self.reading)
+        if found is None:
+            raise Skipped("the place where its contents enter is unknown")
+        yield Probe("" if first.encoded is None else "encoder", found)
+        if first.encoded is not None:
+            if "decoder_input_ids" not in self.reading.specs:
+                raise Skipped("its decoder reads no token ids")
+            yield Probe("decoder", Entrance("argument", "decoder_input_ids", (1,)))
+
+    def _is_causal(self, probe: Probe) -> bool:
+        """Whether an output knows nothing of what comes later."""
+        inputs, count = self.reading(1), probe.entrance.count
+        index = torch.arange(count)
+        index[-1] = 0
+        before = probe.read(self.run(self.stock, inputs))
+        if before.shape[1] != count:
+            return False
+        with probe.entrance.taking(self.stock, inputs, index) as other:
+            after = probe.read(self.run(self.stock, other))
+        return _apart(after[:, :-1], before[:, :-1]) < SAME
+
+    def _single_layers(self) -> Iterator[PreTrainedModel]:
+        for layer in range(8):
+            model = tiny.build(self.kind, only=layer)
+            if model is None or not _has_one_layer(model.get_submodule(self.path)):
+                return
+            yield model
 
     def patched(self, encoding: str, stock: PreTrainedModel | None = None) -> PreTrainedModel | None:
         """A patched model with random parameters of the encoding, or None where this encoding is refused."""
         try:
-            model = hf_posenc.patch(stock or self.stock, encoding)
+            model = patch(stock or self.stock, encoding, self.path)
         except hf_posenc.HostRefused:
             return None
         generator = torch.Generator().manual_seed(2)
         for name, parameter in model.named_parameters():
             if "posenc." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+                with torch.no_grad():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator))
         return model
 
-    def order(self, model: PreTrainedModel) -> float:
-        """By what part of the largest output an output changes when the other tokens change places."""
-        ids, order = tokens(3), torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(4))
-        order = torch.cat([order, torch.tensor([LENGTH - 1])])
-        inputs = {"attention_mask": torch.zeros(1, 1, LENGTH, LENGTH)} if self.sees_all else {}
-        before, after = outputs(model, ids, **inputs)[:, order], outputs(model, ids[:, order], **inputs)
-        rows = slice(-1, None) if self.is_decoder and not self.sees_all else slice(None)
-        return _apart(after[:, rows], before[:, rows])
+    def with_encodings(self) -> Iterator[PreTrainedModel]:
+        """The model with each encoding that it takes."""
+        for encoding in self.taken:
+            patched = self.patched(encoding)
+            assert patched is not None
+            yield patched
+
+    def judging(self, probe: Probe) -> list[PreTrainedModel]:
+        """The models by which the order of these contents is judged."""
+        return self.single if probe in self.causal and self.single else [self.stock]
+
+    def order(self, model: PreTrainedModel, probe: Probe) -> tuple[float, float]:
+        """By what part of the largest output an output changes when the other contents change places: those of the contents'
+        own part, and a decoder's when its encoder's contents do."""
+        inputs, count = self.reading(3), probe.entrance.count
+        index = torch.randperm(count - 1, generator=torch.Generator().manual_seed(4))
+        index = torch.cat([index, torch.tensor([count - 1])])
+        sees_all = probe in self.causal and not self.single
+        if sees_all:
+            name = "decoder_attention_mask" if probe.part == "decoder" else "attention_mask"
+            inputs[name] = torch.zeros(1, 1, count, count)
+        first = self.run(model, inputs)
+        with probe.entrance.taking(model, inputs, index) as other:
+            second = self.run(model, other)
+        before, after = probe.read(first), probe.read(second)
+        beyond = 0.0 if probe.part != "encoder" else _apart(second.vectors, first.vectors)
+        if before.shape[1] != count:
+            return _apart_as_sets(after, before), beyond
+        rows = slice(-1, None) if probe in self.causal and not sees_all else slice(None)
+        return _apart(after[:, rows], before[:, index][:, rows]), beyond
+
+    @functools.cached_property
+    def tokens(self) -> list[Probe]:
+        """The probes whose contents are token ids."""
+        return [probe for probe in self.probes if probe.entrance.name in TOKENS]
 
 
-def _single_layers(kind: str) -> Iterator[PreTrainedModel]:
-    layer = 0
-    while (model := build(kind, only=layer)) is not None and getattr(model.config, "num_hidden_layers", 0) == 1:
-        yield model
-        layer += 1
+def patch(model: PreTrainedModel, encoding: str, path: str) -> PreTrainedModel:
+    where: dict[str, Any] = {"submodel": path} if path else {}
+    return hf_posenc.patch(model, encoding, **where)
 
 
-def outputs(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
-    """`[B, L] -> [B, L, D]`."""
-    return model(input_ids=ids, **inputs)[0]
+def _has_one_layer(part: Any) -> bool:
+    config = part.config.get_text_config()
+    return next((count for name in tiny.LAYERS if isinstance(count := getattr(config, name, None), int)), 0) == 1
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
+def _apart(a: Any, b: Any) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
+def _apart_as_sets(a: Tensor, b: Tensor) -> float:
+    """How far a vector of a is from the nearest of b."""
+    return float((torch.cdist(a, b, p=torch.inf).amin(dim=-1)).max() / b.abs().max())
+
+
 def order_is_gone(host: Host) -> Iterator[bool]:
-    """Without positions a token's output doesn't depend on the order of the others. The stock model's must."""
-    for stock in host.single:
-        patched = host.patched("none", stock)
-        yield patched is not None and host.order(patched) < SAME
-    yield any(host.order(stock) > OTHER for stock in host.single)
+    """Without positions no output depends on the order of the contents. The stock model's must.
+
+    A kind of layer that can't be patched by itself, as it has no attention, is passed over.
+    """
+    for probe in host.probes:
+        if not any(host.order(stock, probe)[0] > OTHER for stock in host.judging(probe)):
+            raise ShowsNoOrder
+        singles = [host.patched("none", stock) for stock in host.judging(probe)]
+        yield any(patched is not None for patched in singles)
+        for patched in singles:
+            if patched is not None:
+                yield max(host.order(patched, probe)) < SAME
 
 
 def order_is_back(host: Host) -> Iterator[bool]:
     """An encoding of each kind makes order visible."""
-    for encoding in ENCODINGS:
-        for stock in host.single:
-            if (patched := host.patched(encoding, stock)) is not None:
-                yield host.order(patched) > OTHER
+    for encoding in host.taken:
+        for probe in host.probes:
+            for stock in host.judging(probe):
+                if (patched := host.patched(encoding, stock)) is not None:
+                    yield host.order(patched, probe)[0] > OTHER
 
 
 def unpatch_is_equal(host: Host) -> Iterator[bool]:
     """`unpatch` gives the stock model's outputs, to the last bit."""
-    ids = tokens(5)
-    expected = outputs(host.stock, ids)
-    for encoding in ("none", *ENCODINGS):
+    inputs = host.reading(5)
+    expected = host.run(host.stock, inputs).tensors
+    for encoding in ("none", *host.taken):
         if (patched := host.patched(encoding)) is not None:
-            yield torch.equal(outputs(hf_posenc.unpatch(patched), ids), expected)
-    yield torch.equal(outputs(host.stock, ids), expected)
+            yield _equal(host.run(hf_posenc.unpatch(patched), inputs).tensors, expected)
+    yield _equal(host.run(host.stock, inputs).tensors, expected)
 
 
 def saves_and_loads(host: Host) -> Iterator[bool]:
     """A patched model that was saved and loaded gives the same outputs, to the last bit."""
-    ids = tokens(6)
-    for encoding in ENCODINGS:
-        if (patched := host.patched(encoding)) is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                patched.save_pretrained(folder)
-                loaded = AutoModel.from_pretrained(folder, attn_implementation=patched.config._attn_implementation)
-                yield type(loaded) is type(patched) and torch.equal(outputs(loaded, ids), outputs(patched, ids))
+    inputs = host.reading(6)
+    for patched in host.with_encodings():
+        with tempfile.TemporaryDirectory() as folder:
+            patched.save_pretrained(folder)
+            loaded = tiny.loader(patched).from_pretrained(folder, attn_implementation=patched.config._attn_implementation)
+        yield type(loaded) is type(patched)
+        yield _equal(host.run(loaded.eval(), inputs).tensors, host.run(patched, inputs).tensors)
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(*pair) for pair in zip(a, b, strict=True))
 
 
 def eager_is_sdpa(host: Host) -> Iterator[bool]:
     """Both attention implementations give the same, with padding, in hosts that have both."""
-    if not host.stock._supports_sdpa:
+    if not (host.stock._supports_sdpa and host.stock.get_submodule(host.path)._supports_sdpa):
         return
-    ids, inputs = _padded(tokens(7, rows=2), left=False, by=(0, 3))
-    real = inputs["attention_mask"].bool()
-    inputs = inputs if "attention_mask" in host.arguments else {}
-    for encoding in ENCODINGS:
-        if (patched := host.patched(encoding)) is not None:
-            answers = []
-            for implementation in ("eager", "sdpa"):
-                patched.set_attn_implementation(implementation)
-                answers.append(outputs(patched, ids, **inputs)[real])
-            yield _apart(*answers) < SAME
+    inputs, real = host.reading(7, 2 if host.tokens else 1), None
+    if len(host.tokens) == 1 and not host.tokens[0].part and "attention_mask" in host.arguments:
+        real = torch.ones(2, LENGTH, dtype=torch.long)
+        real[1, LENGTH - 3 :] = 0
+        inputs["attention_mask"], real = real, real.bool()
+
+    def apart(model: PreTrainedModel) -> float:
+        answers = []
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            vectors = host.run(model, inputs).vectors
+            assert vectors is not None
+            answers.append(vectors if real is None else vectors[real])
+        return _apart(*answers)
+
+    implementation = host.stock.config._attn_implementation
+    try:
+        stock = _of_stock(lambda: apart(host.stock) < SAME)
+    finally:
+        host.stock.set_attn_implementation(implementation)
+    if stock:
+        for patched in host.with_encodings():
+            yield apart(patched) < SAME
+
+
+def _of_stock(check: Callable[[], bool]) -> bool:
+    """What a check says of the stock model. Raises Skipped where that can't be run."""
+    try:
+        return check()
+    except Exception as error:
+        raise Skipped(f"the stock model: {type(error).__name__}") from error
 
 
 def padding_is_ignored(host: Host) -> Iterator[bool]:
     """Tokens beside padding, right or left, give what they give alone."""
-    if "attention_mask" not in host.arguments:
-        return
-    ids = tokens(8)
-    for encoding in ENCODINGS:
-        if (patched := host.patched(encoding)) is not None:
-            alone = outputs(patched, ids)
+    for probe in host.tokens:
+        mask = "decoder_attention_mask" if probe.part == "decoder" else "attention_mask"
+        if mask not in host.arguments:
+            continue
+        for patched in host.with_encodings():
             for left in (False, True):
-                padded, inputs = _padded(ids, left, by=(4,))
-                yield _apart(outputs(patched, padded, **inputs)[inputs["attention_mask"].bool()], alone[0]) < SAME
+                yield _apart_beside_padding(host, patched, probe, mask, left) < SAME
 
 
-def _padded(ids: Tensor, left: bool, by: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rows padded by so many tokens each; the padding takes the place of the row's own tokens if it is one of several."""
-    if len(by) == 1:
-        padding = torch.full((1, by[0]), 3)
-        mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)] if left else [torch.ones_like(ids), padding * 0], 1)
-        return torch.cat([padding, ids] if left else [ids, padding], 1), {"attention_mask": mask}
-    mask = torch.ones_like(ids)
-    for row, width in enumerate(by):
-        mask[row, LENGTH - width :] = 0
-    return ids, {"attention_mask": mask}
+def _apart_beside_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str, left: bool) -> float:
+    inputs = host.reading(8)
+    alone = host.run(model, inputs)
+    padded = dict(inputs)
+    for name, tensor in inputs.items():
+        if name == probe.entrance.name or (not probe.part and tensor.ndim > 1 and tensor.shape[1] == LENGTH):
+            padding = tensor[:, :4].clone() * 0 + 3 if name in TOKENS else tensor[:, :4]
+            padded[name] = torch.cat([padding, tensor] if left else [tensor, padding], 1)
+    shown = torch.cat([torch.zeros(1, 4), torch.ones(1, LENGTH)] if left else [torch.ones(1, LENGTH), torch.zeros(1, 4)], 1)
+    padded[mask] = shown.long()
+    beside = host.run(model, padded)
+    apart = _apart(probe.read(beside)[:, shown[0].bool()], probe.read(alone))
+    return max(apart, _apart(beside.vectors, alone.vectors)) if probe.part == "encoder" else apart
 
 
 def cache_is_exact(host: Host) -> Iterator[bool]:
-    """A decoder that reads its input in chunks gives what it gives at once."""
-    if not host.is_decoder or "past_key_values" not in host.arguments:
+    """A decoder that reads its input in chunks gives what it gives at once, with each cache with which the stock model does."""
+    probe = next((probe for probe in host.tokens if probe in host.causal), None)
+    if probe is None or "past_key_values" not in host.arguments:
         return
-    ids = tokens(9)
-    for encoding in ENCODINGS:
-        if (patched := host.patched(encoding)) is not None:
-            expected = outputs(patched, ids, use_cache=False)
-            cache = DynamicCache(config=patched.config)
-            chunks = [outputs(patched, chunk, past_key_values=cache, use_cache=True) for chunk in ids.split((5, 1, 3, 2), 1)]
-            yield cache.get_seq_length() == LENGTH and _apart(torch.cat(chunks, 1), expected) < SAME
+    models = [host.stock]
+    sliding = tiny.build(host.kind, sliding_window=WINDOW, attention_chunk_size=WINDOW)
+    if sliding is not None and any(_cache(sliding, "dynamic", probe, LENGTH).is_sliding):
+        models.append(sliding)
+    ran = False
+    for stock in models:
+        for kind in ("dynamic", "static"):
+            try:
+                if _apart_by_chunks(host, stock, probe, kind) > SAME:
+                    continue
+            except Exception:  # a cache that the stock model doesn't support
+                continue
+            ran = True
+            for encoding in host.taken:
+                if (patched := host.patched(encoding, stock)) is not None:
+                    yield _apart_by_chunks(host, patched, probe, kind) < SAME
+    if not ran:
+        raise Skipped("the stock model differs by chunks")
+
+
+def _cache(model: PreTrainedModel, kind: str, probe: Probe, source_length: int) -> Any:
+    config = model.config.get_text_config(decoder=True)
+    caches: list[Any]
+    if kind == "dynamic":
+        caches = [DynamicCache(config=config) for _ in range(2)]
+    else:
+        caches = [StaticCache(config=config, max_cache_len=length) for length in (LENGTH + 3, source_length)]
+    return EncoderDecoderCache(*caches) if probe.part == "decoder" else caches[0]
+
+
+def _apart_by_chunks(host: Host, model: PreTrainedModel, probe: Probe, kind: str) -> float:
+    inputs = host.reading(9)
+    whole = host.run(model, inputs)
+    source = LENGTH if whole.encoded is None else whole.encoded.shape[1]
+    cache, name, chunks = _cache(model, kind, probe, source), probe.entrance.name, []
+    for chunk in inputs[name].split((5, 1, 3, 2), 1):
+        run = host.run(model, {**inputs, name: chunk, "past_key_values": cache, "use_cache": True})
+        chunks.append(probe.read(run))
+    if int(cache.get_seq_length()) != LENGTH:
+        return torch.inf
+    return _apart(torch.cat(chunks, 1), probe.read(whole))
 
 
 CHECKS = {
