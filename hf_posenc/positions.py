@@ -81,7 +81,7 @@ class ForwardPass:
         )
         changes: dict[str, Any] = {}
         if "position_ids" in self.names:
-            changes["position_ids"] = positions + self.offset
+            changes["position_ids"] = (positions + self.offset).expand(shape[0], -1)  # XLM asserts its shape
         if call["logits_to_keep"] is not None:
             # Gemma 4 would drop all other queries in its last layers. Its head takes what it needs of all outputs.
             changes["logits_to_keep"] = 0

@@ -40,6 +40,12 @@ Layers = str | tuple[int, ...]
 """Indices of layers: a slice as text ("3::4"), or the numbers themselves."""
 
 
+def length_of(config: Any) -> Any:
+    """What a config's length field says. None for configs without one, or that answer -1 for no limit (XLNet)."""
+    value = getattr(config, LENGTH_FIELD, None)
+    return None if value == -1 and isinstance(getattr(type(config), LENGTH_FIELD, None), property) else value
+
+
 @dataclass(frozen=True)
 class HostSpec:
     """Facts of the stock model that `unpatch` needs.

@@ -66,7 +66,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
         lengths = {found.usable_length for found in sized}
         # Stacks of several lengths have each its own.
         spec = replace(spec, max_length=lengths.pop() if len(lengths) == 1 else None)
-    rows = getattr(inner.config, LENGTH_FIELD, None)
+    rows = specs.length_of(inner.config)
     kept = keep_host or not any(found.kept_shapes(rows) for found in stacks)
     host = HostSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(stacks))
     config = copy.deepcopy(model.config)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import Cache
 
 from hf_posenc import attention
 from hf_posenc.calls import Call, argument_names
@@ -201,7 +202,8 @@ def forward(
     given = Call(argument_names(module), args, kwargs) if row.alone else {}
     if beside := [name for name in row.alone if given[name] is not None]:
         raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
-    product = Product(row, module, attention.context_for(module, position_context), keys_are_rotated)
+    has_cache = any(isinstance(value, (Cache, attention.KeyRotatingCache)) for value in (*args, *kwargs.values()))
+    product = Product(row, module, attention.context_for(module, position_context), keys_are_rotated, has_cache)
     with product:
         output = type(module).forward(module, *args, **kwargs)
     if not product.met:
@@ -217,12 +219,12 @@ BESIDE = (
 class Product(TorchFunctionMode):
     """Puts the encoding into the first product of queries and keys that is made under it.
 
-    keys_are_rotated: whether the keys were rotated as they entered a cache.
+    keys_are_rotated: whether the keys were rotated as they entered a cache. has_cache: whether keys may come from one.
     """
 
-    def __init__(self, row: WrittenOut, module: Any, context: PositionContext, keys_are_rotated: bool) -> None:
+    def __init__(self, row: WrittenOut, module: Any, context: PositionContext, keys_are_rotated: bool, has_cache: bool) -> None:
         super().__init__()
-        self.module, self.context, self.keys_are_rotated = module, context, keys_are_rotated
+        self.module, self.context, self.keys_are_rotated, self.has_cache = module, context, keys_are_rotated, has_cache
         self.scaling, self.met = partial(row.scaling, module), False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -295,8 +297,8 @@ class Product(TorchFunctionMode):
             heads = self.context.encoding.geometry.num_attention_heads
             query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
         context = self.context.placed(query.shape[2], query.device).for_attention(after * within, self._layer)
-        past = context.past if isinstance(context.past, int) and not context.first_keys else None
-        if query.shape[2] != context.positions.shape[1] or (past is not None and key.shape[2] != past + query.shape[2]):
+        lengths = {query.shape[2], context.positions.shape[1]} | (set() if self.has_cache else {key.shape[2]})
+        if len(lengths) > 1:
             raise ValueError(
                 f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
                 f"positions of {context.positions.shape[1]} new tokens and {context.past} cached ones; it got {BESIDE}"

@@ -1,14 +1,19 @@
 """Hosts that compute their attention beside Transformers' interface."""
 
 import copy
+import functools
+import math
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import CONFIG_MAPPING, AutoModel, DynamicCache, StaticCache
+from transformers.models.bloom import modeling_bloom
+from transformers.models.mpt import modeling_mpt
 
 import hf_posenc
-from conftest import HOSTS, WRITTEN_OUT, as_itself, assert_apart, assert_close, first, stock, tokens
-from oracles import every_mask, gradients, ids_of, padding_of
+from conftest import HOSTS, WRITTEN_OUT, as_itself, assert_apart, assert_close, assert_equal, first, randomize_encoding, stock, tokens
+from hosts import tiny
+from oracles import every_mask, gradients, ids_of, in_pieces, padding_of, sinusoids
 
 every_host = pytest.mark.parametrize("host", WRITTEN_OUT)
 
@@ -71,7 +76,230 @@ def test_mpnets_own_biases_are_gone_and_kept(encoding, tmp_path):
     assert torch.equal(first(gone(tokens())), first(hf_posenc.patch(model, encoding)(tokens())))
 
 
-def test_a_written_out_attention_is_an_encoders():
-    for host in ("megatron-bert", "rembert"):
-        with pytest.raises(ValueError, match="served as an encoder only: load it with is_decoder=False"):
-            hf_posenc.patch(stock(host, is_decoder=True), "alibi")
+def zeroed(*paths):
+    """Makes parameters and buffers zero."""
+
+    def change(model, patch):
+        for path in paths:
+            owner, _, name = path.rpartition(".")
+            getattr(model.get_submodule(owner), name).zero_()
+
+    return change
+
+
+def turned_by_nothing(path):
+    """Makes the sines of a table 0 and its cosines 1; of each layer's, where the path has a {}."""
+
+    def change(model, patch):
+        for layer in range(2 if "{}" in path else 1):
+            owner, _, name = path.format(layer).rpartition(".")
+            sines, cosines = getattr(model.get_submodule(owner), name).chunk(2, dim=-1)
+            sines.zero_()
+            cosines.fill_(1.0)
+
+    return change
+
+
+def without_rotary(model, patch):
+    patch.setattr(model.rotary_emb, "inv_freq", torch.zeros_like(model.rotary_emb.inv_freq))
+
+
+def without_blooms(model, patch):
+    patch.setattr(modeling_bloom, "_get_alibi_slopes", lambda heads, device: torch.zeros(heads))
+
+
+def without_mpts(model, patch):
+    patch.setattr(modeling_mpt, "build_mpt_alibi_tensor", lambda heads, length, *_: torch.zeros(heads, 1, length))
+
+
+def without_xlnets(model, patch):
+    patch.setattr(model, "relative_positional_encoding", lambda queries, keys, bsz, device: torch.zeros(queries + keys, bsz, 32))
+
+
+def without_terms(model, patch):
+    """DeBERTa's: a projection's bias would still meet the keys."""
+    paths = [path for path, _ in model.named_parameters() if any(f".{name}" in path for name in ("rel_embeddings", "pos_"))]
+    zeroed(*paths, *(path for path, _ in model.named_parameters() if path.startswith("encoder.LayerNorm")))(model, patch)
+
+
+BERT_TABLE = zeroed("embeddings.position_embeddings.weight")
+NONE = {
+    "big_bird": BERT_TABLE,
+    "bloom": without_blooms,
+    "codegen": turned_by_nothing("h.{}.attn.embed_positions"),
+    "ctrl": zeroed("pos_encoding"),
+    "deberta": without_terms,
+    "deberta-v2": without_terms,
+    "falcon": without_rotary,
+    "flaubert": zeroed("position_embeddings.weight"),
+    "gpt_neo": zeroed("wpe.weight"),
+    "gpt_neox_japanese": without_rotary,
+    "gptj": turned_by_nothing("h.{}.attn.embed_positions"),
+    "ibert": BERT_TABLE,
+    "imagegpt": zeroed("wpe.weight"),
+    "layoutlmv3": zeroed("embeddings.position_embeddings.weight", "encoder.rel_pos_bias.weight"),
+    "lilt": zeroed("embeddings.position_embeddings.weight", "layout_embeddings.box_position_embeddings.weight"),
+    "longformer": BERT_TABLE,
+    "luke": BERT_TABLE,
+    "megatron-bert": BERT_TABLE,
+    "mpnet": zeroed("embeddings.position_embeddings.weight", "encoder.relative_attention_bias.weight"),
+    "mpt": without_mpts,
+    "openai-gpt": zeroed("positions_embed.weight"),
+    "rembert": BERT_TABLE,
+    "roformer": turned_by_nothing("encoder.embed_positions.weight"),
+    "squeezebert": BERT_TABLE,
+    "tapas": BERT_TABLE,
+    "visual_bert": BERT_TABLE,
+    "xlm": zeroed("position_embeddings.weight"),
+    "xlnet": without_xlnets,
+}
+"""Model type -> how to take a stock model's positions out of it by hand."""
+TERMS = {"deberta-v2": dict(share_att_key=False, position_buckets=-1)}
+CAUSAL = ["bloom", "codegen", "ctrl", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "imagegpt", "mpt", "openai-gpt"]
+CACHED = [kind for kind in CAUSAL if kind != "openai-gpt"]
+CLOSED = ["longformer"]
+OPEN = [kind for kind in NONE if kind not in CLOSED]
+
+
+@functools.cache
+def built(kind, **changes):
+    config = tiny.config_of(CONFIG_MAPPING[kind])
+    model = AutoModel.from_config(type(config).from_dict(config.to_dict() | TERMS.get(kind, {}) | changes))
+    tiny.randomized(model.eval())
+    if kind == "roformer":  # a parameter that is never trained
+        model.encoder.embed_positions.weight.data = model.encoder.embed_positions.create_weight()
+    return model
+
+
+@pytest.mark.parametrize("kind", NONE)
+@torch.no_grad()
+def test_without_positions_a_host_is_the_stock_one_with_its_positions_zeroed(kind, monkeypatch):
+    model = built(kind)
+    new = hf_posenc.patch(model, "none")
+    ours = first(new(tokens()))
+    assert_apart(ours, first(model(tokens())))
+    other = copy.deepcopy(model)
+    NONE[kind](other, monkeypatch)
+    assert_close(ours, first(other(tokens())))
+    assert_close(first(new(tokens())), ours)
+
+
+ROPE = dict(type="rope", layout="interleaved")
+OWN = {
+    "big_bird": ({"type": "learned", "init": "host"}, {}),
+    "bloom": ({"type": "alibi"}, {}),
+    "codegen": (ROPE, dict(rotary_dim=8)),
+    "ctrl": ({"type": "sinusoidal", "layout": "concatenated"}, {}),
+    "falcon": (dict(type="rope", layout="half"), {}),
+    "flaubert": ({"type": "learned", "init": "host"}, {}),
+    "gpt_neo": ({"type": "learned", "init": "host"}, {}),
+    "gpt_neox_japanese": (dict(type="rope", layout="half"), dict(rotary_pct=1.0)),
+    "gptj": (ROPE, dict(rotary_dim=8)),
+    "ibert": ({"type": "learned", "init": "host"}, {}),
+    "imagegpt": ({"type": "learned", "init": "host"}, {}),
+    "longformer": ({"type": "learned", "init": "host"}, {}),
+    "luke": ({"type": "learned", "init": "host"}, {}),
+    "mpt": ({"type": "alibi"}, {}),
+    "openai-gpt": ({"type": "learned", "init": "host"}, {}),
+    "roformer": (ROPE, {}),
+    "squeezebert": ({"type": "learned", "init": "host"}, {}),
+    "tapas": ({"type": "learned", "init": "host"}, dict(reset_position_index_per_cell=False)),
+    "visual_bert": ({"type": "learned", "init": "host"}, {}),
+    "xlm": ({"type": "learned", "init": "host"}, {}),
+}
+"""Model type -> the encoding that its own positions amount to, and changes of its config for which they do."""
+
+
+@pytest.mark.parametrize("kind", OWN)
+@torch.no_grad()
+def test_the_hosts_own_positions_as_an_encoding_of_ours(kind):
+    encoding, changes = OWN[kind]
+    model = built(kind, **changes)
+    new = hf_posenc.patch(model, encoding)
+    assert_close(first(new(tokens())), first(model(tokens())), rtol=1e-3)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, 8:] = 0
+    ours, theirs = (first(each(tokens(), attention_mask=mask)) for each in (new, model))
+    assert_close(ours[mask.bool()], theirs[mask.bool()], rtol=1e-3)
+
+
+class Spy(hf_posenc.PositionEncoding, type="spy"):
+    """Adds nothing; keeps what it is given."""
+
+    def score_bias(self, query, key, context):
+        seen = context.cached("seen", list)
+        seen.append((query, key, context.scaling))
+        Spy.seen = seen
+        return query.new_zeros(1, 1, 1, 1)
+
+
+PROBABILITIES = [kind for kind in OPEN if kind not in ("lilt", "squeezebert", "layoutlmv3")]
+"""Those that give out the softmax of their own scores alone: LiLT adds the boxes' to them, LayoutLMv3 those of distances."""
+
+
+@pytest.mark.parametrize("kind", PROBABILITIES)
+@torch.no_grad()
+def test_what_an_encoding_is_told_of_scores(kind):
+    """Queries, keys and their scaling are those of which the host makes its probabilities."""
+    model = built(kind)
+    model.set_attn_implementation("eager")
+    attentions = hf_posenc.patch(model, "spy")(tokens(), output_attentions=True).attentions
+    assert len(attentions) == len(Spy.seen)
+    for probabilities, (query, key, scaling) in zip(attentions, Spy.seen, strict=True):
+        scores = torch.einsum("bhqe,bhke->bhqk", query, key.expand(-1, query.shape[1], -1, -1)) * scaling
+        if kind in CAUSAL:
+            scores = scores.masked_fill(torch.ones(11, 11).triu(1).bool(), -math.inf)
+        assert_close(probabilities, scores.softmax(-1), rtol=1e-3)
+
+
+def slopes(distance):
+    """Of ALiBi with four heads."""
+    return torch.stack([-distance.abs() * 2.0 ** (-2 * head) for head in (1, 2, 3, 4)])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OPEN if kind != "squeezebert"])
+@torch.no_grad()
+def test_a_bias_is_added_to_scaled_scores(kind):
+    """In the first layer, whose inputs are the same without it."""
+    model = built(kind)
+    model.set_attn_implementation("eager")
+    before, after = (hf_posenc.patch(model, each)(tokens(), output_attentions=True).attentions[0] for each in ("none", "alibi"))
+    distance = torch.arange(11.0) - torch.arange(11.0)[:, None]
+    expected = (before.log() + slopes(distance)).log_softmax(-1).exp()
+    assert_close(after, expected, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_squeezeberts_scores():
+    """It gives out scores, not probabilities."""
+    model = built("squeezebert")
+    before, after = (hf_posenc.patch(model, each)(tokens(), output_attentions=True).attentions[0] for each in ("none", "alibi"))
+    assert_close(after - before, slopes(torch.arange(11.0) - torch.arange(11.0)[:, None]).expand(2, -1, -1, -1), rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", CACHED)
+@pytest.mark.parametrize("encoding", ["sinusoidal+rope+alibi+shaw"])
+@torch.no_grad()
+def test_cached_keys(kind, encoding):
+    model = randomize_encoding(hf_posenc.patch(built(kind), encoding))
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :3] = 0
+    expected = first(model(tokens(), attention_mask=mask, use_cache=False))[mask.bool()]
+    caches = [DynamicCache(config=model.config)]
+    if kind in ("bloom", "gptj", "falcon"):
+        caches.append(StaticCache(config=model.config, max_cache_len=14))
+    for cache in caches:
+        assert_close(in_pieces(model, tokens(), (4, 5, 9), mask, cache)[mask.bool()], expected)
+    assert_close(first(model(tokens()[:1, 3:], use_cache=False))[0], expected[:8])
+
+
+@pytest.mark.parametrize("kind", ["mpt", "gptj", "xlnet"])
+@torch.no_grad()
+def test_vectors_where_the_host_has_no_table(kind):
+    """They are added to what enters the first layer, whichever axis its tokens lie on."""
+    model, ids = built(kind), tokens(3, 7)
+    vectors = sinusoids([range(7)], 32)
+    new, bare = (hf_posenc.patch(model, each) for each in ("sinusoidal", "none"))
+    assert_close(first(new(ids)), first(bare(inputs_embeds=model.get_input_embeddings()(ids) + vectors)))
+
+

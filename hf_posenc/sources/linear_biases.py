@@ -40,7 +40,7 @@ def without_bias(argument: str, names: list[str], module: nn.Module, args: tuple
     """Pre-hook of an attention: the bias is 0, also where the host has put it into the mask (Falcon)."""
     call = Call(names, args, kwargs)
     bias, mask = call[argument], call["attention_mask"]
-    changes = {} if bias is None else {argument: torch.zeros_like(bias[..., -1:] if argument == "position_bias" else bias)}
+    changes = {} if bias is None else {argument: torch.zeros_like(bias[..., -1:])}
     if bias is not None and isinstance(mask, Tensor) and mask.is_floating_point() and bias.ndim == mask.ndim:
         lowest = torch.finfo(mask.dtype).min
         changes["attention_mask"] = torch.zeros_like(mask).masked_fill(mask == lowest, lowest)

@@ -12,7 +12,7 @@ from hf_posenc.encodings import check_size, shown
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.sources.source import HostRefused, Silenced, Source, replace
 from hf_posenc.sources.unclaimed import OTHER_INPUTS
-from hf_posenc.spec import LENGTH_FIELD
+from hf_posenc.spec import LENGTH_FIELD, length_of
 
 NAMES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe")
 BESIDE = ("box_position_embeddings",)
@@ -52,7 +52,7 @@ class Table(Source):
 
     @classmethod
     def check_config(cls, config: Any) -> None:
-        rows, width = getattr(config, LENGTH_FIELD, None), getattr(config, "hidden_size", None)
+        rows, width = length_of(config), getattr(config, "hidden_size", None)
         if isinstance(rows, int) and isinstance(width, int) and getattr(config, "rope_parameters", None) is None:
             if rows < 1:
                 raise ValueError(f"{LENGTH_FIELD}={rows}: allowed is an integer above 0")
@@ -138,7 +138,8 @@ class SilencedTable(Silenced):
         encoding, dtype = stack.posenc, _dtype(stack)
         vectors = None
         if self.offset is not None and "embed" in encoding.acts_by():
-            vectors = encoding("embed", positions)
+            # Padding has the id before the first (Longformer pads up to whole windows).
+            vectors = encoding("embed", positions.clamp(min=0))
         if vectors is None:
             vectors = torch.zeros((), dtype=dtype, device=positions.device).expand(*positions.shape, self.width)
         return vectors.to(dtype)
