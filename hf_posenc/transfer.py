@@ -183,6 +183,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
     """
     theirs = dict(source.named_modules())
     silenced = tuple(f"{name}." for name, module in theirs.items() if isinstance(module, Silenced))
+    lengths = specs.length_of(source.config), specs.length_of(target.config)
     for name, module in target.named_modules():
         other = theirs.get(name)
         if name.startswith(silenced):
@@ -215,7 +216,9 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             # Settings of users: dropout probabilities, mode, checkpointing. Names with _ are private to Transformers. A
             # number in a tensor is the longest length yet of rotary positions, for which their buffers were computed.
             number = type(value) in (bool, int, float, str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
-            if key == CHECKPOINT or (number and key[0] != "_"):
+            # A length that follows the config's stays the target's.
+            by_length = (value, getattr(module, key, None)) == lengths
+            if key == CHECKPOINT or (number and key[0] != "_" and not by_length):
                 setattr(module, key, value)
     if any(map(structure.is_patched, target.modules())):
         carry_positions(target)

@@ -107,7 +107,7 @@ ROWS = {
     "led.LEDEncoderSelfAttention": _SPARSE,
     "lilt.LiltSelfAttention": _PLAIN,
     "longformer.LongformerSelfAttention": _SPARSE,
-    "luke.LukeSelfAttention": _PLAIN,
+    "luke.LukeSelfAttention": WrittenOut(alone=("entity_hidden_states",)),
     "megatron_bert.MegatronBertSelfAttention": _PLAIN,
     "mpnet.MPNetSelfAttention": _PLAIN,
     "mpt.MptAttention": WrittenOut(by_softmax_scale, is_causal=True),

@@ -162,9 +162,10 @@ OPEN = [kind for kind in NONE if kind not in CLOSED]
 
 
 @functools.cache
-def built(kind, **changes):
+def built(kind, implementation="eager", **changes):
     config = tiny.config_of(CONFIG_MAPPING[kind])
-    model = AutoModel.from_config(type(config).from_dict(config.to_dict() | TERMS.get(kind, {}) | changes))
+    config = type(config).from_dict(config.to_dict() | TERMS.get(kind, {}) | changes)
+    model = AutoModel.from_config(config, attn_implementation=implementation)
     tiny.randomized(model.eval())
     if kind == "roformer":  # a parameter that is never trained
         model.encoder.embed_positions.weight.data = model.encoder.embed_positions.create_weight()
@@ -210,11 +211,11 @@ OWN = {
 """Model type -> the encoding that its own positions amount to, and changes of its config for which they do."""
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize(("kind", "implementation"), [*((kind, "eager") for kind in OWN), ("falcon", "sdpa")])
 @torch.no_grad()
-def test_the_hosts_own_positions_as_an_encoding_of_ours(kind):
+def test_the_hosts_own_positions_as_an_encoding_of_ours(kind, implementation):
     encoding, changes = OWN[kind]
-    model = built(kind, **changes)
+    model = built(kind, implementation, **changes)
     new = hf_posenc.patch(model, encoding)
     assert_close(first(new(tokens())), first(model(tokens())), rtol=1e-3)
     mask = torch.ones(2, 11, dtype=torch.long)
@@ -242,7 +243,6 @@ PROBABILITIES = [kind for kind in OPEN if kind not in ("lilt", "squeezebert", "l
 def test_what_an_encoding_is_told_of_scores(kind):
     """Queries, keys and their scaling are those of which the host makes its probabilities."""
     model = built(kind)
-    model.set_attn_implementation("eager")
     attentions = hf_posenc.patch(model, "spy")(tokens(), output_attentions=True).attentions
     assert len(attentions) == len(Spy.seen)
     for probabilities, (query, key, scaling) in zip(attentions, Spy.seen, strict=True):
@@ -262,7 +262,6 @@ def slopes(distance):
 def test_a_bias_is_added_to_scaled_scores(kind):
     """In the first layer, whose inputs are the same without it."""
     model = built(kind)
-    model.set_attn_implementation("eager")
     before, after = (hf_posenc.patch(model, each)(tokens(), output_attentions=True).attentions[0] for each in ("none", "alibi"))
     distance = torch.arange(11.0) - torch.arange(11.0)[:, None]
     expected = (before.log() + slopes(distance)).log_softmax(-1).exp()
@@ -293,6 +292,22 @@ def test_cached_keys(kind, encoding):
     assert_close(first(model(tokens()[:1, 3:], use_cache=False))[0], expected[:8])
 
 
+@pytest.mark.parametrize("encoding", ["rope", "alibi", "shaw"])
+@torch.no_grad()
+def test_an_attention_in_one_call(encoding):
+    """Falcon calls scaled_dot_product_attention where it doesn't write its attention out, with one key-value head for all."""
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :3] = 0
+    outputs = []
+    for implementation in ("eager", "sdpa"):
+        model = randomize_encoding(hf_posenc.patch(built("falcon", implementation), encoding))
+        for arguments in ({}, {"attention_mask": mask}):
+            outputs.append(first(model(tokens(), **arguments))[mask.bool()])
+        assert_close(in_pieces(model, tokens(), (4, 5, 9), mask)[mask.bool()], outputs[-1])
+    assert_close(outputs[:2], outputs[2:])
+    assert_apart(outputs[0], outputs[1])
+
+
 @pytest.mark.parametrize("kind", ["mpt", "gptj", "xlnet"])
 @torch.no_grad()
 def test_vectors_where_the_host_has_no_table(kind):
@@ -303,3 +318,97 @@ def test_vectors_where_the_host_has_no_table(kind):
     assert_close(first(new(ids)), first(bare(inputs_embeds=model.get_input_embeddings()(ids) + vectors)))
 
 
+
+
+def given(kind):
+    """Inputs beside the tokens, which some hosts take."""
+    return {
+        "luke": dict(entity_ids=torch.ones(2, 1, dtype=torch.long), entity_position_ids=torch.zeros(2, 1, 2, dtype=torch.long)),
+        "visual_bert": dict(visual_embeds=torch.ones(2, 3, built("visual_bert").config.visual_embedding_dim)),
+        "xlnet": dict(
+            perm_mask=torch.zeros(2, 11, 11), target_mapping=torch.nn.functional.one_hot(torch.tensor([[3]] * 2), 11).float()
+        ),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["luke", "visual_bert", "xlnet"])
+@pytest.mark.parametrize("encoding", ["none", "alibi"])
+@torch.no_grad()
+def test_inputs_beside_the_tokens_have_no_positions(kind, encoding):
+    model = built(kind)
+    model(tokens(), **given(kind))
+    with pytest.raises(ValueError, match=r"inputs beside the tokens .*whose positions aren't known: leave them out"):
+        hf_posenc.patch(model, encoding)(tokens(), **given(kind))
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "rope", "sinusoidal+shaw"])
+def test_a_sparse_attention_takes_vectors_alone(encoding):
+    model = built("longformer")
+    with pytest.raises(hf_posenc.HostRefused, match=r"LongformerSelfAttention, which cuts .* take an encoding of vectors") as error:
+        hf_posenc.patch(model, encoding)
+    assert error.value.reason == "attention in which nothing can act"
+    hf_posenc.patch(model, "learned")
+
+
+REFUSED = {
+    "big_bird": ({"attention_type": "block_sparse"}, "load it with attention_type='original_full'"),
+    "convbert": ({}, "docs/hosts.md"),
+    "cpmant": ({}, "take a decoder that reads its tokens alone"),
+    "fnet": ({}, "Fourier transform, which sees their order"),
+    "ibert": ({"quant_mode": True}, "load it with quant_mode=False"),
+    "mra": ({}, "means of neighbouring tokens"),
+    "nystromformer": ({}, "means of neighbouring tokens"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("encoding", ["none", "sinusoidal"])
+def test_refused(kind, encoding):
+    changes, message = REFUSED[kind]
+    with pytest.raises(hf_posenc.HostRefused, match=message) as error:
+        hf_posenc.patch(built(kind, **changes), encoding)
+    assert error.value.reason
+
+
+@pytest.mark.parametrize("kind", ["deberta", "deberta-v2"])
+@pytest.mark.parametrize("share", [False, True])
+@torch.no_grad()
+def test_disentangled_terms_are_kept_beside(kind, share, tmp_path):
+    """As buffers of the patched model, as many rows as the stock host has, whatever length is promised."""
+    changes = dict(share_att_key=share) if kind == "deberta-v2" else dict(max_relative_positions=-1 if share else 7)
+    model = built(kind, **changes)
+    new = hf_posenc.patch(model, "alibi", max_length=40)
+    new(tokens(1, 40))
+    kept = {name for name in new.state_dict() if name.startswith("posenc.host.")}
+    assert "posenc.host.encoder.rel_embeddings.weight" in kept and (share or kind == "deberta") == (len(kept) < 11)
+    assert not any("rel_embeddings" in name or ".pos_" in name for name, _ in new.named_parameters())
+    new.save_pretrained(tmp_path)
+    again = hf_posenc.unpatch(AutoModel.from_pretrained(tmp_path))
+    assert_equal(first(again(tokens())), first(model(tokens())))
+    without = hf_posenc.patch(model, "alibi", keep_host=False)
+    assert not any("host" in name for name in without.state_dict())
+    assert_equal(first(without(tokens())), first(new(tokens())))
+
+
+@pytest.mark.parametrize("kind", ["gptj", "megatron-bert", "xlnet"])
+def test_compiled_and_exported(kind):
+    model = randomize_encoding(hf_posenc.patch(built(kind), "rope+shaw")).eval()
+    options = {} if kind == "xlnet" else {"use_cache": False}
+    with torch.no_grad():
+        expected = first(model(tokens(), **options))
+        compiled = torch.compile(model, fullgraph=kind != "xlnet", backend="aot_eager")
+        assert_close(first(compiled(tokens(), **options)), expected)
+        assert_close(first(model(tokens(), **options)), expected)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gptj", "deberta-v2", "roformer"])
+def test_a_longer_promise(kind, tmp_path):
+    """A host's own tables are as long as they were when it is unpatched, and its inputs may be longer meanwhile."""
+    model = built(kind)
+    new = randomize_encoding(hf_posenc.patch(model, "alibi+shaw", max_length=60))
+    with torch.no_grad():
+        expected = first(new(tokens(1, 60)))
+        new.save_pretrained(tmp_path)
+        loaded = AutoModel.from_pretrained(tmp_path, attn_implementation="eager")
+        assert_equal(first(loaded(tokens(1, 60))), expected)
+        assert_equal(first(hf_posenc.unpatch(loaded)(tokens())), first(model(tokens())))
