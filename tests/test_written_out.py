@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModel, DynamicCache, StaticCache
+from transformers import AutoModel, DynamicCache, StaticCache
 from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt import modeling_mpt
 
@@ -163,7 +163,7 @@ OPEN = [kind for kind in NONE if kind not in CLOSED]
 
 @functools.cache
 def built(kind, implementation="eager", **changes):
-    config = tiny.config_of(CONFIG_MAPPING[kind])
+    config = tiny.config_of(kind)
     config = type(config).from_dict(config.to_dict() | TERMS.get(kind, {}) | changes)
     model = AutoModel.from_config(config, attn_implementation=implementation)
     tiny.randomized(model.eval())

@@ -70,10 +70,10 @@ class Table(Source):
         return self.module.embedding_dim
 
     def usable_length(self, config: Any) -> int | None:
-        return getattr(config, LENGTH_FIELD, self.module.num_embeddings) - self.offset
+        return getattr(config, LENGTH_FIELD, len(self.module.weight)) - self.offset
 
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
-        return {f"{self.path}.weight": (self.module.num_embeddings if rows is None else rows, self.width)}
+        return {f"{self.path}.weight": (len(self.module.weight) if rows is None else rows, self.width)}
 
     def table(self) -> Tensor | None:
         return self.module.weight[self.offset :]
