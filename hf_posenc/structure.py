@@ -17,7 +17,8 @@ from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
 from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves
 from hf_posenc.spec import LENGTH_FIELD
 
-CROSS_ATTENTION = re.compile(r"(^|\.)(crossattention|encoder_attn|cross_attn|EncDecAttention)(\.|$)")
+CROSS_ATTENTION = re.compile(r"cross_?att|encoder_attn|(enc|encoder)_?(dec|decoder)_?att", re.IGNORECASE)
+"""In the path of an attention to another stack's states: crossattention, cross_attn, encoder_attn, EncDecAttention."""
 TOKENS = frozenset(["input_ids", "inputs_embeds"])
 """Arguments of stacks that read tokens."""
 LAYER = re.compile(r"((?:.*\.)?(\d+))\.[^.]+")
