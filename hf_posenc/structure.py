@@ -155,10 +155,14 @@ class Structure:
             num_attention_heads=heads,
             head_dim=head_dim or config.hidden_size // heads,
             max_length=max_length,
-            is_causal=bool(getattr(attention, "is_causal", False)) or written_out.is_causal(attention),
+            is_causal=_is_causal(attention),
             num_key_value_heads=heads // groups if groups else heads,
             trained_length=self.trained_length,
         )
+
+
+def _is_causal(attention: Any) -> bool:
+    return any(getattr(attention, name, False) for name in ("is_causal", "is_decoder")) or written_out.is_causal(attention)
 
 
 def is_patched(module: nn.Module) -> bool:
