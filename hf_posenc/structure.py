@@ -17,7 +17,8 @@ from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
 from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves
 from hf_posenc.spec import LENGTH_FIELD
 
-CROSS_ATTENTION = re.compile(r"(^|\.)(crossattention|encoder_attn|cross_attn|EncDecAttention)(\.|$)")
+CROSS_ATTENTION = re.compile(r"cross_?att|encoder_attn|(enc|encoder)_?(dec|decoder)_?att", re.IGNORECASE)
+"""In the path of an attention to another stack's states: crossattention, cross_attn, encoder_attn, EncDecAttention."""
 TOKENS = frozenset(["input_ids", "inputs_embeds"])
 """Arguments of stacks that read tokens."""
 LAYER = re.compile(r"((?:.*\.)?(\d+))\.[^.]+")
@@ -154,10 +155,14 @@ class Structure:
             num_attention_heads=heads,
             head_dim=head_dim or config.hidden_size // heads,
             max_length=max_length,
-            is_causal=bool(getattr(attention, "is_causal", False)) or written_out.is_causal(attention),
+            is_causal=_is_causal(attention),
             num_key_value_heads=heads // groups if groups else heads,
             trained_length=self.trained_length,
         )
+
+
+def _is_causal(attention: Any) -> bool:
+    return any(getattr(attention, name, False) for name in ("is_causal", "is_decoder")) or written_out.is_causal(attention)
 
 
 def is_patched(module: nn.Module) -> bool:

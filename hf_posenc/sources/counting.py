@@ -113,7 +113,7 @@ def _width(module: Any) -> int | None:
 
 def _table(module: nn.Module) -> Tensor | None:
     """The rows of a module, `[rows, D]`: a parameter, or a buffer that isn't saved."""
-    found = module._parameters.get("weight")
+    found: Tensor | None = module._parameters.get("weight")
     found = module._buffers.get("weights") if found is None else found
     return found if found is not None and found.ndim == 2 else None
 
@@ -138,14 +138,15 @@ def _first_row(module: Any) -> int | None:
 
 def _computes(module: Any) -> bool:
     """Whether a module without any tensor makes vectors of its width, that differ by position, of an input's shape alone."""
-    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+    width = _width(module)
+    if width is None or any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
         return False
     with torch.device("cpu"), torch.no_grad():
         try:
-            answer = type(module).forward(module, torch.zeros(1, 2, _width(module)))
+            answer = type(module).forward(module, torch.zeros(1, 2, width))
         except Exception:  # a module of another kind may raise anything
             return False
-    shaped = isinstance(answer, Tensor) and answer.shape[-2:] == (2, _width(module))
+    shaped = isinstance(answer, Tensor) and answer.shape[-2:] == (2, width)
     return bool(shaped and (answer[..., 0, :] != answer[..., 1, :]).any())
 
 

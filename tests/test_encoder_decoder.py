@@ -1,0 +1,273 @@
+"""Hosts of an encoder and a decoder, and the tables that count their tokens by themselves.
+
+Shapes: B batch, L tokens, D hidden_size.
+"""
+
+import copy
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+import hf_posenc
+from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, tokens
+
+BART: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    max_position_embeddings=LENGTH,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=2,
+    forced_eos_token_id=None,
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tiny model of an encoder and a decoder.
+
+    prefix: of its class names. sizes: arguments of its config. head: suffix of the class with a language model's head.
+    """
+
+    prefix: str
+    sizes: dict[str, Any] = field(default_factory=lambda: BART)
+    head: str = "ForConditionalGeneration"
+
+
+PAIRS = {
+    "bart": Pair("Bart"),
+    "mbart": Pair("MBart"),
+    "plbart": Pair("PLBart"),
+    "blenderbot": Pair("Blenderbot"),
+    "blenderbot-small": Pair("BlenderbotSmall"),
+    "pegasus": Pair("Pegasus"),
+    "marian": Pair("Marian", dict(BART, share_encoder_decoder_embeddings=True), head="MTModel"),
+    "m2m-100": Pair("M2M100"),
+    "nllb-moe": Pair("NllbMoe", dict(BART, num_experts=2, expert_capacity=64, encoder_sparse_step=0, decoder_sparse_step=0)),
+}
+ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
+"""One for each way to act."""
+every_pair = pytest.mark.parametrize("pair", PAIRS)
+every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
+kinds = pytest.mark.parametrize("pair", ["bart"])
+"""Of the pairs one for each kind of layer."""
+
+
+def stock(pair, head=False, **changes):
+    """A tiny random model in eval mode."""
+    pair = PAIRS[pair]
+    config = getattr(transformers, f"{pair.prefix}Config")(**{**pair.sizes, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, pair.prefix + (pair.head if head else "Model"))(config)
+    kept = {name: table.clone() for name, table in model.named_parameters() if not table.requires_grad}
+    randomize(model)
+    with torch.no_grad():
+        for name, table in kept.items():  # sinusoids, which checkpoints don't change
+            model.get_parameter(name).copy_(table)
+    return model.eval()
+
+
+def patched(pair, encoding, head=False, **options):
+    return randomize_encoding(hf_posenc.patch(stock(pair, head), encoding, **options))
+
+
+def outputs(model, source, target, **inputs):
+    """`[B, L, D]`, of the decoder."""
+    return model(input_ids=source, decoder_input_ids=target, **inputs)[0]
+
+
+def padded(ids, by, side):
+    """Ids and mask with so much padding on one side."""
+    padding = torch.full((len(ids), by), 5)
+    ids_and_mask = [(ids, torch.ones_like(ids)), (padding, torch.zeros_like(padding))]
+    ids_and_mask = ids_and_mask[::-1] if side == "left" else ids_and_mask
+    return tuple(torch.cat(parts, dim=1) for parts in zip(*ids_and_mask, strict=True))
+
+
+SOURCE, TARGET = tokens(seed=1), tokens(length=9, seed=2)
+
+
+@every_pair
+@torch.no_grad()
+def test_with_the_hosts_own_table_it_is_the_stock_model(pair):
+    model = stock(pair, head=True)
+    new = hf_posenc.patch(model, "learned", init="host")
+    assert_equal(outputs(new, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
+    assert {name for name, module in new.named_modules() if "posenc" in module._modules} == {"model.encoder", "model.decoder"}
+
+
+@every_pair
+@torch.no_grad()
+def test_none_takes_order_away_and_each_encoding_brings_it_back(pair):
+    order = torch.randperm(SOURCE.shape[1], generator=torch.Generator().manual_seed(0))
+    earlier = [*range(TARGET.shape[1] - 2, -1, -1), TARGET.shape[1] - 1]
+    for encoding in (None, "none", *ENCODINGS):
+        # The last token of a decoder with one layer sees all others at once.
+        model = stock(pair, decoder_layers=1)
+        model = model if encoding is None else randomize_encoding(hf_posenc.patch(model, encoding))
+        states = model.encoder(SOURCE)[0]
+        compare = assert_close if encoding == "none" else assert_apart
+        compare(model.encoder(SOURCE[:, order])[0], states[:, order])
+        one, other = (model.decoder(ids, encoder_hidden_states=states)[0][:, -1] for ids in (TARGET, TARGET[:, earlier]))
+        compare(one, other)
+        # Neither stack's encoding acts between them.
+        there = model.decoder(TARGET, encoder_hidden_states=states[:, order])[0]
+        assert_close(there, model.decoder(TARGET, encoder_hidden_states=states)[0])
+
+
+@every_pair
+@torch.no_grad()
+def test_unpatch_is_bit_equal_in_memory_and_after_a_reload(pair, tmp_path):
+    model = stock(pair, head=True)
+    expected = outputs(model, SOURCE, TARGET)
+    new = hf_posenc.patch(model, "alibi", max_length=4 * LENGTH)
+    back = hf_posenc.unpatch(new)
+    assert type(back) is type(model) and back.config.to_dict() == model.config.to_dict()
+    assert_equal(outputs(back, SOURCE, TARGET), expected)
+    assert {name: p.requires_grad for name, p in back.named_parameters()} == {
+        name: p.requires_grad for name, p in model.named_parameters()
+    }
+    new.save_pretrained(tmp_path)
+    again = hf_posenc.unpatch(type(new).from_pretrained(tmp_path))
+    assert_equal(outputs(again, SOURCE, TARGET), expected)
+    assert_equal(outputs(model, SOURCE, TARGET), expected)
+
+
+@every_pair
+@every_encoding
+@torch.no_grad()
+def test_saves_and_loads(pair, encoding, tmp_path):
+    model = patched(pair, encoding, head=True)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert_equal(outputs(loaded, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert_equal(outputs(base, SOURCE, TARGET), outputs(model.base_model, SOURCE, TARGET))
+    embeddings = loaded.get_input_embeddings().weight
+    assert embeddings is loaded.model.decoder.embed_tokens.weight is loaded.lm_head.weight
+
+
+@every_pair
+@every_encoding
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padding_of_source_and_target_changes_nothing(pair, encoding, side):
+    model = patched(pair, encoding)
+    alone = outputs(model, SOURCE, TARGET)
+    source, mask = padded(SOURCE, 3, side)
+    target, target_mask = padded(TARGET, 2, side)
+    answer = outputs(model, source, target, attention_mask=mask, decoder_attention_mask=target_mask)
+    assert_close(answer[target_mask.bool()].view_as(alone), alone)
+    assert_close(outputs(model, source, TARGET, attention_mask=mask), alone)
+
+
+def caches(model, size):
+    yield EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+    own, cross = (StaticCache(config=model.config, max_cache_len=length) for length in (size, SOURCE.shape[1]))
+    yield EncoderDecoderCache(own, cross)
+
+
+@every_pair
+@every_encoding
+@torch.no_grad()
+def test_cached_decoding_is_one_pass(pair, encoding):
+    model = patched(pair, encoding)
+    target, mask = padded(TARGET, 2, "left")
+    encoded = model.encoder(SOURCE)
+    expected = model(encoder_outputs=encoded, decoder_input_ids=target, decoder_attention_mask=mask)[0]
+    for cache in caches(model, target.shape[1]):
+        pieces = [
+            model(
+                encoder_outputs=encoded,
+                decoder_input_ids=target[:, start:stop],
+                decoder_attention_mask=mask[:, :stop],
+                past_key_values=cache,
+                use_cache=True,
+            )[0]
+            for start, stop in itertools.pairwise((0, 5, 6, 7, target.shape[1]))
+        ]
+        assert_close(torch.cat(pieces, dim=1)[:, 2:], expected[:, 2:])
+
+
+@every_pair
+@every_encoding
+@pytest.mark.parametrize("beams", [1, 3])
+@torch.no_grad()
+def test_generates_as_without_a_cache(pair, encoding, beams):
+    model = patched(pair, encoding, head=True)
+    source, mask = padded(SOURCE, 3, "left")
+    prompt, prompt_mask = padded(TARGET[:, :3], 2, "left")
+    settings = dict(max_new_tokens=6, min_new_tokens=6, num_beams=beams, return_dict_in_generate=True, output_scores=True)
+    with_cache, without = (
+        model.generate(
+            source,
+            attention_mask=mask,
+            decoder_input_ids=prompt,
+            decoder_attention_mask=prompt_mask,
+            use_cache=use_cache,
+            **settings,
+        )
+        for use_cache in (True, False)
+    )
+    assert_equal(with_cache.sequences, without.sequences)
+    assert_close(list(with_cache.scores), list(without.scores))
+
+
+@kinds
+@every_encoding
+def test_inputs_embeds_and_gradient_checkpointing(pair, encoding):
+    model = patched(pair, encoding)
+    expected = outputs(model, SOURCE, TARGET)
+    embedded = {
+        "inputs_embeds": model.encoder.embed_tokens(SOURCE),
+        "decoder_inputs_embeds": model.decoder.embed_tokens(TARGET),
+    }
+    assert_close(model(**embedded, decoder_input_ids=None)[0], expected)
+    expected.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for reentrant in (True, False):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        outputs(model, SOURCE, TARGET, use_cache=False).sum().backward()
+        actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert actual.keys() == gradients.keys()
+        assert_close(actual, gradients)
+
+
+@pytest.mark.parametrize("prefix", ["OPT", "BioGpt"])
+@torch.no_grad()
+def test_decoders_with_such_a_table(prefix):
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=LENGTH)
+    more = dict(ffn_dim=48, word_embed_proj_dim=16) if prefix == "OPT" else dict(intermediate_size=48)
+    torch.manual_seed(0)
+    model = randomize(getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**sizes, **more)))
+    model.eval()
+    new = hf_posenc.patch(model, "learned", init="host")
+    ids = torch.arange(4, 15)[None]
+    assert_equal(new(SOURCE)[0], model(SOURCE)[0])
+    assert_equal(new(SOURCE, position_ids=ids)[0], model(SOURCE, position_ids=ids)[0])
+    assert hf_posenc.inspect(model).max_length == hf_posenc.inspect(new).max_length == LENGTH
+    longer = hf_posenc.patch(model, "alibi", max_length=4 * LENGTH)
+    assert longer.config.max_position_embeddings == 4 * LENGTH
+    assert longer(tokens(length=3 * LENGTH))[0].isfinite().all()
+    assert_equal(hf_posenc.unpatch(copy.deepcopy(longer))(SOURCE)[0], model(SOURCE)[0])
