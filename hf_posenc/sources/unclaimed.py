@@ -44,6 +44,8 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
             continue
         if path and WORDS & {*_words(name), *_words(type(module).__name__)}:
             yield path, OTHER_SOURCES
+        elif type(module).__name__.endswith("Compressor"):
+            yield path, "keys that stand for several tokens"
         elif "ngram" in type(module).__name__.lower():
             yield path, JOINED
         elif _convolves(module):
