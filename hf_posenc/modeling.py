@@ -183,6 +183,12 @@ class PosEncModelMixin(EncodingModelMixin):
         )
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        # Of custom code, modules without tensors of their own are passed over on loading, some of which fill those of others
+        # that aren't saved (FalconH1). Encodings are initialised by `_initialize_weights` of ours, which looks at each tensor.
+        return cls.host_class.is_custom_code()
+
+    @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         # Judged by the source of the host's module, which this class is not in.
         return cls.host_class._can_set_attn_implementation()

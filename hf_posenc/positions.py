@@ -16,6 +16,9 @@ from hf_posenc import attention, remembering
 from hf_posenc.calls import Call
 from hf_posenc.encodings import PositionContext, counted, positions_of
 
+TEXT_AND_GRID = 4
+"""Rows of M-RoPE's position ids where positions in the text stand before those in time, height and width."""
+
 
 @dataclass(frozen=True)
 class ForwardPass:
@@ -67,8 +70,9 @@ class ForwardPass:
         # A static cache counts in place, and its first layer would change this number.
         past = past.clone() if isinstance(past, Tensor) else past
         _check_length(stack, length, past, cache)
+        given = ids
         if ids is not None:
-            ids = self._from_zero(stack, ids, length)
+            ids = self._from_zero(stack, ids, length, mask)
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         positions, start, keys = _positions(ids, padding, cache, past, shape, device, stack.posenc.geometry.is_causal)
         context = PositionContext(
@@ -81,7 +85,9 @@ class ForwardPass:
         )
         changes: dict[str, Any] = {}
         if "position_ids" in self.names:
-            changes["position_ids"] = (positions + self.offset).expand(shape[0], -1)  # XLM asserts its shape
+            # One row for each text: XLM asserts its shape, and others see from the first of several rows whether texts are packed.
+            rows = (shape[0], -1) if given is None or given.ndim < 3 else given.shape
+            changes["position_ids"] = (positions + self.offset).expand(rows)
         if call["logits_to_keep"] is not None:
             # Gemma 4 would drop all other queries in its last layers. Its head takes what it needs of all outputs.
             changes["logits_to_keep"] = 0
@@ -96,15 +102,24 @@ class ForwardPass:
             changes[attention.CONTEXT] = context
         return *call.changed(**changes), context
 
-    def _from_zero(self, stack: Any, ids: Tensor, length: int) -> Tensor:
+    def _from_zero(self, stack: Any, ids: Tensor, length: int, mask: Any) -> Tensor | None:
         """Positions `[1 or B, L]` from ids in the host's own count, whose first token has the id `offset`, and padding the one
-        before."""
+        before.
+
+        Of M-RoPE's rows (time, height, width) a position in one dimension has no use. Where another row of positions in the
+        text stands before them, as in `generate`, it is taken; else tokens are to be counted: None.
+        """
         if ids.shape[-1] != length:
             raise ValueError(f"position_ids have shape {tuple(ids.shape)}, but the input has {length} tokens: give each one")
+        if ids.ndim == 3 and len(ids) == TEXT_AND_GRID:
+            ids = ids[0]
+        elif ids.ndim == 3 and len(ids) < TEXT_AND_GRID and not _restarts(ids[0], mask):
+            return None
         if ids.ndim > 2:
             raise ValueError(
                 f"position_ids have shape {tuple(ids.shape)}, but the {stack.config.position_spec.type!r} encoding has one "
-                "position for each token: give [batch, length]"
+                "position for each token: give [batch, length]; or, for several texts in one row of a model of images, "
+                "[4, batch, length], the positions in each text before those in time, height and width"
             )
         ids = ids.reshape(-1, length).long()
         if self.offset == 0:
@@ -137,6 +152,17 @@ def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
     grid = tuple(output.shape[2:])
     if attention.CURRENT.context is not None and math.prod(grid) > 1:
         attention.CURRENT.context.grid = grid
+
+
+def _restarts(times: Tensor, mask: Any) -> bool:
+    """Whether positions in time `[B, L]` fall behind one another, as those of several texts in one row; padding aside."""
+    if torch.compiler.is_compiling() or times.shape[-1] < 2:
+        return False
+    falls = times.diff(dim=-1) < 0
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        shown = mask[:, -times.shape[-1] :] != 0
+        falls = falls & shown[:, 1:] & shown[:, :-1]
+    return bool(falls.any())
 
 
 def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:

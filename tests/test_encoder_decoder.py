@@ -257,7 +257,9 @@ def test_inputs_embeds_and_gradient_checkpointing(pair, encoding):
 @pytest.mark.parametrize("prefix", ["OPT", "BioGpt"])
 @torch.no_grad()
 def test_decoders_with_such_a_table(prefix):
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=LENGTH)
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=LENGTH
+    )
     more = dict(ffn_dim=48, word_embed_proj_dim=16) if prefix == "OPT" else dict(intermediate_size=48)
     torch.manual_seed(0)
     model = randomize(getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**sizes, **more)))

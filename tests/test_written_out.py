@@ -11,7 +11,18 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt import modeling_mpt
 
 import hf_posenc
-from conftest import HOSTS, WRITTEN_OUT, as_itself, assert_apart, assert_close, assert_equal, first, randomize_encoding, stock, tokens
+from conftest import (
+    HOSTS,
+    WRITTEN_OUT,
+    as_itself,
+    assert_apart,
+    assert_close,
+    assert_equal,
+    first,
+    randomize_encoding,
+    stock,
+    tokens,
+)
 from hosts import tiny
 from oracles import every_mask, gradients, ids_of, in_pieces, padding_of, sinusoids
 
@@ -113,7 +124,9 @@ def without_mpts(model, patch):
 
 
 def without_xlnets(model, patch):
-    patch.setattr(model, "relative_positional_encoding", lambda queries, keys, bsz, device: torch.zeros(queries + keys, bsz, 32))
+    patch.setattr(
+        model, "relative_positional_encoding", lambda queries, keys, bsz, device: torch.zeros(queries + keys, bsz, 32)
+    )
 
 
 def without_terms(model, patch):
@@ -318,8 +331,6 @@ def test_vectors_where_the_host_has_no_table(kind):
     assert_close(first(new(ids)), first(bare(inputs_embeds=model.get_input_embeddings()(ids) + vectors)))
 
 
-
-
 def given(kind):
     """Inputs beside the tokens, which some hosts take."""
     return {
@@ -344,7 +355,9 @@ def test_inputs_beside_the_tokens_have_no_positions(kind, encoding):
 @pytest.mark.parametrize("encoding", ["alibi", "rope", "sinusoidal+shaw"])
 def test_a_sparse_attention_takes_vectors_alone(encoding):
     model = built("longformer")
-    with pytest.raises(hf_posenc.HostRefused, match=r"LongformerSelfAttention, which cuts .* take an encoding of vectors") as error:
+    with pytest.raises(
+        hf_posenc.HostRefused, match=r"LongformerSelfAttention, which cuts .* take an encoding of vectors"
+    ) as error:
         hf_posenc.patch(model, encoding)
     assert error.value.reason == "attention in which nothing can act"
     hf_posenc.patch(model, "learned")

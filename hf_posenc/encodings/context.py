@@ -100,9 +100,9 @@ class PositionContext:
 
     def for_attention(self, scaling: float, layer: int | None = None) -> "PositionContext":
         """The context of the same forward pass for the attention of one layer; all share `computed`."""
-        if self.first_keys and layer is None:
+        if self.first_keys and (layer is None or layer < 0):  # one attention may serve several layers
             raise RuntimeError("a cache with sliding windows needs attentions that know their layer (layer_idx)")
-        first_key = self.first_keys[layer] if layer is not None and layer < len(self.first_keys) else 0
+        first_key = self.first_keys[layer] if layer is not None and 0 <= layer < len(self.first_keys) else 0
         return replace(self, scaling=scaling, first_key=first_key)
 
     def cached(self, key: Any, compute: Callable[[], Any]) -> Any:

@@ -65,8 +65,13 @@ def _is_understood(module: Any, config: Any) -> bool:
     """
     if any(buffer.is_meta for buffer in module.buffers()):
         return True
-    types = {*(getattr(config, "layer_types", None) or ())} if "layer_type" in argument_names(module) else {None}
-    return all(_is_rotation(module, {} if kind is None else {"layer_type": kind}) for kind in types)
+    if "layer_type" not in argument_names(module):
+        return _is_rotation(module, {})
+    # Kinds of layers that don't rotate have no parameters: linear attention, or None for layers without positions.
+    kinds = getattr(module, "layer_types", None) or getattr(config, "layer_types", None) or ()
+    given = getattr(config, "rope_parameters", None) or {}
+    asked = {kind for kind in kinds if given.get(kind, given) is not None}
+    return bool(asked) and all(_is_rotation(module, {"layer_type": kind}) for kind in asked)
 
 
 def _is_rotation(module: Any, arguments: dict[str, Any]) -> bool:

@@ -54,6 +54,8 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
         if path and not isinstance(module, nn.Dropout) and WORDS & {*_words(name), *_words(type(module).__name__)}:
             if not (_is_given_a_table(module) or _holds_what_is_claimed(path, module, claimed)):
                 yield path, OTHER_SOURCES
+        elif type(module).__name__.endswith("Compressor"):
+            yield path, "keys that stand for several tokens"
         elif "ngram" in type(module).__name__.lower():
             yield path, JOINED
         elif convolves(path, module):
