@@ -130,6 +130,8 @@ class SilencedTable(Silenced):
         return self.vectors(rows - (self.offset or 0))
 
     def forward(self, position_ids: Tensor) -> Tensor:
+        if position_ids.ndim == 2 and position_ids.stride(0) == 0:  # all rows of a batch have the same: computed once
+            position_ids = position_ids[:1]
         return self.vectors(position_ids - (self.offset or 0))
 
     def vectors(self, positions: Tensor) -> Tensor:
