@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from hf_posenc import attention, injection, written_out
 from hf_posenc.calls import Call, argument_names
 from hf_posenc.encodings import Geometry, build_within_limits
-from hf_posenc.positions import ForwardPass, see_patches
+from hf_posenc.positions import ForwardPass, follow_masking, see_images, see_patches
 from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens_aside
 from hf_posenc.spec import PositionSpec
 from hf_posenc.structure import Structure
@@ -77,6 +77,14 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     )
     if structure.tokens is None and (path := patch_projection(structure.modules)):
         stack.get_submodule(path).register_forward_hook(see_patches)
+    if structure.tokens is None:
+        for source in structure.sources:
+            if source.verb == "rotate" and "position_ids" in argument_names(source.module):
+                see = partial(see_images, argument_names(source.module))
+                source.module.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
+    for module in stack.modules():
+        if hasattr(module, "random_masking"):
+            module.random_masking = partial(follow_masking, module.random_masking)
 
 
 def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:

@@ -3,8 +3,9 @@
 Shapes: B batch, L tokens, D hidden_size.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,9 @@ class ForwardPass:
         ids, embeds = call["position_ids"], call["inputs_embeds"]
         if not {"input_ids", "inputs_embeds"} & {*self.names}:
             unknown = torch.empty(0, 0, dtype=torch.long)
-            context = PositionContext(stack.posenc, unknown, 0, unknown, aside=self.aside, windows=self.windows)
+            context = PositionContext(
+                stack.posenc, unknown, 0, unknown, aside=self.aside, images=_images(call), chosen=_chosen(call), windows=self.windows
+            )
             return self._changed(call, context)
         if embeds is None and call["input_ids"] is None:
             return args, kwargs, None  # the host says what is missing
@@ -137,6 +140,36 @@ def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
     grid = tuple(output.shape[2:])
     if attention.CURRENT.context is not None and math.prod(grid) > 1:
         attention.CURRENT.context.grid = grid
+
+
+def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Pre-hook of a rotary module of rows and columns, `[L, 2]`: where both are 0, an image begins that is packed with others
+    in one row of tokens."""
+    ids, context = Call(names, args, kwargs)["position_ids"], attention.CURRENT.context
+    if context is not None and not context.images and ids.ndim == 2 and ids.shape[-1] == 2:
+        first = (ids == 0).all(-1).nonzero()[:, 0].tolist()
+        if first[:1] == [0]:
+            context.images = tuple(end - start for start, end in itertools.pairwise([*first, len(ids)]))
+
+
+def _images(call: Call) -> tuple[int, ...]:
+    """The number of patches of each image, or frame of a video, that are packed in one row of tokens."""
+    grids = call["grid_thw"]
+    return () if grids is None else tuple(h * w for t, h, w in grids.tolist() for _ in range(t))
+
+
+def _chosen(call: Call) -> Tensor | None:
+    """`[B, L]`, the positions of patches in a batch of images of several sizes: each image's own are counted row by row."""
+    shown = call["patch_attention_mask"]
+    return None if shown is None else counted(shown.flatten(1)).clamp(min=0)
+
+
+def follow_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A host's own `random_masking`, which takes patches out: tells the context of this forward pass which ones are left."""
+    left, *others = mask(*args, **kwargs)
+    if attention.CURRENT.context is not None:
+        attention.CURRENT.context.chosen = others[-1].argsort(dim=1)[:, : left.shape[1]]
+    return (left, *others)
 
 
 def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:
