@@ -32,13 +32,16 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     stack, encoding, options = structure.stack, spec.encoding, dict(spec.options)
     parts = _parts_by_attention(structure, spec)
     _refuse_closed_attentions(structure, spec, parts)
-    _refuse_unlike_attentions(structure, spec, parts, geometry)
     own = {path: structure.geometry_of(module, geometry.max_length) for path, module in structure.attentions.items()}
+    unlike = _unlike_attentions(structure, spec, parts, geometry)
     stack.posenc, *owned = build_within_limits(
         encoding.type,
         lambda: [
             encoding.for_stack(geometry, **options),
-            *(encoding.for_attention(own[path], parts[path], **options) for path in parts),
+            *(
+                encoding(own[path], **options) if path in unlike else encoding.for_attention(own[path], parts[path], **options)
+                for path in parts
+            ),
         ],
     )
     at_input = spec.inject == "input"
@@ -116,19 +119,29 @@ def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: P
             )
 
 
-def _refuse_unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> None:
-    """Raises HostRefused where attentions of several sizes would share what is made for one."""
+def _unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> set[str]:
+    """The paths of attentions of other sizes than the first, as in Swin's stages, which get an encoding of their own where it
+    has no weights.
+
+    Raises HostRefused where they would share weights that are made for one size.
+    """
+    unlike: set[str] = set()
     acting = {part for part, kind in spec.parts.items() if {*kind.acts_by()} - {"embed"}}
     shared = acting - spec.encoding.per_layer_parts(dict(spec.options))
     for path, module in structure.attentions.items():
         its = replace(structure.geometry_of(module, geometry.max_length), hidden_size=geometry.hidden_size)
-        if shared & {*parts[path]} and its != geometry:
+        if not shared & {*parts[path]} or its == geometry:
+            continue
+        unlike.add(path)
+        (trial,) = build_within_limits(spec.type, lambda its=its: [spec.encoding(its, **dict(spec.options))])  # type: ignore[misc]
+        if structure.tokens is not None or (trial is not None and [*trial.parameters(), *trial.buffers()]):
             raise HostRefused(
                 f"the attentions of {type(structure.stack).__name__} differ: {path} has {its}, others {geometry}, and "
                 f"{', '.join(sorted(shared))} would be shared by all",
                 reason="attentions of several sizes",
                 remedy="give each attention its own: per_layer=True",
             )
+    return unlike
 
 
 def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tuple[str, ...]:
@@ -142,6 +155,13 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
             f"{type(stack).__name__} has several streams of hidden states between its layers, to which vectors can't be added",
             reason="several streams of hidden states",
             remedy="take an encoding that acts in the attentions, or inject='after_attention'",
+        )
+    if spec.inject != "input" and structure.tokens is None and len({*structure.widths}) > 1:
+        raise HostRefused(
+            f"the layers of {type(stack).__name__} have states of several widths, {sorted({*structure.widths})}, to which no "
+            "one vector can be added",
+            reason="layers of several widths",
+            remedy="leave inject out",
         )
     blocks = structure.blocks
     layers = {path: block.rpartition(".")[0] for path, block in blocks.items()}

@@ -115,10 +115,8 @@ class Zeros:
 
 def silence(module: nn.Module, key: str, zeros: Zeros) -> None:
     """Make an attribute of a module, a parameter or a constant, answer zeros."""
-    if key in module._parameters:
-        del module._parameters[key]
-    else:
-        vars(module).pop(key)
+    for place in (module._parameters, module._buffers, vars(module)):
+        place.pop(key, None)
     silenced = {**vars(module).get(SILENCED, {}), key: zeros}
     vars(module)[SILENCED] = silenced
     host = next(cls for cls in type(module).__mro__ if SILENCED not in vars(cls))
