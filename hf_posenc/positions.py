@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from hf_posenc import attention, remembering
 from hf_posenc.calls import Call
 from hf_posenc.encodings import PositionContext, counted, positions_of
+from hf_posenc.encodings.context import CURRENT
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,14 @@ class ForwardPass:
         if not {"input_ids", "inputs_embeds"} & {*self.names}:
             unknown = torch.empty(0, 0, dtype=torch.long)
             context = PositionContext(
-                stack.posenc, unknown, 0, unknown, aside=self.aside, images=_images(call), chosen=_chosen(call), windows=self.windows
+                stack.posenc,
+                unknown,
+                0,
+                unknown,
+                aside=self.aside,
+                images=_images(call),
+                chosen=_chosen(call),
+                windows=self.windows,
             )
             return self._changed(call, context)
         if embeds is None and call["input_ids"] is None:
@@ -138,14 +146,14 @@ def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
     Where each patch comes as an input by itself, the output has one place, and tells nothing.
     """
     grid = tuple(output.shape[2:])
-    if attention.CURRENT.context is not None and math.prod(grid) > 1:
-        attention.CURRENT.context.grid = grid
+    if CURRENT.context is not None and math.prod(grid) > 1:
+        CURRENT.context.grid = grid
 
 
 def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Pre-hook of a rotary module of rows and columns, `[L, 2]`: where both are 0, an image begins that is packed with others
     in one row of tokens."""
-    ids, context = Call(names, args, kwargs)["position_ids"], attention.CURRENT.context
+    ids, context = Call(names, args, kwargs)["position_ids"], CURRENT.context
     if context is not None and not context.images and ids.ndim == 2 and ids.shape[-1] == 2:
         first = (ids == 0).all(-1).nonzero()[:, 0].tolist()
         if first[:1] == [0]:
@@ -167,8 +175,8 @@ def _chosen(call: Call) -> Tensor | None:
 def follow_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A host's own `random_masking`, which takes patches out: tells the context of this forward pass which ones are left."""
     left, *others = mask(*args, **kwargs)
-    if attention.CURRENT.context is not None:
-        attention.CURRENT.context.chosen = others[-1].argsort(dim=1)[:, : left.shape[1]]
+    if CURRENT.context is not None:
+        CURRENT.context.chosen = others[-1].argsort(dim=1)[:, : left.shape[1]]
     return (left, *others)
 
 

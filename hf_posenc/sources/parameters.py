@@ -1,4 +1,4 @@
-"""Tables of learned position vectors in models of images and sounds, as bare parameters or embeddings: ViT, DINOv2, CLIP's vision.
+"""Tables of learned position vectors in models of images and sounds, bare parameters or embeddings: ViT, DINOv2, CLIP.
 
 Such a host reads its table in ways of its own: it slices, interpolates, gathers. So the table is silenced where it lies: its
 module becomes one of a subclass with the same name, in which the table's attribute answers zeros.
@@ -156,5 +156,5 @@ def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 
 def _new(host: type, keys: tuple[str, ...]) -> Any:
-    made = _silent(host, keys)
+    made: Any = _silent(host, keys)
     return made.__new__(made)
