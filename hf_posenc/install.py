@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from hf_posenc import attention, injection, written_out
 from hf_posenc.calls import Call, argument_names
 from hf_posenc.encodings import Geometry, build_within_limits
-from hf_posenc.positions import ForwardPass, see_patches
+from hf_posenc.positions import ForwardPass, follow_masking, see_images, see_patches
 from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens_aside
 from hf_posenc.spec import PositionSpec
 from hf_posenc.structure import Structure
@@ -32,13 +32,16 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     stack, encoding, options = structure.stack, spec.encoding, dict(spec.options)
     parts = _parts_by_attention(structure, spec)
     _refuse_closed_attentions(structure, spec, parts)
-    _refuse_unlike_attentions(structure, spec, parts, geometry)
     own = {path: structure.geometry_of(module, geometry.max_length) for path, module in structure.attentions.items()}
+    unlike = _unlike_attentions(structure, spec, parts, geometry)
     stack.posenc, *owned = build_within_limits(
         encoding.type,
         lambda: [
             encoding.for_stack(geometry, **options),
-            *(encoding.for_attention(own[path], parts[path], **options) for path in parts),
+            *(
+                encoding(own[path], **options) if path in unlike else encoding.for_attention(own[path], parts[path], **options)
+                for path in parts
+            ),
         ],
     )
     at_input = spec.inject == "input"
@@ -77,6 +80,14 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     )
     if structure.tokens is None and (path := patch_projection(structure.modules)):
         stack.get_submodule(path).register_forward_hook(see_patches)
+    if structure.tokens is None:
+        for source in structure.sources:
+            if source.verb == "rotate" and "position_ids" in argument_names(source.module):
+                see = partial(see_images, argument_names(source.module))
+                source.module.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
+    for module in stack.modules():
+        if hasattr(module, "random_masking"):
+            module.random_masking = partial(follow_masking, module.random_masking)
 
 
 def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
@@ -108,19 +119,29 @@ def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: P
             )
 
 
-def _refuse_unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> None:
-    """Raises HostRefused where attentions of several sizes would share what is made for one."""
+def _unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> set[str]:
+    """The paths of attentions of other sizes than the first, as in Swin's stages, which get an encoding of their own where it
+    has no weights.
+
+    Raises HostRefused where they would share weights that are made for one size.
+    """
+    unlike: set[str] = set()
     acting = {part for part, kind in spec.parts.items() if {*kind.acts_by()} - {"embed"}}
     shared = acting - spec.encoding.per_layer_parts(dict(spec.options))
     for path, module in structure.attentions.items():
         its = replace(structure.geometry_of(module, geometry.max_length), hidden_size=geometry.hidden_size)
-        if shared & {*parts[path]} and its != geometry:
+        if not shared & {*parts[path]} or its == geometry:
+            continue
+        unlike.add(path)
+        (trial,) = build_within_limits(spec.type, lambda its=its: [spec.encoding(its, **dict(spec.options))])  # type: ignore[misc]
+        if structure.tokens is not None or (trial is not None and [*trial.parameters(), *trial.buffers()]):
             raise HostRefused(
                 f"the attentions of {type(structure.stack).__name__} differ: {path} has {its}, others {geometry}, and "
                 f"{', '.join(sorted(shared))} would be shared by all",
                 reason="attentions of several sizes",
                 remedy="give each attention its own: per_layer=True",
             )
+    return unlike
 
 
 def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tuple[str, ...]:
@@ -134,6 +155,13 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
             f"{type(stack).__name__} has several streams of hidden states between its layers, to which vectors can't be added",
             reason="several streams of hidden states",
             remedy="take an encoding that acts in the attentions, or inject='after_attention'",
+        )
+    if spec.inject != "input" and structure.tokens is None and len({*structure.widths}) > 1:
+        raise HostRefused(
+            f"the layers of {type(stack).__name__} have states of several widths, {sorted({*structure.widths})}, to which no "
+            "one vector can be added",
+            reason="layers of several widths",
+            remedy="leave inject out",
         )
     blocks = structure.blocks
     layers = {path: block.rpartition(".")[0] for path, block in blocks.items()}

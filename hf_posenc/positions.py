@@ -3,8 +3,9 @@
 Shapes: B batch, L tokens, D hidden_size.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache
 from hf_posenc import attention, remembering
 from hf_posenc.calls import Call
 from hf_posenc.encodings import PositionContext, counted, positions_of
+from hf_posenc.encodings.context import CURRENT
 
 TEXT_AND_GRID = 4
 """Rows of M-RoPE's position ids where positions in the text stand before those in time, height and width."""
@@ -57,7 +59,16 @@ class ForwardPass:
         ids, embeds = call["position_ids"], call["inputs_embeds"]
         if not {"input_ids", "inputs_embeds"} & {*self.names}:
             unknown = torch.empty(0, 0, dtype=torch.long)
-            context = PositionContext(stack.posenc, unknown, 0, unknown, aside=self.aside, windows=self.windows)
+            context = PositionContext(
+                stack.posenc,
+                unknown,
+                0,
+                unknown,
+                aside=self.aside,
+                images=_images(call),
+                chosen=_chosen(call),
+                windows=self.windows,
+            )
             return self._changed(call, context)
         if embeds is None and call["input_ids"] is None:
             return args, kwargs, None  # the host says what is missing
@@ -150,8 +161,38 @@ def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
     Where each patch comes as an input by itself, the output has one place, and tells nothing.
     """
     grid = tuple(output.shape[2:])
-    if attention.CURRENT.context is not None and math.prod(grid) > 1:
-        attention.CURRENT.context.grid = grid
+    if CURRENT.context is not None and math.prod(grid) > 1:
+        CURRENT.context.grid = grid
+
+
+def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Pre-hook of a rotary module of rows and columns, `[L, 2]`: where both are 0, an image begins that is packed with others
+    in one row of tokens."""
+    ids, context = Call(names, args, kwargs)["position_ids"], CURRENT.context
+    if context is not None and not context.images and ids.ndim == 2 and ids.shape[-1] == 2:
+        first = (ids == 0).all(-1).nonzero()[:, 0].tolist()
+        if first[:1] == [0]:
+            context.images = tuple(end - start for start, end in itertools.pairwise([*first, len(ids)]))
+
+
+def _images(call: Call) -> tuple[int, ...]:
+    """The number of patches of each image, or frame of a video, that are packed in one row of tokens."""
+    grids = call["grid_thw"]
+    return () if grids is None else tuple(h * w for t, h, w in grids.tolist() for _ in range(t))
+
+
+def _chosen(call: Call) -> Tensor | None:
+    """`[B, L]`, the positions of patches in a batch of images of several sizes: each image's own are counted row by row."""
+    shown = call["patch_attention_mask"]
+    return None if shown is None else counted(shown.flatten(1)).clamp(min=0)
+
+
+def follow_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A host's own `random_masking`, which takes patches out: tells the context of this forward pass which ones are left."""
+    left, *others = mask(*args, **kwargs)
+    if CURRENT.context is not None:
+        CURRENT.context.chosen = others[-1].argsort(dim=1)[:, : left.shape[1]]
+    return (left, *others)
 
 
 def _restarts(times: Tensor, mask: Any) -> bool:

@@ -138,7 +138,15 @@ class Structure:
     def geometry(self, max_length: int | None, inject: str) -> Geometry:
         """The sizes of what the stack owns. Tables can be narrower than layers (ALBERT, ELECTRA)."""
         widths = [source.width for source in self.sources if source.width is not None] if inject == "input" else []
+        if self.tokens is None:
+            widths += self.widths[:1]
         return self._geometry(next(iter(self.attentions.values())), max_length, widths[0] if widths else None)
+
+    @property
+    def widths(self) -> list[int]:
+        """The width of the states that enter each attention, where its projections tell it: those of Swin's stages differ."""
+        layers = ((each for each in module.modules() if isinstance(each, nn.Linear)) for module in self.attentions.values())
+        return [first.in_features for each in layers if (first := next(each, None)) is not None]
 
     def geometry_of(self, attention: nn.Module, max_length: int | None) -> Geometry:
         """The sizes of one attention."""
@@ -146,7 +154,8 @@ class Structure:
 
     def _geometry(self, attention: Any, max_length: int | None, width: int | None) -> Geometry:
         config = self.stack.config
-        heads = getattr(attention, "num_heads", None) or config.num_attention_heads
+        heads = getattr(attention, "num_heads", None) or getattr(attention, "num_attention_heads", None)
+        heads = heads if isinstance(heads, int) else config.num_attention_heads
         sizes = (getattr(attention, name, None) for name in ("qk_head_dim", "head_dim", "attention_head_size"))
         head_dim = next((size for size in sizes if size), None)
         groups = getattr(attention, "num_key_value_groups", None)
@@ -183,7 +192,13 @@ def find_all(model: Any) -> dict[str, Structure]:
     for path, module in reversed(models.items()):
         inside = f"{path}." if path else ""
         if not is_patched(module):
-            structure = _find(module, [other.removeprefix(inside) for other in (*taken, *found) if other.startswith(inside)])
+            inner = [other for other in found if other.startswith(inside)]
+            patched = [other.removeprefix(inside) for other in taken if other.startswith(inside)]
+            structure = _find(module, [*patched, *(other.removeprefix(inside) for other in inner)])
+            if structure is None and inner and _has_sources_around(module, [other.removeprefix(inside) for other in inner]):
+                # Swin's encoder has biases, and the model around it a table: one stack.
+                structure = _find(module, patched)
+                found = {other: each for other, each in found.items() if other not in inner}
             found.update({} if structure is None else {path: structure})
     left = {path for path, module in model.named_modules() if _is_self_attention(path, module)}
     if not left:
@@ -274,6 +289,13 @@ def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
                 reason="attention that can't be taken over",
                 remedy=refusal.remedy,
             )
+
+
+def _has_sources_around(stack: Any, taken: Iterable[str]) -> bool:
+    """Whether a model has sources of position outside of the stacks within it."""
+    inside = tuple(f"{name}." for name in taken)
+    modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(inside)}
+    return any(next(iter(kind.find(stack, modules)), None) is not None for kind in Source.kinds)
 
 
 def refuse_several_models(model: Any) -> None:

@@ -34,6 +34,8 @@ class PositionContext:
         are in no positions, and are neither rotated nor biased.
     grid: the patches of an image by row and column (of a video by frame, row and column); their positions are 0, 1, … in that
         order, row by row. Empty where the tokens are of something else, or nothing tells.
+    images: number of tokens of each of several images that are packed in one row. Each has positions of its own.
+    chosen: `[B, K]`, the positions of the patches that are left, where others were taken out.
     windows: whether attentions may see a part of the tokens, as those of a window, which are then counted by themselves.
     """
 
@@ -48,6 +50,8 @@ class PositionContext:
     first_key: int = 0
     aside: tuple[int, int] = (0, 0)
     grid: tuple[int, ...] = ()
+    images: tuple[int, ...] = ()
+    chosen: Tensor | None = None
     windows: bool = False
 
     def placed(self, length: int, device: torch.device) -> "PositionContext":
@@ -57,28 +61,39 @@ class PositionContext:
         """
         if self.positions.numel():
             return self
-        beside = sum(self.aside)
-        count = math.prod(self.grid) if self.grid else length - beside
-        whole = count + beside == length
-        if not whole and not self.windows:
+        beside, patches = sum(self.aside), math.prod(self.grid) if self.grid else None
+        if self.chosen is not None:
+            patches = self.chosen.shape[1]
+        elif self.images:
+            patches = sum(self.images)
+        whole = patches is None or length == patches + beside
+        if not whole and not self.windows and length not in self.images:
             raise ValueError(
-                f"{length} tokens reach an attention or layer, where {' x '.join(map(str, self.grid)) or 'no'} patches and "
-                f"{beside} others were expected: which patches were left out isn't known, nor the positions of the others; give "
-                "the model all of them"
-            )
-        limit = self.encoding.geometry.max_length
-        if limit is not None and (count if whole else length) > limit:
-            raise ValueError(
-                f"an input of {count if whole else length} positions is longer than max_length={limit} of this model's encoding: "
-                "give a smaller one, or raise the promise: hf_posenc.extend(model, max_length=…)"
+                f"{length} tokens reach an attention or layer, where {patches} patches and {beside} others were expected: which of "
+                "the patches were left out isn't known, nor the positions of those left; give the model all of them"
             )
 
         def make() -> "PositionContext":
-            index = torch.arange(count if whole else length, device=device)[None]
-            aside, grid = (self.aside, self.grid) if whole else ((0, 0), ())
-            return replace(self, positions=index, start=index.new_zeros(1, 1), aside=aside, grid=grid, computed={})
+            index = torch.arange(length - beside if whole else length, device=device)[None]
+            placed = replace(self, positions=index, start=index.new_zeros(1, 1), computed={})
+            if not whole:
+                return replace(placed, aside=(0, 0), grid=(), images=(), chosen=None)
+            if self.chosen is not None:
+                return replace(placed, positions=self.chosen, keys=self.chosen)
+            if len(self.images) > 1:
+                packed = torch.cat([torch.arange(count, device=device) for count in self.images])[None]
+                return replace(placed, positions=packed, keys=packed)
+            return placed
 
-        return self.cached(("placed", length, device), make)
+        context = self.cached(("placed", length, device), make)
+        limit = self.encoding.geometry.max_length
+        longest = max(self.images) if whole and self.images else context.positions.shape[1]
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"an input of {longest} positions is longer than max_length={limit} of this model's encoding: give a smaller "
+                "one, or raise the promise: hf_posenc.extend(model, max_length=…)"
+            )
+        return context
 
     def of_positions(self, states: Tensor | None, dim: int = 2) -> Tensor | None:
         """The part of states that has positions: all but the tokens aside."""

@@ -1,4 +1,4 @@
-"""Tables of learned position vectors in models of images and sounds, as bare parameters or embeddings: ViT, DINOv2, CLIP's vision.
+"""Tables of learned position vectors in models of images and sounds, bare parameters or embeddings: ViT, DINOv2, CLIP.
 
 Such a host reads its table in ways of its own: it slices, interpolates, gathers. So the table is silenced where it lies: its
 module becomes one of a subclass with the same name, in which the table's attribute answers zeros.
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_posenc.sources.grids import tokens_aside
 from hf_posenc.sources.source import Source
@@ -25,10 +24,11 @@ NAMES = (
     "pos_embed",
     "positional_embedding",
     "position_embedding_table",
+    "class_pos_emb",
 )
 """Of a parameter, a tensor or an `nn.Embedding`."""
-NOT_BY_TOKEN = ("mid_position_embeddings", "position_embedding_table")
-"""Those that don't have one vector for each token: tables of several layers, or of rows and columns of an image."""
+NOT_BY_TOKEN = ("mid_position_embeddings", "position_embedding_table", "class_pos_emb")
+"""Those that don't have one vector for each token: tables of several layers, or of rows and columns; a class token's angles."""
 SILENCED = "_posenc_silenced"
 """The attribute of a module that names its silenced parameters."""
 
@@ -55,10 +55,10 @@ class PositionParameter(Source):
             owner, _, name = path.rpartition(".")
             if name in NAMES and type(module) is nn.Embedding:
                 yield cls(f"{path}.weight", module, aside, modules.get(owner, stack))
-            elif not isinstance(module, PreTrainedModel):
+            else:
                 tables = {**module._parameters, **vars(module)}
                 for key in (key for key in NAMES if isinstance(tables.get(key), Tensor)):
-                    yield cls(f"{path}.{key}", module, aside, module)
+                    yield cls(f"{path}.{key}".lstrip("."), module, aside, module)
 
     @property
     def key(self) -> str:
@@ -73,11 +73,19 @@ class PositionParameter(Source):
         silence(self.module, self.key, Zeros(stack, self.path, self.near, self._tensor))
 
     @property
-    def width(self) -> int:
-        return self.shape[-1]
+    def patches(self) -> int:
+        """The number of patches that have a vector. Tokens aside that were added later have none (registers)."""
+        rows = math.prod(self.shape[:-1])
+        told = (getattr(module, "num_patches", None) for module in self.near.modules())
+        counts = [count for count in told if isinstance(count, int) and count <= rows - self.aside[1]]
+        return counts[0] if counts else rows - sum(self.aside)
+
+    @property
+    def width(self) -> int | None:
+        return None if self.key in NOT_BY_TOKEN else self.shape[-1]
 
     def usable_length(self, config: Any) -> int | None:
-        return None if self.key in NOT_BY_TOKEN else math.prod(self.shape[:-1]) - sum(self.aside)
+        return None if self.key in NOT_BY_TOKEN else self.patches
 
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {self.path: self.shape} if self.is_learned else {}
@@ -86,9 +94,9 @@ class PositionParameter(Source):
         """The vectors of the patches, where there is one for each."""
         if self.key in NOT_BY_TOKEN:
             return None
-        before, behind = self.aside
         vectors = self._tensor.flatten(0, -2)
-        return vectors[before : len(vectors) - behind]
+        before = len(vectors) - self.aside[1] - self.patches
+        return vectors[before : before + self.patches]
 
 
 class Zeros:
@@ -107,10 +115,8 @@ class Zeros:
 
 def silence(module: nn.Module, key: str, zeros: Zeros) -> None:
     """Make an attribute of a module, a parameter or a constant, answer zeros."""
-    if key in module._parameters:
-        del module._parameters[key]
-    else:
-        vars(module).pop(key)
+    for place in (module._parameters, module._buffers, vars(module)):
+        place.pop(key, None)
     silenced = {**vars(module).get(SILENCED, {}), key: zeros}
     vars(module)[SILENCED] = silenced
     host = next(cls for cls in type(module).__mro__ if SILENCED not in vars(cls))
@@ -150,5 +156,5 @@ def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 
 def _new(host: type, keys: tuple[str, ...]) -> Any:
-    made = _silent(host, keys)
+    made: Any = _silent(host, keys)
     return made.__new__(made)

@@ -30,6 +30,9 @@ class Rotary(Source):
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
             if CLASS.search(type(module).__name__):
+                if argument_names(module) == ["pixel_values"] and AxialRotary.is_understood(module, stack.config):
+                    yield AxialRotary(path, module)
+                    continue
                 if "position_ids" not in argument_names(module) or not _is_understood(module, stack.config):
                     raise HostRefused(
                         f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't turn position_ids into "
@@ -58,6 +61,41 @@ class Rotary(Source):
         return getattr(config, LENGTH_FIELD, None)
 
 
+class AxialRotary(Source):
+    """A module which computes angles from the size of an image: DINOv3. It is silenced by what it answers."""
+
+    encoding, verb = "rope", "rotate"
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        return iter(())  # Rotary finds it
+
+    @classmethod
+    def is_understood(cls, module: Any, config: Any) -> bool:
+        """Whether it answers an image with a pair of cosines and sines.
+
+        Coordinates of patches lie around 0, so that sines cancel out.
+        """
+        if any(buffer.is_meta for buffer in module.buffers()):
+            return True
+        try:
+            image = torch.zeros(1, getattr(config, "num_channels", 3), *torch.Size([8 * module.config.patch_size] * 2))
+            cos, sin = module(image)
+        except Exception:  # a module of another format may raise anything
+            return False
+        on_circle = torch.allclose(cos**2 + sin**2, torch.ones(()), atol=1e-4)
+        return on_circle and bool(sin.sum(0).abs().max() < 1e-2) and bool((cos - sin).abs().max() > 1e-2)
+
+    def silence(self, stack: Any, adds_vectors: bool) -> None:
+        self.module.register_forward_hook(without_angles)
+
+
+def without_angles(module: nn.Module, args: tuple, answer: Any) -> Any:
+    """Hook of a module that answers cosines and sines: the rotation by nothing."""
+    cos, sin = answer
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
 def _is_understood(module: Any, config: Any) -> bool:
     """Whether the module answers position 0 with the rotation by nothing, and other positions with others.
 
@@ -75,10 +113,15 @@ def _is_understood(module: Any, config: Any) -> bool:
 
 
 def _is_rotation(module: Any, arguments: dict[str, Any]) -> bool:
+    """For one number a token, or two of each patch: its row and column."""
+    return any(_turns(module, axes, arguments) for axes in (1, 2))
+
+
+def _turns(module: Any, axes: int, arguments: dict[str, Any]) -> bool:
     with torch.no_grad():
         try:
             here, there = (
-                _tensors(module(torch.zeros(1, 1, 1), position_ids=torch.tensor([[position]]), **arguments))
+                _tensors(module(torch.zeros(1, 1, 1), position_ids=torch.tensor([[position] * axes]), **arguments))
                 for position in (0, 1)
             )
         except Exception:  # a module of another format may raise anything

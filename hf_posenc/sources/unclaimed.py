@@ -73,9 +73,10 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
 
 
 def _is_given_a_table(module: nn.Module) -> bool:
-    """Whether a module without a state of its own works on a table of positions that it is called with (YOLOS)."""
-    stateless = not (module._parameters or module._buffers or module._modules)
-    return stateless and next(iter(argument_names(module)), "") in ("pos_embed", "position_embeddings")
+    """Whether a module without tensors of its own works on positions that it is called with: YOLOS interpolates a table, SAM 3
+    has attentions that are called after the rotation they are given."""
+    own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    return not own and bool({"pos_embed", "position_embeddings"} & {*argument_names(module)})
 
 
 def _holds_what_is_claimed(path: str, module: nn.Module, claimed: Collection[str]) -> bool:

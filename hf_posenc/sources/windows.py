@@ -1,0 +1,45 @@
+"""Learned relative biases of attentions that see an image, or windows of one: Swin, BEiT."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posenc.sources.parameters import PositionParameter
+from hf_posenc.sources.source import Source
+
+BIASES = ("relative_position_bias_table", "rel_pos_h", "rel_pos_w", "relative_coords_table")
+"""Tables of biases by the distance in rows and columns, of vectors for rows and for columns, and of the distances of which a
+network makes biases: of zeros, all of them give every pair of tokens the same."""
+INDEX = "relative_position_index"
+"""The buffer that says which row of a table serves which pair of tokens."""
+
+
+class WindowBias(PositionParameter):
+    """A table of biases by the distance of two patches in rows and columns."""
+
+    encoding, verb = "t5", "distance_bias"
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        if "input_ids" in inspect.signature(type(stack).forward).parameters:
+            return
+        for path, module in modules.items():
+            tables = {**module._parameters, **module._buffers}
+            for key in (key for key in BIASES if isinstance(tables.get(key), Tensor)):
+                yield cls(f"{path}.{key}".lstrip("."), module, (0, 0), module)
+
+    @property
+    def claimed(self) -> tuple[str, ...]:
+        return self.path, f"{self.path.rpartition('.')[0]}.{INDEX}".lstrip(".")
+
+    @property
+    def width(self) -> None:  # type: ignore[override]
+        return None
+
+    def usable_length(self, config: Any) -> None:
+        return None
+
+    def table(self) -> None:
+        return None
