@@ -49,8 +49,16 @@ class ForwardPass:
                 )
         ids, embeds = call["position_ids"], call["inputs_embeds"]
         if not {"input_ids", "inputs_embeds"} & {*self.names}:
-            unknown = torch.empty(0, 0, dtype=torch.long)
-            return self._changed(call, PositionContext(stack.posenc, positions=unknown, past=0, start=unknown))
+            unknown, cache = torch.empty(0, 0, dtype=torch.long), call.of_type(Cache)
+            context = PositionContext(
+                stack.posenc,
+                positions=unknown,
+                past=_length_of(cache),
+                start=unknown,
+                # Where a sliding window begins doesn't depend on the number of new tokens.
+                first_keys=_first_keys(cache, 1, getattr(stack.config, "layer_types", None)),
+            )
+            return self._changed(call, context)
         if embeds is None and call["input_ids"] is None:
             return args, kwargs, None  # the host says what is missing
         shape, device = (
@@ -58,9 +66,7 @@ class ForwardPass:
         )
         length = shape[-1]
         cache, mask = call.of_type(Cache), call["attention_mask"]
-        past = 0 if cache is None else cache.get_seq_length()
-        # A static cache counts in place, and its first layer would change this number.
-        past = past.clone() if isinstance(past, Tensor) else past
+        past = _length_of(cache)
         _check_length(stack, length, past, cache)
         if ids is not None:
             ids = self._from_zero(stack, ids, length)
@@ -119,9 +125,16 @@ class ForwardPass:
         cache = call.of_type(Cache)
         if cache is None:
             cache = next((value for value in values if isinstance(value, Cache)), None)
-        if context is not None and cache is not None and not torch.compiler.is_exporting():
-            tokens = call["input_ids"] if call["inputs_embeds"] is None else call["inputs_embeds"]
+        tokens = call["input_ids"] if call["inputs_embeds"] is None else call["inputs_embeds"]
+        if context is not None and cache is not None and tokens is not None and not torch.compiler.is_exporting():
             remembering.remember(cache, len(tokens), context)
+
+
+def _length_of(cache: Cache | None) -> int | Tensor:
+    """The number of cached keys."""
+    past = 0 if cache is None else cache.get_seq_length()
+    # A static cache counts in place, and its first layer would change this number.
+    return past.clone() if isinstance(past, Tensor) else past
 
 
 def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:

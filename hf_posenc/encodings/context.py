@@ -39,22 +39,22 @@ class PositionContext:
     first_key: int = 0
 
     def placed(self, length: int, device: torch.device) -> "PositionContext":
-        """This context; that of tokens 0 … length - 1 if their number was unknown up to here.
+        """This context; that of `length` tokens behind the cached ones if their number was unknown up to here.
 
         Raises ValueError for more of them than the encoding's max_length.
         """
         if self.positions.numel():
             return self
         limit = self.encoding.geometry.max_length
-        if limit is not None and length > limit:
+        if limit is not None and isinstance(self.past, int) and self.past + length > limit:
             raise ValueError(
-                f"an input of {length} tokens, as the model makes them of what it reads, is longer than max_length={limit} of "
-                "its position encoding: give it a shorter one, or patch the stock model with a larger max_length"
+                f"an input of {self.past + length} tokens, as the model makes them of what it reads, is longer than "
+                f"max_length={limit} of its position encoding: give it a shorter one, or patch the stock model with a larger max_length"
             )
 
         def make() -> "PositionContext":
             index = torch.arange(length, device=device)[None]
-            return replace(self, positions=index, start=index.new_zeros(1, 1), computed={})
+            return replace(self, positions=index + self.past, start=index.new_zeros(1, 1), computed={})
 
         return self.cached(("placed", length, device), make)
 

@@ -106,7 +106,7 @@ class Silenced(nn.Module):
     key: of the table's weight, relative to the stack.
     """
 
-    def __init__(self, stack: Any, path: str, table: nn.Embedding) -> None:
+    def __init__(self, stack: Any, path: str, table: Any) -> None:
         super().__init__()
         # In a tuple, so that the stack is not registered as a child of its own part.
         self._stack = (stack,)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.encodings import check_size, shown
+from hf_posenc.sources.relative import is_relative
 from hf_posenc.sources.source import HostRefused, Silenced, Source, replace
 from hf_posenc.spec import LENGTH_FIELD
 
@@ -25,7 +26,7 @@ class Table(Source):
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
-            if path.rpartition(".")[2] not in NAMES:
+            if path.rpartition(".")[2] not in NAMES or is_relative(module):
                 continue
             rows = getattr(stack.config, LENGTH_FIELD, None)
             if type(module) is not nn.Embedding or module.num_embeddings != rows:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_posenc.calls import attributes_read
+
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
 OTHER_SOURCES = "other sources of position"
@@ -17,15 +19,23 @@ PLACE_ON_A_PAGE = re.compile(r"[xyhw]_position_embeddings$")
 def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
     """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim.
 
-    A convolution whose stride is its kernel's size cuts patches out, each an input by itself.
+    A module that nothing calls is none. A convolution whose stride is its kernel's size cuts patches out, each an input by itself.
     """
+    unused: list[str] = []
+    read: set[str] | None = None
     for path, module in modules.items():
         name = path.rpartition(".")[2]
+        if path.startswith(tuple(f"{outer}." for outer in unused)):
+            continue
         if isinstance(module, nn.ModuleList) and claimed and all(f"{path}.{child}" in claimed for child in module._modules):
             continue
         if any(path == each or path.startswith(f"{each}.") for each in claimed) or PLACE_ON_A_PAGE.search(path):
             continue
         if path and WORDS & {*_words(name), *_words(type(module).__name__)}:
+            read = attributes_read(modules.values()) if read is None else read
+            if not name.isdigit() and name not in read:
+                unused.append(path)
+                continue
             yield path, OTHER_SOURCES
         elif (
             isinstance(module, nn.modules.conv._ConvNd) and max(module.kernel_size) > 1 and module.kernel_size != module.stride
