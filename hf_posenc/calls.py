@@ -16,7 +16,9 @@ def argument_names(module: nn.Module) -> list[str]:
 def attributes_read(modules: Iterable[nn.Module]) -> set[str]:
     """The names of all attributes that the methods of these modules read, but for those which make or initialise them."""
     made = ("__init__", "_init_weights")
-    kinds = {kind for module in modules for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module}
+    kinds = {
+        kind for module in modules for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module
+    }
     functions = (value for kind in kinds for name, value in vars(kind).items() if name not in made)
     codes = (getattr(inspect.unwrap(function), "__code__", None) for function in functions if callable(function))
     return {name for code in codes if code is not None for each in _within(code) for name in each.co_names}

@@ -48,24 +48,16 @@ class ForwardPass:
                     f"doesn't use: leave them out, or give position_ids"
                 )
         ids, embeds = call["position_ids"], call["inputs_embeds"]
-        if not {"input_ids", "inputs_embeds"} & {*self.names}:
-            unknown, cache = torch.empty(0, 0, dtype=torch.long), call.of_type(Cache)
-            context = PositionContext(
-                stack.posenc,
-                positions=unknown,
-                past=_length_of(cache),
-                start=unknown,
-                # Where a sliding window begins doesn't depend on the number of new tokens.
-                first_keys=_first_keys(cache, 1, getattr(stack.config, "layer_types", None)),
-            )
-            return self._changed(call, context)
-        if embeds is None and call["input_ids"] is None:
+        tokens = call["input_ids"] if embeds is None else embeds[..., 0]
+        if tokens is None and ids is None and not self._lacks_tokens(stack, call):
+            return self._changed(call, _of_unknown_number(stack, call.of_type(Cache)))
+        known = ids if tokens is None else tokens
+        if known is None:
             return args, kwargs, None  # the host says what is missing
-        shape, device = (
-            (embeds.shape[:-1], embeds.device) if embeds is not None else (call["input_ids"].shape, call["input_ids"].device)
-        )
+        shape, device = torch.atleast_2d(known).shape, known.device
         length = shape[-1]
-        cache, mask = call.of_type(Cache), call["attention_mask"]
+        # The mask of a sound counts its samples or features, not the tokens that are made of them.
+        cache, mask = call.of_type(Cache), None if tokens is None else call["attention_mask"]
         past = _length_of(cache)
         _check_length(stack, length, past, cache)
         if ids is not None:
@@ -89,6 +81,10 @@ class ForwardPass:
         if self.needs_token_types and call["token_type_ids"] is None:
             changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
         return self._changed(call, context, **changes)
+
+    def _lacks_tokens(self, stack: Any, call: Call) -> bool:
+        """Whether a stack that reads tokens was given none, nor anything else that it makes them of."""
+        return bool({"input_ids", "inputs_embeds"} & {*self.names}) and call[stack.main_input_name] is None
 
     def _changed(self, call: Call, context: PositionContext, **changes: Any) -> tuple[tuple, dict[str, Any], PositionContext]:
         # Hosts which take position_ids hand further arguments down to their layers. For the others the context is the current
@@ -128,6 +124,14 @@ class ForwardPass:
         tokens = call["input_ids"] if call["inputs_embeds"] is None else call["inputs_embeds"]
         if context is not None and cache is not None and tokens is not None and not torch.compiler.is_exporting():
             remembering.remember(cache, len(tokens), context)
+
+
+def _of_unknown_number(stack: Any, cache: Cache | None) -> PositionContext:
+    """The context of a stack that makes its tokens itself, of an image or a sound."""
+    unknown = torch.empty(0, 0, dtype=torch.long)
+    # Where a sliding window begins doesn't depend on the number of new tokens.
+    first_keys = _first_keys(cache, 1, getattr(stack.config, "layer_types", None))
+    return PositionContext(stack.posenc, positions=unknown, past=_length_of(cache), start=unknown, first_keys=first_keys)
 
 
 def _length_of(cache: Cache | None) -> int | Tensor:

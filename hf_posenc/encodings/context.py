@@ -48,8 +48,8 @@ class PositionContext:
         limit = self.encoding.geometry.max_length
         if limit is not None and isinstance(self.past, int) and self.past + length > limit:
             raise ValueError(
-                f"an input of {self.past + length} tokens, as the model makes them of what it reads, is longer than "
-                f"max_length={limit} of its position encoding: give it a shorter one, or patch the stock model with a larger max_length"
+                f"an input of {self.past + length} tokens, as the model makes them, is longer than max_length={limit} of its "
+                "position encoding: give it a shorter one, or patch the stock model with a larger max_length"
             )
 
         def make() -> "PositionContext":

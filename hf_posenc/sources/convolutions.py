@@ -42,7 +42,9 @@ class Convolution(Source):
                         reason="convolutional positions in a format of their own",
                     )
                 found.append(path)
-                if path.rpartition(".")[2] in attributes_read(modules.values()):  # wav2vec2-conformer makes one and never calls it
+                if path.rpartition(".")[2] in attributes_read(
+                    modules.values()
+                ):  # wav2vec2-conformer makes one and never calls it
                     yield source
 
     @property

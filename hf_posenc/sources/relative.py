@@ -22,8 +22,8 @@ NAMES = {
     "rel_attn_embed": "t5",
     "bias_values": "relative",
 }
-"""Name of a module -> the encoding that it amounts to: linear layers that project sines of distances into what queries are
-multiplied by, tables of vectors which queries are multiplied by, tables of biases. Zeros in their place add nothing to scores."""
+"""Name of a module -> the encoding that it amounts to: linear layers that project sines of distances into what queries meet,
+tables of vectors that queries meet, tables of biases. Zeros in their place add nothing to scores."""
 SINES = re.compile(r"Rel(ative)?(Position(al)?(Embedding|Encoding)|AttentionBias)")
 """In class names of modules that answer the sines of all distances, or hold such a table."""
 BIASES_OF_QUERIES = ("pos_bias_u", "pos_bias_v")

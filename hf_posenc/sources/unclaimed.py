@@ -19,7 +19,8 @@ PLACE_ON_A_PAGE = re.compile(r"[xyhw]_position_embeddings$")
 def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
     """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim.
 
-    A module that nothing calls is none. A convolution whose stride is its kernel's size cuts patches out, each an input by itself.
+    A module that nothing calls is none. A convolution whose stride is its kernel's size cuts patches out, each an input by
+    itself.
     """
     unused: list[str] = []
     read: set[str] | None = None
