@@ -1,6 +1,8 @@
-"""The arguments of a module's call, for hooks that read or change them."""
+"""The arguments of a module's call, for hooks that read or change them; what the code of modules mentions."""
 
 import inspect
+from collections.abc import Iterable, Iterator
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -9,6 +11,24 @@ from torch import nn
 def argument_names(module: nn.Module) -> list[str]:
     """The arguments of a module's forward, in order."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def attributes_read(modules: Iterable[nn.Module]) -> set[str]:
+    """The names of all attributes that the methods of these modules read, but for those which make or initialise them."""
+    made = ("__init__", "_init_weights")
+    kinds = {
+        kind for module in modules for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module
+    }
+    functions = (value for kind in kinds for name, value in vars(kind).items() if name not in made)
+    codes = (getattr(inspect.unwrap(function), "__code__", None) for function in functions if callable(function))
+    return {name for code in codes if code is not None for each in _within(code) for name in each.co_names}
+
+
+def _within(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _within(constant)
 
 
 class Call:

@@ -57,29 +57,17 @@ class ForwardPass:
                     f"doesn't use: leave them out, or give position_ids"
                 )
         ids, embeds = call["position_ids"], call["inputs_embeds"]
-        if not {"input_ids", "inputs_embeds"} & {*self.names}:
-            unknown = torch.empty(0, 0, dtype=torch.long)
-            context = PositionContext(
-                stack.posenc,
-                unknown,
-                0,
-                unknown,
-                aside=self.aside,
-                images=_images(call),
-                chosen=_chosen(call),
-                windows=self.windows,
-            )
-            return self._changed(call, context)
-        if embeds is None and call["input_ids"] is None:
+        tokens = call["input_ids"] if embeds is None else embeds[..., 0]
+        if tokens is None and ids is None and not self._lacks_tokens(stack, call):
+            return self._changed(call, self._of_unknown_number(stack, call))
+        known = ids if tokens is None else tokens
+        if known is None:
             return args, kwargs, None  # the host says what is missing
-        shape, device = (
-            (embeds.shape[:-1], embeds.device) if embeds is not None else (call["input_ids"].shape, call["input_ids"].device)
-        )
+        shape, device = torch.atleast_2d(known).shape, known.device
         length = shape[-1]
-        cache, mask = call.of_type(Cache), call["attention_mask"]
-        past = 0 if cache is None else cache.get_seq_length()
-        # A static cache counts in place, and its first layer would change this number.
-        past = past.clone() if isinstance(past, Tensor) else past
+        # The mask of a sound counts its samples or features, not the tokens that are made of them.
+        cache, mask = call.of_type(Cache), None if tokens is None else call["attention_mask"]
+        past = _length_of(cache)
         _check_length(stack, length, past, cache)
         given = ids
         if ids is not None:
@@ -96,7 +84,7 @@ class ForwardPass:
         )
         changes: dict[str, Any] = {}
         if "position_ids" in self.names:
-            # One row for each text: XLM asserts its shape, and others see from the first of several rows whether texts are packed.
+            # One row for each text: XLM asserts its shape, and others see by the first of several whether texts are packed.
             rows = (shape[0], -1) if given is None or given.ndim < 3 else given.shape
             changes["position_ids"] = (positions + self.offset).expand(rows)
         if call["logits_to_keep"] is not None:
@@ -105,6 +93,26 @@ class ForwardPass:
         if self.needs_token_types and call["token_type_ids"] is None:
             changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
         return self._changed(call, context, **changes)
+
+    def _lacks_tokens(self, stack: Any, call: Call) -> bool:
+        """Whether a stack that reads tokens was given none, nor anything else that it makes them of."""
+        return bool({"input_ids", "inputs_embeds"} & {*self.names}) and call[stack.main_input_name] is None
+
+    def _of_unknown_number(self, stack: Any, call: Call) -> PositionContext:
+        """The context of a stack that makes its tokens itself, of an image or a sound."""
+        unknown, cache = torch.empty(0, 0, dtype=torch.long), call.of_type(Cache)
+        return PositionContext(
+            stack.posenc,
+            positions=unknown,
+            past=_length_of(cache),
+            start=unknown,
+            # Where a sliding window begins doesn't depend on the number of new tokens.
+            first_keys=_first_keys(cache, 1, getattr(stack.config, "layer_types", None)),
+            aside=self.aside,
+            images=_images(call),
+            chosen=_chosen(call),
+            windows=self.windows,
+        )
 
     def _changed(self, call: Call, context: PositionContext, **changes: Any) -> tuple[tuple, dict[str, Any], PositionContext]:
         # Hosts which take position_ids hand further arguments down to their layers. For the others the context is the current
@@ -150,8 +158,8 @@ class ForwardPass:
         cache = call.of_type(Cache)
         if cache is None:
             cache = next((value for value in values if isinstance(value, Cache)), None)
-        if context is not None and cache is not None and not torch.compiler.is_exporting():
-            tokens = call["input_ids"] if call["inputs_embeds"] is None else call["inputs_embeds"]
+        tokens = call["input_ids"] if call["inputs_embeds"] is None else call["inputs_embeds"]
+        if context is not None and cache is not None and tokens is not None and not torch.compiler.is_exporting():
             remembering.remember(cache, len(tokens), context)
 
 
@@ -204,6 +212,13 @@ def _restarts(times: Tensor, mask: Any) -> bool:
         shown = mask[:, -times.shape[-1] :] != 0
         falls = falls & shown[:, 1:] & shown[:, :-1]
     return bool(falls.any())
+
+
+def _length_of(cache: Cache | None) -> int | Tensor:
+    """The number of cached keys."""
+    past = 0 if cache is None else cache.get_seq_length()
+    # A static cache counts in place, and its first layer would change this number.
+    return past.clone() if isinstance(past, Tensor) else past
 
 
 def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
 
@@ -192,7 +193,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             if other is not None:
                 module.training = other.training
             continue
-        if other is None or not (isinstance(module, type(other)) or isinstance(other, type(module))):
+        if other is None or not _alike(module, other):
             raise ValueError(
                 f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}: "
                 "a model changed by hand can't be rebuilt from its config, so it was left as it is"
@@ -230,6 +231,12 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
     if hasattr(source, "generation_config"):
         target.generation_config = copy.deepcopy(source.generation_config)
     target.name_or_path = source.name_or_path
+
+
+def _alike(module: nn.Module, other: nn.Module) -> bool:
+    """Whether one's class is derived from the other's. A parametrised module (weight norm) has a class of its own."""
+    ours, theirs = map(type_before_parametrizations, (module, other))
+    return issubclass(ours, theirs) or issubclass(theirs, ours)
 
 
 def carry_positions(model: nn.Module) -> None:

@@ -55,7 +55,7 @@ class PositionContext:
     windows: bool = False
 
     def placed(self, length: int, device: torch.device) -> "PositionContext":
-        """This context; that of an input of `length` tokens if their number was unknown up to here.
+        """This context; that of an input of `length` tokens behind the cached ones if their number was unknown up to here.
 
         Raises ValueError for another number than the grid and the tokens aside have together, unless they are of a window.
         """
@@ -69,13 +69,13 @@ class PositionContext:
         whole = patches is None or length == patches + beside
         if not whole and not self.windows and length not in self.images:
             raise ValueError(
-                f"{length} tokens reach an attention or layer, where {patches} patches and {beside} others were expected: which of "
-                "the patches were left out isn't known, nor the positions of those left; give the model all of them"
+                f"{length} tokens reach an attention or layer, where {patches} patches and {beside} others were expected: which "
+                "patches were left out isn't known, nor the positions of those left; give the model all of them"
             )
 
         def make() -> "PositionContext":
             index = torch.arange(length - beside if whole else length, device=device)[None]
-            placed = replace(self, positions=index, start=index.new_zeros(1, 1), computed={})
+            placed = replace(self, positions=index + self.past, start=index.new_zeros(1, 1), computed={})
             if not whole:
                 return replace(placed, aside=(0, 0), grid=(), images=(), chosen=None)
             if self.chosen is not None:
@@ -88,6 +88,7 @@ class PositionContext:
         context = self.cached(("placed", length, device), make)
         limit = self.encoding.geometry.max_length
         longest = max(self.images) if whole and self.images else context.positions.shape[1]
+        longest += self.past if isinstance(self.past, int) else 0
         if limit is not None and longest > limit:
             raise ValueError(
                 f"an input of {longest} positions is longer than max_length={limit} of this model's encoding: give a smaller "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.calls import attributes_read
 from hf_posenc.sources.source import HostRefused, Silenced, Source, replace
 
 CLASS = re.compile(r"positional_?conv", re.IGNORECASE)
@@ -32,7 +33,7 @@ class Convolution(Source):
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         found: list[str] = []
         for path, module in modules.items():
-            if CLASS.search(type(module).__name__) and not path.startswith(tuple(f"{outer}." for outer in found)):
+            if is_convolution(module) and not path.startswith(tuple(f"{outer}." for outer in found)):
                 source = cls(path, module)
                 if not source.layers or source.token_axis is None:
                     raise HostRefused(
@@ -41,7 +42,10 @@ class Convolution(Source):
                         reason="convolutional positions in a format of their own",
                     )
                 found.append(path)
-                yield source
+                if path.rpartition(".")[2] in attributes_read(
+                    modules.values()
+                ):  # wav2vec2-conformer makes one and never calls it
+                    yield source
 
     @property
     def token_axis(self) -> int | None:
@@ -68,6 +72,11 @@ class Convolution(Source):
 
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.{name}": tuple(value.shape) for name, value in self.module.named_parameters()}
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether a module is one of positions."""
+    return CLASS.search(type(module).__name__) is not None
 
 
 class SilencedConvolution(Silenced):

@@ -24,9 +24,9 @@ class LinearBias(Source):
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
-            if type(module).__name__ in ARGUMENTS and type(module).__module__.startswith("transformers.models."):
-                if getattr(stack.config, "alibi", True):
-                    yield cls(f"{path}.{ARGUMENTS[type(module).__name__]}", module)
+            theirs = type(module).__name__ in ARGUMENTS and type(module).__module__.startswith("transformers.models.")
+            if theirs and getattr(stack.config, "alibi", True):
+                yield cls(f"{path}.{ARGUMENTS[type(module).__name__]}", module)
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         names, argument = argument_names(self.module), ARGUMENTS[type(self.module).__name__]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.calls import argument_names
 from hf_posenc.encodings import check_size, shown
 from hf_posenc.encodings.context import CURRENT
+from hf_posenc.sources.relative import is_relative
 from hf_posenc.sources.source import HostRefused, Silenced, Source, replace
 from hf_posenc.sources.unclaimed import OTHER_INPUTS
 from hf_posenc.spec import LENGTH_FIELD, length_of
@@ -35,11 +35,9 @@ class Table(Source):
         if "input_ids" not in inspect.signature(type(stack).forward).parameters:
             return  # a table of patches or of stretches of sound (parameters.py)
         for path, module in modules.items():
-            if path.rpartition(".")[2] not in NAMES or OTHER_INPUTS.search(path):
+            if path.rpartition(".")[2] not in NAMES or OTHER_INPUTS.search(path) or is_relative(module):
                 continue
             if any(kind.claims(module) for kind in Source.kinds):
-                continue
-            if IMAGES in argument_names(stack) and "input_ids" not in argument_names(stack):
                 continue
             rows = getattr(stack.config, LENGTH_FIELD, None)
             if type(module) is not nn.Embedding or rows not in (None, module.num_embeddings):

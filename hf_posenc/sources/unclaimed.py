@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_posenc.calls import argument_names
+from hf_posenc.calls import argument_names, attributes_read
 from hf_posenc.sources.grids import cuts_patches
 
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
@@ -44,14 +44,25 @@ def convolves(path: str, module: nn.Module) -> bool:
 
 
 def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim."""
+    """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim.
+
+    A module that nothing calls is none.
+    """
+    unused: list[str] = []
+    read: set[str] | None = None
     for path, module in modules.items():
         name = path.rpartition(".")[2]
+        if path.startswith(tuple(f"{outer}." for outer in unused)):
+            continue
         if isinstance(module, nn.ModuleList) and claimed and all(f"{path}.{child}" in claimed for child in module._modules):
             continue
         if any(path == each or path.startswith(f"{each}.") for each in claimed) or OTHER_INPUTS.search(path):
             continue
         if path and not isinstance(module, nn.Dropout) and WORDS & {*_words(name), *_words(type(module).__name__)}:
+            read = attributes_read(modules.values()) if read is None else read
+            if not name.isdigit() and name not in read:
+                unused.append(path)
+                continue
             if not (_is_given_a_table(module) or _holds_what_is_claimed(path, module, claimed)):
                 yield path, OTHER_SOURCES
         elif type(module).__name__.endswith("Compressor"):
