@@ -3,7 +3,9 @@
 Shapes: B batch, L tokens, D hidden_size.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,41 @@ from transformers.cache_utils import Cache
 from hf_posenc import attention, remembering
 from hf_posenc.calls import Call
 from hf_posenc.encodings import PositionContext, counted, positions_of
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a model made of several was called with, whose tokens one stack in it reads.
+
+    padding: its attention mask `[B, K]`, if that is one. It may hand another down, which doesn't tell padding apart.
+    by_hand: whether it was given position_ids. Otherwise those that reach the stack are its own.
+    """
+
+    stack: Any
+    padding: Tensor | None
+    by_hand: bool
+
+
+class _Asking(threading.local):
+    def __init__(self) -> None:
+        self.asked: Asked | None = None
+
+
+ASKING = _Asking()
+"""What the outermost model that this thread is in was called with."""
+
+
+@contextlib.contextmanager
+def asking(stack: Any, call: Call) -> Iterator[None]:
+    """Keep what the model around a stack is called with until its forward ends."""
+    before, mask = ASKING.asked, call["attention_mask"]
+    if before is None or before.stack is not stack:
+        padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        ASKING.asked = Asked(stack, padding, call["position_ids"] is not None)
+    try:
+        yield
+    finally:
+        ASKING.asked = before
 
 
 @dataclass(frozen=True)
@@ -62,9 +99,12 @@ class ForwardPass:
         # A static cache counts in place, and its first layer would change this number.
         past = past.clone() if isinstance(past, Tensor) else past
         _check_length(stack, length, past, cache)
+        padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        if (asked := ASKING.asked) is not None and asked.stack is stack:
+            padding = _padding_of(asked, shape, past) if padding is None else padding
+            ids = ids if asked.by_hand or ids is None else _counted_anew(ids, padding, past, length)
         if ids is not None:
             ids = self._from_zero(stack, ids, length)
-        padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         positions, start, keys = _positions(ids, padding, cache, past, shape, device, stack.posenc.geometry.is_causal)
         context = PositionContext(
             stack.posenc,
@@ -93,7 +133,9 @@ class ForwardPass:
 
     def _from_zero(self, stack: Any, ids: Tensor, length: int) -> Tensor:
         """Positions `[1 or B, L]` from ids in the host's own count, whose first token has the id `offset`, and padding the one
-        before."""
+        before. Of Transformers' ids `[4, B, L]` for text and images, whose first row counts tokens, this row."""
+        if ids.ndim == 3 and len(ids) == 4:
+            ids = ids[0]
         if ids.shape[-1] != length:
             raise ValueError(f"position_ids have shape {tuple(ids.shape)}, but the input has {length} tokens: give each one")
         if ids.ndim > 2:
@@ -122,6 +164,32 @@ class ForwardPass:
         if context is not None and cache is not None and not torch.compiler.is_exporting():
             tokens = call["input_ids"] if call["inputs_embeds"] is None else call["inputs_embeds"]
             remembering.remember(cache, len(tokens), context)
+
+
+def _padding_of(asked: Asked, shape: Sequence[int], past: int | Tensor) -> Tensor | None:
+    """The mask of the model around a stack, where it has a column for each token of the stack: some put tokens before."""
+    mask = asked.padding
+    if mask is None or len(mask) != shape[0]:
+        return None
+    fits = mask.shape[1] >= shape[1] if isinstance(past, Tensor) else mask.shape[1] == past + shape[1]
+    return mask if fits else None
+
+
+def _counted_anew(ids: Tensor, padding: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
+    """Ids that a model has made for the stack in it, `[1 or B, L]`, such that they count what its mask shows.
+
+    Models that count on from the cache, padding or not, begin at 0, or at 1 (PaliGemma). Ids of several dimensions are places
+    in images, which an encoding of one dimension has nothing to do with: None, and tokens are counted.
+    """
+    if ids.ndim > 2:
+        return ids if len(ids) == 4 else None
+    if padding is None:
+        return ids
+    index = (torch.arange(length, device=ids.device) + past)[None]
+    ids = ids.reshape(-1, length)
+    first = ids[:, :1] - index[:, :1]
+    counts_on = ((ids == index + first) & (first >= 0)).all()
+    return torch.where(counts_on, counted(padding).to(ids.device)[:, index[0].clamp(max=padding.shape[1] - 1)] + first, ids)
 
 
 def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:
