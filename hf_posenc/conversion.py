@@ -58,7 +58,7 @@ def convert(
             report says so). Fewer are taken as long as each distance has pairs of tokens.
         tokenizer: a tokenizer, or its name or path; default: the one beside the model, where it was loaded from. Its
             model_max_length is raised to the converted model's usable length, with a UserWarning.
-        max_length, **options: as for `patch`.
+        max_length, **options: as for `patch`, `submodel` among them.
 
     Raises:
         ValueError: as `patch`; no texts, or too short or too few for the distances asked for; an encoding that doesn't act

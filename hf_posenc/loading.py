@@ -76,8 +76,8 @@ def _described(cls: Any, path: Any, source: dict[str, Any]) -> dict[str, Any]:
     encoding = saved.get("position_encoding")
     if isinstance(encoding, dict) and encoding.get("submodel") and not _is_patched(cls, saved):
         raise ValueError(
-            f"{path} is a patched model made of several, {shown(saved.get('model_type'))}, and {cls.__name__} is not its class: load "
-            f"it with AutoModel.from_pretrained, and take a part of it, as model.{encoding['submodel']}"
+            f"{path} is a patched model of several, {shown(saved.get('model_type'))}, and {cls.__name__} is not its class: "
+            f"load it with AutoModel.from_pretrained, and take a part of it, as model.{encoding['submodel']}"
         )
     if stock.base_config_key and isinstance(saved.get(stock.base_config_key), dict):
         return saved[stock.base_config_key]

@@ -121,7 +121,8 @@ class PosEncModelMixin(EncodingModelMixin):
         inner = self if spec.submodel is None else structure.submodel(self, spec.submodel)
         stacks = {id(found.stack): found for found in structure.find_all(inner).values()}
         within = {id(module) for module in inner.modules()}
-        for module in reversed([module for module in self.modules() if isinstance(module, PreTrainedModel)]):
+        models: list[Any] = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
+        for module in reversed(models):
             # Models around the submodel are derived ones as far as they have this one's config, as the base model has.
             ours = id(module) in within or type(module.config) is type(self.config)
             if ours and any(id(part) in stacks for part in module.modules()):
@@ -131,7 +132,7 @@ class PosEncModelMixin(EncodingModelMixin):
                 module.__class__ = derive(type(module))
                 if id(module) in stacks:
                     _install(stacks[id(module)], module.config.position_spec)
-                module._posenc_reader = () if id(module) in stacks else _reader(module, stacks.values())  # type: ignore[assignment]
+                module._posenc_reader = () if id(module) in stacks else _reader(module, stacks.values())
                 if module is not self:
                     module.host_class.post_init(module)
         self._check_attention()
@@ -190,9 +191,10 @@ class PosEncModelMixin(EncodingModelMixin):
         """The ids that `generate` makes where the user gives none, counted as the host counts them: RoBERTa's from 2 on."""
         if self.config.position_spec.submodel is not None and not self._posenc_reader:
             return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-        offset = next(module._posenc_pass.offset for module in self.modules() if structure.is_patched(module))
+        stack: Any = next(filter(structure.is_patched, self.modules()))
         # Not the host's own, which may make places in images of them.
-        return GenerationMixin._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) + offset  # type: ignore[arg-type]
+        ids = GenerationMixin._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)  # type: ignore[arg-type]
+        return ids + stack._posenc_pass.offset
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Raises ValueError: the host's table, which this would make anew, isn't used."""

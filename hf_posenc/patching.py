@@ -114,8 +114,9 @@ def refuse(model: Any, call: str) -> None:
     for path, module in model.named_modules():
         if isinstance(module, PosEncModelMixin) and is_patched(module):
             raise ValueError(
-                f"{path} of this {type(model).__name__} was patched by itself ({module.config.position_spec.type!r}) and reloads as "
-                f"it is: {call} that one, or take the encoding out first, model.{path} = hf_posenc.unpatch(model.{path})"
+                f"{path} of this {type(model).__name__} was patched by itself ({module.config.position_spec.type!r}) and "
+                f"reloads as it is: {call} that one, or take its encoding out first, "
+                f"model.{path} = hf_posenc.unpatch(model.{path})"
             )
     if any(map(is_patched, model.modules())):
         raise ValueError(

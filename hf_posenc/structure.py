@@ -251,7 +251,8 @@ def _refuse_shared(model: Any, inner: Any, path: str) -> None:
     for module in model.modules():
         if hands_keys_over(module) and any(part is inner for part in module.modules()):
             raise HostRefused(
-                f"{type(module).__name__} hands the keys that {path} caches to a part with positions of its own: both would have to have the encoding",
+                f"{type(module).__name__} hands the keys that {path} caches to a part with positions of its own, which would "
+                "have to have the encoding, too",
                 "keys shared with another part",
             )
 

@@ -18,7 +18,7 @@ Layers = Annotated[str | None, typer.Option(help="A slice such as 3::4, or a JSO
 
 Submodel = Annotated[
     str | None,
-    typer.Option(help="Of a model made of several, such as CLIP, the one to patch; the error without it names them."),
+    typer.Option(help="Of a model made of several (CLIP), the one to change; the error without it names them."),
 ]
 
 
