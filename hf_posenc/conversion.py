@@ -58,7 +58,7 @@ def convert(
             report says so). Fewer are taken as long as each distance has pairs of tokens.
         tokenizer: a tokenizer, or its name or path; default: the one beside the model, where it was loaded from. Its
             model_max_length is raised to the converted model's usable length, with a UserWarning.
-        max_length, **options: as for `patch`.
+        max_length, **options: as for `patch`, `submodel` among them.
 
     Raises:
         ValueError: as `patch`; no texts, or too short or too few for the distances asked for; an encoding that doesn't act
@@ -100,6 +100,12 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
             remedy="patch it, then train",
         )
     found = next(iter(stacks.values()))
+    if found.tokens is None:
+        raise HostRefused(
+            f"{type(found.stack).__name__} reads no tokens, and calibration runs it on texts",
+            reason="no tokens to calibrate on",
+            remedy="patch it, then train",
+        )
     stack = next(module for module in patched.modules() if structure.is_patched(module))
     _refuse_odd_attentions(found)
     chosen, held_out = _batches(texts, _tokenizer(model, tokenizer), _wanted_length(spec, found), model.device)

@@ -17,6 +17,7 @@ from transformers.utils import CONFIG_NAME, find_adapter_config_file
 from hf_posenc import attention, structure
 from hf_posenc.embedding import PositionEmbedding
 from hf_posenc.patching import holds_a_model
+from hf_posenc.sources import HostRefused
 from hf_posenc.spec import Calibration
 
 
@@ -190,7 +191,15 @@ def _stays(stacks: Iterable[tuple[str, Mapping[str, nn.Module]]]) -> dict[str, t
 
 
 def _stock_report(model: PreTrainedModel) -> Report:
-    stacks = structure.find_all(model)
+    try:
+        stacks = structure.find_all(model)
+    except HostRefused as refused:
+        if not refused.submodels:
+            raise
+        base = "model" if model.base_model is model else f"model.{model.base_model_prefix}"
+        one_by_one = " and ".join(f"hf_posenc.inspect({base}.{path})" for path in refused.submodels)
+        message = f"{type(model).__name__} is made of several models, each with positions of its own: inspect them one by one, "
+        raise ValueError(message + one_by_one) from None
     enters: dict[str, tuple[str, ...]] = {}
     for path, found in reversed(stacks.items()):
         for source in found.sources:

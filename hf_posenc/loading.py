@@ -73,6 +73,12 @@ def _described(cls: Any, path: Any, source: dict[str, Any]) -> dict[str, Any]:
         return {}
     saved, _ = PreTrainedConfig.get_config_dict(path, **source)
     stock = cls.host_class.config_class
+    encoding = saved.get("position_encoding")
+    if isinstance(encoding, dict) and encoding.get("submodel") and not _is_patched(cls, saved):
+        raise ValueError(
+            f"{path} is a patched model of several, {shown(saved.get('model_type'))}, and {cls.__name__} is not its class: "
+            f"load it with AutoModel.from_pretrained, and take a part of it, as model.{encoding['submodel']}"
+        )
     if stock.base_config_key and isinstance(saved.get(stock.base_config_key), dict):
         return saved[stock.base_config_key]
     kind = saved.get("model_type", stock.model_type)

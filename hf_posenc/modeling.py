@@ -8,22 +8,25 @@ import copy
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import attention, loading, offsets, structure, transfer
 from hf_posenc import spec as specs
+from hf_posenc.calls import Call
 from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
 from hf_posenc.encodings import PositionEncoding, check_size, meant
 from hf_posenc.install import install
+from hf_posenc.positions import asking
 from hf_posenc.sources import Source
 
 PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
@@ -90,8 +93,17 @@ class PosEncModelMixin(EncodingModelMixin):
     """Puts an encoding into each stack of a host's class when it is built."""
 
     host_class: type[PreTrainedModel]
+    _posenc_reader: tuple[Any, ...] = ()
+    """The stack that reads the tokens of this model, around it. In a tuple, so that it is no child of this one."""
     initialized_whole = (PositionEncoding, HostState, offsets.Offset)
     config: Any
+
+    def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(config, PosEncConfigMixin) and config.sub_configs:
+            # The configs within become derived ones in this model, and may be of another, with another encoding.
+            config = copy.deepcopy(config)
+            specs.make_parts_stock(config)
+        super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
         # Before the host's post_init, so that new parameters are initialised, tied and counted with the others.
@@ -106,17 +118,21 @@ class PosEncModelMixin(EncodingModelMixin):
                 "to give a pretrained model another encoding, load it and call hf_posenc.patch(model, encoding)"
             )
         spec = self.config.position_spec
-        model = self if spec.submodel is None else structure.submodel(self, spec.submodel)
-        stacks = structure.find_all(model)
-        models = [(path, module) for path, module in model.named_modules() if isinstance(module, PreTrainedModel)]
-        for path, module in reversed(models):
-            if any(f"{stack}.".startswith(f"{path}." if path else "") for stack in stacks):
-                if module is not self:
+        inner = self if spec.submodel is None else structure.submodel(self, spec.submodel)
+        stacks = {id(found.stack): found for found in structure.find_all(inner).values()}
+        within = {id(module) for module in inner.modules()}
+        models: list[Any] = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
+        for module in reversed(models):
+            # Models around the submodel are derived ones as far as they have this one's config, as the base model has.
+            ours = id(module) in within or type(module.config) is type(self.config)
+            if ours and any(id(part) in stacks for part in module.modules()):
+                if id(module) in within and module is not self:
                     module.config.__class__ = derive(type(module.config))
                     specs.write(module.config, replace(spec, submodel=None))
-                    module.__class__ = derive(type(module))
-                if path in stacks:
-                    _install(stacks[path], module.config.position_spec)
+                module.__class__ = derive(type(module))
+                if id(module) in stacks:
+                    _install(stacks[id(module)], module.config.position_spec)
+                module._posenc_reader = () if id(module) in stacks else _reader(module, stacks.values())
                 if module is not self:
                     module.host_class.post_init(module)
         self._check_attention()
@@ -148,12 +164,14 @@ class PosEncModelMixin(EncodingModelMixin):
         transfer.carry_positions(self)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        before = self.config._attn_implementation
+        configs = {id(module.config): module.config for module in self.modules() if isinstance(module, PreTrainedModel)}
+        before = {key: config._attn_implementation for key, config in configs.items()}
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
         try:
             self._check_attention()
         except ValueError:
-            super().set_attn_implementation(before)
+            for key, config in configs.items():
+                config._attn_implementation_internal = before[key]
             raise
 
     def _check_attention(self) -> None:
@@ -171,8 +189,12 @@ class PosEncModelMixin(EncodingModelMixin):
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: dict[str, Any]) -> Any:
         """The ids that `generate` makes where the user gives none, counted as the host counts them: RoBERTa's from 2 on."""
-        offset = next(module._posenc_pass.offset for module in self.modules() if structure.is_patched(module))
-        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs) + offset
+        if self.config.position_spec.submodel is not None and not self._posenc_reader:
+            return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+        stack: Any = next(filter(structure.is_patched, self.modules()))
+        # Not the host's own, which may make places in images of them.
+        ids = GenerationMixin._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)  # type: ignore[arg-type]
+        return ids + stack._posenc_pass.offset
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Raises ValueError: the host's table, which this would make anew, isn't used."""
@@ -255,13 +277,26 @@ def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
         found.stack.posenc.host = HostState(kept)
 
 
+def _reader(model: Any, stacks: Iterable[structure.Structure]) -> tuple[Any, ...]:
+    """The stack, or none, which reads the tokens that a model made of several is given."""
+    tokens = structure.tokens_of(model)
+    if tokens is None or model.config.is_encoder_decoder:
+        return ()
+    return tuple(found.stack for found in stacks if found.tokens is tokens)[:1]
+
+
 def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
     """The host's `forward`, which in a stack gets the positions. Not a hook: some tools call `model.forward` itself."""
+
+    names = list(signature(host.forward).parameters)[1:]
 
     @functools.wraps(host.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "posenc" not in self._modules:
-            return host.forward(self, *args, **kwargs)
+            if not self._posenc_reader:
+                return host.forward(self, *args, **kwargs)
+            with asking(self._posenc_reader[0], Call(names, args, kwargs)):
+                return host.forward(self, *args, **kwargs)
         args, kwargs, context = self._posenc_pass.begin(self, args, kwargs)
         with attention.current(context):
             output = host.forward(self, *args, **kwargs)

@@ -70,9 +70,10 @@ def patch(
         return changed_within(model, change)
     refuse(model, "patch")
     if isinstance(model, PosEncModelMixin):
+        held = model.config.position_spec
+        where = "" if held.submodel is None else f", in its {held.submodel}, and only one of its models can have one"
         raise ValueError(
-            f"this model has the {model.config.position_spec.type!r} encoding already: "
-            "hf_posenc.patch(hf_posenc.unpatch(model), …)"
+            f"this model has the {held.type!r} encoding already{where}: hf_posenc.patch(hf_posenc.unpatch(model), …)"
         )
     if not type(model).__module__.startswith("transformers."):
         raise ValueError(f"{type(model).__name__} is not a class of Transformers itself, so no class can be derived from it")
@@ -106,9 +107,18 @@ def unpatch(model: M) -> M:
 
 
 def refuse(model: Any, call: str) -> None:
-    """Raises ValueError for a model that this call can't take, wrapped or run by code of its own."""
+    """Raises ValueError for a model that this call can't take: wrapped, run by code of its own, with patched models within."""
     refuse_wrapped(model, call)
-    if is_patched(model.base_model) and not isinstance(model, PosEncModelMixin):
+    if isinstance(model, PosEncModelMixin):
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, PosEncModelMixin) and is_patched(module):
+            raise ValueError(
+                f"{path} of this {type(model).__name__} was patched by itself ({module.config.position_spec.type!r}) and "
+                f"reloads as it is: {call} that one, or take its encoding out first, "
+                f"model.{path} = hf_posenc.unpatch(model.{path})"
+            )
+    if any(map(is_patched, model.modules())):
         raise ValueError(
             f"{type(model).__name__} is patched, but runs the code that came with its checkpoint (trust_remote_code): "
             "import hf_posenc first, then load it again"

@@ -3,9 +3,11 @@
 Shapes: B batch, L tokens, D hidden_size.
 """
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,41 @@ from hf_posenc.encodings.context import CURRENT
 
 TEXT_AND_GRID = 4
 """Rows of M-RoPE's position ids where positions in the text stand before those in time, height and width."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a model made of several was called with, whose tokens one stack in it reads.
+
+    padding: its attention mask `[B, K]`, if that is one. It may hand another down, which doesn't tell padding apart.
+    by_hand: whether it was given position_ids. Otherwise those that reach the stack are its own.
+    """
+
+    stack: Any
+    padding: Tensor | None
+    by_hand: bool
+
+
+class _Asking(threading.local):
+    def __init__(self) -> None:
+        self.asked: Asked | None = None
+
+
+ASKING = _Asking()
+"""What the outermost model that this thread is in was called with."""
+
+
+@contextlib.contextmanager
+def asking(stack: Any, call: Call) -> Iterator[None]:
+    """Keep what the model around a stack is called with until its forward ends."""
+    before, mask = ASKING.asked, call["attention_mask"]
+    if before is None or before.stack is not stack:
+        padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        ASKING.asked = Asked(stack, padding, call["position_ids"] is not None)
+    try:
+        yield
+    finally:
+        ASKING.asked = before
 
 
 @dataclass(frozen=True)
@@ -70,9 +107,12 @@ class ForwardPass:
         past = _length_of(cache)
         _check_length(stack, length, past, cache)
         given = ids
+        padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        if (asked := ASKING.asked) is not None and asked.stack is stack:
+            padding = _padding_of(asked, shape, past) if padding is None else padding
+            ids = ids if asked.by_hand or ids is None else _counted_anew(ids, padding, past, length)
         if ids is not None:
             ids = self._from_zero(stack, ids, length, mask)
-        padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         positions, start, keys = _positions(ids, padding, cache, past, shape, device, stack.posenc.geometry.is_causal)
         context = PositionContext(
             stack.posenc,
@@ -219,6 +259,29 @@ def _length_of(cache: Cache | None) -> int | Tensor:
     past = 0 if cache is None else cache.get_seq_length()
     # A static cache counts in place, and its first layer would change this number.
     return past.clone() if isinstance(past, Tensor) else past
+
+
+def _padding_of(asked: Asked, shape: Sequence[int], past: int | Tensor) -> Tensor | None:
+    """The mask of the model around a stack, where it has a column for each token of the stack: some put tokens before."""
+    mask = asked.padding
+    if mask is None or len(mask) != shape[0]:
+        return None
+    fits = mask.shape[1] >= shape[1] if isinstance(past, Tensor) else mask.shape[1] == past + shape[1]
+    return mask if fits else None
+
+
+def _counted_anew(ids: Tensor, padding: Tensor | None, past: int | Tensor, length: int) -> Tensor:
+    """Ids that a model has made for the stack in it, `[1 or B, L]`, such that they count what its mask shows.
+
+    Models that count on from the cache, padding or not, begin at 0, or at 1 (PaliGemma).
+    """
+    if padding is None or ids.ndim > 2:
+        return ids
+    index = (torch.arange(length, device=ids.device) + past)[None]
+    ids = ids.reshape(-1, length)
+    first = ids[:, :1] - index[:, :1]
+    counts_on = ((ids == index + first) & (first >= 0)).all()
+    return torch.where(counts_on, counted(padding).to(ids.device)[:, index[0].clamp(max=padding.shape[1] - 1)] + first, ids)
 
 
 def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:

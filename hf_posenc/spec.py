@@ -251,9 +251,7 @@ def write(config: Any, spec: PositionSpec) -> None:
 
 def make_stock(config: Any) -> None:
     """Make a config, and those within it, the host's own: of its class, with its length, without `position_encoding`."""
-    for part in (getattr(config, name, None) for name in config.sub_configs):
-        if isinstance(part, PreTrainedConfig):
-            make_stock(part)
+    make_parts_stock(config)
     if not hasattr(type(config), "position_spec"):
         return
     if config.position_encoding is not None:
@@ -263,6 +261,13 @@ def make_stock(config: Any) -> None:
     config.__class__ = type(config).host_class
     for name in ("position_encoding", PARSED, "auto_map"):
         vars(config).pop(name, None)
+
+
+def make_parts_stock(config: Any) -> None:
+    """Make the configs within a config the host's own."""
+    for part in (getattr(config, name, None) for name in config.sub_configs):
+        if isinstance(part, PreTrainedConfig):
+            make_stock(part)
 
 
 def merged(saved: Any, given: Any) -> Any:

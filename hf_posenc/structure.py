@@ -3,7 +3,7 @@
 import copy
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +14,16 @@ from hf_posenc import written_out
 from hf_posenc.calls import argument_names
 from hf_posenc.encodings import Geometry
 from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
-from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves
+from hf_posenc.sources.source import HOSTS_PAGE
+from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves, hands_keys_over
 from hf_posenc.spec import LENGTH_FIELD
 
 CROSS_ATTENTION = re.compile(r"cross_?att|encoder_attn|(enc|encoder)_?(dec|decoder)_?att", re.IGNORECASE)
 """In the path of an attention to another stack's states: crossattention, cross_attn, encoder_attn, EncDecAttention."""
 TOKENS = frozenset(["input_ids", "inputs_embeds"])
 """Arguments of stacks that read tokens."""
+SEVERAL_MODELS = "made of several models"
+"""The reason of the refusal of a model which needs to be told the submodel."""
 LAYER = re.compile(r"((?:.*\.)?(\d+))\.[^.]+")
 """The path of an attention: its layer's, which ends with a number, then the attention block's, then its own."""
 MIXES = frozenset(["attention_mask", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"])
@@ -51,7 +54,7 @@ class Structure:
     @property
     def tokens(self) -> Tensor | None:
         """The table of token embeddings, if the stack reads tokens."""
-        return _tokens(self.stack)
+        return tokens_of(self.stack)
 
     @property
     def offset(self) -> int:
@@ -306,35 +309,56 @@ def refuse_several_models(model: Any) -> None:
 
 
 def _several_models(model: Any, inner: str) -> HostRefused:
-    submodels = tuple(_submodels(model))
+    submodels = submodels_of(model)
     named = " or ".join(f"submodel={path!r}" for path in submodels)
     return HostRefused(
         f"{type(model).__name__} is made of several models ({inner} lies within one of its own)",
-        "made of several models",
-        f"say which: {named}" if named else "none of them can be taken by itself",
+        SEVERAL_MODELS,
+        f"say which: {named}" if named else f"none of them can be taken by itself; {HOSTS_PAGE}",
         submodels=submodels,
     )
 
 
 def submodel(model: Any, path: str) -> Any:
-    """The model at a dotted path within the base model of one that is made of several. Raises ValueError if there is none."""
+    """The model at a dotted path within the base model of one that is made of several.
+
+    Raises ValueError if there is none, and HostRefused where other parts of the model would see its encoding.
+    """
     base = model.base_model
     inner = dict(base.named_modules()).get(path)
     if not isinstance(inner, PreTrainedModel) or type(inner.config) is type(base.config):
-        named = ", ".join(map(repr, _submodels(model))) or "none: leave it out"
-        raise ValueError(f"submodel={path!r} is no model of its own within {type(base).__name__}: there are {named}")
+        named = ", ".join(map(repr, submodels_of(model)))
+        there = f"those that can be taken are {named}" if named else "none of those within it can be taken"
+        raise ValueError(f"submodel={path!r} is no model of its own within {type(base).__name__}: {there}, or leave it out")
+    _refuse_shared(model, inner, path)
     return inner
 
 
-def _submodels(model: Any) -> Iterator[str]:
-    """The paths, relative to the base model, of the models within that an encoding can be put into."""
+def submodels_of(model: Any) -> tuple[str, ...]:
+    """The paths, relative to the base model, of the models within that an encoding can be put into: none lies within another,
+    and those that read tokens come first."""
+    found: dict[str, bool] = {}
     for path, module in model.base_model.named_modules():
-        if path and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
+        inside = any(path.startswith(f"{other}.") for other in found)
+        if path and not inside and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
             try:
-                find_all(module)
+                _refuse_shared(model, module, path)
+                stacks = find_all(module).values()
             except HostRefused:
                 continue
-            yield path
+            found[path] = any(stack.tokens is not None for stack in stacks)
+    return tuple(sorted(found, key=lambda path: not found[path]))
+
+
+def _refuse_shared(model: Any, inner: Any, path: str) -> None:
+    """Raises HostRefused for a model whose cached keys another part of its parent reads, too, with positions of its own."""
+    for module in model.modules():
+        if hands_keys_over(module) and any(part is inner for part in module.modules()):
+            raise HostRefused(
+                f"{type(module).__name__} hands the keys that {path} caches to a part with positions of its own, which would "
+                "have to have the encoding, too",
+                "keys shared with another part",
+            )
 
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
@@ -353,7 +377,7 @@ def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) ->
 def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     """Raises HostRefused where the encoding could not act in all layers."""
     stack, name = structure.stack, type(structure.stack).__name__
-    if "input_ids" in inspect.signature(type(stack).forward).parameters and _tokens(stack) is None:
+    if "input_ids" in inspect.signature(type(stack).forward).parameters and tokens_of(stack) is None:
         raise HostRefused(f"{name} has no table of token embeddings", "no table of token embeddings")
     if without := _layers_without_attention(structure, modules):
         raise HostRefused(
@@ -363,7 +387,7 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
         )
 
 
-def _tokens(stack: Any) -> Tensor | None:
+def tokens_of(stack: Any) -> Tensor | None:
     """The table whose rows the input ids `[B, L]` name, or None: inputs may be several ids for each place, or features."""
     try:
         weight = getattr(stack.get_input_embeddings(), "weight", None)

@@ -15,7 +15,7 @@ import hf_posenc
 from hf_posenc import comparison
 from hf_posenc.cli import app, console
 from hf_posenc.cli.folders import Overwrite, check_output_dir, load, load_tokenizer, save, write
-from hf_posenc.cli.patching import Encoding, Layers, MaxLength, Options, given_encoding, option_value
+from hf_posenc.cli.patching import Encoding, Layers, MaxLength, Options, Submodel, given_encoding, option_value
 from hf_posenc.cli.texts import read
 from hf_posenc.retrieval import Embedder, pooling
 
@@ -40,6 +40,7 @@ def convert(
     max_length: MaxLength = None,
     option: Options = None,
     layers: Layers = None,
+    submodel: Submodel = None,
     text_column: Annotated[str, typer.Option(help="The column of --texts.")] = "text",
     queries: Annotated[Path | None, typer.Option(help="20 rows or more: a `query` and the `document` it should find.")] = None,
     train_steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the calibration.")] = 0,
@@ -56,6 +57,8 @@ def convert(
     questions: those of --queries, or sentences taken out of the texts.
     """
     check_output_dir(output_dir, overwrite)
+    if train_steps and submodel is not None:
+        raise ValueError("--train-steps distils whole models: leave it out with --submodel, or train the part by itself")
     script = _distillation_script() if train_steps else None
     rows = [text for (text,) in read(texts, {"--text-column": text_column})]
     pairs = (
@@ -68,12 +71,13 @@ def convert(
     original = load(model)
     tokenizer = getattr(original, "tokenizer", None) or load_tokenizer(model)
     some: dict[str, Any] = {} if layers is None else {"layers": option_value(layers)}
+    some |= {} if submodel is None else {"submodel": submodel}
     chosen = given_encoding(encoding, option or [])
     converted = hf_posenc.convert(
         original, chosen, texts=rows, tokenizer=_only_called(tokenizer), max_length=max_length, **some
     )
     # Before anything is saved: texts that give too few questions are an error.
-    asked = _questions(original, tokenizer, rows, pairs) if compare else None
+    asked = _questions(_within(original, submodel), tokenizer, rows, pairs) if compare else None
     models = {"calibrated": converted}
     if script is None:
         save(converted, model, output_dir)
@@ -81,7 +85,13 @@ def convert(
         models["trained"] = _distilled(converted, script, model, texts, text_column, train_steps, max_length)
         save(models["trained"], model, output_dir)
     if asked:
-        _compare(original, models, tokenizer, *asked, max_length)
+        models = {name: _within(model, submodel) for name, model in models.items()}
+        _compare(_within(original, submodel), models, tokenizer, *asked, max_length)
+
+
+def _within(model: Any, submodel: str | None) -> Any:
+    """The part of a model that was converted."""
+    return model if submodel is None else model.base_model.get_submodule(submodel)
 
 
 def _only_called(tokenizer: Any) -> Any:

@@ -16,6 +16,11 @@ MaxLength = Annotated[int | None, typer.Option(help="The longest input in tokens
 Options = Annotated[list[str] | None, typer.Option(help="name=value, or part__name=value; may be repeated.")]
 Layers = Annotated[str | None, typer.Option(help="A slice such as 3::4, or a JSON list of layer indices; default: all layers.")]
 
+Submodel = Annotated[
+    str | None,
+    typer.Option(help="Of a model made of several (CLIP), the one to change; the error without it names them."),
+]
+
 
 @app.command("patch")
 def patch(
@@ -25,6 +30,7 @@ def patch(
     max_length: MaxLength = None,
     option: Options = None,
     layers: Layers = None,
+    submodel: Submodel = None,
     inject: Annotated[str, typer.Option(help="input, every_layer or after_attention.")] = "input",
     keep_host: Annotated[bool, typer.Option(help="Keep the host's own positions, for unpatch.")] = True,
     overwrite: Overwrite = False,
@@ -36,14 +42,18 @@ def patch(
     [bold]hf-posenc patch bert-base-uncased alibi --max-length 2048 --output-dir bert-alibi[/]
 
     [bold]hf-posenc patch bert-base-uncased sinusoidal+alibi --option sinusoidal__base=5000 --output-dir both[/]
+
+    [bold]hf-posenc patch openai/clip-vit-base-patch32 alibi --submodel text_model --output-dir clip-alibi[/]
     """
     check_output_dir(output_dir, overwrite)
     chosen = given_encoding(encoding, option or [])
     some = {} if layers is None else {"layers": option_value(layers)}
-    patched = hf_posenc.patch(load(model), chosen, max_length=max_length, inject=inject, keep_host=keep_host, **some)
+    patched = hf_posenc.patch(
+        load(model), chosen, max_length=max_length, submodel=submodel, inject=inject, keep_host=keep_host, **some
+    )
     save(patched, model, output_dir)
     lost = "A trained model has lost its sense of order now: fine-tune it"
-    if type(patched).__name__ in SENTENCE_CLASSES[1:]:  # scripts/distill.py takes no others
+    if submodel is not None or type(patched).__name__ in SENTENCE_CLASSES[1:]:  # scripts/distill.py takes no others
         console.print(f"{lost}.")
     else:
         console.print(f"{lost}, or distil it from its original:")
@@ -65,7 +75,7 @@ def given_encoding(given: str, options: list[str]) -> dict[str, Any]:
         name, equals, value = option.partition("=")
         if not name or not equals:
             raise ValueError(f"--option {option!r}: give name=value")
-        if name in ("type", "max_length", "layers", "inject", "host"):
+        if name in ("type", "max_length", "layers", "submodel", "inject", "host"):
             raise ValueError(f"--option {option!r}: {name!r} is no option of an encoding; see hf-posenc patch --help")
         if name in encoding:
             raise ValueError(f"--option {option!r}: {name!r} is given twice")

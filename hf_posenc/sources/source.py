@@ -111,6 +111,9 @@ class Silenced(nn.Module):
     key: of the module's weight, relative to the stack.
     """
 
+    padding_idx = None
+    """As of a table without a row for padding: the host's own initialisation may ask."""
+
     def __init__(self, stack: Any, path: str, table: Any) -> None:
         super().__init__()
         # In a tuple, so that the stack is not registered as a child of its own part.

@@ -43,6 +43,15 @@ def convolves(path: str, module: nn.Module) -> bool:
     return is_one and not cuts_patches(path, module)
 
 
+KEYS_OVER = ("DiffusionGemmaModel", "PI0Model")
+"""Models made of several, of which one reads the keys that another caches, and turns its queries by positions of its own."""
+
+
+def hands_keys_over(module: nn.Module) -> bool:
+    """Whether a model of Transformers' own gives the keys that one model in it has cached to another."""
+    return any(kind.__name__ in KEYS_OVER and kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
+
+
 def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
     """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim.
 
