@@ -58,6 +58,11 @@ class ForwardPass:
             return self._changed(call, context)
         if embeds is None and call["input_ids"] is None:
             return args, kwargs, None  # the host says what is missing
+        if ids is None and call["cu_seq_lens_q"] is not None:
+            raise ValueError(
+                "cu_seq_lens_q says where packed texts end, but not where their tokens are: give position_ids which begin anew "
+                "with each text, as DataCollatorWithFlattening does"
+            )
         shape, device = (
             (embeds.shape[:-1], embeds.device) if embeds is not None else (call["input_ids"].shape, call["input_ids"].device)
         )

@@ -191,7 +191,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             if other is not None:
                 module.training = other.training
             continue
-        if other is None or not (isinstance(module, type(other)) or isinstance(other, type(module))):
+        if other is None or _class_name(module) != _class_name(other):
             raise ValueError(
                 f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}: "
                 "a model changed by hand can't be rebuilt from its config, so it was left as it is"
@@ -227,6 +227,13 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
     if hasattr(source, "generation_config"):
         target.generation_config = copy.deepcopy(source.generation_config)
     target.name_or_path = source.name_or_path
+
+
+def _class_name(module: nn.Module) -> tuple[str, str]:
+    """The module and name of a module's class, of a derived one its host's. A subclass of another name may store its weights
+    in another way, as 8-bit layers do."""
+    cls = getattr(type(module), "host_class", type(module))
+    return cls.__module__, cls.__qualname__
 
 
 def carry_positions(model: nn.Module) -> None:
