@@ -31,6 +31,12 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
             _distance_bias(encoding, query.shape[2], key.shape[2], context) if "distance_bias" in verbs else None,
             encoding("score_bias", query, key, context) if "score_bias" in verbs else None,
         ):
+            if term is not None and term.shape[1] not in (1, query.shape[1]):
+                raise ValueError(
+                    f"the {encoding.type!r} encoding has a bias for each of {term.shape[1]} heads, of which this attention has "
+                    f"{query.shape[1]}: a tensor-parallel plan has split them over processes. Take FSDP or DDP, or an encoding "
+                    "that rotates or adds vectors"
+                )
             if term is not None:
                 total = term if total is None else total + term
     if total is not None and any(context.aside):

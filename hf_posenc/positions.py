@@ -100,6 +100,11 @@ class ForwardPass:
         known = ids if tokens is None else tokens
         if known is None:
             return args, kwargs, None  # the host says what is missing
+        if ids is None and call["cu_seq_lens_q"] is not None:
+            raise ValueError(
+                "cu_seq_lens_q says where packed texts end, but not where their tokens are: give position_ids which begin anew "
+                "with each text, as DataCollatorWithFlattening does"
+            )
         shape, device = torch.atleast_2d(known).shape, known.device
         length = shape[-1]
         # The mask of a sound counts its samples or features, not the tokens that are made of them.

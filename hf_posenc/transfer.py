@@ -193,7 +193,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             if other is not None:
                 module.training = other.training
             continue
-        if other is None or not _alike(module, other):
+        if other is None or _class_name(module) != _class_name(other):
             raise ValueError(
                 f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}: "
                 "a model changed by hand can't be rebuilt from its config, so it was left as it is"
@@ -233,10 +233,12 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
     target.name_or_path = source.name_or_path
 
 
-def _alike(module: nn.Module, other: nn.Module) -> bool:
-    """Whether one's class is derived from the other's. A parametrised module (weight norm) has a class of its own."""
-    ours, theirs = map(type_before_parametrizations, (module, other))
-    return issubclass(ours, theirs) or issubclass(theirs, ours)
+def _class_name(module: nn.Module) -> tuple[str, str]:
+    """The module and name of a module's class, of a derived one its host's. A subclass of another name may store its weights
+    in another way, as 8-bit layers do. A parametrised module (weight norm) has a class of its own."""
+    cls = type_before_parametrizations(module)
+    cls = getattr(cls, "host_class", cls)
+    return cls.__module__, cls.__qualname__
 
 
 def carry_positions(model: nn.Module) -> None:
