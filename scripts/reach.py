@@ -145,9 +145,8 @@ def _judged(kind: str, model: Any, part: str = "") -> Verdict:
             taken.append(encoding)
         except hf_posenc.HostRefused:
             continue
-    return Verdict(
-        kind, folder_of(kind), part, _source(model.get_submodule(part)), tuple(taken), checks.checked(kind, model, part)
-    )
+    source = _source(model.get_submodule(checks.path_of(model, part)))
+    return Verdict(kind, folder_of(kind), part, source, tuple(taken), checks.checked(kind, model, part))
 
 
 def _best_part(kind: str, model: Any, parts: Iterable[str], refusal: Verdict) -> Verdict:
@@ -182,8 +181,6 @@ def _refusal(kind: str, error: hf_posenc.HostRefused, part: str = "") -> Verdict
 def _why_unbuilt(kind: str) -> str:
     if tiny.class_of(kind) is None:
         return "no class makes a model of it by itself"
-    if needs := tiny.RECIPES.get(kind, {}).get("needs"):
-        return f"needs {needs}"
     try:
         tiny.made(kind, tiny.config_of(kind, narrow=True))
     except ImportError as error:

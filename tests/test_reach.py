@@ -113,7 +113,7 @@ def test_inputs_of_recipes_are_arguments():
     """A recipe for a type that doesn't exist, or an input that no forward takes, would be passed over in silence."""
     assert {*tiny.RECIPES} <= {*reach.CONFIG_MAPPING}
     for kind, recipe in tiny.RECIPES.items():
-        assert {*recipe} <= {"config", "inputs", "class", "architectures", "needs"}, kind
+        assert {*recipe} <= {"config", "inputs", "class", "architectures", "vectors"}, kind
     assert inputs.reading("bros", tiny.build("bros")).specs["bbox"].shape == ("B", "L", 8)
 
 

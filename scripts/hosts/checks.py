@@ -36,10 +36,10 @@ class ShowsNoOrder(Exception):
     """Raised where the stock model's outputs don't depend on order, so that nothing is proved."""
 
 
-def checked(kind: str, stock: PreTrainedModel, path: str = "") -> dict[str, str]:
-    """Check -> how it went, for a stock model that `patch` takes at `path`."""
+def checked(kind: str, stock: PreTrainedModel, part: str = "") -> dict[str, str]:
+    """Check -> how it went, for a stock model that `patch` takes, or takes a part of (`submodel`)."""
     try:
-        host = Host(kind, stock, path)
+        host = Host(kind, stock, part)
     except Skipped as why:
         return dict.fromkeys(CHECKS, f"{SKIPPED} ({why})")
     results: dict[str, str] = {}
@@ -83,17 +83,18 @@ class Probe:
 class Host:
     """A stock model, and what the checks need to know of it.
 
-    path: of the part that is patched, "" for the model itself.
+    part: the part that is patched, as `patch` names it, "" for the model itself; path: of what answers with its vectors.
     probes: those of its contents.
     single: the models by which the order of a decoder is judged: its layers above the first know order from which tokens each
         one sees, so it is judged by one model of each of its kinds of layer; or, where its layers can't be had singly, by
         itself with a mask that shows every token to each.
     """
 
-    def __init__(self, kind: str, stock: PreTrainedModel, path: str) -> None:
-        self.kind, self.stock, self.path = kind, stock, path
+    def __init__(self, kind: str, stock: PreTrainedModel, part: str) -> None:
+        self.kind, self.stock, self.part = kind, stock, part
+        self.path = path_of(stock, part) or tiny.RECIPES.get(kind, {}).get("vectors", "")
         self.arguments = set(inspect.signature(type(stock).forward).parameters)
-        read = reading(kind, stock, path)
+        read = reading(kind, stock, self.path)
         if read is None:
             raise Skipped("its inputs are unknown")
         self.reading: Reading = read
@@ -142,7 +143,7 @@ class Host:
     def patched(self, encoding: str, stock: PreTrainedModel | None = None) -> PreTrainedModel | None:
         """A patched model with random parameters of the encoding, or None where this encoding is refused."""
         try:
-            model = patch(stock or self.stock, encoding, self.path)
+            model = patch(stock or self.stock, encoding, self.part)
         except hf_posenc.HostRefused:
             return None
         generator = torch.Generator().manual_seed(2)
@@ -189,8 +190,14 @@ class Host:
         return [probe for probe in self.probes if probe.entrance.name in TOKENS]
 
 
-def patch(model: PreTrainedModel, encoding: str, path: str) -> PreTrainedModel:
-    where: dict[str, Any] = {"submodel": path} if path else {}
+def path_of(model: PreTrainedModel, part: str) -> str:
+    """The path of a part, which `patch` counts from the base model."""
+    inside = "" if model.base_model is model or not part else f"{model.base_model_prefix}."
+    return inside + part
+
+
+def patch(model: PreTrainedModel, encoding: str, part: str) -> PreTrainedModel:
+    where: dict[str, Any] = {"submodel": part} if part else {}
     return hf_posenc.patch(model, encoding, **where)
 
 
@@ -248,7 +255,7 @@ def saves_and_loads(host: Host) -> Iterator[bool]:
     for patched in host.with_encodings():
         with tempfile.TemporaryDirectory() as folder:
             patched.save_pretrained(folder)
-            loaded = tiny.loader(patched).from_pretrained(folder, attn_implementation=patched.config._attn_implementation)
+            loaded = tiny.loader(patched).from_pretrained(folder)
         yield type(loaded) is type(patched)
         yield _equal(host.run(loaded.eval(), inputs).tensors, host.run(patched, inputs).tensors)
 
@@ -273,7 +280,7 @@ def eager_is_sdpa(host: Host) -> Iterator[bool]:
             model.set_attn_implementation(implementation)
             vectors = host.run(model, inputs).vectors
             assert vectors is not None
-            answers.append(vectors if real is None else vectors[real])
+            answers.append(vectors if real is None or vectors.shape[:2] != real.shape else vectors[real])
         return _apart(*answers)
 
     implementation = host.stock.config._attn_implementation
@@ -300,12 +307,14 @@ def padding_is_ignored(host: Host) -> Iterator[bool]:
         mask = "decoder_attention_mask" if probe.part == "decoder" else "attention_mask"
         if mask not in host.arguments:
             continue
+        if not _of_stock(functools.partial(_ignores_padding, host, host.stock, probe, mask, False)):
+            raise Skipped("padding shows in the stock model")
         for patched in host.with_encodings():
             for left in (False, True):
-                yield _apart_beside_padding(host, patched, probe, mask, left) < SAME
+                yield _ignores_padding(host, patched, probe, mask, left)
 
 
-def _apart_beside_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str, left: bool) -> float:
+def _ignores_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str, left: bool) -> bool:
     inputs = host.reading(8)
     alone = host.run(model, inputs)
     padded = dict(inputs)
@@ -316,8 +325,10 @@ def _apart_beside_padding(host: Host, model: PreTrainedModel, probe: Probe, mask
     shown = torch.cat([torch.zeros(1, 4), torch.ones(1, LENGTH)] if left else [torch.ones(1, LENGTH), torch.zeros(1, 4)], 1)
     padded[mask] = shown.long()
     beside = host.run(model, padded)
-    apart = _apart(probe.read(beside)[:, shown[0].bool()], probe.read(alone))
-    return max(apart, _apart(beside.vectors, alone.vectors)) if probe.part == "encoder" else apart
+    vectors = probe.read(beside)
+    vectors = vectors[:, shown[0].bool()] if vectors.shape[1] == shown.shape[1] else vectors
+    apart = _apart(vectors, probe.read(alone))
+    return apart < SAME and (probe.part != "encoder" or _apart(beside.vectors, alone.vectors) < SAME)
 
 
 def cache_is_exact(host: Host) -> Iterator[bool]:

@@ -220,8 +220,8 @@ def _vectors(answer: Any) -> Tensor | None:
         first = next(_floats(answer), None)
     if first is None or first.ndim < 2:
         return None
-    if first.ndim == 2:
-        return first[None]
+    if first.ndim == 2:  # a vector for each row of the batch, or for each patch of all images
+        return first[:, None] if len(first) <= 2 else first[None]
     if first.ndim >= 4 and first.shape[1] <= first.shape[-1] and first.shape[-2] == first.shape[-3]:
         return first.flatten(1, -2)  # [B, H, W, D]
     return first.flatten(2).transpose(1, 2) if first.ndim >= 4 else first
@@ -344,12 +344,17 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
             hook.remove()
     if trace.first is None:
         return None
-    for name, given, answer, module in reversed(trace.convolutions):
-        if max(module.stride) > 1 or math.prod(given.shape[2:]) > math.prod(answer.shape[2:]):
-            places = math.prod(answer.shape[2:])
-            if places == 1:
-                return Entrance("output", name, (0,), answer.shape[0])
-            return Entrance("output", name, tuple(range(2, answer.ndim)), places)
+    front = [index for index, each in enumerate(trace.convolutions) if _is_front_end(*each[1:])]
+    if front:
+        name, _, answer, _ = trace.convolutions[front[-1]]
+        places = math.prod(answer.shape[2:])
+        behind = trace.convolutions[front[-1] + 1 :]
+        # Behind branches that are added up, a pointwise convolution sees all that comes out of them.
+        same = [each for each in behind if max(each[3].kernel_size) == 1 and each[2].shape[2:] == answer.shape[2:]]
+        name = same[-1][0] if same else name
+        if places == 1:
+            return Entrance("output", name, (0,), answer.shape[0])
+        return Entrance("output", name, tuple(range(2, answer.ndim)), places)
     if trace.given is None or trace.given.ndim not in (2, 3):
         return None
     dim = trace.given.ndim - 2
@@ -357,6 +362,11 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
     if not 0 <= seen - count <= MARGIN:
         return None
     return Entrance("input", path, (dim,), count) if path else _as_argument(read, trace.given, dim)
+
+
+def _is_front_end(given: Tensor, answer: Tensor, module: Any) -> bool:
+    """Whether a convolution cuts its input up or shortens it."""
+    return max(module.stride) > 1 or math.prod(given.shape[2:]) > math.prod(answer.shape[2:])
 
 
 def _as_argument(read: Reading, given: Tensor, dim: int) -> Entrance | None:

@@ -75,7 +75,8 @@ WITHOUT: tuple[tuple[str, ...], ...] = (
 """Sizes left at their defaults, tried in turn until a model runs."""
 RECIPES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "recipes.json").read_text())
 """Model type -> what rules don't find: `config`, arguments by which it builds or is cheaper, also within others; `inputs`, see
-`inputs.py`; `needs`, a package without which it can't be made."""
+`inputs.py`; `class`, by which it is made; `vectors`, the module that answers with a vector for each position, where the model
+answers with fewer; `architectures`, where AutoModel chooses by them."""
 
 
 def config_of(
