@@ -391,8 +391,10 @@ def tokens_of(stack: Any) -> Tensor | None:
     """The table whose rows the input ids `[B, L]` name, or None: inputs may be several ids for each place, or features."""
     try:
         weight = getattr(stack.get_input_embeddings(), "weight", None)
-    except NotImplementedError:
-        return None
+    except NotImplementedError:  # GroupViT's text encoder doesn't say it
+        size = getattr(stack.config, "vocab_size", None)
+        tables = [each.weight for each in stack.modules() if isinstance(each, nn.Embedding) and each.num_embeddings == size]
+        weight = tables[0] if len(tables) == 1 else None
     return weight if isinstance(weight, Tensor) else None
 
 

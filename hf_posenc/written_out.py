@@ -83,11 +83,12 @@ class WrittenOut:
 _PLAIN, _SCALED_BEFORE, _SPARSE = WrittenOut(), WrittenOut(not_at_all), WrittenOut(closed=sparse)
 _CAUSAL, _CAUSAL_SCALED_BEFORE = WrittenOut(is_causal=True), WrittenOut(not_at_all, is_causal=True)
 ROWS = {
+    "mgp_str.MgpstrAttention": _PLAIN,
+    "groupvit.GroupViTAttention": _SCALED_BEFORE,
     "big_bird.BigBirdSelfAttention": _PLAIN,
     "blip.BlipTextSelfAttention": _PLAIN,
     "bloom.BloomAttention": _CAUSAL_SCALED_BEFORE,
     "bros.BrosSelfAttention": _PLAIN,
-    "canine.CanineSelfAttention": _PLAIN,
     "clvp.ClvpSelfAttention": _SCALED_BEFORE,
     "codegen.CodeGenAttention": _PLAIN,
     "convbert.ConvBertSelfAttention": _PLAIN,
@@ -96,7 +97,6 @@ ROWS = {
     "falcon.FalconAttention": _PLAIN,
     "flaubert.MultiHeadAttention": _SCALED_BEFORE,
     "flava.FlavaSelfAttention": _PLAIN,
-    "fsmt.Attention": WrittenOut(not_at_all, token_axis=0),
     "gpt_neo.GPTNeoSelfAttention": _CAUSAL_SCALED_BEFORE,
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": _CAUSAL_SCALED_BEFORE,
     "gptj.GPTJAttention": _PLAIN,
@@ -111,12 +111,10 @@ ROWS = {
     "megatron_bert.MegatronBertSelfAttention": _PLAIN,
     "mpnet.MPNetSelfAttention": _PLAIN,
     "mpt.MptAttention": WrittenOut(by_softmax_scale, is_causal=True),
-    "mvp.MvpAttention": _SCALED_BEFORE,
+    "mvp.MvpAttention": WrittenOut(not_at_all, alone=("attn_prompt",)),
     "openai.Attention": _CAUSAL,
     "rembert.RemBertSelfAttention": _PLAIN,
     "roformer.RoFormerSelfAttention": _PLAIN,
-    "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
-    "speecht5.SpeechT5Attention": _SCALED_BEFORE,
     "squeezebert.SqueezeBertSelfAttention": WrittenOut(token_axis=2),
     "tapas.TapasSelfAttention": _PLAIN,
     "visual_bert.VisualBertSelfAttention": _PLAIN,
@@ -141,14 +139,29 @@ REFUSED = {
     "big_bird.BigBirdBlockSparseAttention": Refusal(
         "gives way to another one as soon as the model reads a short text", "load it with attention_type='original_full'"
     ),
+    "canine.CanineSelfAttention": Refusal(
+        "attends within stretches of characters, which convolutions join", "take a model of byte-level tokens, as ByT5"
+    ),
     "cpmant.CpmAntAttention": Refusal(
         "sees a prompt before the tokens, which has no positions of its own", "take a decoder that reads its tokens alone"
     ),
     "fnet.FNetBasicFourierTransform": Refusal("mixes tokens by a Fourier transform, which sees their order", _TOGETHER),
+    "fsmt.Attention": Refusal(
+        "serves an encoder and a decoder whose model doesn't tell one's positions from the other's",
+        "take a translation model with an encoder and a decoder of their own, as Marian",
+    ),
     "funnel.FunnelRelMultiheadAttention": Refusal("reads means of neighbouring tokens, which see their order", _TOGETHER),
     "mra.MraSelfAttention": Refusal("compares means of neighbouring tokens, which see their order", _TOGETHER),
+    "lxmert.LxmertAttention": Refusal(
+        "attends to tokens in one layer and to regions of an image in the next",
+        "take a model whose text encoder can be taken by itself, as CLIP",
+    ),
     "nystromformer.NystromformerSelfAttention": Refusal(
         "compares means of neighbouring tokens, which see their order", _TOGETHER
+    ),
+    "prophetnet.ProphetNetNgramSelfAttention": Refusal(
+        "predicts several tokens at once, each with relative positions of its own",
+        "take an encoder-decoder that predicts one, as BART",
     ),
 }
 """By folder and class: modules in which order stays visible, or which tokens alone don't reach."""
@@ -297,11 +310,11 @@ class Product(TorchFunctionMode):
             heads = self.context.encoding.geometry.num_attention_heads
             query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
         context = self.context.placed(query.shape[2], query.device).for_attention(after * within, self._layer)
-        lengths = {query.shape[2], context.positions.shape[1]} | (set() if self.has_cache else {key.shape[2]})
+        lengths = {query.shape[2], context.length} | (set() if self.has_cache else {key.shape[2]})
         if len(lengths) > 1:
             raise ValueError(
                 f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
-                f"positions of {context.positions.shape[1]} new tokens and {context.past} cached ones; it got {BESIDE}"
+                f"positions of {context.length} new tokens and {context.past} cached ones; it got {BESIDE}"
             )
         encodings = attention.acting(self.module, context)
         query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)

@@ -86,6 +86,7 @@ class SilencedCountingTable(SilencedTable):
     def __init__(self, stack: Any, path: str, table: Any, offset: int | None) -> None:
         super().__init__(stack, path, table, offset)
         self.embedding_dim = _width(table) or 0
+        self.by_shape = argument_names(table)[0].endswith("shape")
 
     @property
     def width(self) -> int:
@@ -97,7 +98,10 @@ class SilencedCountingTable(SilencedTable):
         if not context.positions.numel():  # of a sound, whose frames the host has counted
             given = next(iter(kwargs.values())) if given is None else given
             context = context.placed(_length(given), stack.device)
-        return self.vectors(context.positions)
+        positions = context.positions
+        if self.by_shape and (padding := _length(given) - positions.shape[1]) > 0:  # up to whole windows (LED)
+            positions = torch.cat([positions, positions[:, -1:].expand(-1, padding)], dim=1)
+        return self.vectors(positions)
 
 
 def _length(given: Any) -> int:

@@ -29,7 +29,7 @@ class Rotary(Source):
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
-            if CLASS.search(type(module).__name__):
+            if CLASS.search(type(module).__name__) and not any(kind.claims(module) for kind in Source.kinds):
                 if argument_names(module) == ["pixel_values"] and AxialRotary.is_understood(module, stack.config):
                     yield AxialRotary(path, module)
                     continue

@@ -1,4 +1,5 @@
-"""Tables of sines and cosines by which attentions rotate their queries and keys themselves: GPT-J, CodeGen, RoFormer.
+"""Tables of sines and cosines by which attentions rotate their queries and keys themselves: GPT-J, CodeGen,
+RoFormer; or of angles: CLVP.
 
 In each row the sines come first, then the cosines, so that row 0 is the rotation by nothing.
 """
@@ -17,6 +18,8 @@ from hf_posenc.spec import LENGTH_FIELD
 
 BUFFERS = ("GPTJAttention", "CodeGenAttention")
 """Classes of attentions with such a table as their buffer `embed_positions`."""
+ANGLES = ("ClvpRotaryPositionalEmbedding",)
+"""Classes of modules which answer angles."""
 MODULES = ("RoFormerSinusoidalPositionalEmbedding",)
 """Classes of such tables which a stack has once for all attentions."""
 
@@ -61,6 +64,31 @@ class SharedSines(Source):
 
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.weight": (rows or 0, self.module.embedding_dim)}
+
+
+class Angles(Source):
+    """A module that answers the angles of all positions: they become 0."""
+
+    encoding, verb = "rope", "rotate"
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        yield from (cls(path, module) for path, module in modules.items() if cls.claims(module))
+
+    @classmethod
+    def claims(cls, module: nn.Module) -> bool:
+        return type(module).__name__ in ANGLES and type(module).__module__.startswith("transformers.models.")
+
+    def silence(self, stack: Any, adds_vectors: bool) -> None:
+        self.module.register_forward_hook(without_angles)
+
+    def usable_length(self, config: Any) -> int | None:
+        return getattr(config, LENGTH_FIELD, None)
+
+
+def without_angles(module: nn.Module, args: tuple, answer: Tensor) -> Tensor:
+    """Hook of a module that answers angles: all are 0."""
+    return torch.zeros_like(answer)
 
 
 class SilencedSines(Silenced):

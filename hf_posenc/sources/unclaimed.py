@@ -14,7 +14,8 @@ WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions",
 """Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
 OTHER_SOURCES = "other sources of position"
 OTHER_INPUTS = re.compile(
-    r"(^|\.)([xyhw]_position_embeddings|rel_pos_[xy]_bias|visual_position_embeddings|entity_embeddings\.position_embeddings)$"
+    r"(^|\.)([xyhw]_position_embeddings|rel_pos_[xy]_bias|visual_position_embeddings|entity_embeddings\.position_embeddings"
+    r"|bbox_sinusoid_emb|bbox_sinusoid_emb\.[xy]_pos_emb)$"
 )
 """Paths of tables that know nothing of word order: of the coordinates of boxes on a page, and of inputs beside the tokens."""
 OF_IMAGES = {"LayoutLMv3Model": "pos_embed"}
