@@ -430,7 +430,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", help="model types, separated by commas; all by default")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=120, help="seconds for a model type")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a model type")
     parser.add_argument("--output_file", type=Path, help="a file for the page, which is printed, too")
     parser.add_argument("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
     parser.add_argument("--verdicts_file", type=Path, default=HERE.parent / "build" / "reach.jsonl", help="verdicts so far")

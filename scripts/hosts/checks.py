@@ -7,6 +7,7 @@ import functools
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 
 import hf_posenc
 from hosts import tiny
-from hosts.inputs import TOKENS, Entrance, Reading, Run, entrance, reading
+from hosts.inputs import TOKENS, Entrance, Reading, Run, entrance, given_vectors, reading
 from hosts.tiny import LENGTH
 
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
@@ -24,6 +25,8 @@ ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
 PASSED, FAILED, NOT_APPLICABLE, SKIPPED, NO_ORDER = "passed", "FAILED", "-", "skipped", "shows no order"
 SAME, OTHER = 2e-5, 1e-4
 """Part of the largest output up to which two outputs are the same, and above which they are not."""
+CHUNKS = ((5, 1, 3, 2), (5, 1, 1, 1, 1, 1, 1))
+"""Lengths of the chunks that a decoder reads: state spaces read one token at a time behind the first chunk."""
 WINDOW = 4
 """Of sliding windows, where a cache drops keys."""
 
@@ -83,7 +86,8 @@ class Probe:
 class Host:
     """A stock model, and what the checks need to know of it.
 
-    part: the part that is patched, as `patch` names it, "" for the model itself; path: of what answers with its vectors.
+    part: the part that is patched, as `patch` names it, "" for the model itself; path: where that is.
+    answering: the path of what answers with a vector for each position.
     probes: those of its contents.
     single: the models by which the order of a decoder is judged: its layers above the first know order from which tokens each
         one sees, so it is judged by one model of each of its kinds of layer; or, where its layers can't be had singly, by
@@ -92,15 +96,18 @@ class Host:
 
     def __init__(self, kind: str, stock: PreTrainedModel, part: str) -> None:
         self.kind, self.stock, self.part = kind, stock, part
-        self.path = path_of(stock, part) or tiny.RECIPES.get(kind, {}).get("vectors", "")
+        self.path = path_of(stock, part)
+        self.answering = self.path or tiny.RECIPES.get(kind, {}).get("vectors", "")
         self.arguments = set(inspect.signature(type(stock).forward).parameters)
-        read = reading(kind, stock, self.path)
+        read = reading(kind, stock, self.answering)
         if read is None:
             raise Skipped("its inputs are unknown")
         self.reading: Reading = read
         self.probes = list(self._probes())
         self.causal = {probe for probe in self.probes if self._is_causal(probe)}
         self.single = list(self._single_layers()) if self.causal else []
+        if not any(self.patched("none", model) is not None for model in self.single):
+            self.single = []
 
     @functools.cached_property
     def taken(self) -> list[str]:
@@ -108,18 +115,21 @@ class Host:
         return [encoding for encoding in ENCODINGS if self.patched(encoding) is not None]
 
     def run(self, model: PreTrainedModel, inputs: Any) -> Run:
-        return Run(model, self.path, inputs)
+        return Run(model, self.answering, inputs)
 
     def _probes(self) -> Iterator[Probe]:
-        first = self.run(self.stock, self.reading(0))
-        found = entrance(self.stock, self.path, self.reading)
-        if found is None:
-            raise Skipped("the place where its contents enter is unknown")
-        yield Probe("" if first.encoded is None else "encoder", found)
-        if first.encoded is not None:
-            if "decoder_input_ids" not in self.reading.specs:
-                raise Skipped("its decoder reads no token ids")
-            yield Probe("decoder", Entrance("argument", "decoder_input_ids", (1,)))
+        parts = ("",) if self.run(self.stock, self.reading(0)).encoded is None else ("encoder", "decoder")
+        for part in parts:
+            if part == "decoder" and "decoder_input_ids" in self.reading.specs:
+                found: Entrance | None = Entrance("argument", "decoder_input_ids", (1,))
+            else:
+                found = None if part == "decoder" else entrance(self.stock, self.path, self.reading)
+            stack = f"{self.path}.{part}".strip(".")
+            if part and found is None and stack in dict(self.stock.named_modules()):
+                found = given_vectors(self.stock, stack, self.reading)
+            if found is None:
+                raise Skipped(f"the place where its {part or 'own'} contents enter is unknown")
+            yield Probe(part, found)
 
     def _is_causal(self, probe: Probe) -> bool:
         """Whether an output knows nothing of what comes later."""
@@ -166,7 +176,7 @@ class Host:
 
     def order(self, model: PreTrainedModel, probe: Probe) -> tuple[float, float]:
         """By what part of the largest output an output changes when the other contents change places: those of the contents'
-        own part, and a decoder's when its encoder's contents do."""
+        own part, and a decoder's when its encoder's contents do. What sees order by itself, beside attentions, is silent."""
         inputs, count = self.reading(3), probe.entrance.count
         index = torch.randperm(count - 1, generator=torch.Generator().manual_seed(4))
         index = torch.cat([index, torch.tensor([count - 1])])
@@ -174,9 +184,10 @@ class Host:
         if sees_all:
             name = "decoder_attention_mask" if probe.part == "decoder" else "attention_mask"
             inputs[name] = torch.zeros(1, 1, count, count)
-        first = self.run(model, inputs)
-        with probe.entrance.taking(model, inputs, index) as other:
-            second = self.run(model, other)
+        with _silent(model, self.others(model), probe.entrance):
+            first = self.run(model, inputs)
+            with probe.entrance.taking(model, inputs, index) as other:
+                second = self.run(model, other)
         before, after = probe.read(first), probe.read(second)
         beyond = 0.0 if probe.part != "encoder" else _apart(second.vectors, first.vectors)
         if before.shape[1] != count:
@@ -184,10 +195,58 @@ class Host:
         rows = slice(-1, None) if probe in self.causal and not sees_all else slice(None)
         return _apart(after[:, rows], before[:, index][:, rows]), beyond
 
+    def others(self, model: PreTrainedModel) -> tuple[str, ...]:
+        """The paths of what sees order by itself in a model, patched or not, as `inspect` says: convolutions, states."""
+        patched = model if _is_patched(model) else self.patched("none", model)
+        try:
+            stays = {} if patched is None else hf_posenc.inspect(patched).stays
+        except ValueError:  # made of several models
+            return ()
+        return tuple(path for paths in stays.values() for path in paths)
+
     @functools.cached_property
     def tokens(self) -> list[Probe]:
         """The probes whose contents are token ids."""
         return [probe for probe in self.probes if probe.entrance.name in TOKENS]
+
+
+def _is_patched(model: PreTrainedModel) -> bool:
+    return type(model).__name__.startswith("PosEnc")
+
+
+@contextmanager
+def _silent(model: PreTrainedModel, paths: tuple[str, ...], behind: Entrance) -> Iterator[None]:
+    """Zeros for what modules answer behind the place where the contents enter."""
+    entered = behind.where == "argument"
+
+    def leave(*_: Any) -> None:
+        nonlocal entered
+        entered = behind.where == "argument"
+
+    def enter(*_: Any) -> None:
+        nonlocal entered
+        entered = True
+
+    hooks = [model.register_forward_pre_hook(leave)]
+    if behind.where == "output":
+        hooks.append(model.get_submodule(behind.name).register_forward_hook(enter))
+    elif behind.where == "input":
+        hooks.append(model.get_submodule(behind.name).register_forward_pre_hook(enter))
+    for path in paths:
+        if path != behind.name:
+            hook = lambda module, args, answer: _zeros(answer) if entered else None  # noqa: E731
+            hooks.append(model.get_submodule(path).register_forward_hook(hook))
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _zeros(answer: Any) -> Any:
+    if isinstance(answer, Tensor):
+        return torch.zeros_like(answer) if answer.is_floating_point() else answer
+    return type(answer)(map(_zeros, answer)) if isinstance(answer, (tuple, list)) else answer
 
 
 def path_of(model: PreTrainedModel, part: str) -> str:
@@ -252,12 +311,19 @@ def unpatch_is_equal(host: Host) -> Iterator[bool]:
 def saves_and_loads(host: Host) -> Iterator[bool]:
     """A patched model that was saved and loaded gives the same outputs, to the last bit."""
     inputs = host.reading(6)
+    expected = host.run(host.stock, inputs).tensors
+    if not _of_stock(lambda: _equal(host.run(_reloaded(host.stock), inputs).tensors, expected)):
+        raise Skipped("the stock model is another after it was saved and loaded")
     for patched in host.with_encodings():
-        with tempfile.TemporaryDirectory() as folder:
-            patched.save_pretrained(folder)
-            loaded = tiny.loader(patched).from_pretrained(folder)
+        loaded = _reloaded(patched)
         yield type(loaded) is type(patched)
-        yield _equal(host.run(loaded.eval(), inputs).tensors, host.run(patched, inputs).tensors)
+        yield _equal(host.run(loaded, inputs).tensors, host.run(patched, inputs).tensors)
+
+
+def _reloaded(model: PreTrainedModel) -> PreTrainedModel:
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return tiny.loader(model).from_pretrained(folder).eval()
 
 
 def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -344,14 +410,13 @@ def cache_is_exact(host: Host) -> Iterator[bool]:
     for stock in models:
         for kind in ("dynamic", "static"):
             try:
-                if _apart_by_chunks(host, stock, probe, kind) > SAME:
-                    continue
+                chunks = next(each for each in CHUNKS if _apart_by_chunks(host, stock, probe, kind, each) < SAME)
             except Exception:  # a cache that the stock model doesn't support
                 continue
             ran = True
             for encoding in host.taken:
                 if (patched := host.patched(encoding, stock)) is not None:
-                    yield _apart_by_chunks(host, patched, probe, kind) < SAME
+                    yield _apart_by_chunks(host, patched, probe, kind, chunks) < SAME
     if not ran:
         raise Skipped("the stock model differs by chunks")
 
@@ -366,12 +431,12 @@ def _cache(model: PreTrainedModel, kind: str, probe: Probe, source_length: int) 
     return EncoderDecoderCache(*caches) if probe.part == "decoder" else caches[0]
 
 
-def _apart_by_chunks(host: Host, model: PreTrainedModel, probe: Probe, kind: str) -> float:
+def _apart_by_chunks(host: Host, model: PreTrainedModel, probe: Probe, kind: str, lengths: tuple[int, ...]) -> float:
     inputs = host.reading(9)
     whole = host.run(model, inputs)
     source = LENGTH if whole.encoded is None else whole.encoded.shape[1]
     cache, name, chunks = _cache(model, kind, probe, source), probe.entrance.name, []
-    for chunk in inputs[name].split((5, 1, 3, 2), 1):
+    for chunk in inputs[name].split(lengths, 1):
         run = host.run(model, {**inputs, name: chunk, "past_key_values": cache, "use_cache": True})
         chunks.append(probe.read(run))
     if int(cache.get_seq_length()) != LENGTH:

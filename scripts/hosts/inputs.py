@@ -19,6 +19,8 @@ from hosts.tiny import LENGTH, RECIPES, VOCABULARY
 
 ATTENTION = re.compile(r"Attention|Attn")
 TOKENS = ("input_ids", "decoder_input_ids")
+CONTENTS = ("inputs_embeds", "hidden_states", "input_features", "inputs")
+"""Arguments of a stack that are given by name."""
 MARGIN = 8
 """Positions beside those of the contents: class tokens, registers, queries."""
 
@@ -264,7 +266,7 @@ class Entrance:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
             if args:
                 return (self.taken(args[0], index), *args[1:]), kwargs
-            name = next(name for name, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point())
+            name = next(name for name, value in kwargs.items() if name in CONTENTS and isinstance(value, Tensor))
             return args, {**kwargs, name: self.taken(kwargs[name], index)}
 
         return hook
@@ -278,6 +280,22 @@ def entrance(model: PreTrainedModel, path: str, read: Reading) -> Entrance | Non
     """
     argument = _tokens_of(model, path, read)
     return Entrance("argument", argument, (1,)) if argument else _behind_the_front_end(model, path, read)
+
+
+def given_vectors(model: PreTrainedModel, path: str, read: Reading) -> Entrance | None:
+    """Where the part at `path` is given vectors, if it is."""
+    given: list[Tensor] = []
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        given.extend(value for name, value in kwargs.items() if name in CONTENTS and isinstance(value, Tensor))
+
+    handle = model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        Run(model, path, read(0))
+    finally:
+        handle.remove()
+    vectors = next((tensor for tensor in given if tensor.ndim == 3), None)
+    return None if vectors is None else Entrance("input", path, (1,), vectors.shape[1])
 
 
 def _tokens_of(model: PreTrainedModel, path: str, read: Reading) -> str | None:
@@ -355,10 +373,10 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
         if places == 1:
             return Entrance("output", name, (0,), answer.shape[0])
         return Entrance("output", name, tuple(range(2, answer.ndim)), places)
-    if trace.given is None or trace.given.ndim not in (2, 3):
+    if trace.given is None or trace.given.ndim not in (2, 3) or trace.given.ndim != trace.first.ndim:
         return None
     dim = trace.given.ndim - 2
-    count, seen = trace.given.shape[dim], trace.first.shape[-2] if trace.first.ndim == 3 else trace.first.shape[0]
+    count, seen = trace.given.shape[dim], trace.first.shape[-2]
     if not 0 <= seen - count <= MARGIN:
         return None
     return Entrance("input", path, (dim,), count) if path else _as_argument(read, trace.given, dim)

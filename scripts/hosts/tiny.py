@@ -145,8 +145,10 @@ class _Sizes:
                 value = {**self.of(inner, _default(inner, value)), **value}
             elif isinstance(value, dict) and isinstance(sizes.get(name), dict):
                 value = {**sizes[name], **value}
-            elif isinstance(value, list) and name not in LISTS:
+            elif isinstance(value, list) and BY_LAYER.search(name):
                 value = value[by_layer]
+            elif self.only is not None and name.endswith("layer_indices"):
+                value = [0] if self.only in value else []
             elif self.only is not None and name in LAYERS:
                 value = min(value, 1)
             same = {other for other in sizes if kind.attribute_map.get(other, other) == kind.attribute_map.get(name, name)}
@@ -171,20 +173,8 @@ class _Sizes:
         return found
 
 
-LISTS = frozenset(
-    [
-        "depths",
-        "hidden_sizes",
-        "num_heads",
-        "conv_dim",
-        "conv_kernel",
-        "conv_stride",
-        "stage_names",
-        "out_features",
-        "block_sizes",
-    ]
-)
-"""Lists of recipes that don't go by layer."""
+BY_LAYER = re.compile(r"layer_types|per_layer|block_type|attn_layers$|attention_types|sparsity_pattern")
+"""Lists of recipes that go by layer."""
 
 
 def _default(kind: type[PreTrainedConfig], more: Mapping[str, Any]) -> Any:
