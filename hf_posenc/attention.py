@@ -183,11 +183,15 @@ def attend(
     if reason := refusal(implementation, encodings) or (refusal_of_pages(encodings) if paged else None):
         raise ValueError(reason)
     query, key = rotated(module, query, key, context, keys_are_rotated)
+    own = kwargs.get("position_bias")
+    if isinstance(own, float):  # the host's own bias, silenced
+        own = kwargs["position_bias"] = None
     if implementation == "flex_attention":
         bias = score_bias(encodings, query, key, context)
         if bias is not None:
             # flex reads position_bias[b, h, q, k] without broadcasting.
             shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+            bias = bias if own is None else bias + own
             kwargs["position_bias"] = bias.to(query.dtype).expand(shape)
     else:
         is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]

@@ -176,8 +176,10 @@ def _without_weights(source: Any) -> PreTrainedModel:
 
 
 def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
-    acting = [path for path, module in stack.named_modules() if part in getattr(module, attention.PARTS, ())]
-    return tuple(int(match[2]) for path in acting if (match := structure.LAYER.match(path)))
+    modules = dict(stack.named_modules())
+    parts = {path: found for path, module in modules.items() if (found := getattr(module, attention.PARTS, None)) is not None}
+    layers = structure.numbered(modules, parts)
+    return tuple(int(layer.rpartition(".")[2]) for path, (layer, _) in layers.items() if part in parts[path])
 
 
 def _stays(stacks: Iterable[tuple[str, Mapping[str, nn.Module]]]) -> dict[str, tuple[str, ...]]:

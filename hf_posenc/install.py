@@ -164,7 +164,7 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
             remedy="leave inject out",
         )
     blocks = structure.blocks
-    layers = {path: block.rpartition(".")[0] for path, block in blocks.items()}
+    layers = structure.layer_paths
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
     token_axis = written_out.token_axis(next(iter(structure.attentions.values())))
     if spec.inject == "input":  # no table to replace: add them to the first layer's input

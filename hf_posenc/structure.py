@@ -1,6 +1,7 @@
 """Finds the sources of position, attentions and layers of a stack, and refuses hosts that an encoding can't be put into."""
 
 import copy
+import functools
 import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -24,8 +25,6 @@ TOKENS = frozenset(["input_ids", "inputs_embeds"])
 """Arguments of stacks that read tokens."""
 SEVERAL_MODELS = "made of several models"
 """The reason of the refusal of a model which needs to be told the submodel."""
-LAYER = re.compile(r"((?:.*\.)?(\d+))\.[^.]+")
-"""The path of an attention: its layer's, which ends with a number, then the attention block's, then its own."""
 MIXES = frozenset(["attention_mask", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"])
 """Arguments of modules that look at several tokens."""
 
@@ -91,18 +90,23 @@ class Structure:
 
         Raises HostRefused where one lies in no numbered layer.
         """
-        return {path: int(self._layer(path)[2]) for path in self.attentions}
+        return {path: int(layer.rpartition(".")[2]) for path, layer in self.layer_paths.items()}
+
+    @property
+    def layer_paths(self) -> dict[str, str]:
+        """Path of each attention -> the path of its layer. Raises HostRefused where one lies in no numbered layer."""
+        return {path: self._layer(path)[0] for path in self.attentions}
 
     @property
     def first_layer(self) -> str:
         """The path of the layer which the inputs enter, that of an attention or another one in the same row."""
-        first = next(iter(self.attentions))
-        return f"{self._layer(first)[1].rpartition('.')[0]}.0" if self.others else self._layer(first)[1]
+        first, _ = self._layer(next(iter(self.attentions)))
+        return f"{first.rpartition('.')[0]}.0" if self.others else first
 
     @property
     def blocks(self) -> dict[str, str]:
         """Path of each attention -> the path of its attention block, the layer's child."""
-        return {path: self._layer(path)[0] for path in self.attentions}
+        return {path: self._layer(path)[1] for path in self.attentions}
 
     @property
     def contributions(self) -> dict[str, int]:
@@ -111,8 +115,7 @@ class Structure:
         enter a residual sum."""
         modules = dict(self.stack.named_modules())
         found = {source.path: source.width for source in self.sources if source.takes_vectors and source.width is not None}
-        for block in dict.fromkeys(self.blocks.values()):
-            layer = block.rpartition(".")[0]
+        for block, layer in dict(zip(self.blocks.values(), self.layer_paths.values(), strict=True)).items():
             inside = [path for path, module in modules.items() if f"{path}.".startswith(f"{layer}.") and self._projects(module)]
             inside = [path for path in inside if not CROSS_ATTENTION.search(path)]
             of_attention = [path for path in inside if f"{path}.".startswith(f"{block}.")]
@@ -125,14 +128,18 @@ class Structure:
         width = getattr(module, "out_features", getattr(module, "nf", None))
         return isinstance(width, int) and width == self.stack.config.hidden_size and hasattr(module, "weight")
 
-    def _layer(self, path: str) -> re.Match[str]:
-        match = LAYER.match(path)
-        if match is None:
+    def _layer(self, path: str) -> tuple[str, str]:
+        """The paths of an attention's layer and of its block."""
+        if path not in self._numbered:
             raise HostRefused(
                 f"{path} of {type(self.stack).__name__} lies in no numbered layer: use inject='input', and no layers",
                 reason="no numbered layers",
             )
-        return match
+        return self._numbered[path]
+
+    @functools.cached_property
+    def _numbered(self) -> dict[str, tuple[str, str]]:
+        return numbered(dict(self.stack.named_modules()), self.attentions)
 
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         """Key -> shape of all learned tensors that `unpatch` needs."""
@@ -159,7 +166,8 @@ class Structure:
         config = self.stack.config
         heads = getattr(attention, "num_heads", None) or getattr(attention, "num_attention_heads", None)
         heads = heads if isinstance(heads, int) else config.num_attention_heads
-        sizes = (getattr(attention, name, None) for name in ("qk_head_dim", "head_dim", "attention_head_size"))
+        names = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim")
+        sizes = (getattr(attention, name, None) for name in names)
         head_dim = next((size for size in sizes if size), None)
         groups = getattr(attention, "num_key_value_groups", None)
         return Geometry(
@@ -171,6 +179,31 @@ class Structure:
             num_key_value_heads=heads // groups if groups else heads,
             trained_length=self.trained_length,
         )
+
+
+def numbered(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Path of each attention in a numbered layer -> the paths of its layer and of its attention block, the layer's child.
+
+    The parts of a layer may be numbered themselves: T5 has its first attention in block.0.layer.0.
+    """
+    found = {}
+    for path in attentions:
+        names = path.split(".")
+        levels = [level for level, name in enumerate(names[:-1]) if name.isdigit()]
+        while len(levels) > 1 and _is_list_of_parts(".".join(names[: levels[-1]]), modules, attentions):
+            levels.pop()
+        if levels:
+            end = levels[-1] + 1
+            of_block = 2 if names[end + 1 : end + 2] and names[end + 1].isdigit() else 1
+            found[path] = ".".join(names[:end]), ".".join(names[: end + of_block])
+    return found
+
+
+def _is_list_of_parts(path: str, modules: Mapping[str, nn.Module], attentions: Collection[str]) -> bool:
+    """Whether the children of a list are the parts of one layer, each of a class of its own, and not all with an attention."""
+    kinds = [type(child) for child in modules[path].children()]
+    without = (f"{path}.{key}." for key in modules[path]._modules)
+    return len({*kinds}) == len(kinds) and any(not any(each.startswith(part) for each in attentions) for part in without)
 
 
 def _is_causal(attention: Any) -> bool:
@@ -249,7 +282,7 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
 
 def others_in_layers(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, nn.Module]:
     """Path -> module of what sees order by itself in the numbered layers of a stack, outside of its attentions."""
-    rows = {row for path in attentions if (row := _row(path)) is not None}
+    rows = _rows(modules, attentions)
     found: dict[str, nn.Module] = {}
     for path, module in modules.items():
         in_row = any(re.match(rf"{re.escape(row)}\.\d+\.", path) for row in rows)
@@ -265,7 +298,7 @@ def _fronts(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection
     sound."""
     if not TOKENS.isdisjoint(argument_names(stack)):
         return {}
-    rows = tuple(f"{row}." for path in attentions if (row := _row(path)) is not None)
+    rows = tuple(f"{row}." for row in _rows(modules, attentions))
     return {path: module for path, module in modules.items() if convolves(path, module) and not path.startswith(rows)}
 
 
@@ -277,10 +310,9 @@ def stays_in(stack: nn.Module) -> dict[str, nn.Module]:
     return {**others_in_layers(modules, attentions), **_fronts(stack, modules, attentions)}
 
 
-def _row(attention: str) -> str | None:
-    """The path of the list of layers that an attention lies in."""
-    match = LAYER.match(attention)
-    return None if match is None else match[1].rpartition(".")[0]
+def _rows(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> set[str]:
+    """The paths of the lists of layers that attentions lie in."""
+    return {layer.rpartition(".")[0] for layer, _ in numbered(modules, attentions).values()}
 
 
 def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
@@ -410,7 +442,7 @@ def none_found(host: type[PreTrainedModel]) -> HostRefused:
 def _layers_without_attention(structure: Structure, modules: Mapping[str, nn.Module]) -> list[str]:
     """The layers in a row with attentions that have none, and of which nothing else is known either: neither what sees order
     by itself, nor that it treats each token alone."""
-    with_attention = {match[1] for path in structure.attentions if (match := LAYER.match(path))}
+    with_attention = {layer for layer, _ in numbered(modules, structure.attentions).values()}
     rows = {layer.rpartition(".")[0] for layer in with_attention}
     layers = (path for path in modules if path.rpartition(".")[0] in rows and path.rpartition(".")[2].isdigit())
     known = [*with_attention, *structure.others]

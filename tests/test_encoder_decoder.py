@@ -34,16 +34,35 @@ BART: dict[str, Any] = dict(
 )
 
 
+T5: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    d_model=32,
+    d_kv=6,
+    d_ff=48,
+    num_layers=2,
+    num_decoder_layers=2,
+    num_heads=4,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=12,
+    pad_token_id=0,
+    eos_token_id=2,
+    decoder_start_token_id=0,
+)
+
+
 @dataclass(frozen=True)
 class Pair:
     """A tiny model of an encoder and a decoder.
 
     prefix: of its class names. sizes: arguments of its config. head: suffix of the class with a language model's head.
+    one_layer: changes of the config that leave one layer in the decoder. biases: its positions are biases by distance.
     """
 
     prefix: str
     sizes: dict[str, Any] = field(default_factory=lambda: BART)
     head: str = "ForConditionalGeneration"
+    one_layer: dict[str, Any] = field(default_factory=lambda: {"decoder_layers": 1})
+    biases: bool = False
 
 
 PAIRS = {
@@ -56,7 +75,17 @@ PAIRS = {
     "marian": Pair("Marian", dict(BART, share_encoder_decoder_embeddings=True), head="MTModel"),
     "m2m-100": Pair("M2M100"),
     "nllb-moe": Pair("NllbMoe", dict(BART, num_experts=2, expert_capacity=64, encoder_sparse_step=0, decoder_sparse_step=0)),
+    "t5": Pair("T5", T5, one_layer={"num_decoder_layers": 1}, biases=True),
+    "mt5": Pair("MT5", T5, one_layer={"num_decoder_layers": 1}, biases=True),
+    "umt5": Pair("UMT5", T5, one_layer={"num_decoder_layers": 1}, biases=True),
+    "switch": Pair(
+        "SwitchTransformers",
+        dict(T5, num_sparse_encoder_layers=0, num_sparse_decoder_layers=0),
+        one_layer={"num_decoder_layers": 1},
+        biases=True,
+    ),
 }
+TABLES, BIASES = ([name for name, pair in PAIRS.items() if pair.biases is biases] for biases in (False, True))
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
 """One for each way to act."""
 every_pair = pytest.mark.parametrize("pair", PAIRS)
@@ -99,13 +128,29 @@ def padded(ids, by, side):
 SOURCE, TARGET = tokens(seed=1), tokens(length=9, seed=2)
 
 
-@every_pair
+@pytest.mark.parametrize("pair", TABLES)
 @torch.no_grad()
 def test_with_the_hosts_own_table_it_is_the_stock_model(pair):
     model = stock(pair, head=True)
     new = hf_posenc.patch(model, "learned", init="host")
     assert_equal(outputs(new, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
     assert {name for name, module in new.named_modules() if "posenc" in module._modules} == {"model.encoder", "model.decoder"}
+
+
+@pytest.mark.parametrize("pair", BIASES)
+@torch.no_grad()
+def test_with_the_hosts_own_biases_it_is_the_stock_model(pair):
+    model = stock(pair, head=True)
+    buckets = {"num_buckets": 8, "max_distance": 12}
+    for stack in (model.encoder, model.decoder):
+        per_layer = sum("relative_attention_bias" in name for name, _ in stack.named_parameters()) > 1
+    new = hf_posenc.patch(model, "t5", per_layer=per_layer, **buckets)
+    for name, parameter in new.named_parameters():
+        if "posenc" in name:
+            owner = name.partition(".posenc")[0] + ("" if per_layer else ".block.0.layer.0.SelfAttention")
+            parameter.copy_(model.get_parameter(f"{owner}.relative_attention_bias.weight"))
+    for ids in (SOURCE, tokens(length=5)):
+        assert_close(outputs(new, ids, TARGET), outputs(model, ids, TARGET))
 
 
 @every_pair
@@ -115,7 +160,7 @@ def test_none_takes_order_away_and_each_encoding_brings_it_back(pair):
     earlier = [*range(TARGET.shape[1] - 2, -1, -1), TARGET.shape[1] - 1]
     for encoding in (None, "none", *ENCODINGS):
         # The last token of a decoder with one layer sees all others at once.
-        model = stock(pair, decoder_layers=1)
+        model = stock(pair, **PAIRS[pair].one_layer)
         model = model if encoding is None else randomize_encoding(hf_posenc.patch(model, encoding))
         states = model.encoder(SOURCE)[0]
         compare = assert_close if encoding == "none" else assert_apart
@@ -155,9 +200,11 @@ def test_saves_and_loads(pair, encoding, tmp_path):
     assert type(loaded) is type(model)
     assert_equal(outputs(loaded, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
     base = transformers.AutoModel.from_pretrained(tmp_path)
-    assert_equal(outputs(base, SOURCE, TARGET), outputs(model.base_model, SOURCE, TARGET))
+    states = model.get_encoder()(SOURCE)[0]
+    expected = model.get_decoder()(TARGET, encoder_hidden_states=states)[0]
+    assert_equal(outputs(base, SOURCE, TARGET), expected)
     embeddings = loaded.get_input_embeddings().weight
-    assert embeddings is loaded.model.decoder.embed_tokens.weight is loaded.lm_head.weight
+    assert embeddings is loaded.get_decoder().embed_tokens.weight is loaded.lm_head.weight
 
 
 @every_pair

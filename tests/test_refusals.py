@@ -61,8 +61,6 @@ SMALL = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, interme
     ("host", "config", "reason"),
     [
         ("ResNet", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "no place for a position encoding"),
-        ("T5", dict(d_model=32, num_layers=1, num_heads=4, d_kv=8, d_ff=32, vocab_size=61), "relative_attention_bias"),
-        ("OPT", dict(hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=61), "way of its own"),
         ("IBert", SMALL, "attention interface"),
         ("CTRL", dict(n_embd=32, n_layer=1, n_head=4, dff=32, vocab_size=61), "can't be taken over: pos_encoding"),
     ],

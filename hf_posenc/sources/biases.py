@@ -1,4 +1,4 @@
-"""Learned relative biases of a host's own, which its attentions add to their scores: MPNet, LayoutLMv3."""
+"""Learned relative biases of a host's own, which its attentions add to their scores: T5, MPNet, LayoutLMv3."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,15 +7,14 @@ from torch import nn
 
 from hf_posenc.sources.source import Silenced, Source, replace
 
-MAKERS = {
-    "LayoutLMv3Encoder": ("rel_pos_bias", "_cal_1d_pos_emb"),
-    "MPNetEncoder": ("relative_attention_bias", "compute_position_bias"),
-}
-"""Class of the module that owns such a bias -> its table, and the method that makes the bias of the table."""
+TABLE, METHODS = "relative_attention_bias", ("compute_bias", "compute_position_bias")
+"""The name of such a table in most hosts, and of the method of its owner which makes the bias of it."""
+MAKERS = {"LayoutLMv3Encoder": ("rel_pos_bias", "_cal_1d_pos_emb")}
+"""Class of an owner with other names -> its table and method."""
 
 
 class RelativeBias(Source):
-    """A table of biases by bucket of distance, as in T5."""
+    """A table of biases by bucket of distance, as in T5: of a stack's first attention, or of each."""
 
     encoding, verb = "t5", "distance_bias"
     module: Any
@@ -23,20 +22,27 @@ class RelativeBias(Source):
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
-            if type(module).__name__ in MAKERS and type(module).__module__.startswith("transformers.models."):
-                table, _ = MAKERS[type(module).__name__]
-                if not hasattr(module, table):
-                    continue
-                yield cls(f"{path}.{table}".lstrip("."), getattr(module, table))
+            if (maker := _maker(module)) is not None:
+                yield cls(f"{path}.{maker[0]}".lstrip("."), getattr(module, maker[0]))
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         silenced, owner = SilencedBias(stack, self.path, self.module), stack.get_submodule(self.path.rpartition(".")[0])
+        maker = _maker(owner)
+        assert maker is not None
         replace(stack, self.path, silenced)
-        _, method = MAKERS[type(owner).__name__]
-        setattr(owner, method, silenced.make)
+        setattr(owner, maker[1], silenced.make)
 
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.weight": tuple(self.module.weight.shape)}
+
+
+def _maker(module: Any) -> tuple[str, str] | None:
+    """The names of a module's table and of the method that makes the bias of it, if it owns one."""
+    if not type(module).__module__.startswith("transformers.models."):
+        return None
+    table, *methods = MAKERS.get(type(module).__name__, (TABLE, *METHODS))
+    method = next((name for name in methods if hasattr(module, name)), None)
+    return None if method is None or table not in module._modules else (table, method)
 
 
 class SilencedBias(Silenced):
