@@ -110,6 +110,7 @@ class ForwardPass:
         # The mask of a sound counts its samples or features, not the tokens that are made of them.
         cache, mask = call.of_type(Cache), None if tokens is None else call["attention_mask"]
         past = _length_of(cache)
+        remembering.refuse_uncounted(cache, past)
         _check_length(stack, length, past, cache)
         given = ids
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None

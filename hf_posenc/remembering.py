@@ -75,6 +75,19 @@ def room(cache: Cache | None) -> int | None:
     return layer.max_cache_len if isinstance(layer, StaticLayer) and not layer.is_sliding else None
 
 
+def refuse_uncounted(cache: Cache | None, past: int | Tensor) -> None:
+    """Raises ValueError for a cache that counts no tokens while a layer of it holds keys: its first layer isn't an attention's,
+    and neither the host nor this package would know where new tokens go on (MiniMax, with linear attention in its first)."""
+    if cache is None or isinstance(past, Tensor) or past != 0 or isinstance(cache, EncoderDecoderCache):
+        return
+    lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    if any(not isinstance(length, Tensor) and length > 0 for length in lengths):
+        raise ValueError(
+            f"this {type(cache).__name__} counts 0 tokens and holds keys of {max(lengths)}: it counts in the first layer, "
+            "which has none here, so that the stock model goes on from 0, too. Leave the cache out: use_cache=False"
+        )
+
+
 def recall(cache: Cache, batch: int, past: int | Tensor) -> Tensor | None:
     """The positions of a cache's keys, `[B, K]` (K of a static cache: its whole length), or None if it remembers none.
 
