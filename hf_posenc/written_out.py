@@ -7,6 +7,7 @@ splits, its cache, masks, dropout, terms of its own.
 Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,11 @@ def by_softmax_scale(module: Any, head_dim: int) -> float:
     return module.softmax_scale
 
 
+def by_logit_scale(module: Any, head_dim: int) -> Tensor:
+    """A learned factor of each head, `[H, 1, 1]`, on cosines (Swin v2)."""
+    return module.logit_scale.clamp(max=math.log(100)).exp()
+
+
 def open_to_all(module: Any) -> str:
     """No reason: an encoding can act."""
     return ""
@@ -72,7 +78,7 @@ class WrittenOut:
     token_axis: of the hidden states that enter its layer.
     """
 
-    scaling: Callable[[Any, int], float] = by_head_dim
+    scaling: Callable[[Any, int], float | Tensor] = by_head_dim
     is_causal: bool = False
     closed: Callable[[Any], str] = open_to_all
     alone: tuple[str, ...] = ()
@@ -80,18 +86,24 @@ class WrittenOut:
 
 
 _PLAIN, _SCALED_BEFORE, _SPARSE = WrittenOut(), WrittenOut(not_at_all), WrittenOut(closed=sparse)
+_COSINES = WrittenOut(by_logit_scale)
 _CAUSAL, _CAUSAL_SCALED_BEFORE = WrittenOut(is_causal=True), WrittenOut(not_at_all, is_causal=True)
 ROWS = {
     "big_bird.BigBirdSelfAttention": _PLAIN,
+    "blip.BlipAttention": _PLAIN,
     "blip.BlipTextSelfAttention": _PLAIN,
     "bloom.BloomAttention": _CAUSAL_SCALED_BEFORE,
     "bros.BrosSelfAttention": _PLAIN,
     "canine.CanineSelfAttention": _PLAIN,
+    "clap.ClapAudioSelfAttention": _PLAIN,
     "clvp.ClvpSelfAttention": _SCALED_BEFORE,
     "codegen.CodeGenAttention": _PLAIN,
     "convbert.ConvBertSelfAttention": _PLAIN,
+    "data2vec.Data2VecVisionSdpaSelfAttention": _PLAIN,
+    "data2vec.Data2VecVisionSelfAttention": _PLAIN,
     "deberta.DisentangledSelfAttention": _SCALED_BEFORE,
     "deberta_v2.DisentangledSelfAttention": _SCALED_BEFORE,
+    "donut.DonutSwinSelfAttention": _PLAIN,
     "falcon.FalconAttention": _PLAIN,
     "flaubert.MultiHeadAttention": _SCALED_BEFORE,
     "flava.FlavaSelfAttention": _PLAIN,
@@ -107,16 +119,24 @@ ROWS = {
     "lilt.LiltSelfAttention": _PLAIN,
     "longformer.LongformerSelfAttention": _SPARSE,
     "luke.LukeSelfAttention": _PLAIN,
+    "maskformer.MaskFormerSwinSelfAttention": _PLAIN,
     "megatron_bert.MegatronBertSelfAttention": _PLAIN,
+    "mgp_str.MgpstrAttention": _PLAIN,
     "mpnet.MPNetSelfAttention": _PLAIN,
     "mpt.MptAttention": WrittenOut(by_softmax_scale, is_causal=True),
     "mvp.MvpAttention": _SCALED_BEFORE,
     "openai.Attention": _CAUSAL,
     "rembert.RemBertSelfAttention": _PLAIN,
     "roformer.RoFormerSelfAttention": _PLAIN,
+    "sam.SamVisionAttention": _SCALED_BEFORE,
+    "sam.SamVisionSdpaAttention": _SCALED_BEFORE,
+    "sam_hq.SamHQVisionAttention": _SCALED_BEFORE,
+    "sam_hq.SamHQVisionSdpaAttention": _SCALED_BEFORE,
     "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
     "speecht5.SpeechT5Attention": _SCALED_BEFORE,
     "squeezebert.SqueezeBertSelfAttention": WrittenOut(token_axis=2),
+    "swin2sr.Swin2SRSelfAttention": _COSINES,
+    "swinv2.Swinv2SelfAttention": _COSINES,
     "tapas.TapasSelfAttention": _PLAIN,
     "visual_bert.VisualBertSelfAttention": _PLAIN,
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
@@ -292,20 +312,20 @@ class Product(TorchFunctionMode):
         after = self.scaling(query.shape[-1])
         joined = query.ndim == 3
         if joined:
-            heads = self.context.encoding.geometry.num_attention_heads
+            heads = getattr(self.module, "num_attention_heads", self.context.encoding.geometry.num_attention_heads)
             query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
         context = self.context.placed(query.shape[2], query.device).for_attention(after * within, self._layer)
         past = context.past if isinstance(context.past, int) and not context.first_keys else None
-        if query.shape[2] != context.positions.shape[1] or (past is not None and key.shape[2] != past + query.shape[2]):
+        if query.shape[2] != context.length or (past is not None and key.shape[2] != past + query.shape[2]):
             raise ValueError(
                 f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
-                f"positions of {context.positions.shape[1]} new tokens and {context.past} cached ones; it got {BESIDE}"
+                f"positions of {context.length} new tokens and {context.past} cached ones; it got {BESIDE}"
             )
         encodings = attention.acting(self.module, context)
         query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
         bias = biased_mask(encodings, query, key, None, context, is_causal=False)
         if bias is not None:
-            bias = (bias if after == 1 else bias / after).expand(*query.shape[:3], key.shape[2])
+            bias = (bias if isinstance(after, float) and after == 1 else bias / after).expand(*query.shape[:3], key.shape[2])
         if joined:
             query, key = query.flatten(0, 1), key.flatten(0, 1)
             bias = bias if bias is None else bias.flatten(0, 1)
