@@ -28,11 +28,15 @@ class WindowBias(PositionParameter):
         for path, module in modules.items():
             tables = {**module._parameters, **module._buffers}
             for key in (key for key in BIASES if isinstance(tables.get(key), Tensor)):
-                yield cls(f"{path}.{key}".lstrip("."), module, (0, 0), module)
+                yield cls(f"{path}.{key}".lstrip("."), module, (0, 0), (path, module))
 
     @property
     def claimed(self) -> tuple[str, ...]:
         return self.path, *(f"{self.path.rpartition('.')[0]}.{name}".lstrip(".") for name in BESIDE)
+
+    @property
+    def entrance(self) -> None:
+        return None
 
     @property
     def width(self) -> None:  # type: ignore[override]
