@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from hf_posenc import attention
 from hf_posenc.calls import Call, argument_names
@@ -37,7 +38,10 @@ def add_to_input(
 def add_to_output(
     parts: tuple[str, ...], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """Hook of an attention block, which gives out the hidden state, alone or first of several."""
+    """Hook of an attention block or of embeddings, which give out the hidden state, alone or first of several."""
+    if isinstance(output, ModelOutput):
+        name, hidden = next(iter(output.items()))
+        return type(output)(**{**output, name: hidden + _vectors(parts, token_axis, module, kwargs, hidden)})
     hidden, *others = output if isinstance(output, tuple) else (output,)
     hidden = hidden + _vectors(parts, token_axis, module, kwargs, hidden)
     return (hidden, *others) if isinstance(output, tuple) else hidden

@@ -167,6 +167,10 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     layers = structure.layer_paths
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
     token_axis = written_out.token_axis(next(iter(structure.attentions.values())))
+    entrance = next((source.entrance for source in structure.sources if source.entrance is not None), None)
+    if spec.inject == "input" and entrance is not None:
+        injection.after(stack.get_submodule(entrance), embedding[next(iter(layers))], token_axis)
+        return (entrance,)
     if spec.inject == "input":  # no table to replace: add them to the first layer's input
         injection.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))], token_axis)
         return (structure.first_layer,)

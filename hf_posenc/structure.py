@@ -155,7 +155,7 @@ class Structure:
     @property
     def widths(self) -> list[int]:
         """The width of the states that enter each attention, where its projections tell it: those of Swin's stages differ."""
-        layers = ((each for each in module.modules() if isinstance(each, nn.Linear)) for module in self.attentions.values())
+        layers = ((each for each in module.children() if isinstance(each, nn.Linear)) for module in self.attentions.values())
         return [first.in_features for each in layers if (first := next(each, None)) is not None]
 
     def geometry_of(self, attention: nn.Module, max_length: int | None) -> Geometry:

@@ -7,6 +7,7 @@ splits, its cache, masks, dropout, terms of its own.
 Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,11 @@ def by_softmax_scale(module: Any, head_dim: int) -> float:
     return module.softmax_scale
 
 
+def by_logit_scale(module: Any, head_dim: int) -> Tensor:
+    """A learned factor of each head, `[H, 1, 1]`, on cosines (Swin v2)."""
+    return module.logit_scale.clamp(max=math.log(100)).exp()
+
+
 def open_to_all(module: Any) -> str:
     """No reason: an encoding can act."""
     return ""
@@ -73,7 +79,7 @@ class WrittenOut:
     token_axis: of the hidden states that enter its layer.
     """
 
-    scaling: Callable[[Any, int], float] = by_head_dim
+    scaling: Callable[[Any, int], float | Tensor] = by_head_dim
     is_causal: bool = False
     closed: Callable[[Any], str] = open_to_all
     alone: tuple[str, ...] = ()
@@ -81,19 +87,24 @@ class WrittenOut:
 
 
 _PLAIN, _SCALED_BEFORE, _SPARSE = WrittenOut(), WrittenOut(not_at_all), WrittenOut(closed=sparse)
+_COSINES = WrittenOut(by_logit_scale)
 _CAUSAL, _CAUSAL_SCALED_BEFORE = WrittenOut(is_causal=True), WrittenOut(not_at_all, is_causal=True)
 ROWS = {
-    "mgp_str.MgpstrAttention": _PLAIN,
     "groupvit.GroupViTAttention": _SCALED_BEFORE,
     "big_bird.BigBirdSelfAttention": _PLAIN,
+    "blip.BlipAttention": _PLAIN,
     "blip.BlipTextSelfAttention": _PLAIN,
     "bloom.BloomAttention": _CAUSAL_SCALED_BEFORE,
     "bros.BrosSelfAttention": _PLAIN,
+    "clap.ClapAudioSelfAttention": _PLAIN,
     "clvp.ClvpSelfAttention": _SCALED_BEFORE,
     "codegen.CodeGenAttention": _PLAIN,
     "convbert.ConvBertSelfAttention": _PLAIN,
+    "data2vec.Data2VecVisionSdpaSelfAttention": _PLAIN,
+    "data2vec.Data2VecVisionSelfAttention": _PLAIN,
     "deberta.DisentangledSelfAttention": _SCALED_BEFORE,
     "deberta_v2.DisentangledSelfAttention": _SCALED_BEFORE,
+    "donut.DonutSwinSelfAttention": _PLAIN,
     "falcon.FalconAttention": _PLAIN,
     "flaubert.MultiHeadAttention": _SCALED_BEFORE,
     "flava.FlavaSelfAttention": _PLAIN,
@@ -108,14 +119,22 @@ ROWS = {
     "lilt.LiltSelfAttention": _PLAIN,
     "longformer.LongformerSelfAttention": _SPARSE,
     "luke.LukeSelfAttention": WrittenOut(alone=("entity_hidden_states",)),
+    "maskformer.MaskFormerSwinSelfAttention": _PLAIN,
     "megatron_bert.MegatronBertSelfAttention": _PLAIN,
+    "mgp_str.MgpstrAttention": _PLAIN,
     "mpnet.MPNetSelfAttention": _PLAIN,
     "mpt.MptAttention": WrittenOut(by_softmax_scale, is_causal=True),
     "mvp.MvpAttention": WrittenOut(not_at_all, alone=("attn_prompt",)),
     "openai.Attention": _CAUSAL,
     "rembert.RemBertSelfAttention": _PLAIN,
     "roformer.RoFormerSelfAttention": _PLAIN,
+    "sam.SamVisionAttention": _SCALED_BEFORE,
+    "sam.SamVisionSdpaAttention": _SCALED_BEFORE,
+    "sam_hq.SamHQVisionAttention": _SCALED_BEFORE,
+    "sam_hq.SamHQVisionSdpaAttention": _SCALED_BEFORE,
     "squeezebert.SqueezeBertSelfAttention": WrittenOut(token_axis=2),
+    "swin2sr.Swin2SRSelfAttention": _COSINES,
+    "swinv2.Swinv2SelfAttention": _COSINES,
     "tapas.TapasSelfAttention": _PLAIN,
     "visual_bert.VisualBertSelfAttention": _PLAIN,
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
@@ -307,7 +326,7 @@ class Product(TorchFunctionMode):
         after = self.scaling(query.shape[-1])
         joined = query.ndim == 3
         if joined:
-            heads = self.context.encoding.geometry.num_attention_heads
+            heads = getattr(self.module, "num_attention_heads", self.context.encoding.geometry.num_attention_heads)
             query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
         context = self.context.placed(query.shape[2], query.device).for_attention(after * within, self._layer)
         lengths = {query.shape[2], context.length} | (set() if self.has_cache else {key.shape[2]})
@@ -320,7 +339,7 @@ class Product(TorchFunctionMode):
         query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
         bias = biased_mask(encodings, query, key, None, context, is_causal=False)
         if bias is not None:
-            bias = (bias if after == 1 else bias / after).expand(*query.shape[:3], key.shape[2])
+            bias = (bias if isinstance(after, float) and after == 1 else bias / after).expand(*query.shape[:3], key.shape[2])
         if joined:
             query, key = query.flatten(0, 1), key.flatten(0, 1)
             bias = bias if bias is None else bias.flatten(0, 1)

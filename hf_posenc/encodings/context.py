@@ -69,8 +69,8 @@ class PositionContext:
         whole = patches is None or length == patches + beside
         if not whole and not self.windows and length not in self.images:
             raise ValueError(
-                f"{length} tokens reach an attention or layer, where {patches} patches and {beside} others were expected: "
-                "which patches were left out isn't known, nor the positions of those left; give the model all of them"
+                f"{length} tokens reach an attention or layer instead of {patches} patches and {beside} others: which patches "
+                "were left out isn't known, nor the positions of those left; give the model all of them"
             )
 
         def make() -> "PositionContext":

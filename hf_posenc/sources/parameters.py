@@ -37,13 +37,14 @@ class PositionParameter(Source):
     """A parameter of vectors `[..., rows, D]`, or a constant tensor of them, in a stack whose inputs aren't tokens.
 
     path: of the parameter. A table of one vector for each token covers tokens aside, too.
+    near: path and module of what reads it.
     """
 
     encoding, verb = "learned", "embed"
 
-    def __init__(self, path: str, module: nn.Module, aside: tuple[int, int], near: nn.Module) -> None:
+    def __init__(self, path: str, module: nn.Module, aside: tuple[int, int], near: tuple[str, nn.Module]) -> None:
         super().__init__(path, module)
-        self.aside, self.near = aside, near
+        self.aside, (self.near_path, self.near) = aside, near
         self.shape, self.is_learned = tuple(self._tensor.shape), self.key in module._parameters
 
     @classmethod
@@ -54,11 +55,11 @@ class PositionParameter(Source):
         for path, module in modules.items():
             owner, _, name = path.rpartition(".")
             if name in NAMES and type(module) is nn.Embedding:
-                yield cls(f"{path}.weight", module, aside, modules.get(owner, stack))
+                yield cls(f"{path}.weight", module, aside, (owner, modules.get(owner, stack)))
             else:
                 tables = {**module._parameters, **vars(module)}
                 for key in (key for key in NAMES if isinstance(tables.get(key), Tensor)):
-                    yield cls(f"{path}.{key}".lstrip("."), module, aside, module)
+                    yield cls(f"{path}.{key}".lstrip("."), module, aside, (path, module))
 
     @property
     def key(self) -> str:
@@ -71,6 +72,11 @@ class PositionParameter(Source):
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         silence(self.module, self.key, Zeros(stack, self.path, self.near, self._tensor))
+
+    @property
+    def entrance(self) -> str | None:
+        # CLIP normalises what comes out, so its layers are no place for vectors of the same size.
+        return None if self.key in NOT_BY_TOKEN else self.near_path or None
 
     @property
     def patches(self) -> int:

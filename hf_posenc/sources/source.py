@@ -83,6 +83,11 @@ class Source(abc.ABC):
     """Whether the host adds to its inputs what this source answers."""
 
     @property
+    def entrance(self) -> str | None:
+        """The path of a module which adds the host's vectors to what it returns, `[B, L, D]`, if ours can be added behind it."""
+        return None
+
+    @property
     def offset(self) -> int | None:
         """The position id of the first token, if ids mean something to this source."""
         return None

@@ -12,8 +12,8 @@ from hf_posenc.sources.source import Source
 BIASES = ("relative_position_bias_table", "rel_pos_h", "rel_pos_w", "relative_coords_table")
 """Tables of biases by the distance in rows and columns, of vectors for rows and for columns, and of the distances of which a
 network makes biases: of zeros, all of them give every pair of tokens the same."""
-INDEX = "relative_position_index"
-"""The buffer that says which row of a table serves which pair of tokens."""
+BESIDE = ("relative_position_index", "continuous_position_bias_mlp")
+"""What stays as it is beside them: the rows of a table by pair of tokens, the network."""
 
 
 class WindowBias(PositionParameter):
@@ -28,11 +28,15 @@ class WindowBias(PositionParameter):
         for path, module in modules.items():
             tables = {**module._parameters, **module._buffers}
             for key in (key for key in BIASES if isinstance(tables.get(key), Tensor)):
-                yield cls(f"{path}.{key}".lstrip("."), module, (0, 0), module)
+                yield cls(f"{path}.{key}".lstrip("."), module, (0, 0), (path, module))
 
     @property
     def claimed(self) -> tuple[str, ...]:
-        return self.path, f"{self.path.rpartition('.')[0]}.{INDEX}".lstrip(".")
+        return self.path, *(f"{self.path.rpartition('.')[0]}.{name}".lstrip(".") for name in BESIDE)
+
+    @property
+    def entrance(self) -> None:
+        return None
 
     @property
     def width(self) -> None:  # type: ignore[override]

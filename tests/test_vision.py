@@ -1,0 +1,334 @@
+"""Models of images: positions of patches, tokens aside, windows, images of several sizes.
+
+Shapes: B batch, N patches, H heads, E head_dim, D hidden_size.
+"""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModel
+
+import hf_posenc
+from conftest import assert_apart, assert_close, assert_equal, randomize, randomize_encoding
+from oracles import sinusoids
+
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8)
+SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
+MODELS = {
+    "vit": ("ViT", SIZES, 1, 0),
+    "deit": ("DeiT", SIZES, 2, 0),
+    "registers": ("Dinov2WithRegisters", dict(SIZES, num_register_tokens=4), 5, 0),
+    "yolos": ("Yolos", dict(SIZES, image_size=[32, 32], num_detection_tokens=3), 1, 3),
+    "clip": ("CLIPVision", SIZES, 1, 0),
+    "siglip": ("SiglipVision", SIZES, 0, 0),
+    "dinov3": ("DINOv3ViT", dict(SIZES, num_register_tokens=4), 5, 0),
+    "mlcd": ("MLCDVision", SIZES, 1, 0),
+    "beit": ("Beit", dict(SIZES, use_relative_position_bias=True), 1, 0),
+    "beit-all": ("Beit", dict(SIZES, use_shared_relative_position_bias=True, use_absolute_position_embeddings=True), 1, 0),
+    "data2vec": ("Data2VecVision", dict(SIZES, use_relative_position_bias=True), 1, 0),
+    "sam3": ("Sam3ViT", dict(SIZES, window_size=2, global_attn_indexes=[1], pretrain_image_size=32), 0, 0),
+}
+"""Name -> prefix of the classes, config, tokens before and behind the patches."""
+ENCODINGS = ("sinusoidal", "learned", "rope", "alibi", "shaw")
+PATCHES = 16
+
+
+def stock(name, **changes):
+    prefix, sizes, *_ = MODELS.get(name, (name, {}))
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{prefix}Model")(getattr(transformers, f"{prefix}Config")(**{**sizes, **changes}))
+    return randomize(made).eval()
+
+
+def patched(model, encoding, **options):
+    options = {"max_length": PATCHES, **options} if encoding == "learned" else options
+    return randomize_encoding(hf_posenc.patch(model, encoding, **options))
+
+
+def images(batch=2, height=32, width=32, seed=0):
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def states(model, *args, **kwargs):
+    """`[B, tokens, D]`, or with the patches by row and column as they are."""
+    return model(*args, **kwargs)[0]
+
+
+def in_order(pixels, order):
+    """Images with their 8 x 8 patches in another order."""
+    blocks = pixels.unflatten(2, (4, 8)).unflatten(4, (4, 8)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)[:, order]
+    return blocks.unflatten(1, (4, 4)).permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+
+
+def patches_in_order(name, output, order):
+    _, _, before, behind = MODELS[name]
+    parts = output[:, :before], output[:, before : before + PATCHES][:, order], output[:, before + PATCHES :]
+    assert output.shape[1] == before + PATCHES + behind
+    return torch.cat(parts, 1)
+
+
+ORDER = torch.randperm(PATCHES, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "sam3"])
+def test_order_of_patches(name):
+    model, pixels = stock(name), images()
+    assert_apart(states(model, in_order(pixels, ORDER)), patches_in_order(name, states(model, pixels), ORDER))
+    none = hf_posenc.patch(model, "none")
+    assert_close(states(none, in_order(pixels, ORDER)), patches_in_order(name, states(none, pixels), ORDER))
+    for encoding in ENCODINGS:
+        new = patched(model, encoding)
+        assert_apart(states(new, in_order(pixels, ORDER)), patches_in_order(name, states(new, pixels), ORDER))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_back_again_saved_copied_pickled(name, tmp_path):
+    model, pixels = stock(name), images()
+    expected = states(model, pixels)
+    for encoding in ("none", "sinusoidal", "rope", "shaw"):
+        new = patched(model, encoding)
+        there = states(new, pixels)
+        assert_apart(there, expected)
+        assert_equal(states(hf_posenc.unpatch(new), pixels), expected)
+        assert_equal(states(model, pixels), expected)
+        assert_equal(states(copy.deepcopy(new), pixels), there)
+        assert_equal(states(pickle.loads(pickle.dumps(new)), pixels), there)
+        new.save_pretrained(tmp_path / encoding)
+        loaded = AutoModel.from_pretrained(tmp_path / encoding)
+        assert type(loaded) is type(new)
+        assert_equal(states(loaded, pixels), there)
+        assert_equal(states(hf_posenc.unpatch(loaded), pixels), expected)
+        answers = []
+        for implementation in ("eager", "sdpa") if model._supports_sdpa else ():
+            new.set_attn_implementation(implementation)
+            answers.append(states(new, pixels))
+        for one, other in itertools.pairwise(answers):
+            assert_close(one, other)
+
+
+def with_vectors(model, vectors):
+    """A twin of a stock ViT whose own table holds these vectors of the patches, and zeros for the class token."""
+    twin = copy.deepcopy(model)
+    table = torch.cat([torch.zeros(1, vectors.shape[1]), vectors])[None]
+    twin.embeddings.position_embeddings = torch.nn.Parameter(table)
+    return twin
+
+
+def test_vectors_are_of_patches_row_by_row():
+    model, pixels = stock("vit"), images()
+    vectors = sinusoids([range(PATCHES)], 32)[0]
+    assert_close(states(hf_posenc.patch(model, "sinusoidal"), pixels), states(with_vectors(model, vectors), pixels))
+    learned = patched(model, "learned")
+    assert_close(states(learned, pixels), states(with_vectors(model, learned.posenc.weight.detach()), pixels))
+
+
+@pytest.mark.parametrize("name", ["vit", "clip", "registers"])
+def test_the_hosts_own_vectors(name):
+    """A learned encoding that adopts the host's rows of patches changes only what tokens aside had."""
+    model, pixels = stock(name), images()
+    table = next(p for n, p in model.named_parameters() if "position_embedding" in n)
+    with torch.no_grad():
+        table.view(-1, 32)[:1] = 0  # the class token's
+    assert_close(states(hf_posenc.patch(model, "learned", init="host"), pixels), states(model, pixels))
+
+
+def test_another_image_size():
+    """The stock model of that size, its own table filled with the sinusoids of as many patches."""
+    model, pixels = stock("vit"), images(height=48, width=32)
+    larger = stock("vit", image_size=[48, 32])
+    larger.load_state_dict({n: p for n, p in model.state_dict().items() if "position" not in n}, strict=False)
+    expected = states(with_vectors(larger, sinusoids([range(24)], 32)[0]), pixels)
+    new = hf_posenc.patch(model, "sinusoidal")
+    assert_close(states(new, pixels, interpolate_pos_encoding=True), expected)
+    with pytest.raises(ValueError, match="24 positions is longer than max_length=16"):
+        hf_posenc.patch(model, "alibi", max_length=PATCHES)(pixels, interpolate_pos_encoding=True)
+
+
+def scores(query, key, frequencies):
+    """`[B, H, L, L]` of rotated queries and keys, by complex numbers; the first token isn't rotated."""
+    length, half = query.shape[2], query.shape[3] // 2
+    turned = []
+    for given in (query, key):
+        pairs = torch.complex(given[..., :half].double(), given[..., half:].double())
+        for place, pair in itertools.product(range(1, length), range(half)):
+            pairs[:, :, place, pair] *= torch.exp(torch.tensor(1j * (place - 1) * frequencies[pair]))
+        turned.append(pairs)
+    return torch.einsum("bhqe,bhke->bhqk", turned[0], turned[1].conj()).real
+
+
+@torch.no_grad()
+def test_rotation_leaves_the_class_token():
+    model, pixels = stock("vit"), images(batch=1)
+    new = hf_posenc.patch(model, "rope")
+    new.set_attn_implementation("eager")
+    got = new(pixels, output_attentions=True).attentions[0]
+    layer, hidden = model.layers[0], hf_posenc.patch(model, "none").embeddings(pixels)
+    normed = layer.layernorm_before(hidden)
+    query, key = (
+        project(normed).unflatten(-1, (4, 8)).transpose(1, 2) for project in (layer.attention.q_proj, layer.attention.k_proj)
+    )
+    expected = (scores(query, key, [10000 ** (-pair / 4) for pair in range(4)]) / 8**0.5).softmax(-1)
+    assert_close(got, expected.float())
+
+
+@torch.no_grad()
+def test_biases_leave_the_class_token():
+    model, pixels = stock("vit"), images(batch=1)
+    bias = torch.zeros(1, 4, 17, 17)
+    for head, i, j in itertools.product(range(4), range(PATCHES), range(PATCHES)):
+        bias[0, head, i + 1, j + 1] = -(2.0 ** (-2 * (head + 1))) * abs(i - j)
+    expected = hf_posenc.patch(model, "none")(pixels, attention_mask=bias)[0]
+    assert_close(states(hf_posenc.patch(model, "alibi"), pixels), expected)
+
+
+def test_swin_counts_within_windows():
+    """The distance of two patches of a window, counted row by row, is one of rows and columns: Swin's own table can hold it."""
+    model, pixels = stock("Swin", **SWIN), images(batch=1)
+    twin = copy.deepcopy(model)
+    for attention in (block.attention for stage in twin.encoder.layers for block in stage.blocks):
+        heads = attention.num_attention_heads
+        for rows, columns in itertools.product(range(-3, 4), range(-3, 4)):
+            for head in range(heads):
+                slope = 2.0 ** (-8 * (head + 1) / heads)
+                with torch.no_grad():
+                    table = attention.relative_position_bias.relative_position_bias_table
+                    table[(rows + 3) * 7 + columns + 3, head] = -slope * abs(4 * rows + columns)
+    assert_close(states(hf_posenc.patch(model, "alibi"), pixels), states(twin, pixels))
+
+
+@pytest.mark.parametrize("prefix", ["Swin", "Swinv2", "DonutSwin", "MaskFormerSwin"])
+def test_windows_there_and_back(prefix, tmp_path):
+    model, pixels = stock(prefix, **SWIN, use_absolute_embeddings=prefix == "Swin"), images()
+    expected = states(model, pixels)
+    for encoding in ("none", "sinusoidal", "rope", "alibi", "shaw"):
+        new = patched(model, encoding)
+        there = states(new, pixels)
+        assert_apart(there, expected)
+        assert_equal(states(hf_posenc.unpatch(new), pixels), expected)
+        new.save_pretrained(tmp_path / encoding)
+        assert_equal(states(AutoModel.from_pretrained(tmp_path / encoding), pixels), there)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefix", ["Swin", "Swinv2", "DonutSwin", "MaskFormerSwin"])
+def test_order_within_a_window(prefix):
+    """Of an image of one window, without layers of shifted windows and stages that merge neighbours."""
+    sizes = dict(SWIN, image_size=16, patch_size=4, depths=[1], num_heads=[2])
+    model, pixels = stock(prefix, **sizes), images(height=16, width=16)
+    blocks = pixels.unflatten(2, (4, 4)).unflatten(4, (4, 4)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)[:, ORDER]
+    moved = blocks.unflatten(1, (4, 4)).permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+    for encoding in ("none", "sinusoidal", "rope", "alibi", "shaw"):
+        new = patched(model, encoding)
+        compare = assert_close if encoding == "none" else assert_apart
+        compare(states(new, moved), states(new, pixels)[:, ORDER])
+
+
+def test_stages_of_several_sizes():
+    model = stock("Swin", **SWIN)
+    with pytest.raises(hf_posenc.HostRefused, match="per_layer=True"):
+        hf_posenc.patch(model, "relative")
+    assert states(patched(model, "relative", per_layer=True), images()).isfinite().all()
+    with pytest.raises(hf_posenc.HostRefused, match=r"several widths, \[16, 32\]"):
+        hf_posenc.patch(model, "sinusoidal", inject="every_layer")
+
+
+def test_patches_that_are_left_keep_their_positions():
+    noise = torch.rand(2, PATCHES, generator=torch.Generator().manual_seed(2))
+    model, pixels = stock("ViTMAE", **SIZES), images()
+    twin = copy.deepcopy(model)
+    twin.embeddings.position_embeddings.data[0, 1:] = sinusoids([range(PATCHES)], 32)[0]
+    twin.embeddings.position_embeddings.data[0, 0] = 0
+    assert_close(states(hf_posenc.patch(model, "sinusoidal"), pixels, noise=noise), states(twin, pixels, noise=noise))
+    all_left = stock("ViTMAE", **SIZES, mask_ratio=0.0)
+    in_rows = torch.arange(PATCHES).expand(2, -1) / PATCHES
+    for encoding in ("rope", "alibi", "shaw"):
+        new = patched(all_left, encoding)
+        expected, got = states(new, pixels, noise=in_rows), states(new, pixels, noise=noise)
+        order = noise.argsort(dim=1)
+        assert_close(got[:, 1:], expected[:, 1:].gather(1, order[..., None].expand(-1, -1, 32)))
+    fixed = hf_posenc.unpatch(hf_posenc.patch(model, "alibi")).embeddings.position_embeddings
+    assert not fixed.requires_grad  # as in the stock model
+
+
+def test_patches_left_out_unknown():
+    model = stock("VideoMAE", **SIZES, num_frames=2, tubelet_size=1)
+    video, masked = torch.randn(1, 2, 3, 32, 32), torch.zeros(1, 32, dtype=torch.bool)
+    masked[0, :10] = True
+    new = hf_posenc.patch(model, "alibi")
+    assert states(new, video).shape == (1, 32, 32)
+    with pytest.raises(ValueError, match="22 tokens reach an attention or layer instead of 32 patches"):
+        new(video, bool_masked_pos=masked)
+
+
+@pytest.mark.parametrize("encoding", ["sinusoidal", "rope", "alibi", "shaw"])
+def test_images_in_one_row(encoding):
+    """Qwen's vision reads several images in one row: each has positions of its own."""
+    config = transformers.Qwen3VLVisionConfig(
+        depth=2,
+        hidden_size=32,
+        num_heads=4,
+        intermediate_size=48,
+        patch_size=8,
+        out_hidden_size=32,
+        deepstack_visual_indexes=[0],
+    )
+    model = randomize(transformers.Qwen3VLVisionModel(config)).eval()
+    grids, patches = torch.tensor([[1, 4, 4], [2, 2, 6]]), torch.randn(40, 3 * 2 * 8 * 8)
+    new = patched(model, encoding)
+    together = states(new, patches, grid_thw=grids)
+    assert_close(together[:16], states(new, patches[:16], grid_thw=grids[:1]))
+    assert_close(together[16:], states(new, patches[16:], grid_thw=grids[1:]))
+    assert_apart(states(new, patches[:16][ORDER], grid_thw=grids[:1]), together[:16][ORDER])
+
+
+@pytest.mark.parametrize("encoding", ["sinusoidal", "rope", "alibi", "shaw"])
+def test_smaller_images_of_a_batch(encoding):
+    """Idefics pads them on the right and below: their patches are counted as if they were alone."""
+    config = transformers.models.idefics3.Idefics3VisionConfig(**SIZES)
+    model = randomize(transformers.models.idefics3.Idefics3VisionTransformer(config)).eval()
+    new, pixels, shown = patched(model, encoding), images(), torch.zeros(2, 4, 4, dtype=torch.bool)
+    shown[0], shown[1, :3, :2] = True, True
+    together = states(new, pixels, patch_attention_mask=shown)
+    alone = states(new, pixels[1:, :, :24, :16], patch_attention_mask=torch.ones(1, 3, 2, dtype=torch.bool))
+    assert_close(together[1].unflatten(0, (4, 4))[:3, :2].flatten(0, 1), alone[0])
+
+
+def test_training():
+    """A classifier learns with and without checkpointing alike, its encoding with it."""
+    config = transformers.ViTConfig(**SIZES, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    classifier = randomize(transformers.ViTForImageClassification(config))
+    pixels, labels = images(), torch.tensor([0, 2])
+    for encoding in ("learned", "shaw"):
+        gradients = []
+        for checkpointing in (False, True):
+            model = patched(copy.deepcopy(classifier), encoding).train()
+            assert isinstance(model, hf_posenc.PosEncViTForImageClassification)
+            if checkpointing:
+                model.activation_checkpointing_enable()
+            before = model(pixels, labels=labels).loss
+            before.backward()
+            gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+            torch.optim.SGD(model.parameters(), 1e-3).step()
+            assert model(pixels, labels=labels).loss < before
+        assert any("posenc." in name and gradient.abs().max() > 0 for name, gradient in gradients[0].items())
+        assert_close(gradients[1], gradients[0])
+
+
+def test_what_a_silenced_table_answers():
+    model = stock("vit").to(torch.bfloat16)
+    new = hf_posenc.patch(model, "sinusoidal")
+    table = new.embeddings.position_embeddings
+    assert table.dtype == torch.bfloat16 and table.shape == (1, 17, 32) and not table.any()
+    assert type(new.embeddings).__name__ == "ViTEmbeddings" and isinstance(new.embeddings, type(model.embeddings))
+    assert "embeddings.position_embeddings" not in dict(new.named_parameters())
+    assert_equal(new.posenc.host.embeddings.position_embeddings, model.embeddings.position_embeddings.data)
+    without = hf_posenc.patch(model, "sinusoidal", keep_host=False)
+    assert not any("host" in name for name in without.state_dict())
+    assert states(without, images().to(torch.bfloat16)).dtype == torch.bfloat16
+    scratch = hf_posenc.PosEncViTModel(hf_posenc.PosEncViTConfig(**SIZES, position_encoding="alibi"))
+    assert not scratch.embeddings.position_embeddings.any()  # the host's initialisation draws a table
