@@ -15,6 +15,7 @@ from hf_posenc import written_out
 from hf_posenc.calls import argument_names
 from hf_posenc.encodings import Geometry
 from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
+from hf_posenc.sources.convolutions import is_convolution
 from hf_posenc.sources.source import HOSTS_PAGE
 from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves, hands_keys_over
 from hf_posenc.spec import LENGTH_FIELD
@@ -299,7 +300,9 @@ def _fronts(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection
     if not TOKENS.isdisjoint(argument_names(stack)):
         return {}
     rows = tuple(f"{row}." for row in _rows(modules, attentions))
-    return {path: module for path, module in modules.items() if convolves(path, module) and not path.startswith(rows)}
+    # Convolutions of positions are sources, or nothing calls them.
+    elsewhere = (*rows, *(f"{path}." for path, module in modules.items() if is_convolution(module)))
+    return {path: module for path, module in modules.items() if convolves(path, module) and not path.startswith(elsewhere)}
 
 
 def stays_in(stack: nn.Module) -> dict[str, nn.Module]:

@@ -1,0 +1,276 @@
+"""Speech encoders: convolutional positions, relative attentions of Conformers, front ends and convolutions that stay."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModel
+
+import hf_posenc
+from conftest import assert_apart, assert_close, assert_equal, first, randomize_encoding
+from hosts.tiny import randomized
+
+SIZES = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=48,
+    vocab_size=12,
+    layerdrop=0.0,
+    pad_token_id=0,
+)
+WAVE = dict(
+    SIZES,
+    conv_dim=(16, 16),
+    conv_kernel=(10, 3),
+    conv_stride=(5, 2),
+    num_feat_extract_layers=2,
+    num_conv_pos_embeddings=8,
+    num_conv_pos_embedding_groups=4,
+    feat_extract_norm="layer",
+)
+FEATURES = dict(SIZES, feature_projection_input_dim=16, conv_depthwise_kernel_size=5, output_hidden_size=32)
+MEL = dict(SIZES, num_mel_bins=16, subsampling_conv_channels=8, subsampling_factor=4, conv_kernel_size=5)
+CONVOLUTIONAL = {
+    "wav2vec2": ("Wav2Vec2", dict(WAVE, do_stable_layer_norm=True)),
+    "hubert": ("Hubert", WAVE),
+    "unispeech": ("UniSpeech", WAVE),
+    "unispeech-sat": ("UniSpeechSat", WAVE),
+    "data2vec-audio": ("Data2VecAudio", dict(WAVE, num_conv_pos_embeddings=2, conv_pos_kernel_size=7)),
+    "sew": ("SEW", dict(WAVE, squeeze_factor=2)),
+}
+CONFORMERS = {
+    "wav2vec2-conformer": ("Wav2Vec2Conformer", dict(WAVE, conv_depthwise_kernel_size=5, position_embeddings_type="relative")),
+    "wav2vec2-bert": ("Wav2Vec2Bert", dict(FEATURES, position_embeddings_type="relative_key")),
+    "wav2vec2-bert-relative": ("Wav2Vec2Bert", dict(FEATURES, position_embeddings_type="relative")),
+    "parakeet": ("ParakeetEncoder", MEL),
+}
+HOSTS = CONVOLUTIONAL | CONFORMERS
+every_host = pytest.mark.parametrize("host", HOSTS)
+every_convolutional = pytest.mark.parametrize("host", CONVOLUTIONAL)
+every_conformer = pytest.mark.parametrize("host", CONFORMERS)
+WAYS = ("sinusoidal", "rope", "alibi", "shaw")
+
+
+def stock(host, head="Model", **changes):
+    prefix, sizes = HOSTS[host]
+    config = getattr(transformers, f"{prefix}Config")(**{**sizes, **changes})
+    name = prefix if prefix.endswith("Encoder") else prefix + head
+    torch.manual_seed(0)
+    return randomized(getattr(transformers, name)(config)).eval()
+
+
+def patched(model, encoding, **options):
+    return randomize_encoding(hf_posenc.patch(model, encoding, **options))
+
+
+def sound(host, length=400, batch=2, seed=1):
+    """Waves or mel features, by the name under which the host takes them."""
+    generator = torch.Generator().manual_seed(seed)
+    if host in CONVOLUTIONAL or host == "wav2vec2-conformer":
+        return {"input_values": torch.randn(batch, length, generator=generator)}
+    return {"input_features": torch.randn(batch, length // 8, 16, generator=generator)}
+
+
+def order_of(length):
+    return torch.randperm(length, generator=torch.Generator().manual_seed(2))
+
+
+def encoded(model, host, move):
+    """What the last layer answers, with the tokens that enter the encoder in another order or not.
+
+    SEW's are pairs of frames.
+    """
+    size, path = (2, "feature_dropout") if host == "sew" else (1, "feature_projection")
+    answers = []
+
+    def moved(module, args, output):
+        frames, *others = output if isinstance(output, tuple) else (output,)
+        order = order_of(frames.shape[1] // size)
+        order = (size * order[:, None] + torch.arange(size)).flatten()
+        frames = torch.cat([frames[:, order], frames[:, len(order) :]], dim=1) if move else frames
+        return (frames, *others) if isinstance(output, tuple) else frames
+
+    hooks = [
+        model.get_submodule(path).register_forward_hook(moved),
+        model.encoder.layers[-1].register_forward_hook(lambda module, args, output: answers.append(output)),
+    ]
+    model(**sound(host))
+    for hook in hooks:
+        hook.remove()
+    return answers[0]
+
+
+def attended(model, host, move):
+    """What the first attention answers in a forward pass, with the frames that it is given in another order or not."""
+    attention = next(module for module in model.modules() if type(module).__name__.endswith("Attention"))
+    answers = []
+
+    def before(module, args, kwargs):
+        name = "hidden_states"
+        given = args[0] if args else kwargs[name]
+        moved = given[:, order_of(given.shape[1])] if move else given
+        return ((moved, *args[1:]), kwargs) if args else (args, {**kwargs, name: moved})
+
+    hooks = [
+        attention.register_forward_pre_hook(before, with_kwargs=True),
+        attention.register_forward_hook(lambda module, args, output: answers.append(output[0])),
+    ]
+    model(**sound(host))
+    for hook in hooks:
+        hook.remove()
+    return answers[0]
+
+
+def apart(function, model, host):
+    """By what part of the largest answer the answers change when what they are of changes places."""
+    answer, moved = (function(model, host, move=move) for move in (False, True))
+    return (answer[:, order_of(answer.shape[1])] - moved).abs().max() / answer.abs().max()
+
+
+@every_convolutional
+@torch.no_grad()
+def test_the_order_of_frames_is_gone_and_comes_back(host):
+    """Behind the front end."""
+    model = stock(host)
+    assert apart(encoded, model, host) > 1e-2
+    assert apart(encoded, hf_posenc.patch(model, "none"), host) < 1e-4
+    for encoding in WAYS:
+        assert apart(encoded, patched(model, encoding), host) > 1e-3, encoding
+
+
+@every_conformer
+@torch.no_grad()
+def test_a_conformers_attention_knows_order_by_the_encoding_alone(host):
+    """What its convolutions see in each layer stays, so it is judged at the attention."""
+    model = stock(host)
+    assert apart(attended, model, host) > 1e-2
+    assert apart(attended, hf_posenc.patch(model, "none"), host) < 1e-4
+    assert apart(attended, hf_posenc.patch(model, "sinusoidal"), host) < 1e-4  # acts before the layers
+    for encoding in WAYS[1:]:
+        assert apart(attended, patched(model, encoding), host) > 1e-3, encoding
+    without, with_vectors = (first(hf_posenc.patch(model, encoding)(**sound(host))) for encoding in ("none", "sinusoidal"))
+    assert_apart(with_vectors, without)
+
+
+@every_host
+@torch.no_grad()
+def test_a_round_trip_is_bit_equal(host, tmp_path):
+    model, inputs = stock(host), sound(host)
+    expected = first(model(**inputs))
+    for encoding in ("sinusoidal", "shaw"):
+        new = patched(model, encoding)
+        assert_equal(first(hf_posenc.unpatch(new)(**inputs)), expected)
+        new.save_pretrained(tmp_path / encoding)
+        again = AutoModel.from_pretrained(tmp_path / encoding)
+        assert type(again) is type(new)
+        assert_equal(first(again(**inputs)), first(new(**inputs)))
+        assert_equal(first(hf_posenc.unpatch(again)(**inputs)), expected)
+
+
+def test_what_a_convolution_has_learned_is_kept():
+    model = stock("wav2vec2")
+    new = hf_posenc.patch(model, "alibi")
+    path = "encoder.pos_conv_embed.conv"
+    for name in ("bias", "parametrizations.weight.original0", "parametrizations.weight.original1"):
+        kept = new.state_dict()[f"posenc.host.{path}.{name}"]
+        assert_equal(kept, model.state_dict()[f"{path}.{name}"])
+        assert not kept.requires_grad
+    assert not any("pos_conv_embed" in name for name, _ in new.named_parameters())
+
+
+@every_convolutional
+@torch.no_grad()
+def test_vectors_are_added_in_the_convolutions_place(host):
+    """As if the host's convolution answered a table of sines."""
+    model = stock(host)
+    found = []
+    convolution = model.encoder.pos_conv_embed
+
+    def table(module, args, output):
+        rows, width = (output.shape[2], output.shape[1]) if host == "sew" else (output.shape[1], output.shape[2])
+        angles = torch.arange(rows, dtype=torch.float64)[:, None] / 10000 ** (torch.arange(0, width, 2) / width).double()
+        sines = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).float()
+        found.append(rows)
+        return (sines.T if host == "sew" else sines)[None].expand_as(output)
+
+    hook = convolution.register_forward_hook(table)
+    inputs = sound(host, length=403)
+    expected = first(model(**inputs))
+    hook.remove()
+    assert_close(first(hf_posenc.patch(model, "sinusoidal")(**inputs)), expected)
+    assert found
+
+
+@pytest.mark.parametrize("host", ["wav2vec2", "wav2vec2-bert", "parakeet"])
+@pytest.mark.parametrize("encoding", WAYS)
+@torch.no_grad()
+def test_padding_and_backends(host, encoding):
+    """Frames beside padding give what they give alone, by every implementation."""
+    new = patched(stock(host), encoding)
+    (name, long), *_ = sound(host).items()
+    short = long[:1, : long.shape[1] * 3 // 5]
+    mask = torch.ones(long.shape[:2], dtype=torch.long)
+    mask[0, short.shape[1] :] = 0
+    long[0, short.shape[1] :] = 0
+    answers = []
+    for implementation in ("eager", "sdpa"):
+        new.set_attn_implementation(implementation)
+        alone, beside = first(new(**{name: short})), first(new(**{name: long}, attention_mask=mask))
+        length = alone.shape[1] - (host == "parakeet")  # its last frame sees into the padding
+        assert_close(beside[0, :length], alone[0, :length], rtol=1e-3, atol=1e-4)
+        answers.append(beside[1])
+    assert_close(*answers, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("encoding", ["sinusoidal", "shaw", "rope"])
+def test_recognition_learns(encoding):
+    model = patched(stock("wav2vec2", "ForCTC", ctc_loss_reduction="mean"), encoding).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        torch.manual_seed(3)
+        loss = model(**sound("wav2vec2"), labels=torch.tensor([[3, 4, 5], [6, 7, 8]])).loss
+        loss.backward()
+        assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "posenc" in name)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_what_stays_is_said():
+    model = stock("wav2vec2-conformer")
+    for each in (model, hf_posenc.patch(model, "alibi")):
+        stays = hf_posenc.inspect(each).stays
+        assert stays.pop("Wav2Vec2ConformerConvolutionModule") == (
+            "encoder.layers.0.conv_module",
+            "encoder.layers.1.conv_module",
+        )
+        assert stays == {"Conv1d": ("feature_extractor.conv_layers.0.conv", "feature_extractor.conv_layers.1.conv")}
+    assert hf_posenc.inspect(model).encoding == "transformer_xl"
+    assert hf_posenc.inspect(stock("hubert")).encoding == "convolution"
+
+
+def test_a_promised_length_counts_frames():
+    """Also where nothing is added to the inputs."""
+    new = hf_posenc.patch(stock("wav2vec2"), "alibi", max_length=20)
+    first(new(**sound("wav2vec2", length=200)))
+    with pytest.raises(ValueError, match="39 positions is longer than max_length=20"):
+        new(**sound("wav2vec2"))
+
+
+@torch.no_grad()
+def test_a_convolution_within_an_attention_is_refused():
+    model = stock("wav2vec2")
+    attention = model.encoder.layers[0].attention
+    attention.k_proj = torch.nn.Conv1d(32, 32, 3, padding=1)
+    with pytest.raises(hf_posenc.HostRefused) as error:
+        hf_posenc.patch(model, "alibi")
+    assert error.value.reason == "convolutions, which see the order of their inputs"
+
+
+def test_rotations_of_inputs_are_refused():
+    """wav2vec2-conformer can rotate hidden states before it projects them."""
+    with pytest.raises(hf_posenc.HostRefused) as error:
+        hf_posenc.patch(stock("wav2vec2-conformer", position_embeddings_type="rotary"), "alibi")
+    assert error.value.reason == "rotary positions in a format of its own"
