@@ -113,6 +113,10 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
     _check_coverage(stack, chosen)
     report = _calibrated(stack, found, chosen, held_out)
     specs.write(patched.config, replace(spec, calibration=report))
+    if spec.submodel is not None:
+        inner = structure.submodel(patched, spec.submodel)
+        for part in (each for each in inner.modules() if isinstance(each, PosEncModelMixin)):
+            specs.write(part.config, replace(part.config.position_spec, calibration=report))
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         _raise_length(tokenizer, inspect(patched).model_max_length)
     return patched

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc import attention, loading, offsets, structure, transfer
 from hf_posenc import spec as specs
@@ -130,6 +131,7 @@ class PosEncModelMixin(EncodingModelMixin):
                     module.config.__class__ = derive(type(module.config))
                     specs.write(module.config, replace(spec, submodel=None))
                 module.__class__ = derive(type(module))
+                _CAN_RECORD_REGISTRY[module] = module._can_record_outputs  # by class: what its __init__ has said of the host's
                 if id(module) in stacks:
                     _install(stacks[id(module)], module.config.position_spec)
                 module._posenc_reader = () if id(module) in stacks else _reader(module, stacks.values())

@@ -12,6 +12,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from hf_posenc.modeling import PosEncModelMixin, derive
 from hf_posenc.spec import PLACEMENT, PositionSpec
 from hf_posenc.structure import find_all, is_patched
+from hf_posenc.structure import submodel as submodel_of
 from hf_posenc.transfer import refuse_wrapped, to_derived, to_stock
 
 M = TypeVar("M", bound=nn.Module)
@@ -150,7 +151,9 @@ def changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedMod
         holder.config_keys = [*type(first).config_keys, "max_seq_length"]
     else:
         vars(holder).pop("config_keys", None)
-        lengths = [found.usable_length for found in find_all(model).values() if found.usable_length]
+        within = first.model.config.position_spec.submodel
+        stacks = find_all(model if within is None else submodel_of(model, within)).values()
+        lengths = [found.usable_length for found in stacks if found.usable_length]
         holder.max_seq_length = min([first.max_seq_length, *lengths])
     # As sentence-transformers' own merge does: the given model's card doesn't describe this one.
     twin._model_card_text = None

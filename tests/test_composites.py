@@ -1,0 +1,642 @@
+"""Models made of several: one of them gets an encoding, and the parent saves, loads, generates and trains with it."""
+
+import copy
+import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_posenc
+from conftest import (
+    BERT,
+    LLAMA,
+    VOCABULARY,
+    assert_apart,
+    assert_close,
+    assert_equal,
+    first,
+    patched,
+    randomize,
+    randomize_encoding,
+    run_python,
+    stock,
+    tokens,
+)
+from hf_posenc.structure import is_patched
+from test_remote_code import AUTO, assert_equal_everywhere, seen_without_the_package
+
+SIZES = {name: value for name, value in BERT.items() if name not in ("max_position_embeddings", "pad_token_id")}
+SEEING = dict(SIZES, image_size=16, patch_size=8)
+READING = dict(LLAMA, vocab_size=VOCABULARY)
+IMAGE = VOCABULARY - 1
+"""The token in whose place a vision-language model puts what it sees."""
+WAYS = ("sinusoidal", "rope", "alibi", "shaw")
+"""An encoding for each way to act."""
+OPTIONS: dict[str, dict[str, Any]] = {"rope": {"theta": 100.0}}
+"""Options by which an encoding is not the host's own."""
+
+
+def config(prefix, *args, **kwargs):
+    return getattr(transformers, f"{prefix}Config")(*args, **kwargs)
+
+
+def image(seed=0):
+    return torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def text():
+    """Token ids with an image in them, the second row padded on the left."""
+    ids = tokens(length=12, seed=3).clamp(max=IMAGE - 4)
+    ids[:, 5:9] = IMAGE
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def clip():
+    texts = config("CLIPText", **dict(READING, num_hidden_layers=2, projection_dim=16)).to_dict()
+    return config("CLIP", text_config=texts, vision_config=dict(SEEING, projection_dim=16), projection_dim=16)
+
+
+def llava():
+    vision, language = config("CLIPVision", **SEEING), config("Llama", **READING)
+    return config("Llava", vision_config=vision, text_config=language, image_token_index=IMAGE, image_token_id=IMAGE)
+
+
+def gemma3():
+    vision, language = config("SiglipVision", **SEEING), config("Gemma3Text", **dict(READING, head_dim=8))
+    return config(
+        "Gemma3",
+        vision_config=vision,
+        text_config=language,
+        image_token_index=IMAGE,
+        image_token_id=IMAGE,
+        mm_tokens_per_image=4,
+    )
+
+
+def paligemma():
+    vision = config("SiglipVision", **dict(SEEING, projection_dim=32))
+    sizes = dict(image_token_index=IMAGE, image_token_id=IMAGE, projection_dim=32, hidden_size=32)
+    return config("PaliGemma", vision_config=vision, text_config=config("Gemma", **dict(READING, head_dim=8)), **sizes)
+
+
+def qwen2_vl():
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+    vision = dict(depth=2, embed_dim=32, num_heads=4, hidden_size=32, patch_size=4)
+    ids = dict(image_token_id=IMAGE, video_token_id=IMAGE - 1, vision_start_token_id=IMAGE - 2, vision_end_token_id=IMAGE - 3)
+    return config("Qwen2VL", vision_config=vision, text_config=dict(READING, rope_parameters=rope), **ids)
+
+
+def qwen2_vl_inputs():
+    inputs = text()
+    inputs["input_ids"][:, 4] = IMAGE - 2
+    patches = torch.randn(32, 96, generator=torch.Generator().manual_seed(0))
+    kinds = (inputs["input_ids"] == IMAGE).long()
+    return {**inputs, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]] * 2), "mm_token_type_ids": kinds}
+
+
+def encoder_decoder():
+    halves = config("Bert", **BERT, vocab_size=VOCABULARY), config("Bert", **BERT, vocab_size=VOCABULARY)
+    make = transformers.EncoderDecoderConfig.from_encoder_decoder_configs
+    return make(*halves, decoder_start_token_id=1, pad_token_id=0)
+
+
+def vision_encoder_decoder():
+    decoder = config(
+        "GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=24, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2
+    )
+    make = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs
+    return make(config("ViT", **SEEING), decoder, decoder_start_token_id=1, pad_token_id=0)
+
+
+def padded():
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, 7:] = 0
+    return {"input_ids": tokens(), "attention_mask": mask}
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A model made of several.
+
+    config, inputs: functions that make them. head: of a class that has one, with the Auto class that loads it.
+    submodels: those within it that can be patched.
+    """
+
+    config: Any
+    inputs: Any
+    submodels: tuple[str, ...]
+    base: str
+    head: str | None = None
+    auto: Any = AutoModel
+
+
+PARENTS = {
+    "clip": Parent(clip, lambda: {**padded(), "pixel_values": image()}, ("text_model",), "CLIPModel"),
+    "llava": Parent(
+        llava,
+        lambda: {**text(), "pixel_values": image()},
+        ("language_model",),
+        "LlavaModel",
+        "LlavaForConditionalGeneration",
+        AutoModelForImageTextToText,
+    ),
+    "gemma3": Parent(
+        gemma3,
+        lambda: {**text(), "pixel_values": image(), "token_type_ids": (text()["input_ids"] == IMAGE).long()},
+        ("language_model",),
+        "Gemma3Model",
+        "Gemma3ForConditionalGeneration",
+        AutoModelForImageTextToText,
+    ),
+    "paligemma": Parent(
+        paligemma,
+        lambda: {**text(), "pixel_values": image(), "token_type_ids": torch.zeros(2, 12, dtype=torch.long)},
+        ("language_model",),
+        "PaliGemmaModel",
+        "PaliGemmaForConditionalGeneration",
+        AutoModelForImageTextToText,
+    ),
+    "qwen2_vl": Parent(
+        qwen2_vl,
+        qwen2_vl_inputs,
+        ("language_model",),
+        "Qwen2VLModel",
+        "Qwen2VLForConditionalGeneration",
+        AutoModelForImageTextToText,
+    ),
+    "encoder-decoder": Parent(
+        encoder_decoder,
+        lambda: {**padded(), "decoder_input_ids": tokens(seed=1, length=7)},
+        ("encoder", "decoder"),
+        "EncoderDecoderModel",
+        auto=AutoModelForSeq2SeqLM,
+    ),
+    "vision-encoder-decoder": Parent(
+        vision_encoder_decoder,
+        lambda: {"pixel_values": image(), "decoder_input_ids": tokens(seed=1, length=7)},
+        ("decoder",),
+        "VisionEncoderDecoderModel",
+        auto=AutoModelForImageTextToText,
+    ),
+}
+GENERATING = ("llava", "gemma3", "paligemma", "qwen2_vl")
+"""Parents of one decoder that reads text with an image in it."""
+PATCHABLE = [(name, submodel) for name, parent in PARENTS.items() for submodel in parent.submodels]
+every_submodel = pytest.mark.parametrize(("name", "submodel"), PATCHABLE)
+every_way = pytest.mark.parametrize("encoding", WAYS)
+
+
+def parent(name, head=True, seed=0):
+    """A tiny random stock model, its norms around one, so that both of its models matter."""
+    made = PARENTS[name]
+    torch.manual_seed(seed)
+    cls = getattr(transformers, made.head if head and made.head else made.base)
+    model = randomize(cls(made.config()), seed=seed).eval()
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if value.ndim == 1 and key.endswith("weight"):
+                value.add_(1)
+    return model
+
+
+def with_encoding(name, encoding, submodel=None, head=True, **options):
+    chosen, options = submodel or PARENTS[name].submodels[0], {**OPTIONS.get(encoding, {}), **options}
+    return randomize_encoding(hf_posenc.patch(parent(name, head), encoding, submodel=chosen, **options))
+
+
+def run(model, inputs):
+    """The main tensor of a model's output."""
+    with torch.no_grad():
+        return first(model(**inputs))
+
+
+@every_submodel
+@every_way
+def test_patch_and_unpatch(name, submodel, encoding):
+    model, inputs = parent(name), PARENTS[name].inputs()
+    expected, saved = run(model, inputs), model.config.to_dict()
+    new = randomize_encoding(hf_posenc.patch(model, encoding, submodel=submodel, **OPTIONS.get(encoding, {})))
+    assert type(new).__name__ == f"PosEnc{type(model).__name__}"
+    assert type(new.base_model).__name__ == f"PosEnc{type(model.base_model).__name__}"
+    assert [is_patched(module) for module in new.base_model.get_submodule(submodel).modules()].count(True) == 1
+    assert [is_patched(module) for module in new.modules()].count(True) == 1
+    assert_apart(run(new, inputs), expected)
+    again = hf_posenc.unpatch(new)
+    assert type(again) is type(model) and again.config.to_dict() == saved == model.config.to_dict()
+    assert_equal(run(again, inputs), expected)
+    assert_equal(run(model, inputs), expected)
+
+
+@every_submodel
+def test_the_other_models_are_untouched(name, submodel):
+    model = with_encoding(name, "shaw", submodel)
+    encodings = {key for key, _ in model.named_parameters() if "posenc" in key}
+    place = f"{model.base_model_prefix}.{submodel}" if model.base_model is not model else submodel
+    assert encodings and all(key.startswith(f"{place}.") for key in encodings)
+    for path, module in model.named_modules():
+        inside = path == place or path.startswith(f"{place}.")
+        ours = type(module).__module__.startswith("hf_posenc")
+        assert inside or not ours or isinstance(module, (type(model), type(model.base_model)))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Patched parents, saved, and their outputs: folder -> Auto class, inputs, output."""
+    root, cases = tmp_path_factory.mktemp("parents"), {}
+    for (name, submodel), encoding in zip(PATCHABLE, WAYS * 2, strict=False):
+        model, inputs = with_encoding(name, encoding, submodel), PARENTS[name].inputs()
+        folder = root / f"{name}-{submodel}"
+        model.save_pretrained(folder)
+        cases[folder] = PARENTS[name].auto.__name__, inputs, run(model, inputs)
+    torch.save({str(folder): case for folder, case in cases.items()}, root / "cases.pt")
+    return root, cases
+
+
+def test_reloads_elsewhere(folders):
+    root, cases = folders
+    code = (
+        "import sys, torch, transformers, hf_posenc\n"
+        "for folder, (auto, inputs, expected) in torch.load(sys.argv[1]).items():\n"
+        "    model = getattr(transformers, auto).from_pretrained(folder)\n"
+        "    assert type(model).__name__.startswith('PosEnc'), type(model)\n"
+        "    with torch.no_grad():\n"
+        "        print(torch.equal(model(**inputs)[0], expected))\n"
+    )
+    assert run_python(code, root / "cases.pt").split() == ["True"] * len(cases)
+
+
+def test_the_configs_within_are_stock(folders):
+    _, cases = folders
+    for folder in cases:
+        saved = json.loads((folder / "config.json").read_text())
+        kinds = [part["model_type"] for part in saved.values() if isinstance(part, dict) and "model_type" in part]
+        assert saved["model_type"].startswith("posenc-") and saved["position_encoding"]["submodel"] in folder.name
+        assert kinds and not any(kind.startswith("posenc-") for kind in kinds)
+        assert (folder / "config.json").read_text().count("position_encoding") == 1
+
+
+@pytest.mark.parametrize("name", ["clip", "llava", "encoder-decoder"])
+def test_saved_again_is_the_same(name, folders, tmp_path):
+    root, cases = folders
+    folder = next(folder for folder in cases if folder.name.startswith(name))
+    auto, inputs, expected = cases[folder]
+    loads = getattr(transformers, auto).from_pretrained
+    loads(folder).save_pretrained(tmp_path / "second")
+    again = loads(tmp_path / "second")
+    assert_equal(run(again, inputs), expected)
+    again.save_pretrained(tmp_path / "third")
+    second, third = ((tmp_path / each / "config.json").read_text() for each in ("second", "third"))
+    assert third == second and "posenc-" not in second.replace(f'"posenc-{name}', "")
+
+
+def test_loads_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(AUTO, "EncoderDecoderModel", "AutoModelForSeq2SeqLM")
+    monkeypatch.setitem(AUTO, "ForConditionalGeneration", "AutoModelForImageTextToText")
+    monkeypatch.setitem(AUTO, "Model", AUTO.pop("Model"))  # tried last
+    chosen = {"clip": "learned+shaw", "llava": "sinusoidal+alibi", "encoder-decoder": "rope"}
+    models = {name: (with_encoding(name, encoding), PARENTS[name].inputs()) for name, encoding in chosen.items()}
+    seen = seen_without_the_package(tmp_path, models)
+    assert_equal_everywhere(seen)
+    assert seen["llava"]["class"] == "PosEncLlavaForConditionalGeneration"
+
+
+@pytest.mark.parametrize("name", [name for name in PARENTS if PARENTS[name].head])
+def test_saved_with_a_head_and_loaded_without(name, tmp_path):
+    model, inputs = with_encoding(name, "shaw"), PARENTS[name].inputs()
+    model.save_pretrained(tmp_path / "head")
+    base = AutoModel.from_pretrained(tmp_path / "head")
+    assert type(base) is type(model.base_model)
+    assert_equal(run(base, inputs), run(model.base_model, inputs))
+    model.base_model.save_pretrained(tmp_path / "base")
+    head = PARENTS[name].auto.from_pretrained(tmp_path / "base")
+    assert type(head) is type(model)
+    assert_equal(run(head.base_model, inputs), run(model.base_model, inputs))
+
+
+def test_a_head_of_its_own(tmp_path):
+    """Of CLIP's two models it has one."""
+    torch.manual_seed(0)
+    stock_config = clip()
+    model = randomize(transformers.CLIPForImageClassification(stock_config)).eval()
+    with pytest.raises(hf_posenc.HostRefused, match="made of several models"):
+        hf_posenc.patch(model, "alibi")
+    with pytest.raises(ValueError, match=r"submodel='text_model' is no model of its own within CLIPForImageClassification"):
+        hf_posenc.patch(model, "alibi", submodel="text_model")
+
+
+@pytest.mark.parametrize("name", ["clip", "llava", "encoder-decoder"])
+def test_from_a_stock_checkpoint(name, tmp_path):
+    model, inputs = parent(name), PARENTS[name].inputs()
+    model.save_pretrained(tmp_path)
+    (submodel, *_) = PARENTS[name].submodels
+    encoding = {"type": "alibi", "submodel": submodel, "max_length": 99}
+    cls = getattr(hf_posenc, f"PosEnc{type(model).__name__}")
+    loaded = cls.from_pretrained(tmp_path, position_encoding=encoding)
+    assert type(loaded) is cls and loaded.config.position_spec.submodel == submodel
+    assert_close(run(loaded, inputs), run(hf_posenc.patch(model, "alibi", submodel=submodel, max_length=99), inputs))
+    with pytest.raises(hf_posenc.HostRefused, match=f"submodel='{submodel}'"):
+        cls.from_pretrained(tmp_path, position_encoding="alibi")
+
+
+@pytest.mark.parametrize("name", ["clip", "llava"])
+def test_from_scratch(name, tmp_path):
+    (submodel,) = PARENTS[name].submodels
+    stock_config = PARENTS[name].config()
+    derived = getattr(hf_posenc, f"PosEnc{type(stock_config).__name__}")
+    arguments = {
+        key: value for key, value in stock_config.to_dict().items() if key not in ("model_type", "transformers_version")
+    }
+    chosen = derived(**arguments, position_encoding={"type": "rope", "submodel": submodel})
+    before = chosen.to_dict()
+    model = AutoModel.from_config(chosen).eval()
+    direct = type(model)(chosen).eval()
+    assert chosen.to_dict() == before and not hasattr(chosen.text_config, "position_spec")
+    for each in (model, direct):
+        assert type(each).__name__ == f"PosEnc{PARENTS[name].base}"
+        assert is_patched(each.get_submodule(submodel)) and each.config.to_dict() == before
+    model.save_pretrained(tmp_path)
+    again, inputs = AutoModel.from_pretrained(tmp_path), PARENTS[name].inputs()
+    assert_equal(run(again, inputs), run(model, inputs))
+    # A config whose parts became derived ones in another model, asked for another encoding.
+    reused = copy.deepcopy(model.config)
+    reused.position_encoding = {"type": "alibi", "submodel": submodel}
+    other = AutoModel.from_config(reused)
+    assert type(other.get_submodule(submodel).posenc).type == "alibi"
+    assert type(model.get_submodule(submodel).posenc).type == "rope" and model.config.position_spec.type == "rope"
+    assert_equal(run(model, inputs), run(again, inputs))
+
+
+@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("encoding", [pytest.param(way, marks=() if way == "sinusoidal" else pytest.mark.slow) for way in WAYS])
+def test_images_and_padding(name, encoding):
+    """A token's position is its number among those that the mask shows, images' tokens among them."""
+    model, inputs = with_encoding(name, encoding), PARENTS[name].inputs()
+    together = run(model, inputs)[1, 3:]
+    rows = {key: value.chunk(2)[1] for key, value in inputs.items()}
+    short = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+    alone = {key: value[:, 3:] if key in short else value for key, value in rows.items()}
+    assert_close(together, run(model, alone)[0])
+    ids = torch.arange(9)[None]
+    start = name == "paligemma"  # which counts from 1
+    assert_close(together, run(model, {**alone, "position_ids": ids + start})[0])
+    if encoding == "sinusoidal":
+        assert_apart(run(model, {**alone, "position_ids": ids + start + 1})[0], together)
+
+
+@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("encoding", [pytest.param(way, marks=() if way == "sinusoidal" else pytest.mark.slow) for way in WAYS])
+def test_generate(name, encoding):
+    """With a cache as without, and as one forward pass over prompt and answer."""
+    model, inputs = with_encoding(name, encoding), PARENTS[name].inputs()
+    options = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    options["suppress_tokens"] = list(range(IMAGE - 4, VOCABULARY))
+    cached, not_cached = (model.generate(**inputs, **options, use_cache=use) for use in (True, False))
+    assert_close(torch.stack(cached.logits), torch.stack(not_cached.logits))
+    whole = {key: value for key, value in inputs.items() if "token_type_ids" not in key}
+    whole["input_ids"], grown = cached.sequences, cached.sequences.shape[1] - 12
+    whole["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones(2, grown, dtype=torch.long)], 1)
+    for key in inputs.keys() & {"token_type_ids", "mm_token_type_ids"}:
+        whole[key] = torch.cat([inputs[key], torch.zeros(2, grown, dtype=torch.long)], 1)
+    if name == "paligemma":
+        return  # its prompt sees itself whole, and its answer only what is before
+    assert_close(torch.stack(cached.logits, 1), run(model, whole)[:, 11:-1])
+
+
+def test_a_cache_by_hand():
+    """M-RoPE's ids of a step behind an image are not those of a text."""
+    model, inputs = with_encoding("qwen2_vl", "sinusoidal"), PARENTS["qwen2_vl"].inputs()
+    more = tokens(length=4, seed=9).clamp(max=IMAGE - 4)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(more)], 1)
+    kinds = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(more)], 1)
+    whole = {
+        **inputs,
+        "input_ids": torch.cat([inputs["input_ids"], more], 1),
+        "attention_mask": mask,
+        "mm_token_type_ids": kinds,
+    }
+    expected, cache = run(model, whole)[:, 12:], DynamicCache(config=model.config.get_text_config())
+    run(model, {**inputs, "past_key_values": cache})
+    step = {"input_ids": more, "attention_mask": mask, "past_key_values": cache}
+    assert_close(run(model, step), expected)
+
+
+@pytest.mark.parametrize("name", ["encoder-decoder", "vision-encoder-decoder"])
+@every_way
+def test_generate_from_an_encoder(name, encoding):
+    inputs = {key: value for key, value in PARENTS[name].inputs().items() if not key.startswith("decoder")}
+    for submodel in PARENTS[name].submodels:
+        model = with_encoding(name, encoding, submodel)
+        options = dict(max_new_tokens=5, min_new_tokens=5, output_logits=True, return_dict_in_generate=True)
+        cached, not_cached = (model.generate(**inputs, **options, use_cache=use) for use in (True, False))
+        assert_close(torch.stack(cached.logits), torch.stack(not_cached.logits))
+        forced = run(model, {**inputs, "decoder_input_ids": cached.sequences})
+        assert_close(torch.stack(cached.logits, 1), forced[:, :-1])
+        beams = [model.generate(**inputs, max_new_tokens=5, num_beams=3, use_cache=use) for use in (True, False)]
+        assert_equal(*beams)
+
+
+def test_which_model():
+    model = parent("clip")
+    with pytest.raises(hf_posenc.HostRefused, match="CLIPModel is made of several models.*submodel='text_model'") as refused:
+        hf_posenc.patch(model, "alibi")
+    assert refused.value.submodels == ("text_model",)
+    for wrong in ("text", "text_model.encoder", "text_model.", "", 3):
+        with pytest.raises(ValueError, match=r"submodel="):
+            hf_posenc.patch(model, "alibi", submodel=wrong)
+    with pytest.raises(ValueError, match="submodel='text' is no model of its own within CLIPModel: those.* are 'text_model'"):
+        hf_posenc.patch(model, "alibi", submodel="text")
+    with pytest.raises(ValueError, match="'encoder' is no model of its own within BertModel: none of those within"):
+        hf_posenc.patch(stock("bert"), "alibi", submodel="encoder")
+    with pytest.raises(ValueError, match="inspect them one by one, hf_posenc.inspect\\(model.text_model\\)"):
+        hf_posenc.inspect(model)
+    with pytest.raises(ValueError, match="inspect them one by one, hf_posenc.inspect\\(model.model.language_model\\)"):
+        hf_posenc.inspect(parent("llava"))
+    both = parent("encoder-decoder")
+    with pytest.raises(hf_posenc.HostRefused, match="submodel='encoder' or submodel='decoder'") as refused:
+        hf_posenc.patch(both, "alibi")
+    assert refused.value.submodels == ("encoder", "decoder")
+
+
+def test_one_encoding_for_a_parent():
+    model = with_encoding("encoder-decoder", "alibi", "encoder")
+    with pytest.raises(ValueError, match="'alibi' encoding already, in its encoder, and only one of its models can have one"):
+        hf_posenc.patch(model, "rope", submodel="decoder")
+
+
+def test_children_that_were_patched_by_themselves(tmp_path):
+    """They reload within a stock parent, which makes them by AutoModel. The parent isn't patched over them."""
+    encoder = patched("bert", "alibi")
+    decoder = stock("gpt2", "LMHeadModel", add_cross_attention=True)
+    model = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+    inputs = PARENTS["encoder-decoder"].inputs()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.EncoderDecoderModel.from_pretrained(tmp_path).eval()
+    assert_equal(run(loaded, inputs), run(model, inputs))
+    for submodel in ("encoder", "decoder"):
+        with pytest.raises(ValueError, match=r"encoder of this EncoderDecoderModel was patched by itself \('alibi'\).*unpatch"):
+            hf_posenc.patch(model, "rope", submodel=submodel)
+    with pytest.raises(ValueError, match="encoder of this EncoderDecoderModel was patched by itself .*: unpatch that one"):
+        hf_posenc.unpatch(model)
+    model.encoder = hf_posenc.unpatch(model.encoder)
+    new = randomize_encoding(hf_posenc.patch(model, "rope", submodel="decoder"))
+    new.save_pretrained(tmp_path / "decoder")
+    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "decoder")
+    assert type(again.encoder) is transformers.BertModel
+    assert_equal(run(again, inputs), run(new, inputs))
+
+
+def test_a_child_taken_out_of_its_parent(tmp_path):
+    model = with_encoding("llava", "shaw")
+    child = model.base_model.language_model
+    child.save_pretrained(tmp_path)
+    assert_equal(run(AutoModel.from_pretrained(tmp_path), padded()), run(child, padded()))
+    again = hf_posenc.unpatch(child)
+    assert type(again) is transformers.LlamaModel
+    assert_equal(run(again, padded()), run(parent("llava").base_model.language_model, padded()))
+    with pytest.raises(ValueError, match="'shaw' encoding already"):
+        hf_posenc.patch(child, "alibi")
+
+
+def test_the_parents_folder_for_a_childs_class(tmp_path):
+    with_encoding("clip", "alibi").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'posenc-clip', and PosEncCLIPTextModel is not its class: load it with AutoModel"):
+        hf_posenc.PosEncCLIPTextModel.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a patched model of several"):
+        hf_posenc.PosEncCLIPTextModel.from_pretrained(tmp_path, position_encoding="alibi")
+
+
+def test_attention_implementations(monkeypatch):
+    """Parents set those of their children."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "test_kernel", sdpa_mask)
+    model, inputs = with_encoding("clip", "alibi"), PARENTS["clip"].inputs()
+    expected = run(model, inputs)
+    for given in ("eager", {"text_config": "sdpa"}, {"text_config": "eager", "vision_config": "sdpa"}, "sdpa"):
+        model.set_attn_implementation(given)
+        wanted = given["text_config"] if isinstance(given, dict) else given
+        assert model.text_model.config._attn_implementation == wanted
+        assert_close(run(model, inputs), expected)
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+    with pytest.raises(ValueError, match="takes no score bias"):
+        model.set_attn_implementation({"text_config": "test_kernel", "vision_config": "eager"})
+    assert [each.config._attn_implementation for each in (model.text_model, model.vision_model)] == ["eager", "sdpa"]
+
+
+@pytest.mark.parametrize("name", ["clip", "llava"])
+def test_attentions_and_hidden_states(name):
+    """In a new process, in which no derived model was built by its own class before."""
+    code = (
+        f"import torch; from test_composites import PARENTS, parent, with_encoding\n"
+        f"inputs, given = PARENTS[{name!r}].inputs(), dict(output_attentions=True, output_hidden_states=True)\n"
+        f"for model in parent({name!r}), with_encoding({name!r}, 'alibi'):\n"
+        "    model.set_attn_implementation('eager')\n"
+        "    output = model(**inputs, **given)\n"
+        "    output = output.get('text_model_output', output)\n"
+        "    print(*(tuple(each.shape) for each in (*output.attentions, *output.hidden_states)), sep=';')\n"
+    )
+    stock_shapes, shapes = run_python(code).splitlines()
+    assert shapes == stock_shapes and shapes.count("(2, 4, 1") == 2
+
+
+def test_copies_threads_dtype_and_devices(tmp_path):
+    model, inputs = with_encoding("clip", "sinusoidal+alibi"), PARENTS["clip"].inputs()
+    expected = run(model, inputs)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_equal(run(twin, inputs), expected)
+        randomize(twin, seed=7)
+        assert_apart(run(twin, inputs), expected)
+    assert_equal(run(model, inputs), expected)
+    with ThreadPoolExecutor(4) as pool:
+        for output in pool.map(lambda _: run(model, inputs), range(8)):
+            assert_equal(output, expected)
+    model.save_pretrained(tmp_path / "float32")
+    spread = AutoModel.from_pretrained(tmp_path / "float32", device_map="cpu")
+    assert_equal(run(spread, inputs), expected)
+    half = AutoModel.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path / "bfloat16")
+    again = AutoModel.from_pretrained(tmp_path / "bfloat16")
+    images = {**inputs, "pixel_values": inputs["pixel_values"].bfloat16()}
+    assert again.dtype == torch.bfloat16 and {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    assert_equal(run(again, images), run(half, images))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    def gradients(checkpointed):
+        model = with_encoding("llava", "sinusoidal+shaw").train()
+        if checkpointed:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        inputs = PARENTS["llava"].inputs()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+    plain, checkpointed = gradients(False), gradients(True)
+    assert any("posenc" in name for name in plain)
+    assert_close(checkpointed, plain)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, inputs = with_encoding("llava", "shaw"), PARENTS["llava"].inputs()
+    model.save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    expected = run(adapted, inputs)
+    adapted.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
+    assert_apart(run(base, inputs), expected)
+    assert_equal(run(peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), inputs), expected)
+
+
+def test_tied_weights_and_embeddings():
+    model = hf_posenc.patch(parent("paligemma"), "alibi", submodel="language_model")
+    assert model.lm_head.weight is model.base_model.language_model.embed_tokens.weight
+    model.resize_token_embeddings(VOCABULARY + 3)
+    assert model.lm_head.weight is model.base_model.language_model.embed_tokens.weight
+    assert len(model.lm_head.weight) == VOCABULARY + 3 == model.config.text_config.vocab_size
+    stock_model = parent("paligemma")
+    assert model._no_split_modules == stock_model._no_split_modules
+
+
+def test_extend(tmp_path):
+    model, inputs = with_encoding("clip", "alibi", max_length=12), PARENTS["clip"].inputs()
+    long = {"input_ids": tokens(length=20), "pixel_values": image()}
+    with pytest.raises(ValueError, match=r"longer than max_length=12.*hf_posenc.extend"):
+        run(model, long)
+    longer = hf_posenc.extend(model, 40)
+    assert_equal(run(longer, inputs), run(model, inputs))
+    assert hf_posenc.inspect(longer).max_length == 40 and longer.config.position_spec.submodel == "text_model"
+    longer.save_pretrained(tmp_path)
+    assert_equal(run(AutoModel.from_pretrained(tmp_path), long), run(longer, long))
+    assert_equal(run(hf_posenc.unpatch(longer), inputs), run(parent("clip"), inputs))
+
+
+def test_convert(tmp_path):
+    model, inputs = parent("clip"), PARENTS["clip"].inputs()
+    batches = [{"input_ids": tokens(batch=30, length=24, seed=seed)} for seed in range(3)]
+    new = hf_posenc.convert(model, "relative", submodel="text_model", max_distance=4, texts=batches)
+    report = hf_posenc.inspect(new).calibration
+    assert report is not None and sum(report.kl_after) < sum(report.kl_before) and report.agreement > report.agreement_before
+    new.save_pretrained(tmp_path)
+    assert_equal(run(AutoModel.from_pretrained(tmp_path), inputs), run(new, inputs))
+    assert_equal(run(hf_posenc.unpatch(new), inputs), run(model, inputs))
+
+
+def test_inspect_and_card(tmp_path):
+    model = with_encoding("clip", "sinusoidal+alibi", max_length=40)
+    model.save_pretrained(tmp_path)
+    report = hf_posenc.inspect(model)
+    assert hf_posenc.inspect(tmp_path) == report == hf_posenc.inspect(model.config)
+    assert report.model_class == "PosEncCLIPModel" and report.encoding == "sinusoidal+alibi" and report.max_length == 40
+    assert report.enters["embed"] == ("text_model.embeddings.position_embedding",) and report.host_kept
+    assert all(path.startswith("text_model.") for paths in report.enters.values() for path in paths)
