@@ -16,6 +16,7 @@ from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
 from hf_posenc.encodings import meant as _meant  # noqa: E402
 from hf_posenc.extension import extend  # noqa: E402
 from hf_posenc.hub import push_to_hub  # noqa: E402
+from hf_posenc.own_hosts import register_attention, register_positions  # noqa: E402
 from hf_posenc.patching import patch, unpatch  # noqa: E402
 from hf_posenc.sources import HostRefused  # noqa: E402
 
@@ -32,6 +33,8 @@ __all__ = [
     "model_card",
     "patch",
     "push_to_hub",
+    "register_attention",
+    "register_positions",
     "unpatch",
 ]
 

@@ -10,6 +10,7 @@ Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 import copy
 import functools
 import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -44,6 +45,10 @@ def _within(context: PositionContext | None, function: Callable[..., Any], *args
 
 PARTS = "position_parts"
 """The attribute of an attention that names the parts of the encoding which act in it."""
+
+
+OWN_EAGER = "posenc_own_eager"
+"""The attribute of a user's own attention that is its eager function."""
 
 
 class NameForBranches(str):
@@ -220,12 +225,24 @@ def host_function(module: nn.Module, implementation: str) -> Callable[..., tuple
         return ALL_ATTENTION_FUNCTIONS[implementation]
     if getattr(module, "reorder_and_upcast_attn", False):
         return _upcast_eager
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    own = getattr(module, OWN_EAGER, None) or getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if own is not None:
         return own
     from transformers.models.bert import modeling_bert  # for a host that wrote its attention out
 
     return modeling_bert.eager_attention_forward
+
+
+def keep_own_eager(module: nn.Module) -> None:
+    """Note the eager function of an attention outside Transformers, which its forward mentions: any name will do there, and a
+    subclass may be in another module than the forward that it inherits."""
+    forward = inspect.unwrap(type(module).forward)
+    scope = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    functions = {name: value for name, value in scope.items() if inspect.isfunction(value)}
+    taking = [value for value in functions.values() if list(inspect.signature(value).parameters)[:1] == ["module"]]
+    own = functions.get("eager_attention_forward") or (taking[0] if len(taking) == 1 else None)
+    if own is not None:
+        setattr(module, OWN_EAGER, own)
 
 
 def _upcast_eager(

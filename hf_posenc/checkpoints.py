@@ -31,7 +31,9 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         files = {}
-        if self.position_encoding is not None:
+        if self.position_encoding is not None and (why := self._not_saved()):
+            files, self.auto_map = remote_code.without_code(why), {"AutoConfig": f"{remote_code.ENTRY}.{type(self).__name__}"}
+        elif self.position_encoding is not None:
             spec, auto_classes = PositionSpec.parse(self.position_encoding), self._auto_classes()
             cls, options = spec.encoding, spec.encoding.by_part(dict(spec.options))
             try:
@@ -45,7 +47,9 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
                 names = " and ".join(f"{user.__module__}.{user.__qualname__}" for user in users)
                 remedy = f"it loads where hf-posenc is installed and {names} is imported"
                 warnings.warn(f"{reason}. The model is saved without its code: {remedy}", stacklevel=3)
-                files = remote_code.without_code(cls.type, remedy)
+                files = remote_code.without_code(
+                    f"the class of this model's position encoding {cls.type!r} isn't with it: pip install hf-posenc; {remedy}"
+                )
                 auto_classes = {"AutoConfig": auto_classes["AutoConfig"]}
             self.auto_map = {auto: f"{remote_code.ENTRY}.{name}" for auto, name in auto_classes.items()}
         with saving.replaced(save_directory) as folder:
@@ -56,6 +60,10 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
     def _auto_classes(self) -> dict[str, str]:
         """Auto class -> the class it loads."""
         raise NotImplementedError
+
+    def _not_saved(self) -> str:
+        """What is to be done to load a model of which code can't be saved, or ""."""
+        return ""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

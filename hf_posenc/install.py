@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from hf_posenc import attention, injection, written_out
 from hf_posenc.calls import Call, argument_names
 from hf_posenc.encodings import Geometry, build_within_limits
+from hf_posenc.own_hosts import is_transformers
 from hf_posenc.positions import ForwardPass, follow_masking, see_images, see_patches
 from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens_aside
 from hf_posenc.spec import PositionSpec
@@ -58,6 +59,8 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
             written_out.install(module)
         else:
             branches = _branches_by_implementation(module)
+            if not is_transformers(type(module)):
+                attention.keep_own_eager(module)
             module.config = attention.AttentionConfigView(module.config, branches)  # type: ignore[assignment]
         if store_rotated and any("rotate" in spec.parts[part].acts_by() for part in parts[path]):
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)

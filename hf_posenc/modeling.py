@@ -8,7 +8,7 @@ import copy
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Au
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
 from hf_posenc.encodings import PositionEncoding, check_size, meant
 from hf_posenc.install import install
+from hf_posenc.own_hosts import is_transformers
 from hf_posenc.positions import asking
 from hf_posenc.sources import Source
 
@@ -67,6 +68,16 @@ class PosEncConfigMixin(EncodingConfigMixin):
 
     def _auto_classes(self) -> dict[str, str]:
         return {"AutoConfig": type(self).__name__, **auto_classes(self.model_type)}
+
+    def _not_saved(self) -> str:
+        host = type(self).host_class  # type: ignore[attr-defined]
+        if is_transformers(host):
+            return ""
+        return (
+            f"this model is one of {host.__module__}, which is not saved with it: pip install hf-posenc, import hf_posenc and "
+            f"{host.__module__}, then load it by the Auto class that its stock class is registered with, or by "
+            f"hf_posenc.{PREFIX}<its stock class>.from_pretrained"
+        )
 
 
 class HostState(nn.Module):
@@ -219,15 +230,37 @@ class PosEncModelMixin(EncodingModelMixin):
 
 
 def __getattr__(name: str) -> Any:
-    """`PosEnc<HostClass>` for any config or model class of Transformers, made once and then an ordinary attribute."""
+    """`PosEnc<HostClass>` for any config or model class of Transformers, made once and then an ordinary attribute; or for a
+    class of a user's that is imported."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     called = name.removeprefix(PREFIX)
     host = getattr(transformers, called, None)
     if isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel)):
         return derive(host)
+    owns = {
+        cls.__module__: cls for base in (PreTrainedConfig, PreTrainedModel) for cls in _users(base) if cls.__name__ == called
+    }
+    if len(owns) == 1:
+        return derive(next(iter(owns.values())))
+    if owns:
+        raise AttributeError(f"{called} is defined in {' and in '.join(sorted(owns))}: take the class of a patched model")
     near = meant(called, dir(transformers))
-    raise AttributeError(f"there is no class {called!r}{near} in Transformers to derive {name!r} from")
+    raise AttributeError(
+        f"there is no class {called!r}{near} in Transformers to derive {name!r} from, nor one of your own that is imported"
+    )
+
+
+def _users(base: Any) -> Iterator[Any]:
+    """All classes derived from one of Transformers' that are not its own, nor ours."""
+    for cls in base.__subclasses__():
+        yield from _users(cls)
+        if not is_transformers(cls) and not hasattr(cls, "host_class"):
+            yield cls
+
+
+OWN: dict[type, Any] = {}
+"""Class of a user's -> its derived class. Two of one name may be in different modules."""
 
 
 def derive(host: Any) -> Any:
@@ -238,10 +271,27 @@ def derive(host: Any) -> Any:
     if issubclass(host, (PosEncConfigMixin, PosEncModelMixin)):
         return host
     name = PREFIX + host.__name__
+    make = _derive_config if issubclass(host, PreTrainedConfig) else _derive_model
+    if not is_transformers(host):
+        if host not in OWN:
+            OWN[host] = make(name, host)
+            # Else saving would copy this module.
+            OWN[host]._auto_class, OWN[host].__reduce_ex__ = None, _reduced
+        return OWN[host]
     if name not in globals():
-        make = _derive_config if issubclass(host, PreTrainedConfig) else _derive_model
         globals()[name] = make(name, host)
     return globals()[name]
+
+
+def _reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """Of an object whose class is derived from a user's: copies and pickles name that one, which imports its module."""
+    _, (_, *arguments), *state = super(type(self), self).__reduce_ex__(protocol)
+    return _empty, (type(self).host_class, *arguments), *state
+
+
+def _empty(host: type, *arguments: Any) -> Any:
+    cls = derive(host)
+    return cls.__new__(cls, *arguments)
 
 
 def _derive_config(name: str, host: type[PreTrainedConfig]) -> type:
@@ -264,7 +314,24 @@ def _derive_model(name: str, host: type[PreTrainedModel]) -> type:
         "config_class": derive(host.config_class),
         "host_class": host,
     }
+    if not is_transformers(host):
+        body["__init__"] = _checked(host)
     return type(name, (PosEncModelMixin, host), body)
+
+
+def _checked(host: type[PreTrainedModel]) -> Callable[..., None]:
+    """The `__init__` of a class derived from a user's, which has to call post_init as Transformers' own classes do."""
+
+    @functools.wraps(host.__init__)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        PosEncModelMixin.__init__(self, config, *args, **kwargs)
+        if not any(map(structure.is_patched, self.modules())):
+            raise ValueError(
+                f"{host.__name__}.__init__ doesn't end with self.post_init(), as it has to in every PreTrainedModel: there the "
+                "encoding is put in"
+            )
+
+    return __init__
 
 
 def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
@@ -331,6 +398,24 @@ def register_auto_classes() -> None:
             names[TYPE_PREFIX + kind] = _prefixed(names[kind], prefix)
         mapping._reverse_config_mapping.update({name: kind for kind, name in derived.items()})
         mapping._modules.update(modules)
+    each: Any
+    for each in (configuration_auto.CONFIG_MAPPING, *mappings):
+        each._extra_content = Registered(each._extra_content)
+
+
+class Registered(dict):
+    """What users have registered with an Auto class, and the derived classes of these, made when they are asked for."""
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(key) or super().__contains__(_host_of(key))
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if super().__contains__(key) else derive(super().__getitem__(_host_of(key)))
+
+
+def _host_of(key: Any) -> Any:
+    """What a user has registered, a model type or a config class, of which this is derived."""
+    return key.removeprefix(TYPE_PREFIX) if isinstance(key, str) else getattr(key, "host_class", key)
 
 
 def auto_classes(model_type: str) -> dict[str, str]:

@@ -7,9 +7,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc.modeling import PosEncModelMixin, derive
+from hf_posenc.own_hosts import is_transformers
+from hf_posenc.sources import HostRefused
 from hf_posenc.spec import PLACEMENT, PositionSpec
 from hf_posenc.structure import find_all, is_patched
 from hf_posenc.structure import submodel as submodel_of
@@ -76,8 +79,8 @@ def patch(
         raise ValueError(
             f"this model has the {held.type!r} encoding already{where}: hf_posenc.patch(hf_posenc.unpatch(model), …)"
         )
-    if not type(model).__module__.startswith("transformers."):
-        raise ValueError(f"{type(model).__name__} is not a class of Transformers itself, so no class can be derived from it")
+    if not is_transformers(type(model)):
+        refuse_own_config(model)
     if taken := sorted({"type", *PLACEMENT} & set(options)):
         raise ValueError(
             f"{taken[0]}={options[taken[0]]!r} is no option of an encoding; the encoding is patch's second argument"
@@ -87,7 +90,12 @@ def patch(
         placement = {"max_length": max_length, "submodel": submodel, "inject": None if inject == "input" else inject}
         given = {**given, **options, **{name: value for name, value in placement.items() if value is not None}}
     spec = PositionSpec.parse(given)
-    return to_derived(model, derive(type(model)), spec, keep_host)
+    try:
+        return to_derived(model, derive(type(model)), spec, keep_host)
+    except HostRefused as refused:
+        if is_transformers(type(model)):
+            raise
+        raise refused.of_own_class() from None
 
 
 def unpatch(model: M) -> M:
@@ -105,6 +113,24 @@ def unpatch(model: M) -> M:
     if not isinstance(model, PosEncModelMixin):
         raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
     return to_stock(model, type(model).host_class)
+
+
+def refuse_own_config(model: Any) -> None:
+    """Raises ValueError for a user's own model whose config doesn't say enough to load it again and to size an encoding."""
+    kind, name = type(model.config), type(model).__name__
+    if is_transformers(kind) or kind.model_type in ("", *CONFIG_MAPPING_NAMES):
+        raise ValueError(
+            f"{name} is a class of your own, and its config a {kind.__name__} of model type {kind.model_type!r}, by which the "
+            "Auto classes would load another model: give it a config class of its own with a model_type of its own"
+        )
+    missing = [
+        size for size in ("hidden_size", "num_attention_heads") if not isinstance(getattr(model.config, size, None), int)
+    ]
+    if missing:
+        raise ValueError(
+            f"{kind.__name__} has no {' and no '.join(missing)}, by which an encoding is sized: rename it, or add the name to "
+            f'its attribute_map ({{"{missing[0]}": "its name there"}})'
+        )
 
 
 def refuse(model: Any, call: str) -> None:

@@ -103,9 +103,8 @@ def _announce(path: Path) -> None:
     logger.warning("%s is saved with the model, whole: whoever loads it can read it", path)
 
 
-def without_code(encoding: str, remedy: str) -> dict[str, str]:
-    """The entry of a model whose encoding can't be saved. Its error replaces Transformers' own, which advises an upgrade."""
-    message = f"the class of this model's position encoding {encoding!r} isn't with it: pip install hf-posenc; {remedy}"
+def without_code(message: str) -> dict[str, str]:
+    """The entry of a model of which code can't be saved. Its error replaces Transformers' own, which advises an upgrade."""
     return {f"{ENTRY}.py": f"raise ImportError({message!r})\n"}
 
 

@@ -14,9 +14,11 @@ from transformers import PreTrainedModel
 from hf_posenc import written_out
 from hf_posenc.calls import argument_names
 from hf_posenc.encodings import Geometry
+from hf_posenc.own_hosts import is_transformers, names_in
 from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
 from hf_posenc.sources.convolutions import is_convolution
-from hf_posenc.sources.source import HOSTS_PAGE
+from hf_posenc.sources.declared import declared_in
+from hf_posenc.sources.source import HOSTS_PAGE, OWN_PAGE
 from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves, hands_keys_over
 from hf_posenc.spec import LENGTH_FIELD
 
@@ -268,7 +270,10 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
             "or biased there",
             "attention beside Transformers' interface",
         )
-    sources = tuple(source for kind in Source.kinds for source in kind.find(stack, modules))
+    declared = declared_in(stack, modules)
+    others = {path: module for path, module in modules.items() if path not in declared}
+    known = (source for kind in Source.kinds for source in kind.find(stack, others) if source.path not in declared)
+    sources = (*declared.values(), *known)
     claimed = tuple(f"{path}." for source in sources for path in source.claimed)
     fronts = {path: module for path, module in _fronts(stack, modules, attentions).items() if not path.startswith(claimed)}
     structure = Structure(stack, sources, attentions, others_in_layers(modules, attentions), fronts)
@@ -414,11 +419,26 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
     stack, name = structure.stack, type(structure.stack).__name__
     if "input_ids" in inspect.signature(type(stack).forward).parameters and tokens_of(stack) is None:
         raise HostRefused(f"{name} has no table of token embeddings", "no table of token embeddings")
+    for path, module in structure.attentions.items():
+        if not is_transformers(type(module)) and not written_out.row_of(module):
+            _refuse_own_attention(f"{name}.{path}", module)
     if without := _layers_without_attention(structure, modules):
         raise HostRefused(
             f"{name}.{without[0]} is a {type(modules[without[0]]).__name__} without an attention of Transformers' interface, "
             "and what else it knows positions by was not found: the encoding would not act in it",
             "layers without attention",
+        )
+
+
+def _refuse_own_attention(path: str, module: Any) -> None:
+    """Raises HostRefused for a user's own attention that doesn't look its function up as Transformers' own do, by which an
+    encoding would be lost."""
+    if not {"config", "_attn_implementation"} <= names_in(type(module)) or not hasattr(module, "config"):
+        raise HostRefused(
+            f"{path} is a {type(module).__name__} which doesn't ask self.config._attn_implementation in its forward for the "
+            "function that it takes of ALL_ATTENTION_FUNCTIONS, so the encoding would be lost",
+            reason="attention that chooses its function elsewhere",
+            remedy=OWN_PAGE,
         )
 
 

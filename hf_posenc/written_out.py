@@ -145,6 +145,10 @@ ROWS = {
 """By folder and class. The first product of two activations that is made by each is that of its queries and keys."""
 
 
+OWN_ROWS: dict[str, WrittenOut] = {}
+"""Rows of users' own attentions, by module and class."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a module keeps an encoding out of its host, and what its user can do instead."""
@@ -191,9 +195,14 @@ def refusal_of(module: nn.Module) -> Refusal | None:
     return REFUSED.get(_name(module))
 
 
+def add_row(cls: type[nn.Module], row: WrittenOut) -> None:
+    """Add the row of a user's own attention."""
+    OWN_ROWS[f"{cls.__module__}.{cls.__qualname__}"] = row
+
+
 def row_of(module: nn.Module) -> WrittenOut | None:
-    """The row of an attention of Transformers' own; a class of the same name elsewhere is another one."""
-    return ROWS.get(_name(module))
+    """The row of an attention of Transformers' own, where a class of the same name elsewhere is another one; or of a user's."""
+    return ROWS.get(_name(module)) or OWN_ROWS.get(f"{type(module).__module__}.{type(module).__qualname__}")
 
 
 def _name(module: nn.Module) -> str:

@@ -38,7 +38,7 @@ from transformers import (
 from transformers.cache_utils import Fp8QuantizedLayer
 
 import hf_posenc
-from conftest import LLAMA, VOCABULARY, assert_apart, assert_close, randomize, randomize_encoding, tokens
+from conftest import BERT, LENGTH, LLAMA, VOCABULARY, assert_apart, assert_close, randomize_encoding, tokens
 
 ENCODINGS = {"rope": {"theta": 50.0}, "alibi": {}, "sinusoidal": {"scale": 1.0}}
 """One that rotates, one that biases, one that adds vectors, with their options."""
@@ -67,6 +67,8 @@ def _t5gemma() -> Any:
     )
 
 
+HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+"""Sizes of BART's encoder and decoder."""
 HOSTS = {
     "llama": Host("decoder", "LlamaForCausalLM", lambda: transformers.LlamaConfig(vocab_size=VOCABULARY, **LLAMA)),
     "mistral": Host(
@@ -86,6 +88,25 @@ HOSTS = {
         ),
     ),
     "t5gemma": Host("encoder-decoder", "T5GemmaForConditionalGeneration", _t5gemma, submodel="decoder"),
+    "bart": Host(
+        "encoder-decoder",
+        "BartForConditionalGeneration",
+        lambda: transformers.BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            max_position_embeddings=LENGTH,
+            dropout=0.0,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+            **{f"{half}_{name}": size for half in ("encoder", "decoder") for name, size in HALF.items()},
+        ),
+    ),
+    "vit": Host(
+        "vision",
+        "ViTModel",
+        lambda: transformers.ViTConfig(**BERT, image_size=32, patch_size=8, hidden_dropout_prob=0.0),
+    ),
 }
 DECODERS, READERS = ("decoder", "windowed"), ("decoder", "windowed", "encoder-decoder")
 WHOLE = ("decoder", "encoder-decoder", "vision")
@@ -109,18 +130,18 @@ class Case:
 
     def plain(self, model: Any, ids: Any = None, **more: Any) -> Any:
         """`[B, L] -> [B, L, V]`: the first output of one forward pass without a cache."""
-        if self.host.kind == "vision":
-            return model(pixel_values=pictures(), **more)[0]
-        return model(**self.inputs(tokens(2, 12) if ids is None else ids), **{"use_cache": False, **more})[0]
+        return model(**{**self.inputs(tokens(2, 12) if ids is None else ids), **more})[0]
 
-    def inputs(self, ids: Any, **more: Any) -> dict[str, Any]:
-        if self.host.kind != "encoder-decoder":
-            return {"input_ids": ids, **more}
-        return {"input_ids": source(len(ids)), "decoder_input_ids": ids, **more}
+    def inputs(self, ids: Any) -> dict[str, Any]:
+        if self.host.kind == "vision":
+            return {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5))}
+        if self.host.kind == "encoder-decoder":
+            return {"input_ids": source(len(ids)), "decoder_input_ids": ids, "use_cache": False}
+        return {"input_ids": ids, "use_cache": False}
 
     def step(self, model: Any, ids: Any, cache: Any, **more: Any) -> Any:
         """The logits of the tokens behind those that a cache holds."""
-        return model(**self.inputs(ids), past_key_values=cache, use_cache=True, **more).logits
+        return model(**{**self.inputs(ids), "past_key_values": cache, "use_cache": True, **more}).logits
 
     def cache(self, model: Any, kind: type = DynamicCache, **more: Any) -> Any:
         config = model.config.get_text_config(decoder=True)
@@ -148,18 +169,24 @@ def source(rows: int) -> Any:
     return tokens(1, 7, seed=5).expand(rows, -1)
 
 
-def pictures() -> Any:
-    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5))
+@torch.no_grad()
+def drawn(model: Any, seed: int = 0) -> Any:
+    """The model with weights by which much of what comes out depends on where tokens are."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, value in model.named_parameters():
+        if "posenc." not in name:
+            start = 1.0 if name.endswith("weight") and value.ndim == 1 else 0.0
+            value.copy_(start + torch.randn(value.shape, generator=generator) * (0.1 if value.ndim == 1 else 0.4))
+    return model
 
 
 @functools.cache
 def case(host: str, encoding: str) -> Case:
     of = HOSTS[host]
     torch.manual_seed(0)
-    stock = randomize(getattr(transformers, of.name)(of.config()), std=0.5).eval()
-    if hasattr(stock, "generation_config"):
-        stock.generation_config.pad_token_id = 0
-        stock.generation_config.decoder_start_token_id = 1
+    stock = drawn(getattr(transformers, of.name)(of.config())).eval()
+    if stock.can_generate():
+        stock.generation_config.update(pad_token_id=0, decoder_start_token_id=1, forced_eos_token_id=None)
     model = hf_posenc.patch(stock, encoding, submodel=of.submodel, **ENCODINGS[encoding])
     return Case(of, encoding, randomize_encoding(model), hf_posenc.patch(stock, "none", submodel=of.submodel))
 
@@ -172,20 +199,23 @@ Expected = Callable[[Any], Any]
 class Way:
     """run: what comes out, and what should. kinds: of hosts. refused: encoding -> the error instead.
 
-    slow: run by test-all, and by make test on Llama with alibi. needs: why it can't run without a GPU. close: tolerance, of the
-    largest value.
+    slow: "always", or "mostly", where make test runs it on Llama with alibi. needs: why it can't run without a GPU.
+    close: tolerance, of the largest value.
     """
 
     run: Callable[[Case], tuple[Any, Expected]]
     kinds: tuple[str, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
-    slow: bool = False
+    slow: str = ""
     needs: str = ""
     close: float = 1e-5
 
     def marks(self, host: str, encoding: str) -> list[Any]:
         skipped = [pytest.mark.skipif(not torch.cuda.is_available(), reason=self.needs)] if self.needs else []
-        return [*skipped, *([pytest.mark.slow] if self.slow and (host, encoding) != ("llama", "alibi") else [])]
+        return [
+            *skipped,
+            *([pytest.mark.slow] if self.slow and (self.slow, host, encoding) != ("mostly", "llama", "alibi") else []),
+        ]
 
 
 WAYS: dict[str, Way] = {}
@@ -302,7 +332,7 @@ def sampled(it: Case) -> tuple[Any, Expected]:
 @way("generate, assisted")
 @torch.no_grad()
 def assisted(it: Case) -> tuple[Any, Expected]:
-    assistant = randomize(it.twin, seed=3)
+    assistant = drawn(it.twin, seed=3)
     return generate(it, it.model, rows=1, assistant_model=assistant)
 
 
@@ -411,7 +441,7 @@ def lora(it: Case) -> tuple[Any, Expected]:
         adapted = get_peft_model(base, LoraConfig(r=2, lora_alpha=6, target_modules=ADAPTED))
         adapters = {name: value for name, value in adapted.named_parameters() if "lora_" in name}
         for number, value in enumerate(adapters.values()):
-            value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(number)))
+            value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(number)) / 5)
         adapted.save_pretrained(f"{folder}/adapter")
         again = PeftModel.from_pretrained(type(it.model).from_pretrained(f"{folder}/base"), f"{folder}/adapter").eval()
 
@@ -429,21 +459,21 @@ def lora(it: Case) -> tuple[Any, Expected]:
 # Compiled, exported.
 
 
-@way("torch.compile, fullgraph", WHOLE, slow=True)
+@way("torch.compile, fullgraph", WHOLE, slow="mostly")
 @torch.no_grad()
 def compiled(it: Case) -> tuple[Any, Expected]:
     torch._dynamo.reset()
     return it.plain(torch.compile(it.model, fullgraph=True, backend="eager")), it.plain
 
 
-@way("torch.compile, by inductor", WHOLE, slow=True)
+@way("torch.compile, by inductor", WHOLE, slow="always")
 @torch.no_grad()
 def compiled_by_inductor(it: Case) -> tuple[Any, Expected]:
     torch._dynamo.reset()
     return it.plain(torch.compile(it.model, fullgraph=True)), it.plain
 
 
-@way("torch.compile, a step with a static cache", slow=True)
+@way("torch.compile, a step with a static cache", slow="mostly")
 @torch.no_grad()
 def compiled_step(it: Case) -> tuple[Any, Expected]:
     torch._dynamo.reset()
@@ -453,10 +483,10 @@ def compiled_step(it: Case) -> tuple[Any, Expected]:
     return torch.cat(found, dim=1), it.plain
 
 
-@way("torch.export", WHOLE, slow=True)
+@way("torch.export", WHOLE, slow="mostly")
 @torch.no_grad()
 def exported(it: Case) -> tuple[Any, Expected]:
-    program = torch.export.export(it.twin, (), it.inputs(tokens(2, 12), use_cache=False), strict=False)
+    program = torch.export.export(it.twin, (), it.inputs(tokens(2, 12)), strict=False)
     return it.plain(program.module()), it.plain
 
 
@@ -588,6 +618,9 @@ def in_two_processes(tmp_path_factory, launch):
 @pytest.mark.parametrize("name", ["FSDP2", "DDP", "tensor parallel"])
 def test_two_processes(name, host, encoding, in_two_processes):
     it, found = case(host, encoding), in_two_processes[name, host, encoding]
+    if name == "tensor parallel" and not it.model.supports_tp_plan:
+        assert re.search("ValueError: .*has no `tp_plan`", found)  # an error of Transformers, for stock models, too
+        return
     if (name, encoding) == ("tensor parallel", "alibi"):
         assert re.search("ValueError: .*of 4 heads, of which this attention has 2: a tensor-parallel plan.*Take FSDP", found)
         return

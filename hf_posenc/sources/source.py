@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 HOSTS_PAGE = "docs/hosts.md lists the hosts that are taken, and what to do about the others"
+OWN_PAGE = "docs/own_architecture.md shows how positions and attentions of your own classes are described"
 
 
 class HostRefused(ValueError):
@@ -22,6 +23,12 @@ class HostRefused(ValueError):
     def __init__(self, message: str, reason: str = "", remedy: str = HOSTS_PAGE, submodels: tuple[str, ...] = ()) -> None:
         super().__init__(f"{message}. It was left as it is; {remedy}" if reason else message)
         self.reason, self.submodels = reason, submodels
+
+    def of_own_class(self) -> "HostRefused":
+        """The same for a class of a user's, who can say where its positions are."""
+        said = HostRefused(str(self).replace(HOSTS_PAGE, OWN_PAGE), submodels=self.submodels)
+        said.reason = self.reason
+        return said
 
 
 class Source(abc.ABC):

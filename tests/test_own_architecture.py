@@ -1,0 +1,280 @@
+"""Models of a user's own classes, and the page about them."""
+
+import importlib
+import pickle
+import re
+import sys
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, BertConfig, BertModel
+
+import hf_posenc
+from conftest import ROOT, assert_apart, assert_close, randomize, randomize_encoding, run_python, tokens
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_architecture.md").read_text(), re.DOTALL)
+FILES = {text.split()[1]: text for text in BLOCKS if text.startswith("# my_")}
+"""Blocks of the page that are files."""
+ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw", "learned", "sinusoidal+rope+alibi")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(folder):
+    """The modules of the page."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield {name.removesuffix(".py"): importlib.import_module(name.removesuffix(".py")) for name in FILES}
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """What a test registers is gone after it."""
+    from hf_posenc import written_out
+    from hf_posenc.sources import declared
+
+    monkeypatch.setattr(written_out, "OWN_ROWS", dict(written_out.OWN_ROWS))
+    monkeypatch.setattr(declared, "DECLARED", dict(declared.DECLARED))
+
+
+def made(own, name):
+    """A model of the page, with drawn weights, and inputs for it."""
+    module, cls, config = {
+        "tiny": ("my_models", "TinyModel", "TinyConfig"),
+        "other": ("my_others", "OtherModel", "OtherConfig"),
+        "vit": ("my_vit", "PlainViTModel", "PlainViTConfig"),
+    }[name]
+    torch.manual_seed(0)
+    model = randomize(getattr(own[module], cls)(getattr(own[module], config)())).eval()
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return model, {"pixel_values": images} if name == "vit" else {"input_ids": tokens(2, 11)}
+
+
+def test_the_page_runs(folder, tmp_path):
+    """In an interpreter of its own; what it has saved loads in another, by the user's module alone."""
+    lines = [text for text in BLOCKS if not text.startswith("# my_")]
+    run_python("\n".join(["import os, sys", f"sys.path.insert(0, {str(folder)!r})", "os.chdir(sys.argv[1])", *lines]), tmp_path)
+    code = f"""
+import sys
+sys.path.insert(0, {str(folder)!r})
+import hf_posenc, my_models
+from transformers import AutoModel
+print(type(AutoModel.from_pretrained(sys.argv[1])).__name__)
+print(type(hf_posenc.PosEncTinyModel.from_pretrained(sys.argv[1])).__name__)
+"""
+    assert run_python(code, tmp_path / "tiny-rope").split() == ["PosEncTinyModel"] * 2
+    without = """
+import hf_posenc, sys
+from transformers import AutoModel
+AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
+"""
+    with pytest.raises(AssertionError, match="one of my_models, which is not saved with it: .*import hf_posenc and my_models"):
+        run_python(without, tmp_path / "tiny-rope")
+
+
+@pytest.mark.parametrize("name", ["tiny", "other", "vit"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@torch.no_grad()
+def test_patch_save_load_unpatch(name, encoding, own, tmp_path):
+    stock, inputs = made(own, name)
+    model = randomize_encoding(hf_posenc.patch(stock, encoding))
+    output = model(**inputs)[0]
+    assert_apart(output, hf_posenc.patch(stock, "none")(**inputs)[0])
+    assert type(model).__name__ == f"PosEnc{type(stock).__name__}" and isinstance(model, type(stock))
+    model.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert type(again) is type(model) and isinstance(model, getattr(hf_posenc, type(model).__name__))
+    for twin in (again, deepcopy(model), pickle.loads(pickle.dumps(model)), type(model).from_pretrained(tmp_path)):
+        assert torch.equal(twin(**inputs)[0], output)
+    for patched in (model, again):
+        back = hf_posenc.unpatch(patched)
+        assert type(back) is type(stock) and torch.equal(back(**inputs)[0], stock(**inputs)[0])
+    if name == "tiny":
+        again.set_attn_implementation("eager")
+        assert_close(again(**inputs)[0], output)
+        padded = {"input_ids": inputs["input_ids"], "attention_mask": torch.tensor([[0] * 3 + [1] * 8, [1] * 11])}
+        assert_close(model(**padded)[0][:1, 3:], model(input_ids=inputs["input_ids"][:1, 3:])[0])
+
+
+@torch.no_grad()
+def test_as_itself(own):
+    """With its own table in a learned encoding a model gives what it gave."""
+    stock, inputs = made(own, "tiny")
+    assert_close(hf_posenc.patch(stock, "learned", init="host")(**inputs)[0], stock(**inputs)[0])
+
+
+@torch.no_grad()
+def test_a_length_of_its_own(own, tmp_path):
+    """What is kept for unpatch has the stock model's length, whatever length is promised."""
+    for name in ("tiny", "other"):
+        stock, inputs = made(own, name)
+        model = hf_posenc.patch(stock, "alibi", max_length=100)
+        assert model.config.max_position_embeddings == 100
+        model.save_pretrained(tmp_path / name)
+        back = hf_posenc.unpatch(AutoModel.from_pretrained(tmp_path / name))
+        assert torch.equal(back(**inputs)[0], stock(**inputs)[0])
+
+
+@torch.no_grad()
+def test_two_classes_of_one_name(own, folder, tmp_path):
+    (folder / "my_twins.py").write_text(
+        FILES["my_models.py"].replace('"tiny"', '"twin"').replace("self.norm(hidden", "(hidden")
+    )
+    twins = importlib.import_module("my_twins")
+    try:
+        one, inputs = made(own, "tiny")
+        other = randomize(twins.TinyModel(twins.TinyConfig())).eval()
+        for stock in (one, other):
+            model = hf_posenc.patch(stock, "rope")
+            model.save_pretrained(tmp_path)
+            again = AutoModel.from_pretrained(tmp_path)
+            assert type(again) is type(model) and isinstance(again, type(stock))
+            for twin in (again, pickle.loads(pickle.dumps(model))):
+                assert torch.equal(twin(**inputs)[0], model(**inputs)[0])
+        with pytest.raises(AttributeError, match="TinyModel is defined in my_models and in my_twins: take the class"):
+            _ = hf_posenc.PosEncTinyModel
+    finally:
+        sys.modules.pop("my_twins")
+
+
+class Angles(nn.Module):
+    """Rotary positions of another form than Transformers' own."""
+
+    def forward(self, length):
+        angles = torch.arange(length)[:, None] / 100 ** (torch.arange(4) / 4)
+        return angles.cos(), angles.sin()
+
+
+def unturned(answer):
+    cos, sin = answer
+    return cos * 0 + 1, sin * 0
+
+
+def turning(own):
+    """A model with such positions, whose attention is written out."""
+    tiny = own["my_models"]
+
+    class TurningAttention(tiny.TinyAttention):
+        def forward(self, hidden_states, angles):
+            q, k, v = self.qkv(hidden_states).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
+            (cos, sin), turned = angles, []
+            for states in (q, k):
+                a, b = states.chunk(2, dim=-1)
+                turned.append(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1))
+            q, k = turned
+            return self.out(((q * 0.5 @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+    class TurningConfig(tiny.TinyConfig):
+        model_type = "turning"
+
+    class TurningModel(tiny.PreTrainedModel):
+        config_class = TurningConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.embed_tokens = nn.Embedding(61, 32)
+            self.angles = Angles()
+            self.layers = nn.ModuleList([nn.ModuleDict({"attention": TurningAttention(config)}) for _ in range(2)])
+            self.post_init()
+
+        def get_input_embeddings(self):
+            return self.embed_tokens
+
+        def forward(self, input_ids):
+            states = self.embed_tokens(input_ids)
+            for layer in self.layers:
+                states = states + layer["attention"](states, self.angles(input_ids.shape[1]))
+            return (states,)
+
+    return TurningModel, TurningConfig, TurningAttention
+
+
+@torch.no_grad()
+def test_a_module_of_another_form(own, kept):
+    cls, config, attention = turning(own)
+    stock = randomize(cls(config())).eval()
+    with pytest.raises(hf_posenc.HostRefused):
+        hf_posenc.patch(stock, "rope")
+    hf_posenc.register_attention(attention, scaling=1.0)
+    with pytest.raises(hf_posenc.HostRefused, match="no source of position that is known.*own_architecture.md"):
+        hf_posenc.patch(stock, "rope")
+    hf_posenc.register_positions(cls, "angles", silent=unturned)
+    ids = tokens(2, 9)
+    without = hf_posenc.patch(stock, "none")
+    assert_close(without(ids)[0].flip(1), without(ids.flip(1))[0])
+    assert_apart(stock(ids)[0].flip(1), stock(ids.flip(1))[0])
+    # The same rotation by an encoding of ours; positions are those of another form no longer.
+    assert_close(hf_posenc.patch(stock, "rope", theta=100.0)(ids)[0], stock(ids)[0])
+
+
+def test_what_is_said_wrongly(own, kept):
+    cls, config, attention = turning(own)
+    for call in (
+        lambda: hf_posenc.register_positions(BertModel, "embeddings.position_embeddings"),
+        lambda: hf_posenc.register_attention(BertModel),
+    ):
+        with pytest.raises(ValueError, match="BertModel is a class of Transformers itself"):
+            call()
+    with pytest.raises(ValueError, match="allowed is a subclass of PreTrainedModel"):
+        hf_posenc.register_positions(attention, "angles")
+    with pytest.raises(ValueError, match="allowed is a subclass of torch.nn.Module"):
+        hf_posenc.register_attention("attention")
+    hf_posenc.register_attention(attention)
+    for path, silent, what in (("angels", None, "nothing"), ("angles", None, "a Angles"), ("embed_tokens", len, "")):
+        hf_posenc.register_positions(cls, path, silent=silent)
+        if what:
+            with pytest.raises(hf_posenc.HostRefused, match=f"names {what} of this TurningModel: allowed is an nn.Embedding"):
+                hf_posenc.patch(cls(config()), "rope")
+        from hf_posenc.sources import declared
+
+        declared.DECLARED.clear()
+
+
+def test_what_a_class_lacks(own, kept):
+    tiny = own["my_models"]
+
+    class Unfinished(tiny.TinyModel):
+        def post_init(self):
+            if type(self) is Unfinished:
+                super().post_init()
+
+    class Borrowed(tiny.TinyModel):
+        config_class = BertConfig
+
+    class Deaf(tiny.TinyModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.layers[0].attention.__class__ = DeafAttention
+
+    class DeafAttention(tiny.TinyAttention):
+        def forward(self, hidden_states, attention_mask=None, **kwargs):
+            tiny.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    class NamelessConfig(tiny.TinyConfig):
+        model_type = ""
+
+    class SizelessConfig(tiny.TinyConfig):
+        model_type = "sizeless"
+        num_attention_heads: None = None
+
+    with pytest.raises(ValueError, match="Borrowed is a class of your own, and its config a BertConfig of model type 'bert'"):
+        hf_posenc.patch(Borrowed(BertConfig(hidden_size=32, num_attention_heads=4)), "rope")
+    with pytest.raises(hf_posenc.HostRefused, match="DeafAttention which doesn't ask self.config._attn_implementation"):
+        hf_posenc.patch(Deaf(tiny.TinyConfig()), "rope")
+    nameless = tiny.TinyModel(tiny.TinyConfig())
+    nameless.config.__class__ = NamelessConfig
+    with pytest.raises(ValueError, match="of model type '', by which the Auto classes would load another model"):
+        hf_posenc.patch(nameless, "rope")
+    sizeless = tiny.TinyModel(tiny.TinyConfig())
+    sizeless.config = SizelessConfig()
+    with pytest.raises(ValueError, match="SizelessConfig has no num_attention_heads, by which an encoding is sized: rename it"):
+        hf_posenc.patch(sizeless, "rope")
