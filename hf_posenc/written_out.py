@@ -25,9 +25,11 @@ from hf_posenc.encodings import PositionContext
 from hf_posenc.kernels import biased_mask
 
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+SUMS_OF_PRODUCTS = (torch.baddbmm, torch.Tensor.baddbmm)
 SHARED = [True, True, False, False]
 """Which of B, H, Q, K queries and keys share."""
-SUMS_OF_PRODUCTS = (torch.baddbmm, torch.Tensor.baddbmm)
+LAYER = ("layer_idx", "layer_id")
+"""Attributes by which attentions know their layer."""
 
 
 def by_head_dim(module: Any, head_dim: int) -> float:
@@ -90,7 +92,6 @@ _PLAIN, _SCALED_BEFORE, _SPARSE = WrittenOut(), WrittenOut(not_at_all), WrittenO
 _COSINES = WrittenOut(by_logit_scale)
 _CAUSAL, _CAUSAL_SCALED_BEFORE = WrittenOut(is_causal=True), WrittenOut(not_at_all, is_causal=True)
 ROWS = {
-    "groupvit.GroupViTAttention": _SCALED_BEFORE,
     "big_bird.BigBirdSelfAttention": _PLAIN,
     "blip.BlipAttention": _PLAIN,
     "blip.BlipTextSelfAttention": _PLAIN,
@@ -99,7 +100,6 @@ ROWS = {
     "clap.ClapAudioSelfAttention": _PLAIN,
     "clvp.ClvpSelfAttention": _SCALED_BEFORE,
     "codegen.CodeGenAttention": _PLAIN,
-    "convbert.ConvBertSelfAttention": _PLAIN,
     "data2vec.Data2VecVisionSdpaSelfAttention": _PLAIN,
     "data2vec.Data2VecVisionSelfAttention": _PLAIN,
     "deberta.DisentangledSelfAttention": _SCALED_BEFORE,
@@ -111,6 +111,7 @@ ROWS = {
     "gpt_neo.GPTNeoSelfAttention": _CAUSAL_SCALED_BEFORE,
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": _CAUSAL_SCALED_BEFORE,
     "gptj.GPTJAttention": _PLAIN,
+    "groupvit.GroupViTAttention": _SCALED_BEFORE,
     "ibert.IBertSelfAttention": _PLAIN,
     "imagegpt.ImageGPTAttention": WrittenOut(by_settings, is_causal=True),
     "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
@@ -140,7 +141,6 @@ ROWS = {
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
     "xlnet.XLNetRelativeAttention": WrittenOut(alone=("g",), token_axis=0),
-    "yoso.YosoSelfAttention": _SPARSE,
 }
 """By folder and class. The first product of two activations that is made by each is that of its queries and keys."""
 
@@ -165,6 +165,7 @@ REFUSED = {
     "canine.CanineSelfAttention": Refusal(
         "attends within stretches of characters, which convolutions join", "take a model of byte-level tokens, as ByT5"
     ),
+    "convbert.ConvBertSelfAttention": Refusal("joins its answer with that of convolutions, which see order", _TOGETHER),
     "cpmant.CpmAntAttention": Refusal(
         "sees a prompt before the tokens, which has no positions of its own", "take a decoder that reads its tokens alone"
     ),
@@ -174,11 +175,11 @@ REFUSED = {
         "take a translation model with an encoder and a decoder of their own, as Marian",
     ),
     "funnel.FunnelRelMultiheadAttention": Refusal("reads means of neighbouring tokens, which see their order", _TOGETHER),
-    "mra.MraSelfAttention": Refusal("compares means of neighbouring tokens, which see their order", _TOGETHER),
     "lxmert.LxmertAttention": Refusal(
         "attends to tokens in one layer and to regions of an image in the next",
         "take a model whose text encoder can be taken by itself, as CLIP",
     ),
+    "mra.MraSelfAttention": Refusal("compares means of neighbouring tokens, which see their order", _TOGETHER),
     "nystromformer.NystromformerSelfAttention": Refusal(
         "compares means of neighbouring tokens, which see their order", _TOGETHER
     ),
@@ -186,6 +187,7 @@ REFUSED = {
         "predicts several tokens at once, each with relative positions of its own",
         "take an encoder-decoder that predicts one, as BART",
     ),
+    "yoso.YosoSelfAttention": Refusal("compares hashes of queries and keys, to which nothing can be added", _TOGETHER),
 }
 """By folder and class: modules in which order stays visible, or which tokens alone don't reach."""
 
@@ -240,8 +242,8 @@ def forward(
     """The forward of such an attention, with the encoding in its product of queries and keys."""
     row = row_of(module)
     assert row is not None, f"{type(module).__name__} has no row"
-    given = Call(argument_names(module), args, kwargs) if row.alone else {}
-    if beside := [name for name in row.alone if given[name] is not None]:
+    call = Call(argument_names(module), args, kwargs)
+    if beside := [name for name in row.alone if call[name] is not None]:
         raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
     has_cache = any(isinstance(value, (Cache, attention.KeyRotatingCache)) for value in (*args, *kwargs.values()))
     product = Product(row, module, attention.context_for(module, position_context), keys_are_rotated, has_cache)
@@ -302,7 +304,8 @@ class Product(TorchFunctionMode):
         summed = {*parts[0]} & {*parts[1]} - {*parts[-1]}
         if len(parts) != 3 or len(summed) != 1 or [letter in parts[0] and letter in parts[1] for letter in parts[2]] != SHARED:
             return torch.einsum(equation, *operands)  # a projection
-        (left, right, out), (batch, head, row, column) = parts, parts[2]
+        left, right, out = parts
+        batch, head, row, column = [*out]
         of_query, of_key = (f"{batch}{head}{each}{next(iter(summed))}" for each in (row, column))
         query, key = torch.einsum(f"{left}->{of_query}", operands[0]), torch.einsum(f"{right}->{of_key}", operands[1])
         query, key, bias = self._encoded(query, key)
@@ -312,47 +315,44 @@ class Product(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *, is_causal: bool = False, **kwargs: Any
     ) -> Tensor:
         """All of an attention in one call."""
-        self.met = True
         scaling = query.shape[-1] ** -0.5 if kwargs.get("scale") is None else kwargs["scale"]
-        context = self.context.placed(query.shape[2], query.device).for_attention(scaling, self._layer)
-        encodings = attention.acting(self.module, context)
+        context = self._context_of(query, key, scaling)
         query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
-        mask = biased_mask(encodings, query, key, attn_mask, context, is_causal)
+        mask = biased_mask(attention.acting(self.module, context), query, key, attn_mask, context, is_causal)
         causal = is_causal and mask is None
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **kwargs)
-
-    @property
-    def _layer(self) -> int | None:
-        names = (getattr(self.module, name, None) for name in ("layer_idx", "layer_id"))
-        return next((number for number in names if number is not None), None)
 
     def _encoded(self, query: Tensor, key: Tensor, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
         """Queries and keys, rotated, and what to add to their product: the bias, without the scaling that comes afterwards.
 
         within: the factor by which the product itself is scaled.
         """
-        self.met = True
         after = self.scaling(query.shape[-1])
         joined = query.ndim == 3
         if joined:
             heads = getattr(self.module, "num_attention_heads", self.context.encoding.geometry.num_attention_heads)
             query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
-        context = self.context.placed(query.shape[2], query.device).for_attention(after * within, self._layer)
-        lengths = {query.shape[2], context.length} | (set() if self.has_cache else {key.shape[2]})
-        if len(lengths) > 1:
-            raise ValueError(
-                f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
-                f"positions of {context.length} new tokens and {context.past} cached ones; it got {BESIDE}"
-            )
-        encodings = attention.acting(self.module, context)
+        context = self._context_of(query, key, after * within)
         query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
-        bias = biased_mask(encodings, query, key, None, context, is_causal=False)
+        bias = biased_mask(attention.acting(self.module, context), query, key, None, context, is_causal=False)
         if bias is not None:
             bias = (bias if isinstance(after, float) and after == 1 else bias / after).expand(*query.shape[:3], key.shape[2])
         if joined:
             query, key = query.flatten(0, 1), key.flatten(0, 1)
             bias = bias if bias is None else bias.flatten(0, 1)
         return query, key, bias
+
+    def _context_of(self, query: Tensor, key: Tensor, scaling: float) -> PositionContext:
+        """The context of this attention. Raises ValueError for queries or keys which are not those that it has positions of."""
+        self.met = True
+        layer = next((number for name in LAYER if (number := getattr(self.module, name, None)) is not None), None)
+        context = self.context.placed(query.shape[2], query.device).for_attention(scaling, layer)
+        if query.shape[2] != context.length or (key.shape[2] != context.length and not self.has_cache):
+            raise ValueError(
+                f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
+                f"positions of {context.length} new tokens and {context.past} cached ones; it got {BESIDE}"
+            )
+        return context
 
 
 def _plus(product: Tensor, bias: Tensor | None) -> Tensor:

@@ -61,8 +61,8 @@ SMALL = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, interme
     ("host", "config", "reason"),
     [
         ("ResNet", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "no place for a position encoding"),
-        ("IBert", SMALL, "attention interface"),
-        ("CTRL", dict(n_embd=32, n_layer=1, n_head=4, dff=32, vocab_size=61), "can't be taken over: pos_encoding"),
+        ("IBert", dict(SMALL, quant_mode=True), "computes in integers"),
+        ("FNet", SMALL, "Fourier transform, which sees their order"),
     ],
 )
 def test_unsupported_hosts(host, config, reason):

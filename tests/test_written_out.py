@@ -365,12 +365,16 @@ def test_a_sparse_attention_takes_vectors_alone(encoding):
 
 REFUSED = {
     "big_bird": ({"attention_type": "block_sparse"}, "load it with attention_type='original_full'"),
-    "convbert": ({}, "docs/hosts.md"),
+    "canine": ({}, "stretches of characters"),
+    "convbert": ({}, "convolutions, which see order"),
     "cpmant": ({}, "take a decoder that reads its tokens alone"),
+    "fsmt": ({}, "as Marian"),
     "fnet": ({}, "Fourier transform, which sees their order"),
     "ibert": ({"quant_mode": True}, "load it with quant_mode=False"),
     "mra": ({}, "means of neighbouring tokens"),
     "nystromformer": ({}, "means of neighbouring tokens"),
+    "prophetnet": ({}, "as BART"),
+    "yoso": ({}, "hashes of queries and keys"),
 }
 
 
@@ -403,15 +407,17 @@ def test_disentangled_terms_are_kept_beside(kind, share, tmp_path):
     assert_equal(first(without(tokens())), first(new(tokens())))
 
 
-@pytest.mark.parametrize("kind", ["gptj", "megatron-bert", "xlnet"])
-def test_compiled_and_exported(kind):
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("kind", ["gptj", pytest.param("megatron-bert", marks=slow), pytest.param("xlnet", marks=slow)])
+def test_compiled(kind):
     model = randomize_encoding(hf_posenc.patch(built(kind), "rope+shaw")).eval()
     options = {} if kind == "xlnet" else {"use_cache": False}
     with torch.no_grad():
         expected = first(model(tokens(), **options))
         compiled = torch.compile(model, fullgraph=kind != "xlnet", backend="aot_eager")
         assert_close(first(compiled(tokens(), **options)), expected)
-        assert_close(first(model(tokens(), **options)), expected)
 
 
 @pytest.mark.parametrize("kind", ["bloom", "gptj", "deberta-v2", "roformer"])

@@ -36,12 +36,12 @@ class Disentangled(Source):
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
-            name = type(module).__name__
+            kind = type(module).__name__
             if not type(module).__module__.startswith("transformers.models.deberta"):
                 continue
-            parts = OF_OWNERS if name in OWNERS else OF_ATTENTIONS if name in ATTENTIONS else ()
+            parts = OF_OWNERS if kind in OWNERS else OF_ATTENTIONS if kind in ATTENTIONS else ()
             if getattr(module, "relative_attention", False):
-                yield from (cls(f"{path}.{part}", module._modules[part], stack) for part in parts if part in module._modules)
+                yield from (cls(f"{path}.{name}", child, stack) for name, child in module.named_children() if name in parts)
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, SilencedPart(stack, self.path, self.module))

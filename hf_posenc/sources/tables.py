@@ -108,7 +108,7 @@ class SilencedTable(Silenced):
     offset: the id of the first token; None: no vectors are added here.
     """
 
-    def __init__(self, stack: Any, path: str, table: nn.Embedding, offset: int | None) -> None:
+    def __init__(self, stack: Any, path: str, table: Any, offset: int | None) -> None:
         super().__init__(stack, path, table)
         self.offset = offset
 
