@@ -342,7 +342,7 @@ class Product(TorchFunctionMode):
             bias = bias if bias is None else bias.flatten(0, 1)
         return query, key, bias
 
-    def _context_of(self, query: Tensor, key: Tensor, scaling: float) -> PositionContext:
+    def _context_of(self, query: Tensor, key: Tensor, scaling: Any) -> PositionContext:
         """The context of this attention. Raises ValueError for queries or keys which are not those that it has positions of."""
         self.met = True
         layer = next((number for name in LAYER if (number := getattr(self.module, name, None)) is not None), None)
