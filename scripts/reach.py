@@ -137,16 +137,11 @@ def judge(kind: str) -> Verdict:
 
 
 def _judged(kind: str, model: Any, part: str = "") -> Verdict:
-    checks.patch(model, "none", part)
-    taken = []
-    for encoding in checks.ENCODINGS:
-        try:
-            checks.patch(model, encoding, part)
-            taken.append(encoding)
-        except hf_posenc.HostRefused:
-            continue
-    source = _source(model.get_submodule(checks.path_of(model, part)))
-    return Verdict(kind, folder_of(kind), part, source, tuple(taken), checks.checked(kind, model, part))
+    checks.patch(model, "none", part)  # raises what it is refused for
+    host = checks.Host(kind, model, part)
+    return Verdict(
+        kind, folder_of(kind), part, _source(model.get_submodule(host.path)), tuple(host.taken), checks.checked(host)
+    )
 
 
 def _best_part(kind: str, model: Any, parts: Iterable[str], refusal: Verdict) -> Verdict:

@@ -54,7 +54,7 @@ def test_a_failed_check_is_seen(monkeypatch):
 def test_a_stock_model_without_order_proves_nothing(monkeypatch):
     model = tiny.build("bert")
     model.embeddings.position_embeddings.weight.data.zero_()
-    results = checks.checked("bert", model)
+    results = checks.checked(checks.Host("bert", model, ""))
     assert results["order gone"] == checks.NO_ORDER
     assert not reach.Verdict("bert", "bert", source="learned", encodings=("rope",), checks=results).verified
 
@@ -78,6 +78,7 @@ def test_a_skipped_check_does_not_count():
 def test_contents_change_places_where_they_enter(kind, part, where):
     """Behind a front end that sees order by itself, and before the stock model's positions, which show in its outputs."""
     host = checks.Host(kind, tiny.build(kind), part)
+    host.look()
     assert [(each.where, each.name, each.count) for each in (probe.entrance for probe in host.probes)] == where
     assert all(host.order(stock, probe)[0] > checks.OTHER for probe in host.probes for stock in host.judging(probe))
 

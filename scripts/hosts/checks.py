@@ -39,10 +39,10 @@ class ShowsNoOrder(Exception):
     """Raised where the stock model's outputs don't depend on order, so that nothing is proved."""
 
 
-def checked(kind: str, stock: PreTrainedModel, part: str = "") -> dict[str, str]:
+def checked(host: "Host") -> dict[str, str]:
     """Check -> how it went, for a stock model that `patch` takes, or takes a part of (`submodel`)."""
     try:
-        host = Host(kind, stock, part)
+        host.look()
     except Skipped as why:
         return dict.fromkeys(CHECKS, f"{SKIPPED} ({why})")
     results: dict[str, str] = {}
@@ -97,9 +97,13 @@ class Host:
     def __init__(self, kind: str, stock: PreTrainedModel, part: str) -> None:
         self.kind, self.stock, self.part = kind, stock, part
         self.path = path_of(stock, part)
+        self._patched: dict[tuple[str, int], tuple[PreTrainedModel, PreTrainedModel | None]] = {}
         self.answering = self.path or tiny.RECIPES.get(kind, {}).get("vectors", "")
         self.arguments = set(inspect.signature(type(stock).forward).parameters)
-        read = reading(kind, stock, self.answering)
+
+    def look(self) -> None:
+        """Find out what it reads, and how it is judged. Raises Skipped where that can't be known."""
+        read = reading(self.kind, self.stock, self.answering)
         if read is None:
             raise Skipped("its inputs are unknown")
         self.reading: Reading = read
@@ -151,9 +155,16 @@ class Host:
             yield model
 
     def patched(self, encoding: str, stock: PreTrainedModel | None = None) -> PreTrainedModel | None:
-        """A patched model with random parameters of the encoding, or None where this encoding is refused."""
+        """A patched model with random parameters of the encoding, or None where this encoding is refused; made once."""
+        stock = stock or self.stock
+        if (encoding, id(stock)) not in self._patched:
+            # The stock model is kept with it, so that no other takes its id.
+            self._patched[encoding, id(stock)] = stock, self._newly_patched(encoding, stock)
+        return self._patched[encoding, id(stock)][1]
+
+    def _newly_patched(self, encoding: str, stock: PreTrainedModel) -> PreTrainedModel | None:
         try:
-            model = patch(stock or self.stock, encoding, self.part)
+            model = patch(stock, encoding, self.part)
         except hf_posenc.HostRefused:
             return None
         generator = torch.Generator().manual_seed(2)
@@ -341,22 +352,25 @@ def eager_is_sdpa(host: Host) -> Iterator[bool]:
         inputs["attention_mask"], real = real, real.bool()
 
     def apart(model: PreTrainedModel) -> float:
-        answers = []
-        for implementation in ("eager", "sdpa"):
-            model.set_attn_implementation(implementation)
-            vectors = host.run(model, inputs).vectors
-            assert vectors is not None
-            answers.append(vectors if real is None or vectors.shape[:2] != real.shape else vectors[real])
+        answers, before = [], {id(each): each.config._attn_implementation for each in _models(model)}
+        try:
+            for implementation in ("eager", "sdpa"):
+                model.set_attn_implementation(implementation)
+                vectors = host.run(model, inputs).vectors
+                assert vectors is not None
+                answers.append(vectors if real is None or vectors.shape[:2] != real.shape else vectors[real])
+        finally:
+            for each in _models(model):
+                each.config._attn_implementation = before[id(each)]
         return _apart(*answers)
 
-    implementation = host.stock.config._attn_implementation
-    try:
-        stock = _of_stock(lambda: apart(host.stock) < SAME)
-    finally:
-        host.stock.set_attn_implementation(implementation)
-    if stock:
+    if _of_stock(lambda: apart(host.stock) < SAME):
         for patched in host.with_encodings():
             yield apart(patched) < SAME
+
+
+def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def _of_stock(check: Callable[[], bool]) -> bool:

@@ -383,7 +383,9 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
 
 
 def _is_front_end(given: Tensor, answer: Tensor, module: Any) -> bool:
-    """Whether a convolution cuts its input up or shortens it."""
+    """Whether a convolution cuts its input up or shortens it. A transposed one lengthens it, and is of what comes out."""
+    if module.transposed:
+        return False
     return max(module.stride) > 1 or math.prod(given.shape[2:]) > math.prod(answer.shape[2:])
 
 
