@@ -5,8 +5,8 @@
 
 A modeling folder of Transformers counts if one of its model types is taken and passes every check of `hosts/checks.py`; a check
 that doesn't apply (a cache for an encoder) is "-", one that could not be run is "skipped", and then the folder doesn't count.
-Six minutes
-on two cores. Verdicts are kept in a file by model type and by a hash of the code, so that a run that was stopped goes on.
+Six minutes on two cores. Verdicts are kept in a file by model type and by a hash of the code, so that a run that was stopped
+goes on where it was.
 """
 
 import argparse
