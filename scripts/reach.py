@@ -1,29 +1,26 @@
 """Which of Transformers' model types can be patched: a tiny random model of each, checked by running it.
 
-    python scripts/reach.py --output_file scripts/results/reach.txt --docs_file docs/hosts.md     # four minutes on two cores
+    python scripts/reach.py --output_file scripts/results/reach.txt --docs_file docs/hosts.md --quoted_in README.md
     python scripts/reach.py --types llama,bert
 
 A modeling folder of Transformers counts if one of its model types is taken and passes every check of `hosts/checks.py`; a check
 that doesn't apply (a cache for an encoder) is "-", one that could not be run is "skipped", and then the folder doesn't count.
-Verdicts are kept in a file by model type and by a hash of the code, so that a run that was stopped goes on where it was.
+Six minutes on two cores. Verdicts are kept in a file by model type and by a hash of the code, so that a run that was stopped
+goes on where it was.
 """
 
 import argparse
 import dataclasses
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import re
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -32,166 +29,14 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import CONFIG_MAPPING
 
-import hf_posenc
 from hosts import checks, tiny
+from hosts.verdicts import Verdict, folder_of, judge
 
 WIDTH = 128
-SEVERAL = "made of several models"
-TEXT = re.compile(r"text|language|decoder|lm\b|llm")
 MARKERS = "<!-- tables by scripts/reach.py: begin -->", "<!-- tables by scripts/reach.py: end -->"
+QUOTED = re.compile(r"> \d+ of \d+ modeling folders")
 HERE = Path(__file__).resolve().parent
 MODELS = Path(transformers.__file__).parent / "models"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The verdict on a model type.
-
-    folder: its modeling folder. part: the part that was patched, of a model made of several. source: the positions of the stock
-    model, if it is taken; encodings: of `checks.ENCODINGS`, those that it takes. checks: check -> how it went.
-    reason, message, remedy: of the refusal, if it is refused. crash: another error. unbuilt: why it has no tiny model.
-    """
-
-    kind: str
-    folder: str
-    part: str = ""
-    source: str = ""
-    encodings: tuple[str, ...] = ()
-    checks: dict[str, str] = field(default_factory=dict)
-    reason: str = ""
-    message: str = ""
-    remedy: str = ""
-    crash: str = ""
-    unbuilt: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind} ({self.part})" if self.part else self.kind
-
-    @property
-    def taken(self) -> bool:
-        return bool(self.source)
-
-    @property
-    def passed(self) -> bool:
-        return bool(self.checks) and all(result in (checks.PASSED, checks.NOT_APPLICABLE) for result in self.checks.values())
-
-    @property
-    def acts_in_attention(self) -> bool:
-        return bool({*self.encodings} - {"sinusoidal"})
-
-    @property
-    def verified(self) -> bool:
-        return self.passed and self.acts_in_attention
-
-    @property
-    def embeds_only(self) -> bool:
-        return self.passed and not self.acts_in_attention
-
-    @property
-    def failed(self) -> bool:
-        return any(result.startswith(checks.FAILED) for result in self.checks.values())
-
-    @property
-    def not_applicable(self) -> str:
-        """The checks that don't apply, and the encodings that are refused."""
-        without = [encoding for encoding in checks.ENCODINGS if encoding not in self.encodings]
-        return ", ".join([*(name for name, result in self.checks.items() if result == checks.NOT_APPLICABLE), *without])
-
-    @property
-    def not_passed(self) -> str:
-        """The first check that isn't passed."""
-        return next(
-            (
-                f"{name}: {result}"
-                for name, result in self.checks.items()
-                if result not in (checks.PASSED, checks.NOT_APPLICABLE)
-            ),
-            "no check was run",
-        )
-
-    @property
-    def rank(self) -> int:
-        """The better, the higher: by which the verdict on a folder is that on one of its types."""
-        return 4 * self.verified + 3 * self.embeds_only + 2 * self.taken + bool(self.reason)
-
-
-def judge(kind: str) -> Verdict:
-    """The verdict on a model type."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity(logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
-    folder = folder_of(kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = tiny.build(kind)
-        if model is None:
-            return Verdict(kind, folder, unbuilt=_why_unbuilt(kind))
-        try:
-            return _judged(kind, model)
-        except hf_posenc.HostRefused as error:
-            refusal = _refusal(kind, error)
-            return _best_part(kind, model, getattr(error, "submodels", ()), refusal)
-        except Exception as error:  # a bug: every host is taken or refused
-            return Verdict(kind, folder, crash=f"{type(error).__name__}: {error}")
-
-
-def _judged(kind: str, model: Any, part: str = "") -> Verdict:
-    checks.patch(model, "none", part)
-    taken = []
-    for encoding in checks.ENCODINGS:
-        try:
-            checks.patch(model, encoding, part)
-            taken.append(encoding)
-        except hf_posenc.HostRefused:
-            continue
-    source = _source(model.get_submodule(checks.path_of(model, part)))
-    return Verdict(kind, folder_of(kind), part, source, tuple(taken), checks.checked(kind, model, part))
-
-
-def _best_part(kind: str, model: Any, parts: Iterable[str], refusal: Verdict) -> Verdict:
-    """The verdict on the first part that passes every check, else on the best one; those that read text first."""
-    best = refusal
-    for part in sorted(parts, key=lambda path: not TEXT.search(path)):
-        try:
-            verdict = _judged(kind, model, part)
-        except hf_posenc.HostRefused as error:
-            verdict = _refusal(kind, error, part)
-        except Exception as error:
-            verdict = Verdict(kind, refusal.folder, part, crash=f"{type(error).__name__}: {error}")
-        if verdict.rank > best.rank or (verdict.rank == best.rank and best is refusal):
-            best = verdict
-        if best.verified:
-            break
-    return best
-
-
-def _source(stock: Any) -> str:
-    try:
-        return hf_posenc.inspect(stock).encoding
-    except Exception:
-        return "its own"
-
-
-def _refusal(kind: str, error: hf_posenc.HostRefused, part: str = "") -> Verdict:
-    message, _, remedy = str(error).partition(". It was left as it is; ")
-    return Verdict(kind, folder_of(kind), part, reason=error.reason or "no reason", message=message, remedy=remedy)
-
-
-def _why_unbuilt(kind: str) -> str:
-    if tiny.class_of(kind) is None:
-        return "no class makes a model of it by itself"
-    try:
-        tiny.made(kind, tiny.config_of(kind, narrow=True))
-    except ImportError as error:
-        return "needs " + next(iter(re.findall(r"requires the (\w+)", str(error))), "another package")
-    except Exception:
-        return "no sizes are known that make a tiny model"
-    return "no tiny model of it"
-
-
-def folder_of(kind: str) -> str:
-    return CONFIG_MAPPING[kind].__module__.split(".")[2]
 
 
 def folders() -> set[str]:
@@ -209,7 +54,7 @@ def model_types() -> list[str]:
 
 def state_of_the_code() -> str:
     """A hash of what verdicts depend on."""
-    files = [*(HERE.parent / "hf_posenc").rglob("*.py"), *(HERE / "hosts").glob("*.*"), Path(__file__)]
+    files = [*(HERE.parent / "hf_posenc").rglob("*.py"), *(HERE / "hosts").glob("*.*")]
     digest = hashlib.sha256(f"{transformers.__version__} {torch.__version__}".encode())
     for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())
@@ -285,7 +130,7 @@ class _Worker:
         kind, self.kind = self.kind, ""
         try:
             return self.connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self.stop()
             return Verdict(kind, folder_of(kind), crash="its process died")
 
@@ -409,6 +254,12 @@ def write_tables(page: Path, verdicts: Iterable[Verdict]) -> None:
     page.write_text(f"{head}{begin}\n\n{tables(verdicts)}\n{end}{tail}")
 
 
+def quote(page: Path, verdicts: Iterable[Verdict]) -> None:
+    """Replace the headline that a page quotes."""
+    lines = [f"> {headline(verdicts)}" if QUOTED.match(line) else line for line in page.read_text().splitlines()]
+    page.write_text("\n".join(lines) + "\n")
+
+
 def _grouped(verdicts: list[Verdict], by: str) -> list[tuple[str, list[Verdict]]]:
     """The largest group first."""
     groups = defaultdict(list)
@@ -433,6 +284,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300, help="seconds for a model type")
     parser.add_argument("--output_file", type=Path, help="a file for the page, which is printed, too")
     parser.add_argument("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
+    parser.add_argument("--quoted_in", type=Path, nargs="*", default=[], help="pages in which the first line is quoted")
     parser.add_argument("--verdicts_file", type=Path, default=HERE.parent / "build" / "reach.jsonl", help="verdicts so far")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="use the verdicts so far")
     args = parser.parse_args()
@@ -447,6 +299,8 @@ def main() -> None:
         args.output_file.write_text(page)
     if args.docs_file:
         write_tables(args.docs_file, verdicts)
+    for path in args.quoted_in:
+        quote(path, verdicts)
 
 
 if __name__ == "__main__":

@@ -14,26 +14,64 @@ from hosts import checks, inputs, tiny
 
 KEPT, PAGE = ROOT / "scripts" / "results" / "reach.txt", ROOT / "docs" / "hosts.md"
 TAKEN = {
+    # encoders of text
     "bert": "learned",
+    "roberta": "learned",
+    "albert": "learned",
+    "dpr": "learned",
+    "megatron-bert": "learned",
     "mpnet": "learned+t5",
+    "deberta-v2": "deberta",
     "modernbert": "rope",
+    "roformer": "rope",
+    "xlnet": "transformer_xl",
+    # decoders: experts, latent attention, several rotary modules, shared keys, streams, states beside attentions
+    "gpt2": "learned",
+    "opt": "learned",
+    "ctrl": "sinusoidal",
+    "bloom": "alibi",
+    "gptj": "rope",
+    "llama": "rope",
     "mixtral": "rope",
     "deepseek_v3": "rope",
     "granite_swa": "rope",
     "gemma4_text": "rope",
     "hy_v4": "rope",
+    "lfm2": "rope",
+    "falcon_h1": "rope",
+    # encoder-decoders
+    "bart": "learned",
+    "marian": "sinusoidal",
+    "whisper": "learned",
+    "encoder-decoder (encoder)": "learned",
+    "time_series_transformer": "sinusoidal",
+    # images
+    "vit": "learned",
+    "dinov2": "learned",
+    "yolos": "learned",
+    "beit": "t5",
+    "swin": "t5",
+    "dinov3_vit": "rope",
+    "qwen2_5_vl_vision": "rope",
+    # sounds
+    "wav2vec2": "convolution",
+    "wav2vec2-conformer": "transformer_xl",
+    "audio-spectrogram-transformer": "learned",
+    # parts of models made of several
+    "clip (text_model)": "learned",
+    "llava (language_model)": "rope",
 }
-"""An encoder of each kind of source, and decoders: experts, latent attention, several rotary modules, shared keys, streams."""
+"""A sample of 40 families: model type, and the part that is patched -> the positions of the stock model."""
 REFUSED = {
-    "lfm2": "convolutions, which see the order of their inputs",
+    "resnet": "neither a source of position nor an attention of the interface",
     "kyutai_speech_to_text": "no table of token embeddings",
 }
 
 
-@pytest.mark.parametrize("kind", TAKEN)
-def test_taken(kind):
-    verdict = reach.judge(kind)
-    assert verdict.source == TAKEN[kind] and verdict.verified, verdict
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name):
+    verdict = reach.judge(name.partition(" ")[0])
+    assert verdict.verified and (verdict.name, verdict.source) == (name, TAKEN[name]), verdict
     assert verdict.checks["order gone"] == verdict.checks["order back"] == checks.PASSED
 
 
@@ -44,17 +82,25 @@ def test_refused(kind):
     assert reach.remedy_for(verdict)
 
 
-def test_a_failed_check_is_seen(monkeypatch):
-    """Positions that stay in beside the new encoding fail the check, and so does an encoding that does nothing."""
+@pytest.mark.parametrize("kind", ["bert", "llama", "whisper", "vit", "wav2vec2-conformer"])
+def test_a_failed_check_is_seen(monkeypatch, kind):
+    """Positions that stay in beside the new encoding fail the check."""
     monkeypatch.setattr(checks.hf_posenc, "patch", lambda model, encoding: model)
-    verdict = reach.judge("bert")
+    verdict = reach.judge(kind)
     assert verdict.checks["order gone"] == checks.FAILED and verdict.failed and not verdict.verified
+
+
+def test_an_encoding_that_does_nothing_is_seen(monkeypatch):
+    patch = checks.hf_posenc.patch
+    monkeypatch.setattr(checks.hf_posenc, "patch", lambda model, encoding: patch(model, "none"))
+    verdict = reach.judge("vit")
+    assert verdict.checks["order gone"] == checks.PASSED and verdict.checks["order back"] == checks.FAILED
 
 
 def test_a_stock_model_without_order_proves_nothing(monkeypatch):
     model = tiny.build("bert")
     model.embeddings.position_embeddings.weight.data.zero_()
-    results = checks.checked("bert", model)
+    results = checks.checked(checks.Host("bert", model, ""))
     assert results["order gone"] == checks.NO_ORDER
     assert not reach.Verdict("bert", "bert", source="learned", encodings=("rope",), checks=results).verified
 
@@ -78,6 +124,7 @@ def test_a_skipped_check_does_not_count():
 def test_contents_change_places_where_they_enter(kind, part, where):
     """Behind a front end that sees order by itself, and before the stock model's positions, which show in its outputs."""
     host = checks.Host(kind, tiny.build(kind), part)
+    host.look()
     assert [(each.where, each.name, each.count) for each in (probe.entrance for probe in host.probes)] == where
     assert all(host.order(stock, probe)[0] > checks.OTHER for probe in host.probes for stock in host.judging(probe))
 

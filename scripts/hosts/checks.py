@@ -7,7 +7,7 @@ import functools
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,10 @@ class ShowsNoOrder(Exception):
     """Raised where the stock model's outputs don't depend on order, so that nothing is proved."""
 
 
-def checked(kind: str, stock: PreTrainedModel, part: str = "") -> dict[str, str]:
+def checked(host: "Host") -> dict[str, str]:
     """Check -> how it went, for a stock model that `patch` takes, or takes a part of (`submodel`)."""
     try:
-        host = Host(kind, stock, part)
+        host.look()
     except Skipped as why:
         return dict.fromkeys(CHECKS, f"{SKIPPED} ({why})")
     results: dict[str, str] = {}
@@ -97,9 +97,15 @@ class Host:
     def __init__(self, kind: str, stock: PreTrainedModel, part: str) -> None:
         self.kind, self.stock, self.part = kind, stock, part
         self.path = path_of(stock, part)
+        self._patched: dict[tuple[str, int], tuple[PreTrainedModel, PreTrainedModel | None]] = {}
         self.answering = self.path or tiny.RECIPES.get(kind, {}).get("vectors", "")
         self.arguments = set(inspect.signature(type(stock).forward).parameters)
-        read = reading(kind, stock, self.answering)
+
+    def look(self) -> None:
+        """Find out what it reads, and how it is judged. Raises Skipped where that can't be known."""
+        read = reading(self.kind, self.stock, self.answering)
+        if read is None and self.path and (outer := reading(self.kind, self.stock)) is not None and "input_ids" in outer.specs:
+            read, self.answering = outer, ""  # a part whose own parts are called one by one
         if read is None:
             raise Skipped("its inputs are unknown")
         self.reading: Reading = read
@@ -108,6 +114,15 @@ class Host:
         self.single = list(self._single_layers()) if self.causal else []
         if not any(self.patched("none", model) is not None for model in self.single):
             self.single = []
+        for probe in self.causal if not self.single else ():
+            if self._is_causal(probe, **self._all_seen(probe)):
+                raise Skipped("its layers can't be had singly, and it takes no mask that shows every token to each")
+
+    def _all_seen(self, probe: Probe) -> dict[str, Tensor]:
+        """A mask that shows every token to each."""
+        count = probe.entrance.count
+        name = "decoder_attention_mask" if probe.part == "decoder" else "attention_mask"
+        return {name: torch.zeros(1, 1, count, count)}
 
     @functools.cached_property
     def taken(self) -> list[str]:
@@ -118,10 +133,13 @@ class Host:
         return Run(model, self.answering, inputs)
 
     def _probes(self) -> Iterator[Probe]:
+        if (at := tiny.RECIPES.get(self.kind, {}).get("entrance")) and (found := given_vectors(self.stock, at, self.reading)):
+            yield Probe("", found)
+            return
         parts = ("",) if self.run(self.stock, self.reading(0)).encoded is None else ("encoder", "decoder")
         for part in parts:
             if part == "decoder" and "decoder_input_ids" in self.reading.specs:
-                found: Entrance | None = Entrance("argument", "decoder_input_ids", (1,))
+                found = Entrance("argument", "decoder_input_ids", (1,))
             else:
                 found = None if part == "decoder" else entrance(self.stock, self.path, self.reading)
             stack = f"{self.path}.{part}".strip(".")
@@ -131,9 +149,9 @@ class Host:
                 raise Skipped(f"the place where its {part or 'own'} contents enter is unknown")
             yield Probe(part, found)
 
-    def _is_causal(self, probe: Probe) -> bool:
+    def _is_causal(self, probe: Probe, **more: Tensor) -> bool:
         """Whether an output knows nothing of what comes later."""
-        inputs, count = self.reading(1), probe.entrance.count
+        inputs, count = {**self.reading(1), **more}, probe.entrance.count
         index = torch.arange(count)
         index[-1] = 0
         before = probe.read(self.run(self.stock, inputs))
@@ -151,9 +169,16 @@ class Host:
             yield model
 
     def patched(self, encoding: str, stock: PreTrainedModel | None = None) -> PreTrainedModel | None:
-        """A patched model with random parameters of the encoding, or None where this encoding is refused."""
+        """A patched model with random parameters of the encoding, or None where this encoding is refused; made once."""
+        stock = stock or self.stock
+        if (encoding, id(stock)) not in self._patched:
+            # The stock model is kept with it, so that no other takes its id.
+            self._patched[encoding, id(stock)] = stock, self._newly_patched(encoding, stock)
+        return self._patched[encoding, id(stock)][1]
+
+    def _newly_patched(self, encoding: str, stock: PreTrainedModel) -> PreTrainedModel | None:
         try:
-            model = patch(stock or self.stock, encoding, self.part)
+            model = patch(stock, encoding, self.part)
         except hf_posenc.HostRefused:
             return None
         generator = torch.Generator().manual_seed(2)
@@ -182,8 +207,7 @@ class Host:
         index = torch.cat([index, torch.tensor([count - 1])])
         sees_all = probe in self.causal and not self.single
         if sees_all:
-            name = "decoder_attention_mask" if probe.part == "decoder" else "attention_mask"
-            inputs[name] = torch.zeros(1, 1, count, count)
+            inputs |= self._all_seen(probe)
         with _silent(model, self.others(model), probe.entrance):
             first = self.run(model, inputs)
             with probe.entrance.taking(model, inputs, index) as other:
@@ -312,8 +336,9 @@ def saves_and_loads(host: Host) -> Iterator[bool]:
     """A patched model that was saved and loaded gives the same outputs, to the last bit."""
     inputs = host.reading(6)
     expected = host.run(host.stock, inputs).tensors
-    if not _of_stock(lambda: _equal(host.run(_reloaded(host.stock), inputs).tensors, expected)):
-        raise Skipped("the stock model is another after it was saved and loaded")
+    with suppress(RuntimeError):  # a stock model that can't be saved
+        if not _equal(host.run(_reloaded(host.stock), inputs).tensors, expected):
+            raise Skipped("the stock model is another after it was saved and loaded")
     for patched in host.with_encodings():
         loaded = _reloaded(patched)
         yield type(loaded) is type(patched)
@@ -341,22 +366,25 @@ def eager_is_sdpa(host: Host) -> Iterator[bool]:
         inputs["attention_mask"], real = real, real.bool()
 
     def apart(model: PreTrainedModel) -> float:
-        answers = []
-        for implementation in ("eager", "sdpa"):
-            model.set_attn_implementation(implementation)
-            vectors = host.run(model, inputs).vectors
-            assert vectors is not None
-            answers.append(vectors if real is None or vectors.shape[:2] != real.shape else vectors[real])
+        answers, before = [], {id(each): each.config._attn_implementation for each in _models(model)}
+        try:
+            for implementation in ("eager", "sdpa"):
+                model.set_attn_implementation(implementation)
+                vectors = host.run(model, inputs).vectors
+                assert vectors is not None
+                answers.append(vectors if real is None or vectors.shape[:2] != real.shape else vectors[real])
+        finally:
+            for each in _models(model):
+                each.config._attn_implementation = before[id(each)]
         return _apart(*answers)
 
-    implementation = host.stock.config._attn_implementation
-    try:
-        stock = _of_stock(lambda: apart(host.stock) < SAME)
-    finally:
-        host.stock.set_attn_implementation(implementation)
-    if stock:
+    if _of_stock(lambda: apart(host.stock) < SAME):
         for patched in host.with_encodings():
             yield apart(patched) < SAME
+
+
+def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def _of_stock(check: Callable[[], bool]) -> bool:

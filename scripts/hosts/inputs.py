@@ -372,6 +372,9 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
         name = same[-1][0] if same else name
         if places == 1:
             return Entrance("output", name, (0,), answer.shape[0])
+        seen, sizes = trace.first.shape[-2], list(answer.shape[2:])
+        if not 0 <= seen - places <= MARGIN and seen in sizes:  # [B, C, time, frequencies]
+            return Entrance("output", name, (2 + sizes.index(seen),), seen)
         return Entrance("output", name, tuple(range(2, answer.ndim)), places)
     if trace.given is None or trace.given.ndim not in (2, 3) or trace.given.ndim != trace.first.ndim:
         return None
@@ -383,7 +386,9 @@ def _behind_the_front_end(model: PreTrainedModel, path: str, read: Reading) -> E
 
 
 def _is_front_end(given: Tensor, answer: Tensor, module: Any) -> bool:
-    """Whether a convolution cuts its input up or shortens it."""
+    """Whether a convolution cuts its input up or shortens it. A transposed one lengthens it, and is of what comes out."""
+    if module.transposed:
+        return False
     return max(module.stride) > 1 or math.prod(given.shape[2:]) > math.prod(answer.shape[2:])
 
 
