@@ -256,7 +256,8 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
                     raise
                 passed.append(path)
                 continue
-            if structure is None and inner and _has_sources_around(module, [other.removeprefix(inside) for other in inner]):
+            around = [*patched, *(other.removeprefix(inside) for other in inner)]
+            if structure is None and inner and _has_sources_around(module, around):
                 # Swin's encoder has biases, and the model around it a table: one stack.
                 structure = _find(module, patched)
                 found = {other: each for other, each in found.items() if other not in inner}
