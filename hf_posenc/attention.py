@@ -45,6 +45,8 @@ def _within(context: PositionContext | None, function: Callable[..., Any], *args
 
 PARTS = "position_parts"
 """The attribute of an attention that names the parts of the encoding which act in it."""
+ACROSS = "attends_across"
+"""The attribute of a cross-attention in which an encoding acts."""
 
 
 OWN_EAGER = "posenc_own_eager"
@@ -135,7 +137,7 @@ def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) ->
 
 def rotated(module: nn.Module, query: Any, key: Any, context: PositionContext, keys_are_rotated: bool) -> tuple[Any, Any]:
     """Queries, and all keys unless those were rotated as they entered the cache, by all that acts in this attention."""
-    if not keys_are_rotated and key.shape[2] == context.length:
+    if not keys_are_rotated and key.shape[2] == context.length and not hasattr(module, ACROSS):
         return rotate(module, query, key, context)
     query, _ = rotate(module, query, None, context)
     if not keys_are_rotated and any("rotate" in encoding.acts_by() for encoding in acting(module, context)):
@@ -177,6 +179,8 @@ def attend(
     position_context = context_for(module, position_context)
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
     context = position_context.placed(query.shape[2], query.device)
+    if hasattr(module, ACROSS):
+        position_context = context = context.across(key.shape[2])
     if context is not position_context and key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{type(module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, which are other tokens than "

@@ -161,6 +161,8 @@ def _positions(model: PreTrainedModel, report: Report) -> list[str]:
         lines.append(f"- position encoding `{name}`" + (f": {', '.join(said)}" if said else ""))
     for verb, paths in report.enters.items():
         lines.append(f"- `{verb}` at `{paths[0]}`" + (f" and {len(paths) - 1} more" if paths[1:] else ""))
+    if report.where:
+        lines.append(f"- acts in: {', '.join(f'`{name}` (`{kind}`)' for name, kind in report.where.items())}")
     lines.append(f"- longest input: {'no limit' if report.max_length is None else f'{report.max_length} tokens'}")
     return lines + [f"- ignored: {note}" for note in report.ignored]
 

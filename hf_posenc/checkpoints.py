@@ -35,20 +35,24 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
             files, self.auto_map = remote_code.without_code(why), {"AutoConfig": f"{remote_code.ENTRY}.{type(self).__name__}"}
         elif self.position_encoding is not None:
             spec, auto_classes = PositionSpec.parse(self.position_encoding), self._auto_classes()
-            cls, options = spec.encoding, spec.encoding.by_part(dict(spec.options))
+            parts = [
+                (part, each.encoding.by_part(dict(each.options))[name])
+                for each in spec.every
+                for name, part in each.parts.items()
+            ]
             try:
                 files = remote_code.files(
                     type(self).__module__.rpartition(".")[2].removeprefix("posenc_"),
-                    [(part, options[name]) for name, part in spec.parts.items()],
+                    parts,
                     self,
                 )
             except ValueError as reason:
-                users = [part for part in spec.parts.values() if not is_ours(part.__module__)]
+                users = [part for part, _ in parts if not is_ours(part.__module__)]
                 names = " and ".join(f"{user.__module__}.{user.__qualname__}" for user in users)
                 remedy = f"it loads where hf-posenc is installed and {names} is imported"
                 warnings.warn(f"{reason}. The model is saved without its code: {remedy}", stacklevel=3)
                 files = remote_code.without_code(
-                    f"the class of this model's position encoding {cls.type!r} isn't with it: pip install hf-posenc; {remedy}"
+                    f"the class of this model's position encoding {spec.type!r} isn't with it: pip install hf-posenc; {remedy}"
                 )
                 auto_classes = {"AutoConfig": auto_classes["AutoConfig"]}
             self.auto_map = {auto: f"{remote_code.ENTRY}.{name}" for auto, name in auto_classes.items()}

@@ -33,6 +33,8 @@ class Report:
     host_kept: whether `unpatch` can bring the host's own positions back.
     ignored: settings of the config that Transformers ignores.
     calibration: of a model made by `convert`: how close it came to its original; else None.
+    where: of an encoder and a decoder, encoder, decoder or cross -> the name of the encoding that acts there, where `patch` was
+        told; else empty.
     stays: class -> paths of the modules that see order by themselves, beside attentions or in place of them: linear attention,
         state spaces, convolutions. They stay as they are.
     """
@@ -47,6 +49,7 @@ class Report:
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     calibration: Calibration | None = None
     stays: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
 
     @property
     def model_max_length(self) -> int:
@@ -79,6 +82,8 @@ class Report:
             f"  stays: {kind}, which sees order by itself: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
             for kind, paths in self.stays.items()
         ]
+        if self.where:
+            lines.append(f"  acts in: {', '.join(f'{name} ({kind})' for name, kind in self.where.items())}")
         lines += [f"  ignored: {note}" for note in self.ignored]
         if self.host_kept:
             lines.append("  the host's own positions are kept: unpatch brings them back")
@@ -115,21 +120,23 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Rep
         )
     stack = next(iter(stacks.values()))
     spec = stack.config.position_spec
+    verbs = dict.fromkeys(verb for each in spec.every for verb in each.encoding.acts_by())
     return Report(
         model_class=type(model).__name__,
         encoding=spec.type,
         options=dict(spec.options),
         enters={
             verb: tuple(
-                f"{name}.{path}".lstrip(".") for name, stack in stacks.items() for path in stack._posenc_entrances[verb]
+                f"{name}.{path}".lstrip(".") for name, stack in stacks.items() for path in stack._posenc_entrances.get(verb, ())
             )
-            for verb in spec.encoding.acts_by()
+            for verb in verbs
         },
         max_length=stack.posenc.geometry.max_length,
         host_kept=bool(spec.host and spec.host.kept),
         ignored=_ignored(config),
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
+        where={name: there.type for name in spec.where if (there := spec.acting(name)) is not None},
         stays=_stays((name, structure.stays_in(stack)) for name, stack in stacks.items()),
     )
 

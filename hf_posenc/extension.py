@@ -65,7 +65,8 @@ def _extended_layer(layer: Any, max_length: int | None) -> Any:
 def _extended_model(model: Any, max_length: int | None) -> Any:
     spec, anew = specs.read(model.config), "hf_posenc.patch(hf_posenc.unpatch(model), …, max_length=…)"
     stack = next(filter(is_patched, model.modules()))
-    _check(spec.type, stack.posenc.geometry, spec.max_length, max_length, anew)
+    for each in spec.every:
+        _check(each.type, stack.posenc.geometry, spec.max_length, max_length, anew)
     config = copy.deepcopy(model.config)
     # The length field of a model made from scratch is the only thing that tells its trained length, and changes below.
     options = spec.options if spec.host else spec.encoding.settled(stack.posenc.geometry, dict(spec.options))

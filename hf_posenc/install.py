@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from hf_posenc import attention, injection, written_out
 from hf_posenc.calls import Call, argument_names
-from hf_posenc.encodings import Geometry, build_within_limits
+from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.own_hosts import is_transformers
 from hf_posenc.positions import ForwardPass, follow_masking, see_images, see_patches
 from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens_aside
@@ -70,7 +70,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         else tuple(path for path in parts if any(verb in spec.parts[part].acts_by() for part in parts[path]))
         for verb in encoding.acts_by()
     }
-    stack._posenc_entrances = entrances
+    stack._posenc_spec, stack._posenc_entrances = spec, entrances
     stack._posenc_pass = ForwardPass(
         names=argument_names(stack),
         hands_down=any(a.kind is a.VAR_KEYWORD for a in inspect.signature(type(stack).forward).parameters.values()),
@@ -91,6 +91,49 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     for module in stack.modules():
         if hasattr(module, "random_masking"):
             module.random_masking = partial(follow_masking, module.random_masking)
+
+
+def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry) -> None:
+    """Build an encoding into the cross-attentions of a decoder: as `posenc.cross` of the stack, where all share it, and as
+    `posenc` of those that have their own. A decoder whose own positions stay gets a `posenc` that does nothing.
+
+    Raises HostRefused, ValueError; the stack is then not to be used.
+    """
+    stack, encoding, options, across = structure.stack, spec.encoding, dict(spec.options), structure.across
+    if "posenc" not in stack._modules:
+        stack.posenc = PositionEncoding(geometry)
+        stack._posenc_spec, stack._posenc_entrances = spec, {}
+        names = argument_names(stack)
+        stack._posenc_pass = ForwardPass(names, False, structure.offset, (), needs_token_types=False, replaces=False)
+    looking = replace(structure, attentions=across)
+    parts = _parts_by_attention(looking, spec)
+    _refuse_closed_attentions(looking, spec, parts)
+    sizes = {
+        path: replace(structure.geometry_of(module, geometry.max_length), is_causal=False) for path, module in across.items()
+    }
+    shared, *owned = build_within_limits(
+        encoding.type,
+        lambda: [
+            encoding.for_stack(next(iter(sizes.values())), **options),
+            *(encoding.for_attention(sizes[path], parts[path], **options) for path in parts),
+        ],
+    )
+    stack.posenc.cross = shared
+    for (path, module), posenc in zip(across.items(), owned, strict=True):
+        if written_out.row_of(module):
+            raise HostRefused(
+                f"{type(stack).__name__}.{path} computes its attention beside Transformers' interface",
+                reason="attention beside Transformers' interface",
+                remedy="leave 'cross' out of where",
+            )
+        setattr(module, attention.PARTS, parts[path])
+        setattr(module, attention.ACROSS, True)
+        if posenc is not None:
+            module.posenc = posenc
+        module.config = attention.AttentionConfigView(module.config, _branches_by_implementation(module))  # type: ignore[assignment]
+    for verb in encoding.acts_by():
+        here = tuple(path for path in parts if any(verb in spec.parts[part].acts_by() for part in parts[path]))
+        stack._posenc_entrances = {**stack._posenc_entrances, verb: (*stack._posenc_entrances.get(verb, ()), *here)}
 
 
 def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:

@@ -26,7 +26,7 @@ from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
 from hf_posenc.encodings import PositionEncoding, check_size, meant
-from hf_posenc.install import install
+from hf_posenc.install import install, install_across
 from hf_posenc.own_hosts import is_transformers
 from hf_posenc.positions import asking
 from hf_posenc.sources import Source
@@ -131,7 +131,7 @@ class PosEncModelMixin(EncodingModelMixin):
             )
         spec = self.config.position_spec
         inner = self if spec.submodel is None else structure.submodel(self, spec.submodel)
-        stacks = {id(found.stack): found for found in structure.find_all(inner).values()}
+        stacks = {id(found.stack): found for found in structure.find_all(inner, spec.where).values()}
         within = {id(module) for module in inner.modules()}
         models: list[Any] = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
         for module in reversed(models):
@@ -190,13 +190,15 @@ class PosEncModelMixin(EncodingModelMixin):
     def _check_attention(self) -> None:
         for module in self.modules():
             if structure.is_patched(module):
-                encodings = module.config.position_spec.parts.values()
+                encodings = [part for spec in module.config.position_spec.every for part in spec.parts.values()]
                 if reason := attention.refusal(module.config._attn_implementation, encodings):
                     raise ValueError(reason)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As of Transformers. Raises ValueError for encodings that bias, whose distances a paged cache can't tell."""
-        if reason := attention.refusal_of_pages(self.config.position_spec.parts.values()):
+        if reason := attention.refusal_of_pages(
+            part for spec in self.config.position_spec.every for part in spec.parts.values()
+        ):
             raise ValueError(reason)
         return super().init_continuous_batching(*args, **kwargs)
 
@@ -336,10 +338,17 @@ def _checked(host: type[PreTrainedModel]) -> Callable[..., None]:
 
 def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
     """Put an encoding into one stack, with what calibration and `unpatch` need."""
+    own, across = spec.acting(found.role), spec.acting("cross")
+    own = spec if not spec.where else own
     geometry = found.geometry(spec.max_length, spec.inject)
-    if geometry.max_length is None and spec.encoding.needs_max_length(geometry):
-        geometry = replace(geometry, max_length=found.usable_length)
-    install(found, spec, geometry)
+    if own is not None:
+        if geometry.max_length is None and own.encoding.needs_max_length(geometry):
+            geometry = replace(geometry, max_length=found.usable_length)
+        install(found, own, geometry)
+    if across is not None and found.role == "decoder":
+        install_across(found, across, geometry)
+    if own is None:
+        return
     if spec.calibration is not None:
         offsets.install(found.stack, found.contributions.items())
     if spec.host and spec.host.kept and (kept := found.kept_shapes(spec.host.rows)):

@@ -27,6 +27,7 @@ def patch(
     *,
     max_length: int | None = None,
     submodel: str | None = None,
+    where: str | list[str] | dict[str, Any] | None = None,
     inject: str = "input",
     keep_host: bool = True,
     **options: Any,
@@ -49,6 +50,10 @@ def patch(
             None: no limit for computed encodings, the host's own length for tables.
         submodel: of a model made of several (CLIP, LLaVA, an EncoderDecoderModel) the one to patch, as a dotted path within
             its base model ("text_model", "language_model", "decoder"); the error for such a model without it names them.
+        where: in a model of an encoder and a decoder where the encoding acts, one or more of "encoder", "decoder" (their
+            self-attention; both by default) and "cross" (the decoder's attention to the encoder's states, where the distance of
+            two tokens is that of their positions). What isn't named keeps the host's own positions. A dict gives each an
+            encoding of its own, or other options: {"encoder": "alibi", "decoder": {"type": "rope", "theta": 5e5}}.
         inject: where the vectors of an encoding which embeds are added: to the "input" (where the host adds its own, else
             to the hidden state that enters the first layer), to the hidden state that enters "every_layer", or to what
             leaves each layer's attention block ("after_attention").
@@ -67,6 +72,7 @@ def patch(
             encoding=encoding,
             max_length=max_length,
             submodel=submodel,
+            where=where,
             inject=inject,
             keep_host=keep_host,
             **options,
@@ -75,9 +81,9 @@ def patch(
     refuse(model, "patch")
     if isinstance(model, PosEncModelMixin):
         held = model.config.position_spec
-        where = "" if held.submodel is None else f", in its {held.submodel}, and only one of its models can have one"
+        inner = "" if held.submodel is None else f", in its {held.submodel}, and only one of its models can have one"
         raise ValueError(
-            f"this model has the {held.type!r} encoding already{where}: hf_posenc.patch(hf_posenc.unpatch(model), …)"
+            f"this model has the {held.type!r} encoding already{inner}: hf_posenc.patch(hf_posenc.unpatch(model), …)"
         )
     if not is_transformers(type(model)):
         refuse_own_config(model)
@@ -87,8 +93,9 @@ def patch(
         )
     given = {"type": encoding} if isinstance(encoding, str) else encoding
     if isinstance(given, dict):
-        placement = {"max_length": max_length, "submodel": submodel, "inject": None if inject == "input" else inject}
-        given = {**given, **options, **{name: value for name, value in placement.items() if value is not None}}
+        placement = {"max_length": max_length, "submodel": submodel, "where": where}
+        placement = {name: value for name, value in placement.items() if value is not None}
+        given = {**given, **options, **placement, **({} if inject == "input" else {"inject": inject})}
     spec = PositionSpec.parse(given)
     try:
         return to_derived(model, derive(type(model)), spec, keep_host)

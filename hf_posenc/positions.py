@@ -69,6 +69,7 @@ class ForwardPass:
     refused: arguments by which the host's own positions would be given by hand.
     needs_token_types: whether the host cuts missing token types from a buffer as long as its old table (BERT).
     aside, windows: of the context of a stack that makes its tokens itself.
+    replaces: whether the host's own positions were taken out; else nothing that it is called with changes.
     """
 
     names: list[str]
@@ -78,6 +79,7 @@ class ForwardPass:
     needs_token_types: bool
     aside: tuple[int, int] = (0, 0)
     windows: bool = False
+    replaces: bool = True
 
     def begin(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
         """The arguments with the `PositionContext` of this forward pass in them, if the host passes it on, and that context.
@@ -87,7 +89,7 @@ class ForwardPass:
         (`positions_of`).
         """
         call = Call(self.names, args, kwargs)
-        for name in self.refused:
+        for name in self.refused if self.replaces else ():
             if call[name] is not None:
                 raise ValueError(
                     f"{name} given by hand are the positions of the stock {type(stack).host_class.__name__}, which this model "
@@ -111,7 +113,8 @@ class ForwardPass:
         cache, mask = call.of_type(Cache), None if tokens is None else call["attention_mask"]
         past = _length_of(cache)
         remembering.refuse_uncounted(cache, past)
-        _check_length(stack, length, past, cache)
+        if self.replaces:
+            _check_length(stack, length, past, cache)
         given = ids
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         if (asked := ASKING.asked) is not None and asked.stack is stack:
@@ -127,7 +130,11 @@ class ForwardPass:
             start=start,
             keys=keys,
             first_keys=_first_keys(cache, length, getattr(stack.config, "layer_types", None)),
+            other=stack.posenc._modules.get("cross"),
+            other_mask=call["encoder_attention_mask"],
         )
+        if not self.replaces:
+            return args, kwargs, context
         changes: dict[str, Any] = {}
         if "position_ids" in self.names:
             # One row for each text: XLM asserts its shape, and others see by the first of several whether texts are packed.
@@ -182,7 +189,7 @@ class ForwardPass:
             return None
         if ids.ndim > 2:
             raise ValueError(
-                f"position_ids have shape {tuple(ids.shape)}, but the {stack.config.position_spec.type!r} encoding has one "
+                f"position_ids have shape {tuple(ids.shape)}, but the {stack._posenc_spec.type!r} encoding has one "
                 "position for each token: give [batch, length]; or, for several texts in one row of a model of images, "
                 "[4, batch, length], the positions in each text before those in time, height and width"
             )
@@ -375,7 +382,7 @@ def _check_length(stack: Any, length: int, past: Any, cache: Any) -> None:
     else:
         total, what = past + length, "an input of" if cache is None else "an input with its cache of"
     if total > limit:
-        spec = stack.config.position_spec
+        spec = stack._posenc_spec
         if spec.encoding.needs_max_length(stack.posenc.geometry):
             longer = "; it has no positions beyond, and more of them would have to be trained"
         else:

@@ -7,7 +7,7 @@ The JSON form is a dict: the encoding's canonical type and options, and the plac
 import copy
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_type_hints
 
 from transformers import PreTrainedConfig
@@ -25,7 +25,9 @@ from hf_posenc.encodings import (
 
 INJECT = ("input", "every_layer", "after_attention")
 """Where vectors are added: to the token embeddings, to the input of each layer, to the output of each attention block."""
-PLACEMENT = ("inject", "max_length", "host", "calibration", "submodel")
+WHERE = ("encoder", "decoder", "cross")
+"""Where an encoding acts in a model of an encoder and a decoder: in the self-attention of each, and between them."""
+PLACEMENT = ("inject", "max_length", "host", "calibration", "submodel", "where")
 """The keys of `position_encoding` which are no options of an encoding; `layers` stands beside the options of each part."""
 PARSED = "_position_spec"
 """The attribute of a config that holds its `position_encoding` parsed; not saved."""
@@ -131,6 +133,9 @@ class PositionSpec:
     host: of the stock model, for `unpatch`; None in a model made from scratch.
     calibration: of a model made by `convert`; else None.
     submodel: the dotted path, within the base model, of the one model that has the encoding in a host made of several.
+    where: in a model of an encoder and a decoder where the encoding acts, in the order of WHERE; empty: in the self-attention
+        of both. What isn't named keeps the host's own positions.
+    others: where in place of this encoding another one acts, or this one with other options -> that one.
     """
 
     type: str
@@ -141,6 +146,8 @@ class PositionSpec:
     host: HostSpec | None = None
     calibration: Calibration | None = None
     submodel: str | None = None
+    where: tuple[str, ...] = ()
+    others: Mapping[str, "PositionSpec"] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, given: Any) -> "PositionSpec":
@@ -153,6 +160,7 @@ class PositionSpec:
         else:
             layers = {}
         chosen = canonical(given, layered=layers)
+        where = _checked_where(placement.get("where"))
         spec = cls(
             type=chosen["type"],
             options=options_of(chosen),
@@ -162,9 +170,20 @@ class PositionSpec:
             host=HostSpec.parse(placement.get("host")),
             calibration=Calibration.parse(placement.get("calibration")),
             submodel=placement.get("submodel"),
+            where=tuple(name for name in WHERE if name in where),
         )
+        spec = replace(spec, others={name: spec._other(name, value) for name, value in where.items() if value})
         spec._check_placement()
         return spec
+
+    def _other(self, name: str, given: Any) -> "PositionSpec":
+        """The encoding of one of WHERE, from a name, a dict with "type", or other options for this encoding."""
+        given = {"type": given} if isinstance(given, str) else given
+        if not isinstance(given, dict):
+            raise ValueError(f"where[{name!r}]={shown(given)}: give a name, a dict of an encoding, or options for this one")
+        if placed := sorted({*PLACEMENT} & {*given}):
+            raise ValueError(f"where[{name!r}] has {placed[0]!r}, which stands beside where: it holds for the whole model")
+        return PositionSpec.parse(given if "type" in given else {**self._written(), **given})
 
     def _check_placement(self) -> None:
         if self.inject not in INJECT:
@@ -173,6 +192,12 @@ class PositionSpec:
             )
         if self.submodel is not None and not (isinstance(self.submodel, str) and SUBMODEL.fullmatch(self.submodel)):
             raise ValueError(f"submodel={shown(self.submodel)}: allowed is the dotted path of a model within the base model")
+        between = self.acting("cross")
+        if between is not None and "embed" in between.encoding.acts_by():
+            raise ValueError(
+                f"where='cross': {between.type!r} adds vectors to the tokens of a stack, and none between two stacks: take an "
+                "encoding that rotates or biases there, where={'cross': 'alibi', …}"
+            )
         embeds = "embed" in self.encoding.acts_by()
         if self.inject != "input" and not embeds:
             raise ValueError(
@@ -199,18 +224,41 @@ class PositionSpec:
         """The classes which the encoding is made of, by name: itself, or the parts of a composition."""
         return self.encoding.component_classes()
 
-    def to_dict(self) -> dict[str, Any]:
-        """The form for config.json, which `parse` reads."""
+    def acting(self, where: str) -> "PositionSpec | None":
+        """What acts in one of WHERE, or None."""
+        if where not in (self.where or ("encoder", "decoder")):
+            return None
+        other = self.others.get(where)
+        if other is None:
+            return self
+        return replace(self, type=other.type, options=other.options, layers=other.layers, where=(), others={})
+
+    @property
+    def every(self) -> tuple["PositionSpec", ...]:
+        """This encoding, unless another one is in its place everywhere, and the others."""
+        own = () if self.others and {*self.others} == {*self.where} else (self,)
+        return (*own, *self.others.values())
+
+    def _written(self) -> dict[str, Any]:
+        """The encoding without its placement, but for `layers`."""
         written: dict[str, Any] = {"type": self.type, **copy.deepcopy(dict(self.options))}
         for part, layers in self.layers.items():
             (written if part == self.type else written[part])["layers"] = layers if isinstance(layers, str) else [*layers]
+        return written
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form for config.json, which `parse` reads."""
+        where: Any = [*self.where]
+        if self.others:
+            where = {name: self.others[name]._written() if name in self.others else {} for name in self.where}
         return {
-            **written,
+            **self._written(),
             "inject": self.inject,
             "max_length": self.max_length,
             "host": None if self.host is None else asdict(self.host),
             **({} if self.calibration is None else {"calibration": self.calibration.to_dict()}),
             **({} if self.submodel is None else {"submodel": self.submodel}),
+            **({"where": where} if where else {}),
         }
 
     def parts_by_layer(self, count: int, attentions: Collection[int]) -> list[tuple[str, ...]]:
@@ -285,6 +333,23 @@ def merged(saved: Any, given: Any) -> Any:
     both = [key for key in given if isinstance(given[key], dict) and isinstance(saved.get(key), dict)]
     parts = {key: {**saved[key], **given[key]} for key in both}
     return {**saved, **given, **parts}
+
+
+def _checked_where(given: Any) -> dict[str, Any]:
+    """One of WHERE -> its own encoding or options, or nothing. Raises ValueError for other names."""
+    if given is None:
+        return {}
+    found = {given: None} if isinstance(given, str) else given
+    if isinstance(found, (list, tuple)) and all(isinstance(name, str) for name in found):
+        found = dict.fromkeys(found)
+    if not isinstance(found, dict) or not found or not {*found} <= {*WHERE}:
+        unknown = next((name for name in found if name not in WHERE), None) if isinstance(found, dict) else None
+        near = meant(unknown, WHERE) if isinstance(unknown, str) else ""
+        raise ValueError(
+            f"where={shown(given)}{near}: allowed is one or more of {', '.join(map(repr, WHERE))}, or a dict of these with an "
+            "encoding for each"
+        )
+    return found
 
 
 def _without_layers(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

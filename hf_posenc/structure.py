@@ -54,6 +54,17 @@ class Structure:
         return dict(self.stack.named_modules())
 
     @property
+    def role(self) -> str:
+        """Which stack of an encoder and a decoder it is."""
+        return _role(self.stack)
+
+    @property
+    def across(self) -> dict[str, nn.Module]:
+        """Path -> attention to another stack's states."""
+        modules = self.modules.items()
+        return {path: module for path, module in modules if _is_attention(module) and _looks_across(path, module)}
+
+    @property
     def tokens(self) -> Tensor | None:
         """The table of token embeddings, if the stack reads tokens."""
         return tokens_of(self.stack)
@@ -218,13 +229,18 @@ def is_patched(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel) and "posenc" in module._modules
 
 
-def find_all(model: Any) -> dict[str, Structure]:
+def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
     """Path -> structure of each stack of a model, innermost first: BART has an encoder and a decoder. Stacks which are patched
     already are passed over.
 
-    Raises HostRefused where an encoding can't be put into all of the others, or where there is none.
+    where: of a spec; a stack in which nothing acts is passed over, too.
+
+    Raises HostRefused where an encoding can't be put into all of the others, or where there is none. ValueError where the
+    model has no such stack.
     """
     refuse_several_models(model)
+    wanted = {"decoder" if name == "cross" else name for name in where}
+    passed: list[str] = []
     models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     taken = [path for path, module in models.items() if is_patched(module)]
     found: dict[str, Structure] = {}
@@ -232,24 +248,52 @@ def find_all(model: Any) -> dict[str, Structure]:
         inside = f"{path}." if path else ""
         if not is_patched(module):
             inner = [other for other in found if other.startswith(inside)]
-            patched = [other.removeprefix(inside) for other in taken if other.startswith(inside)]
-            structure = _find(module, [*patched, *(other.removeprefix(inside) for other in inner)])
-            if structure is None and inner and _has_sources_around(module, [other.removeprefix(inside) for other in inner]):
+            patched = [other.removeprefix(inside) for other in (*taken, *passed) if other.startswith(inside)]
+            try:
+                structure = _find(module, [*patched, *(other.removeprefix(inside) for other in inner)])
+            except HostRefused:
+                if not wanted or _role(module) in wanted:
+                    raise
+                passed.append(path)
+                continue
+            around = [*patched, *(other.removeprefix(inside) for other in inner)]
+            if structure is None and inner and _has_sources_around(module, around):
                 # Swin's encoder has biases, and the model around it a table: one stack.
                 structure = _find(module, patched)
                 found = {other: each for other, each in found.items() if other not in inner}
-            found.update({} if structure is None else {path: structure})
+            if structure is not None and wanted and structure.role not in wanted:
+                passed.append(path)
+            elif structure is not None:
+                found[path] = structure
+    _check_where(model, where, found)
     left = {path for path, module in model.named_modules() if _is_self_attention(path, module)}
     if not left:
         raise none_found(type(model))
     left -= {f"{path}.{name}".lstrip(".") for path, structure in found.items() for name in structure.attentions}
-    left = {path for path in left if not any(f"{path}.".startswith(f"{stack}.") for stack in taken)}
+    left = {path for path in left if not any(f"{path}.".startswith(f"{stack}.") for stack in (*taken, *passed))}
     if left:
         raise HostRefused(
             f"{type(model).__name__} has no source of position that is known, for {min(left)}",
             "no source of position that is known",
         )
     return found
+
+
+def _check_where(model: Any, where: Collection[str], found: Mapping[str, Structure]) -> None:
+    there = {structure.role for structure in found.values()}
+    there |= {"cross" for structure in found.values() if structure.across and structure.role == "decoder"}
+    if where and not (getattr(model.config, "is_encoder_decoder", False) and {*where} <= there):
+        missing = ", ".join(map(repr, where))
+        raise ValueError(
+            f"where names {missing}, but {type(model).__name__} is no encoder and decoder with attentions of Transformers' "
+            "interface in each of these: leave where out, or name what it has"
+        )
+
+
+def _role(stack: Any) -> str:
+    """Which stack of an encoder and a decoder one is."""
+    looks = any(_is_attention(module) and _looks_across(path, module) for path, module in stack.named_modules())
+    return "decoder" if looks or getattr(stack.config, "is_decoder", False) else "encoder"
 
 
 def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
@@ -480,8 +524,15 @@ def _may_mix(module: nn.Module) -> bool:
 
 
 def _is_self_attention(path: str, module: nn.Module) -> bool:
+    return _is_attention(module) and not _looks_across(path, module)
+
+
+def _is_attention(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     on_interface = "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
-    if not on_interface and not written_out.row_of(module):
-        return False
-    return not CROSS_ATTENTION.search(path) and not getattr(module, "is_cross_attention", False)
+    return on_interface or bool(written_out.row_of(module))
+
+
+def _looks_across(path: str, module: nn.Module) -> bool:
+    """Whether an attention's keys are another stack's states."""
+    return bool(CROSS_ATTENTION.search(path)) or bool(getattr(module, "is_cross_attention", False))

@@ -61,9 +61,10 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     Raises ValueError (HostRefused) where the encoding can't be put into it.
     """
     inner = model if spec.submodel is None else structure.submodel(model, spec.submodel)
-    stacks = list(structure.find_all(inner).values())
+    stacks = list(structure.find_all(inner, spec.where).values())
     if spec.max_length is None:
-        sized = [found for found in stacks if spec.encoding.needs_max_length(found.geometry(None, spec.inject))]
+        acting = [(found, spec.acting(found.role) if spec.where else spec) for found in stacks]
+        sized = [found for found, own in acting if own and own.encoding.needs_max_length(found.geometry(None, own.inject))]
         lengths = {found.usable_length for found in sized}
         # Stacks of several lengths have each its own.
         spec = replace(spec, max_length=lengths.pop() if len(lengths) == 1 else None)
@@ -95,6 +96,8 @@ def _copy_positions(found: structure.Structure, stack: Any) -> None:
     table = next((table for source in found.sources if (table := source.table()) is not None), None)
     with torch.no_grad():
         stack.posenc.adopt(table)
+        if "cross" in stack.posenc._modules:
+            stack.posenc.cross.adopt(None)
         if "host" in stack.posenc._modules:
             for key, kept in stack.posenc.host.named_buffers():
                 kept.copy_(found.stack.get_parameter(key))
@@ -105,7 +108,8 @@ def to_stock(model: Any, stock: Any) -> Any:
 
     Raises ValueError where they were not kept. Warns where the weights are no longer those which were patched.
     """
-    host, submodel = specs.read(model.config).host, specs.read(model.config).submodel
+    spec = specs.read(model.config)
+    host, submodel, where = spec.host, spec.submodel, spec.where
     if host is None:
         raise ValueError(
             "this model was made from scratch with its encoding, not patched (its config has no 'host'), so there are no "
@@ -127,7 +131,7 @@ def to_stock(model: Any, stock: Any) -> Any:
                 trained = owner.get_parameter(parameter).requires_grad if parameter in owner._parameters else True
                 owner.register_parameter(parameter, nn.Parameter(kept.clone(), requires_grad=trained))
     inner = unpatched if submodel is None else structure.submodel(unpatched, submodel)
-    if fingerprint(structure.find_all(inner).values()) != host.fingerprint:
+    if fingerprint(structure.find_all(inner, where).values()) != host.fingerprint:
         warnings.warn(
             "the weights are no longer those which were patched (trained, or cast to another dtype): this is the "
             "present body with the host's old positions, and its outputs are not those of the original",

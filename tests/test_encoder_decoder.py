@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, tokens
+from conftest import stock as stock_model
 
 BART: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
@@ -320,3 +321,157 @@ def test_decoders_with_such_a_table(prefix):
     assert longer.config.max_position_embeddings == 4 * LENGTH
     assert longer(tokens(length=3 * LENGTH))[0].isfinite().all()
     assert_equal(hf_posenc.unpatch(copy.deepcopy(longer))(SOURCE)[0], model(SOURCE)[0])
+
+
+# where
+
+
+some_pairs = pytest.mark.parametrize("pair", ["bart", "t5", "umt5"])
+
+
+def states_of(model):
+    return model.get_encoder()(SOURCE)[0]
+
+
+@some_pairs
+@pytest.mark.parametrize("encoding", [*ENCODINGS, "learned"])
+@torch.no_grad()
+def test_a_stack_that_is_not_named_keeps_its_own_positions(pair, encoding, tmp_path):
+    options = {"max_length": LENGTH} if encoding == "learned" else {}
+    model = stock(pair, head=True)
+    for where, kept in (("encoder", "decoder"), (["decoder"], "encoder")):
+        new = randomize_encoding(hf_posenc.patch(model, encoding, where=where, **options))
+        states = states_of(model)
+
+        def run(each, kept=kept, states=states):
+            return (
+                each.get_encoder()(SOURCE)[0]
+                if kept == "encoder"
+                else each.get_decoder()(TARGET, encoder_hidden_states=states)[0]
+            )
+
+        assert_equal(run(new), run(model))
+        assert_apart(outputs(new, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
+        new.save_pretrained(tmp_path)
+        again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+        assert again.config.position_encoding["where"] == ([where] if where == "encoder" else where)
+        assert_equal(outputs(again, SOURCE, TARGET), outputs(new, SOURCE, TARGET))
+        for patched_one in (new, again):
+            back = hf_posenc.unpatch(patched_one)
+            assert type(back) is type(model)
+            assert_equal(outputs(back, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
+
+
+@some_pairs
+@torch.no_grad()
+def test_an_encoding_for_each(pair):
+    model = stock(pair)
+    both = hf_posenc.patch(model, "alibi", where={"encoder": "rope", "decoder": {}})
+    rope, alibi = hf_posenc.patch(model, "rope"), hf_posenc.patch(model, "alibi")
+    states = states_of(rope)
+    assert_equal(states_of(both), states)
+    assert_equal(both.decoder(TARGET, encoder_hidden_states=states)[0], alibi.decoder(TARGET, encoder_hidden_states=states)[0])
+    assert hf_posenc.inspect(both).where == {"encoder": "rope", "decoder": "alibi"}
+    other = hf_posenc.patch(model, "rope", where={"encoder": {"theta": 7.0}, "decoder": {}})
+    assert_equal(states_of(other), states_of(hf_posenc.patch(model, "rope", theta=7.0)))
+    assert other.config.position_encoding["where"]["encoder"]["theta"] == 7.0
+
+
+def biased_by_hand(model, bias):
+    """A stock model whose cross-attentions add `bias`, `[B, H, Q, K]`, by the mask they are given."""
+
+    def add(module, args, kwargs):
+        name = "mask" if "mask" in kwargs else "attention_mask"
+        return args, {**kwargs, name: bias}
+
+    for name, module in model.named_modules():
+        if name.endswith(("encoder_attn", "EncDecAttention")):
+            module.register_forward_pre_hook(add, with_kwargs=True)
+    return model
+
+
+@some_pairs
+@torch.no_grad()
+def test_cross_attention_sees_the_distance_of_positions(pair, tmp_path):
+    """ALiBi between the stacks is -slope · |encoder position - decoder position|. The stacks keep their own positions."""
+    model = stock(pair, head=True)
+    new = hf_posenc.patch(model, "alibi", where="cross")
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
+    distance = torch.arange(SOURCE.shape[1])[None, :] - torch.arange(TARGET.shape[1])[:, None]
+    bias = -slopes[:, None, None] * distance.abs()
+    expected = outputs(biased_by_hand(copy.deepcopy(model), bias[None]), SOURCE, TARGET)
+    assert_close(outputs(new, SOURCE, TARGET), expected)
+    source, mask = padded(SOURCE, 3, "left")
+    if PAIRS[pair].biases:  # stock BART counts padding in
+        assert_close(outputs(new, source, TARGET, attention_mask=mask), expected)
+    new.save_pretrained(tmp_path)
+    again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert_equal(outputs(again, SOURCE, TARGET), outputs(new, SOURCE, TARGET))
+    assert_equal(outputs(hf_posenc.unpatch(again), SOURCE, TARGET), outputs(model, SOURCE, TARGET))
+
+
+@some_pairs
+@pytest.mark.parametrize("encoding", ["rope", "alibi", "shaw", "t5"])
+@torch.no_grad()
+def test_everywhere_padding_caches_and_beams(pair, encoding):
+    model = patched(pair, encoding, head=True, where=["cross", "encoder", "decoder"])
+    assert model.config.position_encoding["where"] == ["encoder", "decoder", "cross"]
+    alone = outputs(model, SOURCE, TARGET)
+    assert_apart(alone, outputs(hf_posenc.patch(stock(pair, True), encoding), SOURCE, TARGET), by=1e-5)
+    for side in ("left", "right"):
+        source, mask = padded(SOURCE, 3, side)
+        assert_close(outputs(model, source, TARGET, attention_mask=mask), alone)
+    source, mask = padded(SOURCE, 3, "left")
+    for beams in (1, 3):
+        settings = dict(max_new_tokens=5, min_new_tokens=5, num_beams=beams, return_dict_in_generate=True, output_scores=True)
+        with_cache, without = (
+            model.generate(source, attention_mask=mask, use_cache=use_cache, **settings) for use_cache in (True, False)
+        )
+        assert_equal(with_cache.sequences, without.sequences)
+        assert_close(list(with_cache.scores), list(without.scores))
+
+
+@torch.no_grad()
+def test_a_target_as_long_as_its_source_is_rotated_by_its_own_positions():
+    """Keys of a cross-attention have the encoder's positions, also where there are as many of them as queries."""
+    model = hf_posenc.patch(stock("bart"), "rope", where=["cross"])
+    source, mask = padded(SOURCE[:, :7], 2, "left")
+    assert source.shape == TARGET.shape
+    states = model.encoder(source, attention_mask=mask)[0]
+    expected = model.decoder(TARGET, encoder_hidden_states=states[:, 2:])[0]
+    assert_close(model.decoder(TARGET, encoder_hidden_states=states, encoder_attention_mask=mask)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("encodr", "'encodr'.*did you mean 'encoder'.*'decoder', 'cross'"),
+        ([], "allowed is one or more of"),
+        (3, "allowed is one or more of"),
+        ({"decoder": 3}, r"where\['decoder'\]=3"),
+        ({"decoder": {"theta": 3.0}}, "'alibi' has no option 'theta'"),
+        ({"decoder": {"type": "rope", "max_length": 3}}, "'max_length'.*beside where"),
+        ({"cross": "sinusoidal"}, "'sinusoidal' adds vectors.*between two stacks"),
+    ],
+)
+def test_wrong_where(where, words):
+    with pytest.raises(ValueError, match=words):
+        hf_posenc.patch(stock("bart"), "alibi", where=where)
+
+
+def test_where_needs_an_encoder_and_a_decoder():
+    with pytest.raises(ValueError, match="BertModel is no encoder and decoder.*leave where out"):
+        hf_posenc.patch(stock_model("bert"), "alibi", where="encoder")
+    with pytest.raises(ValueError, match="T5EncoderModel is no encoder"):
+        hf_posenc.patch(transformers.T5EncoderModel(transformers.T5Config(**T5)), "alibi", where="encoder")
+
+
+@torch.no_grad()
+def test_a_stack_that_is_not_named_may_be_one_that_is_refused():
+    sizes = dict(T5, local_radius=3, encoder_attention_type="local")
+    model = randomize(transformers.LongT5Model(transformers.LongT5Config(**sizes))).eval()
+    with pytest.raises(hf_posenc.HostRefused):
+        hf_posenc.patch(model, "alibi")
+    new = hf_posenc.patch(model, "alibi", where="decoder")
+    assert_equal(states_of(new), states_of(model))
+    assert_equal(outputs(hf_posenc.unpatch(new), SOURCE, TARGET), outputs(model, SOURCE, TARGET))

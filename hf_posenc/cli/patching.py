@@ -20,6 +20,10 @@ Submodel = Annotated[
     str | None,
     typer.Option(help="Of a model made of several (CLIP), the one to change; the error without it names them."),
 ]
+Where = Annotated[
+    str | None,
+    typer.Option(help="Of an encoder and a decoder, which: encoder, decoder, cross, or JSON, a list or an encoding for each."),
+]
 
 
 @app.command("patch")
@@ -31,6 +35,7 @@ def patch(
     option: Options = None,
     layers: Layers = None,
     submodel: Submodel = None,
+    where: Where = None,
     inject: Annotated[str, typer.Option(help="input, every_layer or after_attention.")] = "input",
     keep_host: Annotated[bool, typer.Option(help="Keep the host's own positions, for unpatch.")] = True,
     overwrite: Overwrite = False,
@@ -49,7 +54,14 @@ def patch(
     chosen = given_encoding(encoding, option or [])
     some = {} if layers is None else {"layers": option_value(layers)}
     patched = hf_posenc.patch(
-        load(model), chosen, max_length=max_length, submodel=submodel, inject=inject, keep_host=keep_host, **some
+        load(model),
+        chosen,
+        max_length=max_length,
+        submodel=submodel,
+        where=None if where is None else option_value(where),
+        inject=inject,
+        keep_host=keep_host,
+        **some,
     )
     save(patched, model, output_dir)
     lost = "A trained model has lost its sense of order now: fine-tune it"
@@ -75,7 +87,7 @@ def given_encoding(given: str, options: list[str]) -> dict[str, Any]:
         name, equals, value = option.partition("=")
         if not name or not equals:
             raise ValueError(f"--option {option!r}: give name=value")
-        if name in ("type", "max_length", "layers", "submodel", "inject", "host"):
+        if name in ("type", "max_length", "layers", "submodel", "where", "inject", "host"):
             raise ValueError(f"--option {option!r}: {name!r} is no option of an encoding; see hf-posenc patch --help")
         if name in encoding:
             raise ValueError(f"--option {option!r}: {name!r} is given twice")

@@ -20,6 +20,7 @@ RESERVED = {
     "aliases",
     "geometry",
     "calibration",
+    "cross",
     "max_length",
     "layers",
     "host",
@@ -31,7 +32,7 @@ RESERVED = {
 """Names that neither an encoding nor an option may have."""
 
 
-BESIDE = ("inject", "keep_host", "layers", "max_length")
+BESIDE = ("inject", "keep_host", "layers", "max_length", "where")
 """The arguments of `patch` that stand beside an encoding's options."""
 
 

@@ -37,6 +37,8 @@ class PositionContext:
     images: number of tokens of each of several images that are packed in one row. Each has positions of its own.
     chosen: `[B, K]`, the positions of the patches that are left, where others were taken out.
     windows: whether attentions may see a part of the tokens, as those of a window, which are then counted by themselves.
+    other: the encoding of a decoder's cross-attention, if it has one. other_mask: `[B, K]`, which of the encoder's states are
+        shown there; None for all.
     """
 
     encoding: Any
@@ -53,6 +55,19 @@ class PositionContext:
     images: tuple[int, ...] = ()
     chosen: Tensor | None = None
     windows: bool = False
+    other: Any = None
+    other_mask: Tensor | None = None
+
+    def across(self, keys: int) -> "PositionContext":
+        """The context of these queries for another stack's states, `keys` of them: the distance of the two is position -
+        position."""
+
+        def make() -> "PositionContext":
+            positions, start = positions_of(keys, 0, self.other_mask, self.positions.device)
+            there = torch.arange(keys, device=positions.device)[None] - start
+            return replace(self, encoding=self.other, past=0, start=start, keys=there, computed={}, first_keys=())
+
+        return self.cached(("across", keys), make)
 
     def placed(self, length: int, device: torch.device) -> "PositionContext":
         """This context; that of an input of `length` tokens behind the cached ones if their number was unknown up to here.
