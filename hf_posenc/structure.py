@@ -443,13 +443,18 @@ def _refuse_own_attention(path: str, module: Any) -> None:
 
 
 def tokens_of(stack: Any) -> Tensor | None:
-    """The table whose rows the input ids `[B, L]` name, or None: inputs may be several ids for each place, or features."""
+    """The table whose rows the input ids `[B, L]` name, or several ids for each place, `[B, L, N]`, whose rows are added up.
+
+    None for a stack that reads something else.
+    """
     try:
-        weight = getattr(stack.get_input_embeddings(), "weight", None)
-    except NotImplementedError:  # GroupViT's text encoder doesn't say it
-        size = getattr(stack.config, "vocab_size", None)
-        tables = [each.weight for each in stack.modules() if isinstance(each, nn.Embedding) and each.num_embeddings == size]
-        weight = tables[0] if len(tables) == 1 else None
+        embeddings = stack.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    if not isinstance(getattr(embeddings, "weight", None), Tensor) and "input_ids" in argument_names(stack):
+        tables = embeddings.modules() if isinstance(embeddings, nn.Module) else ()
+        embeddings = next((module for module in tables if isinstance(module, nn.Embedding)), None)
+    weight = getattr(embeddings, "weight", None)
     return weight if isinstance(weight, Tensor) else None
 
 
