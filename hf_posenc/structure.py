@@ -450,10 +450,13 @@ def tokens_of(stack: Any) -> Tensor | None:
     try:
         embeddings = stack.get_input_embeddings()
     except NotImplementedError:
-        return None
+        embeddings = None
     if not isinstance(getattr(embeddings, "weight", None), Tensor) and "input_ids" in argument_names(stack):
-        tables = embeddings.modules() if isinstance(embeddings, nn.Module) else ()
-        embeddings = next((module for module in tables if isinstance(module, nn.Embedding)), None)
+        rows = getattr(stack.config, "vocab_size", None) or 1
+        parts = stack.children() if embeddings is None else [embeddings]
+        inside = (module for part in parts if not isinstance(part, nn.ModuleList) for module in part.modules())
+        tables = (module for module in inside if isinstance(module, nn.Embedding) and module.num_embeddings >= rows)
+        embeddings = next(tables, None)
     weight = getattr(embeddings, "weight", None)
     return weight if isinstance(weight, Tensor) else None
 
