@@ -96,7 +96,9 @@ class ForwardPass:
                     f"doesn't use: leave them out, or give position_ids"
                 )
         ids, embeds = call["position_ids"], call["inputs_embeds"]
-        tokens = call["input_ids"] if embeds is None else embeds[..., 0]
+        tokens = call["input_ids"] if embeds is None else embeds
+        if tokens is not None and tokens.ndim > 2:  # vectors, or several ids for each place
+            tokens = tokens[..., 0]
         if tokens is None and ids is None and not self._lacks_tokens(stack, call):
             return self._changed(call, self._of_unknown_number(stack, call))
         known = ids if tokens is None else tokens

@@ -487,13 +487,21 @@ def _refuse_own_attention(path: str, module: Any) -> None:
 
 
 def tokens_of(stack: Any) -> Tensor | None:
-    """The table whose rows the input ids `[B, L]` name, or None: inputs may be several ids for each place, or features."""
+    """The table whose rows the input ids `[B, L]` name, or several ids for each place, `[B, L, N]`, whose rows are added up.
+
+    None for a stack that reads something else.
+    """
     try:
-        weight = getattr(stack.get_input_embeddings(), "weight", None)
-    except NotImplementedError:  # GroupViT's text encoder doesn't say it
-        size = getattr(stack.config, "vocab_size", None)
-        tables = [each.weight for each in stack.modules() if isinstance(each, nn.Embedding) and each.num_embeddings == size]
-        weight = tables[0] if len(tables) == 1 else None
+        embeddings = stack.get_input_embeddings()
+    except NotImplementedError:
+        embeddings = None
+    if not isinstance(getattr(embeddings, "weight", None), Tensor) and "input_ids" in argument_names(stack):
+        rows = getattr(stack.config, "vocab_size", None) or 1
+        parts = stack.children() if embeddings is None else [embeddings]
+        inside = (module for part in parts if not isinstance(part, nn.ModuleList) for module in part.modules())
+        tables = (module for module in inside if isinstance(module, nn.Embedding) and module.num_embeddings >= rows)
+        embeddings = next(tables, None)
+    weight = getattr(embeddings, "weight", None)
     return weight if isinstance(weight, Tensor) else None
 
 

@@ -7,7 +7,15 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    CsmBackboneModel,
+    CsmConfig,
+    DynamicCache,
+    KyutaiSpeechToTextConfig,
+    KyutaiSpeechToTextModel,
+    StaticCache,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import hf_posenc
@@ -16,6 +24,7 @@ from conftest import (
     DECODER,
     HOSTS,
     LLAMA,
+    VOCABULARY,
     Host,
     assert_apart,
     assert_close,
@@ -24,6 +33,7 @@ from conftest import (
     first,
     needs_inductor,
     patched,
+    randomize,
     randomize_encoding,
     run_python,
     stock,
@@ -51,6 +61,18 @@ def encoder(prefix, **more):
 SLIDING = dict(sliding_window=WINDOW)
 ALTERNATE = dict(SLIDING, layer_types=["sliding_attention", "full_attention"])
 EXPERTS = dict(num_local_experts=2, num_experts_per_tok=2)
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=16,
+    kv_lora_rank=24,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    first_k_dense_replace=2,
+)
+CHUNKED = dict(
+    EXPERTS, attention_chunk_size=WINDOW, layer_types=["chunked_attention", "full_attention"], intermediate_size_mlp=48
+)
 SPECIAL = dict(cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2, mask_token_id=4)
 
 ROTARY: dict[str, Host] = {
@@ -83,8 +105,11 @@ ROTARY: dict[str, Host] = {
     "diffllama": decoder("DiffLlama"),
     "starcoder2": decoder("Starcoder2"),
     "mixtral": decoder("Mixtral", **EXPERTS),
+    "deepseek": decoder("DeepseekV3", **LATENT),
+    "llama4": decoder("Llama4Text", head_prefix="Llama4", no_rope_layers=[1, 0], **CHUNKED),
+    "exaone4": decoder("Exaone4", **ALTERNATE),
 }
-QUICK = ("llama", "mistral", "qwen3", "gemma3", "modernbert", "gpt-neox", "stablelm", "gpt-oss")
+QUICK = ("llama", "mistral", "qwen3", "gemma3", "modernbert", "gpt-neox", "stablelm", "gpt-oss", "deepseek")
 """One of each kind; the others are slow."""
 DECODERS = [name for name, host in ROTARY.items() if host.causal]
 ENCODERS = [name for name, host in ROTARY.items() if not host.causal]
@@ -107,7 +132,8 @@ def one_layer(host):
     """Changes that leave one layer which sees all tokens."""
     sizes = ROTARY[host].sizes
     short = {name: sizes[name][:1] for name in ("layer_types", "no_rope_layers") if name in sizes}
-    return {"num_hidden_layers": 1, **short, **({"sliding_window": LONG} if "sliding_window" in sizes else {})}
+    windows = {name: LONG for name in ("sliding_window", "attention_chunk_size") if name in sizes}
+    return {"num_hidden_layers": 1, **short, **windows}
 
 
 def moved_by_order(model, causal):
@@ -143,14 +169,21 @@ OWN_OPTIONS = {
     "helium": {"layout": "interleaved"},
     "cohere2": {"layout": "interleaved", "layers": [0]},
     "smollm3": {"layers": [0]},
+    "exaone4": {"layers": [0]},
 }
 """Options of "rope" by which it is what a host does itself; the theta is in its config."""
 
 
-@hosts([name for name in ROTARY if name not in ("phi", "gpt-neox", "stablelm", "nemotron")])
+PARTIAL = ("phi", "gpt-neox", "stablelm", "nemotron", "deepseek", "llama4")
+"""Hosts that rotate a part of each head's features, or normalise what was rotated: `rope` is another rotation there."""
+WHOLE = {"phi": {"partial_rotary_factor": 1.0}, "gpt-neox": {"rotary_pct": 1.0}, "stablelm": {"partial_rotary_factor": 1.0}}
+"""Changes by which some of them rotate all."""
+
+
+@hosts([name for name in ROTARY if name not in PARTIAL or name in WHOLE])
 @torch.no_grad()
 def test_the_hosts_own_rotation_gives_its_own_outputs(host):
-    model = rotary(host, "LM")
+    model = rotary(host, "LM", **WHOLE.get(host, {}))
     rope = model.config.rope_parameters
     if "rope_theta" in rope:
         new = hf_posenc.patch(model, "rope", theta=rope["rope_theta"], **OWN_OPTIONS.get(host, {}))
@@ -252,6 +285,31 @@ def test_the_real_smollm2():
     assert torch.equal(actual.argmax(-1), expected.argmax(-1))
     assert_apart(first(hf_posenc.patch(model, "none")(ids)), expected, by=0.1)
     assert_equal(first(hf_posenc.unpatch(new)(ids)), expected)
+
+
+@pytest.mark.parametrize("kind", ["csm", "kyutai"])
+@torch.no_grad()
+def test_several_ids_for_each_place(kind):
+    """Speech models add up the vectors of several tokens at each place: ids are `[B, L, N]`, positions `[B, L]`."""
+    sizes = dict(LLAMA, vocab_size=VOCABULARY, num_codebooks=3, head_dim=8, max_position_embeddings=LONG)
+    if kind == "csm":
+        config = CsmConfig(**sizes, text_vocab_size=VOCABULARY, codebook_size=VOCABULARY, codebook_pad_token_id=0)
+        model, ids = CsmBackboneModel(config), tokens(2, 27).reshape(2, 9, 3)
+    else:
+        sizes |= dict(pad_token_id=3, audio_pad_token_id=3, ffn_dim=48, codebook_vocab_size=VOCABULARY)
+        model, ids = KyutaiSpeechToTextModel(KyutaiSpeechToTextConfig(**sizes)), tokens(2, 36).reshape(2, 9, 4)
+    model = randomize(model.eval())
+    expected, mask = first(model(ids)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :2] = 0
+    for encoding in ("sinusoidal", "rope", "alibi", "shaw"):
+        new = randomize_encoding(hf_posenc.patch(model, encoding))
+        full = first(new(ids, attention_mask=mask))
+        if encoding != "rope":  # which they have themselves
+            assert_apart(full[1:], expected[1:])
+        assert_close(full[:1, 2:], first(new(ids[:1, 2:])))
+        assert_close(in_pieces(new, ids, (4, 5, 8), mask)[mask.bool()], full[mask.bool()])
+        assert_close(first(new(inputs_embeds=new.get_input_embeddings()(ids), attention_mask=mask)), full)
+        assert_equal(first(hf_posenc.unpatch(new)(ids)), expected)
 
 
 # Refusals

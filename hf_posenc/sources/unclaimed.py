@@ -68,7 +68,7 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
             continue
         if any(path == each or path.startswith(f"{each}.") for each in claimed) or OTHER_INPUTS.search(path):
             continue
-        if path and not isinstance(module, nn.Dropout) and WORDS & {*_words(name), *_words(type(module).__name__)}:
+        if path and not _treats_each_alone(module) and WORDS & {*_words(name), *_words(type(module).__name__)}:
             read = attributes_read(modules.values()) if read is None else read
             if not name.isdigit() and name not in read:
                 unused.append(path)
@@ -91,6 +91,12 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
                 yield f"{path}.{key}".lstrip("."), OTHER_SOURCES
     if getattr(stack.config, "trigram_input", False):
         yield "config.trigram_input", JOINED
+
+
+def _treats_each_alone(module: nn.Module) -> bool:
+    """Whether a module can't hold positions, whatever it is named after: dropout, or a norm (of the part of keys that is rotated
+    in latent attention)."""
+    return isinstance(module, nn.Dropout) or type(module).__name__.endswith("Norm")
 
 
 def _is_given_a_table(module: nn.Module) -> bool:
