@@ -81,8 +81,8 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         aside=tokens_aside(structure.modules),
         windows=has_windows(structure.modules),
     )
-    if structure.tokens is None and (path := patch_projection(structure.modules)):
-        stack.get_submodule(path).register_forward_hook(see_patches)
+    if structure.tokens is None and (projection := patch_projection(structure.modules)):
+        stack.get_submodule(projection).register_forward_hook(see_patches)
     if structure.tokens is None:
         for source in structure.sources:
             if source.verb == "rotate" and "position_ids" in argument_names(source.module):
