@@ -240,8 +240,9 @@ def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: d
 
 def _images(call: Call) -> tuple[int, ...]:
     """The number of patches of each image, or frame of a video, that are packed in one row of tokens."""
-    grids = call["grid_thw"]
-    return () if grids is None else tuple(h * w for t, h, w in grids.tolist() for _ in range(t))
+    given = (call[name] for name in ("grid_thw", "image_grid_hw", "target_sizes"))
+    grids = next((grids for grids in given if grids is not None), None)
+    return () if grids is None else tuple(h * w for *frames, h, w in grids.tolist() for _ in range(*(frames or [1])))
 
 
 def _chosen(call: Call) -> Tensor | None:

@@ -111,6 +111,30 @@ def test_back_again_saved_copied_pickled(name, tmp_path):
             assert_close(one, other)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_order_of_patches_in_sam(implementation):
+    """Behind its layers, which keep patches by row and column: its neck sees order by itself."""
+    config = transformers.SamVisionConfig(**SIZES, mlp_dim=48, output_channels=8, window_size=0)
+    config._attn_implementation = implementation
+    torch.manual_seed(0)
+    model, pixels = randomize(transformers.SamVisionModel(config)).eval(), images()
+
+    def behind_layers(which, given):
+        seen = []
+        layers = next(module for name, module in which.named_modules() if name.endswith("layers"))
+        handle = layers[-1].register_forward_hook(lambda module, args, output: seen.append(output))
+        which(given)
+        handle.remove()
+        return (seen[0][0] if isinstance(seen[0], tuple) else seen[0]).flatten(1, 2)
+
+    for encoding in ("none", "sinusoidal", "rope", "alibi", "shaw"):
+        new = patched(model, encoding)
+        compare = assert_close if encoding == "none" else assert_apart
+        compare(behind_layers(new, in_order(pixels, ORDER)), behind_layers(new, pixels)[:, ORDER])
+        assert_equal(hf_posenc.unpatch(new)(pixels)[0], model(pixels)[0])
+
+
 def with_vectors(model, vectors):
     """A twin of a stock ViT whose own table holds these vectors of the patches, and zeros for the class token."""
     twin = copy.deepcopy(model)

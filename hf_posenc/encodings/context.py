@@ -28,7 +28,7 @@ class PositionContext:
     computed: results of `cached`.
     first_keys: by layer, the index of the first key that the cache still holds; empty if it holds all (above 0 behind a
         sliding window).
-    scaling: the factor on QKᵀ in the current attention.
+    scaling: the factor on QKᵀ in the current attention, one for all heads or `[H, 1, 1]`.
     first_key: of `first_keys`, the one of the current attention.
     aside: number of tokens before and behind the others which have no position (class and register tokens of an image): they
         are in no positions, and are neither rotated nor biased.
@@ -48,7 +48,7 @@ class PositionContext:
     keys: Tensor | None = None
     computed: dict[Any, Any] = field(default_factory=dict)
     first_keys: tuple[int, ...] = ()
-    scaling: float = 1.0
+    scaling: float | Tensor = 1.0
     first_key: int = 0
     aside: tuple[int, int] = (0, 0)
     grid: tuple[int, ...] = ()
@@ -129,7 +129,7 @@ class PositionContext:
         """Values of positions with zeros for the tokens aside, along the last dimensions `[..., L]` or `[..., Q, K]`."""
         return F.pad(values, self.aside * dims) if any(self.aside) else values
 
-    def for_attention(self, scaling: float, layer: int | None = None) -> "PositionContext":
+    def for_attention(self, scaling: float | Tensor, layer: int | None = None) -> "PositionContext":
         """The context of the same forward pass for the attention of one layer; all share `computed`."""
         if self.first_keys and (layer is None or layer < 0):  # one attention may serve several layers
             raise RuntimeError("a cache with sliding windows needs attentions that know their layer (layer_idx)")

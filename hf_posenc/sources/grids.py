@@ -38,5 +38,5 @@ def cuts_patches(path: str, module: nn.Module) -> bool:
 
 def has_windows(modules: Mapping[str, nn.Module]) -> bool:
     """Whether attentions see windows of the image."""
-    sizes = (getattr(module, "window_size", None) for module in modules.values())
-    return any(isinstance(size, int) and size > 0 for size in sizes) or any(isinstance(size, (tuple, list)) for size in sizes)
+    sizes = [getattr(module, name, None) for module in modules.values() for name in ("window_size", "window_kernel_size")]
+    return any(isinstance(size, (tuple, list)) or (isinstance(size, int) and size > 0) for size in sizes)

@@ -25,10 +25,18 @@ NAMES = (
     "positional_embedding",
     "position_embedding_table",
     "class_pos_emb",
+    "cls_position_embedding",
+    "time_position_embeddings",
 )
 """Of a parameter, a tensor or an `nn.Embedding`."""
-NOT_BY_TOKEN = ("mid_position_embeddings", "position_embedding_table", "class_pos_emb")
-"""Those that don't have one vector for each token: tables of several layers, or of rows and columns; a class token's angles."""
+NOT_BY_TOKEN = (
+    "mid_position_embeddings",
+    "position_embedding_table",
+    "class_pos_emb",
+    "cls_position_embedding",
+    "time_position_embeddings",
+)
+"""Those that don't have one vector for each patch: of several layers, of rows and columns, of frames, of a class token."""
 SILENCED = "_posenc_silenced"
 """The attribute of a module that names its silenced parameters."""
 
@@ -57,7 +65,7 @@ class PositionParameter(Source):
             if name in NAMES and type(module) is nn.Embedding:
                 yield cls(f"{path}.weight", module, aside, (owner, modules.get(owner, stack)))
             else:
-                tables = {**module._parameters, **vars(module)}
+                tables = {**module._parameters, **module._buffers, **vars(module)}
                 for key in (key for key in NAMES if isinstance(tables.get(key), Tensor)):
                     yield cls(f"{path}.{key}".lstrip("."), module, aside, (path, module))
 

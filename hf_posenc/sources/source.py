@@ -91,7 +91,7 @@ class Source(abc.ABC):
 
     @property
     def entrance(self) -> str | None:
-        """The path of a module which adds the host's vectors to what it returns, `[B, L, D]`, if ours can be added behind it."""
+        """The path of a module which adds the host's vectors to what it returns, `[B, L, D]`, if ours can be added there."""
         return None
 
     @property
