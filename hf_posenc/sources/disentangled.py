@@ -42,7 +42,9 @@ class Disentangled(Source):
                 continue
             parts = OF_OWNERS if name in OWNERS else OF_ATTENTIONS if name in ATTENTIONS else ()
             if getattr(module, "relative_attention", False):
-                yield from (cls(f"{path}.{part}", module.get_submodule(part), stack) for part in parts if part in module._modules)
+                yield from (
+                    cls(f"{path}.{part}", module.get_submodule(part), stack) for part in parts if part in module._modules
+                )
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, SilencedPart(stack, self.path, self.module))
