@@ -134,6 +134,7 @@ ROWS = {
     "sam.SamVisionSdpaAttention": _SCALED_BEFORE,
     "sam_hq.SamHQVisionAttention": _SCALED_BEFORE,
     "sam_hq.SamHQVisionSdpaAttention": _SCALED_BEFORE,
+    "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
     "squeezebert.SqueezeBertSelfAttention": WrittenOut(token_axis=2),
     "swin2sr.Swin2SRSelfAttention": _COSINES,
     "swinv2.Swinv2SelfAttention": _COSINES,
