@@ -180,7 +180,7 @@ class Structure:
         config = self.stack.config
         heads = getattr(attention, "num_heads", None) or getattr(attention, "num_attention_heads", None)
         heads = heads if isinstance(heads, int) else config.num_attention_heads
-        names = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim")
+        names = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head")
         sizes = (getattr(attention, name, None) for name in names)
         head_dim = next((size for size in sizes if size), None)
         groups = getattr(attention, "num_key_value_groups", None)
@@ -346,7 +346,8 @@ def others_in_layers(modules: Mapping[str, nn.Module], attentions: Collection[st
 def _fronts(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, nn.Module]:
     """Path -> module of the convolutions outside the numbered layers of a stack that makes its tokens itself, of an image or a
     sound."""
-    if not TOKENS.isdisjoint(argument_names(stack)):
+    names = {*argument_names(stack)}
+    if not TOKENS.isdisjoint(names) and stack.main_input_name not in names - TOKENS:
         return {}
     rows = tuple(f"{row}." for row in _rows(modules, attentions))
     # Convolutions of positions are sources, or nothing calls them.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, linear, multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
@@ -112,6 +112,8 @@ ROWS = {
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": _CAUSAL_SCALED_BEFORE,
     "gptj.GPTJAttention": _PLAIN,
     "groupvit.GroupViTAttention": _SCALED_BEFORE,
+    "granite_speech.GraniteSpeechConformerAttention": _PLAIN,
+    "granite_speech_plus.GraniteSpeechPlusConformerAttention": _PLAIN,
     "ibert.IBertSelfAttention": _PLAIN,
     "imagegpt.ImageGPTAttention": WrittenOut(by_settings, is_causal=True),
     "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
@@ -133,11 +135,13 @@ ROWS = {
     "sam.SamVisionSdpaAttention": _SCALED_BEFORE,
     "sam_hq.SamHQVisionAttention": _SCALED_BEFORE,
     "sam_hq.SamHQVisionSdpaAttention": _SCALED_BEFORE,
+    "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
     "squeezebert.SqueezeBertSelfAttention": WrittenOut(token_axis=2),
     "swin2sr.Swin2SRSelfAttention": _COSINES,
     "swinv2.Swinv2SelfAttention": _COSINES,
     "tapas.TapasSelfAttention": _PLAIN,
     "visual_bert.VisualBertSelfAttention": _PLAIN,
+    "wavlm.WavLMAttention": _SCALED_BEFORE,
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
     "xlnet.XLNetRelativeAttention": WrittenOut(alone=("g",), token_axis=0),
@@ -282,6 +286,8 @@ class Product(TorchFunctionMode):
             return self._einsum(*args, **kwargs)
         if function is scaled_dot_product_attention:
             return self._whole(*args, **kwargs)
+        if function is multi_head_attention_forward:
+            return self._projected(*args, **kwargs)
         return function(*args, **kwargs)
 
     def _product(self, function: Any, query: Tensor, key: Tensor) -> Tensor:
@@ -321,6 +327,52 @@ class Product(TorchFunctionMode):
         mask = biased_mask(attention.acting(self.module, context), query, key, attn_mask, context, is_causal)
         causal = is_causal and mask is None
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **kwargs)
+
+    def _projected(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        embed_dim_to_check: int,
+        num_heads: int,
+        in_proj_weight: Tensor,
+        in_proj_bias: Tensor,
+        bias_k: None,
+        bias_v: None,
+        add_zero_attn: bool,
+        dropout_p: float,
+        out_proj_weight: Tensor,
+        out_proj_bias: Tensor,
+        training: bool = True,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        *,
+        use_separate_proj_weight: bool,
+        q_proj_weight: Tensor,
+        k_proj_weight: Tensor,
+        v_proj_weight: Tensor,
+        is_causal: bool = False,
+        static_k: None = None,
+        static_v: None = None,
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """All of an attention with its projections in one call, of inputs `[L, B, D]`: outputs `[L, B, D]`, and probabilities
+        `[B, Q, K]`, which are the heads' mean."""
+        inputs = (query, key, value)
+        given = zip(inputs, (q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias.chunk(3), strict=True)
+        # [L, B, D] -> [B, H, L, E]
+        query, key, value = (linear(*each).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for each in given)
+        scaling = query.shape[-1] ** -0.5
+        query, key, bias = self._encoded(query, key, scaling)
+        scores = _plus(query * scaling @ key.mT, bias)
+        if attn_mask is not None:
+            scores = scores + attn_mask.unflatten(0, (-1, num_heads))
+        if key_padding_mask is not None:
+            scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
+        probabilities = dropout(scores.softmax(dim=-1), dropout_p, training)
+        output = linear((probabilities @ value).permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+        return output, probabilities.mean(dim=1)
 
     def _encoded(self, query: Tensor, key: Tensor, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
         """Queries and keys, rotated, and what to add to their product: the bias, without the scaling that comes afterwards.

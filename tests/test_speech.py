@@ -37,6 +37,8 @@ CONVOLUTIONAL = {
     "unispeech-sat": ("UniSpeechSat", WAVE),
     "data2vec-audio": ("Data2VecAudio", dict(WAVE, num_conv_pos_embeddings=2, conv_pos_kernel_size=7)),
     "sew": ("SEW", dict(WAVE, squeeze_factor=2)),
+    "sew-d": ("SEWD", dict(WAVE, squeeze_factor=2, max_position_embeddings=32, position_buckets=8)),
+    "wavlm": ("WavLM", dict(WAVE, num_buckets=16, max_bucket_distance=20)),
 }
 CONFORMERS = {
     "wav2vec2-conformer": ("Wav2Vec2Conformer", dict(WAVE, conv_depthwise_kernel_size=5, position_embeddings_type="relative")),
@@ -44,6 +46,8 @@ CONFORMERS = {
     "wav2vec2-bert-relative": ("Wav2Vec2Bert", dict(FEATURES, position_embeddings_type="relative")),
     "parakeet": ("ParakeetEncoder", MEL),
 }
+POOLED = ("sew", "sew-d")
+"""Each of their tokens is made of two frames."""
 HOSTS = CONVOLUTIONAL | CONFORMERS
 every_host = pytest.mark.parametrize("host", HOSTS)
 every_convolutional = pytest.mark.parametrize("host", CONVOLUTIONAL)
@@ -76,12 +80,13 @@ def order_of(length):
 
 
 def encoded(model, host, move):
-    """What the last layer answers, with the tokens that enter the encoder in another order or not.
-
-    SEW's are pairs of frames.
-    """
-    size, path = (2, "feature_dropout") if host == "sew" else (1, "feature_projection")
+    """What the last layer answers, with the tokens that enter the encoder in another order or not."""
+    size, path = (2, "feature_dropout") if host in POOLED else (1, "feature_projection")
+    layers = model.encoder.encoder.layer if host == "sew-d" else model.encoder.layers
     answers = []
+
+    def keep(module, args, output):
+        answers.append(output[0] if isinstance(output, tuple) else output)
 
     def moved(module, args, output):
         frames, *others = output if isinstance(output, tuple) else (output,)
@@ -92,7 +97,9 @@ def encoded(model, host, move):
 
     hooks = [
         model.get_submodule(path).register_forward_hook(moved),
-        model.encoder.layers[-1].register_forward_hook(lambda module, args, output: answers.append(output)),
+        layers[-1].register_forward_hook(
+            lambda module, args, output: answers.append(first(output) if host == "wavlm" else output)
+        ),
     ]
     model(**sound(host))
     for hook in hooks:
@@ -182,16 +189,18 @@ def test_what_a_convolution_has_learned_is_kept():
 @torch.no_grad()
 def test_vectors_are_added_in_the_convolutions_place(host):
     """As if the host's convolution answered a table of sines."""
-    model = stock(host)
+    model = stock(host, **({"relative_attention": False} if host == "sew-d" else {}))
+    if host == "wavlm":
+        model.encoder.layers[0].attention.rel_attn_embed.weight.zero_()
     found = []
     convolution = model.encoder.pos_conv_embed
 
     def table(module, args, output):
-        rows, width = (output.shape[2], output.shape[1]) if host == "sew" else (output.shape[1], output.shape[2])
+        rows, width = (output.shape[2], output.shape[1]) if host in POOLED else (output.shape[1], output.shape[2])
         angles = torch.arange(rows, dtype=torch.float64)[:, None] / 10000 ** (torch.arange(0, width, 2) / width).double()
         sines = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).float()
         found.append(rows)
-        return (sines.T if host == "sew" else sines)[None].expand_as(output)
+        return (sines.T if host in POOLED else sines)[None].expand_as(output)
 
     hook = convolution.register_forward_hook(table)
     inputs = sound(host, length=403)
@@ -201,25 +210,57 @@ def test_vectors_are_added_in_the_convolutions_place(host):
     assert found
 
 
-@pytest.mark.parametrize("host", ["wav2vec2", "wav2vec2-bert", "parakeet"])
+@pytest.mark.parametrize("host", ["wav2vec2", "wavlm", "sew-d", "wav2vec2-bert", "parakeet"])
 @pytest.mark.parametrize("encoding", WAYS)
 @torch.no_grad()
 def test_padding_and_backends(host, encoding):
     """Frames beside padding give what they give alone, by every implementation."""
     new = patched(stock(host), encoding)
     (name, long), *_ = sound(host).items()
-    short = long[:1, : long.shape[1] * 3 // 5]
+    short = long[:1, : long.shape[1] * 5 // 8]  # an even number of frames, for those which pool them
     mask = torch.ones(long.shape[:2], dtype=torch.long)
     mask[0, short.shape[1] :] = 0
     long[0, short.shape[1] :] = 0
     answers = []
-    for implementation in ("eager", "sdpa"):
+    for implementation in ("eager", "sdpa") if new._supports_sdpa else ("eager",):
         new.set_attn_implementation(implementation)
         alone, beside = first(new(**{name: short})), first(new(**{name: long}, attention_mask=mask))
         length = alone.shape[1] - (host == "parakeet")  # its last frame sees into the padding
         assert_close(beside[0, :length], alone[0, :length], rtol=1e-3, atol=1e-4)
         answers.append(beside[1])
-    assert_close(*answers, rtol=1e-3, atol=1e-4)
+    assert_close(answers[0], answers[-1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")  # of the stock model
+@pytest.mark.parametrize("masked", [False, True])
+@torch.no_grad()
+def test_wavlms_attention_is_the_hosts(masked):
+    """Its probabilities, too, which are the heads' mean."""
+    model = stock("wavlm")
+    model.encoder.layers[0].attention.rel_attn_embed.weight.zero_()
+    model.encoder.pos_conv_embed.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
+    inputs = sound("wavlm")
+    if masked:
+        inputs["attention_mask"] = (torch.arange(400) < torch.tensor([[400], [250]])).long()
+    new = hf_posenc.patch(model, "none")
+    expected, answer = (each(**inputs, output_attentions=True) for each in (model, new))
+    assert_close(first(answer)[0], first(expected)[0])
+    for one, other in zip(answer.attentions, expected.attentions, strict=True):
+        assert_close(one[0], other[0])
+    assert len(answer.attentions) == 2
+
+
+def test_wavlms_attention_drops_out_as_the_hosts():
+    """The same random numbers drop the same probabilities."""
+    model = stock("wavlm", attention_dropout=0.4, mask_time_prob=0.0).train()
+    with torch.no_grad():
+        model.encoder.layers[0].attention.rel_attn_embed.weight.zero_()
+    model.encoder.pos_conv_embed.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
+    answers = []
+    for each in (model, hf_posenc.patch(model, "none")):
+        torch.manual_seed(3)
+        answers.append(first(each(**sound("wavlm"))))
+    assert_close(*answers)
 
 
 @pytest.mark.parametrize("encoding", ["sinusoidal", "shaw", "rope"])

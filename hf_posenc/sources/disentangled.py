@@ -1,4 +1,4 @@
-"""DeBERTa's disentangled terms: content by relative position and position by content, added to the scores."""
+"""The disentangled terms of DeBERTa and SEW-D: content by relative position and position by content, added to the scores."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,9 +7,10 @@ from torch import nn
 
 from hf_posenc.sources.source import Silenced, Source, replace
 
-OWNERS = ("DebertaEncoder", "DebertaV2Encoder")
+OWNERS = ("DebertaEncoder", "DebertaV2Encoder", "SEWDTransformerEncoder")
 """Classes of the encoders that have the vectors of relative positions, and a LayerNorm for them."""
 ATTENTIONS = ("DisentangledSelfAttention",)
+FOLDERS = ("transformers.models.deberta", "transformers.models.sew_d")
 OF_OWNERS, OF_ATTENTIONS = (
     ("rel_embeddings", "LayerNorm"),
     ("pos_dropout", "pos_proj", "pos_q_proj", "pos_key_proj", "pos_query_proj"),
@@ -36,12 +37,12 @@ class Disentangled(Source):
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
-            kind = type(module).__name__
-            if not type(module).__module__.startswith("transformers.models.deberta"):
+            name = type(module).__name__
+            if not type(module).__module__.startswith(FOLDERS):
                 continue
-            parts = OF_OWNERS if kind in OWNERS else OF_ATTENTIONS if kind in ATTENTIONS else ()
+            parts = OF_OWNERS if name in OWNERS else OF_ATTENTIONS if name in ATTENTIONS else ()
             if getattr(module, "relative_attention", False):
-                yield from (cls(f"{path}.{name}", child, stack) for name, child in module.named_children() if name in parts)
+                yield from (cls(f"{path}.{part}", child, stack) for part, child in module.named_children() if part in parts)
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, SilencedPart(stack, self.path, self.module))

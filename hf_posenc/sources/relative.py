@@ -26,9 +26,12 @@ NAMES = {
 tables of vectors that queries meet, tables of biases. Zeros in their place add nothing to scores."""
 SINES = re.compile(r"Rel(ative)?(Position(al)?(Embedding|Encoding)|AttentionBias)")
 """In class names of modules that answer the sines of all distances, or hold such a table."""
-BIASES_OF_QUERIES = ("pos_bias_u", "pos_bias_v")
-"""Parameters beside such a linear layer. The first is a bias of the queries before they meet the keys, and stays; the second,
-of the queries before they meet positions, then meets zeros."""
+BESIDE = {
+    "linear_pos": ("pos_bias_u", "pos_bias_v"),
+    "rel_attn_embed": ("gru_rel_pos_const", "gru_rel_pos_linear"),
+}
+"""Name of a module -> names of what stays in all attentions of its stack: a bias of the queries before they meet the keys; one
+of the queries before they meet sines, and gates of biases, which meet zeros then."""
 
 
 class Distances(Source):
@@ -39,13 +42,21 @@ class Distances(Source):
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        length = getattr(stack.config, LENGTH_FIELD, None)
         for path, module in modules.items():
-            if path.rpartition(".")[2] in NAMES and isinstance(module, (nn.Embedding, nn.Linear)):
-                yield cls(path, module, getattr(stack.config, LENGTH_FIELD, None))
+            name = path.rpartition(".")[2]
+            if name in NAMES and isinstance(module, (nn.Embedding, nn.Linear)):
+                beside = [
+                    f"{owner}.{other}".lstrip(".")
+                    for other in BESIDE.get(name, ())
+                    for owner, each in modules.items()
+                    if other in each._parameters or other in each._modules
+                ]
+                yield cls(path, module, (path, *beside), length)
 
-    def __init__(self, path: str, module: nn.Module, length: int | None) -> None:
+    def __init__(self, path: str, module: nn.Module, claimed: tuple[str, ...], length: int | None) -> None:
         super().__init__(path, module)
-        self.length = length
+        self._claimed, self.length = claimed, length
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -53,8 +64,7 @@ class Distances(Source):
 
     @property
     def claimed(self) -> tuple[str, ...]:
-        owner = self.path.rpartition(".")[0]
-        return (self.path, *(f"{owner}.{name}".lstrip(".") for name in BIASES_OF_QUERIES))
+        return self._claimed
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, SilencedDistances(stack, self.path, self.module))
@@ -100,6 +110,13 @@ class SilencedDistances(Silenced):
     def __init__(self, stack: Any, path: str, table: nn.Embedding | nn.Linear) -> None:
         super().__init__(stack, path, table)
         self.width = table.embedding_dim if isinstance(table, nn.Embedding) else table.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """As of a silenced table; on the stack's device, which a host may ask for."""
+        kept = super().weight
+        (stack,) = self._stack
+        return kept if self.kept is not None else kept.to(next(stack.parameters()).device)
 
     def forward(self, given: Tensor) -> Tensor:
         """Integers `[...]`, or sines `[..., D]`, to `[..., width]`."""
