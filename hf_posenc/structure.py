@@ -383,11 +383,16 @@ def submodels_of(model: Any) -> tuple[str, ...]:
         if path and not inside and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
             try:
                 _refuse_shared(model, module, path)
-                stacks = find_all(module).values()
+                find_all(module)
             except HostRefused:
                 continue
-            found[path] = any(stack.tokens is not None for stack in stacks)
+            found[path] = reads_tokens(module)
     return tuple(sorted(found, key=lambda path: not found[path]))
+
+
+def reads_tokens(model: nn.Module) -> bool:
+    """Whether a model takes token ids."""
+    return "input_ids" in argument_names(model)
 
 
 def _refuse_shared(model: Any, inner: Any, path: str) -> None:
@@ -417,7 +422,7 @@ def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) ->
 def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     """Raises HostRefused where the encoding could not act in all layers."""
     stack, name = structure.stack, type(structure.stack).__name__
-    if "input_ids" in inspect.signature(type(stack).forward).parameters and tokens_of(stack) is None:
+    if reads_tokens(stack) and tokens_of(stack) is None:
         raise HostRefused(f"{name} has no table of token embeddings", "no table of token embeddings")
     for path, module in structure.attentions.items():
         if not is_transformers(type(module)) and not written_out.row_of(module):
@@ -443,14 +448,18 @@ def _refuse_own_attention(path: str, module: Any) -> None:
 
 
 def tokens_of(stack: Any) -> Tensor | None:
-    """The table whose rows the input ids `[B, L]` name, or None: inputs may be several ids for each place, or features."""
+    """The table whose rows the input ids `[B, L]` name, or None: inputs may be several ids for each place, or features.
+
+    A model of images may call the projection that cuts patches out its input embeddings (CLIP).
+    """
     try:
-        weight = getattr(stack.get_input_embeddings(), "weight", None)
+        module = stack.get_input_embeddings()
     except NotImplementedError:  # GroupViT's text encoder doesn't say it
         size = getattr(stack.config, "vocab_size", None)
-        tables = [each.weight for each in stack.modules() if isinstance(each, nn.Embedding) and each.num_embeddings == size]
-        weight = tables[0] if len(tables) == 1 else None
-    return weight if isinstance(weight, Tensor) else None
+        tables = [each for each in stack.modules() if isinstance(each, nn.Embedding) and each.num_embeddings == size]
+        module = tables[0] if len(tables) == 1 else None
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, Tensor) and not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) else None
 
 
 def none_found(host: type[PreTrainedModel]) -> HostRefused:
