@@ -100,7 +100,7 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
             remedy="patch it, then train",
         )
     found = next(iter(stacks.values()))
-    if found.tokens is None:
+    if not structure.reads_tokens(found.stack):
         raise HostRefused(
             f"{type(found.stack).__name__} reads no tokens, and calibration runs it on texts",
             reason="no tokens to calibrate on",

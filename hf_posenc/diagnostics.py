@@ -208,7 +208,7 @@ def _stock_report(model: PreTrainedModel) -> Report:
         base = "model" if model.base_model is model else f"model.{model.base_model_prefix}"
         one_by_one = " and ".join(f"hf_posenc.inspect({base}.{path})" for path in refused.submodels)
         message = f"{type(model).__name__} is made of several models, each with positions of its own: inspect them one by one, "
-        raise ValueError(message + one_by_one) from None
+        raise HostRefused(message + one_by_one, submodels=refused.submodels) from None
     enters: dict[str, tuple[str, ...]] = {}
     for path, found in reversed(stacks.items()):
         for source in found.sources:

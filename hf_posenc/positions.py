@@ -117,11 +117,11 @@ class ForwardPass:
         remembering.refuse_uncounted(cache, past)
         if self.replaces:
             _check_length(stack, length, past, cache)
-        given = ids
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         if (asked := ASKING.asked) is not None and asked.stack is stack:
             padding = _padding_of(asked, shape, past) if padding is None else padding
             ids = ids if asked.by_hand or ids is None else _counted_anew(ids, padding, past, length)
+        given = ids
         if ids is not None:
             ids = self._from_zero(stack, ids, length, mask)
         positions, start, keys = _positions(ids, padding, cache, past, shape, device, stack.posenc.geometry.is_causal)
@@ -286,11 +286,14 @@ def _padding_of(asked: Asked, shape: Sequence[int], past: int | Tensor) -> Tenso
     return mask if fits else None
 
 
-def _counted_anew(ids: Tensor, padding: Tensor | None, past: int | Tensor, length: int) -> Tensor:
+def _counted_anew(ids: Tensor, padding: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
     """Ids that a model has made for the stack in it, `[1 or B, L]`, such that they count what its mask shows.
 
-    Models that count on from the cache, padding or not, begin at 0, or at 1 (PaliGemma).
+    Models that count on from the cache, padding or not, begin at 0, or at 1 (PaliGemma). Qwen2-VL makes ids of all cached
+    tokens, too, behind an image: None, and the new ones are counted.
     """
+    if ids.shape[-1] != length:
+        return None
     if padding is None or ids.ndim > 2:
         return ids
     index = (torch.arange(length, device=ids.device) + past)[None]

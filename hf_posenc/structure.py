@@ -428,11 +428,16 @@ def submodels_of(model: Any) -> tuple[str, ...]:
         if path and not inside and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
             try:
                 _refuse_shared(model, module, path)
-                stacks = find_all(module).values()
+                find_all(module)
             except HostRefused:
                 continue
-            found[path] = any(stack.tokens is not None for stack in stacks)
+            found[path] = reads_tokens(module)
     return tuple(sorted(found, key=lambda path: not found[path]))
+
+
+def reads_tokens(model: nn.Module) -> bool:
+    """Whether a model takes token ids."""
+    return "input_ids" in argument_names(model)
 
 
 def _refuse_shared(model: Any, inner: Any, path: str) -> None:
@@ -462,7 +467,7 @@ def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) ->
 def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     """Raises HostRefused where the encoding could not act in all layers."""
     stack, name = structure.stack, type(structure.stack).__name__
-    if "input_ids" in inspect.signature(type(stack).forward).parameters and tokens_of(stack) is None:
+    if reads_tokens(stack) and tokens_of(stack) is None:
         raise HostRefused(f"{name} has no table of token embeddings", "no table of token embeddings")
     for path, module in structure.attentions.items():
         if not is_transformers(type(module)) and not written_out.row_of(module):
@@ -490,11 +495,12 @@ def _refuse_own_attention(path: str, module: Any) -> None:
 def tokens_of(stack: Any) -> Tensor | None:
     """The table whose rows the input ids `[B, L]` name, or several ids for each place, `[B, L, N]`, whose rows are added up.
 
-    None for a stack that reads something else.
+    None for a stack that reads something else. A model of images may call the projection that cuts patches out its input
+    embeddings (CLIP).
     """
     try:
         embeddings = stack.get_input_embeddings()
-    except NotImplementedError:
+    except NotImplementedError:  # GroupViT's text encoder doesn't say it
         embeddings = None
     if not isinstance(getattr(embeddings, "weight", None), Tensor) and "input_ids" in argument_names(stack):
         rows = getattr(stack.config, "vocab_size", None) or 1
@@ -502,8 +508,9 @@ def tokens_of(stack: Any) -> Tensor | None:
         inside = (module for part in parts if not isinstance(part, nn.ModuleList) for module in part.modules())
         tables = (module for module in inside if isinstance(module, nn.Embedding) and module.num_embeddings >= rows)
         embeddings = next(tables, None)
+    cuts = isinstance(embeddings, (nn.Linear, nn.modules.conv._ConvNd))
     weight = getattr(embeddings, "weight", None)
-    return weight if isinstance(weight, Tensor) else None
+    return weight if isinstance(weight, Tensor) and not cuts else None
 
 
 def none_found(host: type[PreTrainedModel]) -> HostRefused:

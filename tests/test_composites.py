@@ -1,6 +1,7 @@
 """Models made of several: one of them gets an encoding, and the parent saves, loads, generates and trains with it."""
 
 import copy
+import itertools
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import transformers
 from transformers import AutoModel, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import (
@@ -30,6 +32,7 @@ from conftest import (
     stock,
     tokens,
 )
+from hf_posenc.cli import app
 from hf_posenc.structure import is_patched
 from test_remote_code import AUTO, assert_equal_everywhere, seen_without_the_package
 
@@ -141,11 +144,11 @@ class Parent:
 
 
 PARENTS = {
-    "clip": Parent(clip, lambda: {**padded(), "pixel_values": image()}, ("text_model",), "CLIPModel"),
+    "clip": Parent(clip, lambda: {**padded(), "pixel_values": image()}, ("text_model", "vision_model"), "CLIPModel"),
     "llava": Parent(
         llava,
         lambda: {**text(), "pixel_values": image()},
-        ("language_model",),
+        ("language_model", "vision_tower"),
         "LlavaModel",
         "LlavaForConditionalGeneration",
         AutoModelForImageTextToText,
@@ -184,7 +187,7 @@ PARENTS = {
     "vision-encoder-decoder": Parent(
         vision_encoder_decoder,
         lambda: {"pixel_values": image(), "decoder_input_ids": tokens(seed=1, length=7)},
-        ("decoder",),
+        ("decoder", "encoder"),
         "VisionEncoderDecoderModel",
         auto=AutoModelForImageTextToText,
     ),
@@ -253,7 +256,7 @@ def test_the_other_models_are_untouched(name, submodel):
 def folders(tmp_path_factory):
     """Patched parents, saved, and their outputs: folder -> Auto class, inputs, output."""
     root, cases = tmp_path_factory.mktemp("parents"), {}
-    for (name, submodel), encoding in zip(PATCHABLE, WAYS * 2, strict=False):
+    for (name, submodel), encoding in zip(PATCHABLE, itertools.cycle(WAYS), strict=False):
         model, inputs = with_encoding(name, encoding, submodel), PARENTS[name].inputs()
         folder = root / f"{name}-{submodel}"
         model.save_pretrained(folder)
@@ -323,15 +326,15 @@ def test_saved_with_a_head_and_loaded_without(name, tmp_path):
     assert_equal(run(head.base_model, inputs), run(model.base_model, inputs))
 
 
-def test_a_head_of_its_own(tmp_path):
-    """Of CLIP's two models it has one."""
-    torch.manual_seed(0)
-    stock_config = clip()
-    model = randomize(transformers.CLIPForImageClassification(stock_config)).eval()
-    with pytest.raises(hf_posenc.HostRefused, match="made of several models"):
-        hf_posenc.patch(model, "alibi")
+def test_a_head_that_has_one_of_them(tmp_path):
+    model = randomize(transformers.CLIPForImageClassification(clip())).eval()
     with pytest.raises(ValueError, match=r"submodel='text_model' is no model of its own within CLIPForImageClassification"):
         hf_posenc.patch(model, "alibi", submodel="text_model")
+    new = randomize_encoding(hf_posenc.patch(model, "shaw", submodel="vision_model"))
+    new.save_pretrained(tmp_path)
+    again, inputs = transformers.AutoModelForImageClassification.from_pretrained(tmp_path), {"pixel_values": image()}
+    assert type(again).__name__ == "PosEncCLIPForImageClassification"
+    assert_equal(run(again, inputs), run(new, inputs))
 
 
 @pytest.mark.parametrize("name", ["clip", "llava", "encoder-decoder"])
@@ -350,7 +353,7 @@ def test_from_a_stock_checkpoint(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["clip", "llava"])
 def test_from_scratch(name, tmp_path):
-    (submodel,) = PARENTS[name].submodels
+    submodel = PARENTS[name].submodels[0]
     stock_config = PARENTS[name].config()
     derived = getattr(hf_posenc, f"PosEnc{type(stock_config).__name__}")
     arguments = {
@@ -447,17 +450,19 @@ def test_generate_from_an_encoder(name, encoding):
 
 def test_which_model():
     model = parent("clip")
-    with pytest.raises(hf_posenc.HostRefused, match="CLIPModel is made of several models.*submodel='text_model'") as refused:
+    both = "submodel='text_model' or submodel='vision_model'"
+    with pytest.raises(hf_posenc.HostRefused, match=f"CLIPModel is made of several models.*{both}") as refused:
         hf_posenc.patch(model, "alibi")
-    assert refused.value.submodels == ("text_model",)
+    assert refused.value.submodels == ("text_model", "vision_model")
     for wrong in ("text", "text_model.encoder", "text_model.", "", 3):
         with pytest.raises(ValueError, match=r"submodel="):
             hf_posenc.patch(model, "alibi", submodel=wrong)
-    with pytest.raises(ValueError, match="submodel='text' is no model of its own within CLIPModel: those.* are 'text_model'"):
+    those = "those that can be taken are 'text_model', 'vision_model'"
+    with pytest.raises(ValueError, match=f"submodel='text' is no model of its own within CLIPModel: {those}"):
         hf_posenc.patch(model, "alibi", submodel="text")
     with pytest.raises(ValueError, match="'encoder' is no model of its own within BertModel: none of those within"):
         hf_posenc.patch(stock("bert"), "alibi", submodel="encoder")
-    with pytest.raises(ValueError, match="inspect them one by one, hf_posenc.inspect\\(model.text_model\\)"):
+    with pytest.raises(ValueError, match="inspect them one by one, hf_posenc.inspect\\(model.text_model\\) and"):
         hf_posenc.inspect(model)
     with pytest.raises(ValueError, match="inspect them one by one, hf_posenc.inspect\\(model.model.language_model\\)"):
         hf_posenc.inspect(parent("llava"))
@@ -465,6 +470,21 @@ def test_which_model():
     with pytest.raises(hf_posenc.HostRefused, match="submodel='encoder' or submodel='decoder'") as refused:
         hf_posenc.patch(both, "alibi")
     assert refused.value.submodels == ("encoder", "decoder")
+
+
+@pytest.mark.parametrize("name", ["llava", "vision-encoder-decoder"])
+def test_generate_with_images_read_otherwise(name):
+    """The text's positions stay the host's, as `generate` makes them."""
+    inputs = {key: value for key, value in PARENTS[name].inputs().items() if not key.startswith("decoder")}
+    model = with_encoding(name, "sinusoidal+shaw", PARENTS[name].submodels[1])
+    options = dict(max_new_tokens=5, min_new_tokens=5, output_logits=True, return_dict_in_generate=True)
+    cached, not_cached = (model.generate(**inputs, **options, use_cache=use) for use in (True, False))
+    assert_close(torch.stack(cached.logits), torch.stack(not_cached.logits))
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if "posenc." in key:
+                value.zero_()
+    assert_apart(torch.stack(model.generate(**inputs, **options).logits), torch.stack(cached.logits))
 
 
 def test_one_encoding_for_a_parent():
@@ -630,9 +650,11 @@ def test_convert(tmp_path):
     new.save_pretrained(tmp_path)
     assert_equal(run(AutoModel.from_pretrained(tmp_path), inputs), run(new, inputs))
     assert_equal(run(hf_posenc.unpatch(new), inputs), run(model, inputs))
+    with pytest.raises(hf_posenc.HostRefused, match="CLIPVisionModel reads no tokens"):
+        hf_posenc.convert(model, "relative", submodel="vision_model", texts=batches)
 
 
-def test_inspect_and_card(tmp_path):
+def test_inspect(tmp_path):
     model = with_encoding("clip", "sinusoidal+alibi", max_length=40)
     model.save_pretrained(tmp_path)
     report = hf_posenc.inspect(model)
@@ -640,3 +662,23 @@ def test_inspect_and_card(tmp_path):
     assert report.model_class == "PosEncCLIPModel" and report.encoding == "sinusoidal+alibi" and report.max_length == 40
     assert report.enters["embed"] == ("text_model.embeddings.position_embedding",) and report.host_kept
     assert all(path.startswith("text_model.") for paths in report.enters.values() for path in paths)
+
+
+def test_the_commands(tmp_path):
+    parent("clip").save_pretrained(tmp_path / "stock")
+
+    def command(*arguments):
+        return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+
+    refused = command("patch", tmp_path / "stock", "alibi", "--output-dir", tmp_path / "new")
+    assert refused.exit_code == 1 and "submodel='text_model'" in refused.output
+    chosen = ("--submodel", "text_model", "--max-length", 12)
+    done = command("patch", tmp_path / "stock", "alibi", *chosen, "--output-dir", tmp_path / "new")
+    assert done.exit_code == 0 and "PosEncCLIPModel: alibi" in done.output and "distil" not in done.output
+    assert command("extend", tmp_path / "new", "--max-length", 30, "--output-dir", tmp_path / "long").exit_code == 0
+    assert AutoModel.from_pretrained(tmp_path / "long").text_model.config.position_spec.max_length == 30
+    assert command("unpatch", tmp_path / "long", "--output-dir", tmp_path / "again").exit_code == 0
+    inputs = PARENTS["clip"].inputs()
+    assert_equal(run(AutoModel.from_pretrained(tmp_path / "again"), inputs), run(parent("clip"), inputs))
+    card = command("card", tmp_path / "new")
+    assert card.exit_code == 0 and "`distance_bias` at `text_model." in card.output

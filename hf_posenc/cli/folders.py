@@ -15,6 +15,7 @@ import hf_posenc
 from hf_posenc import saving
 from hf_posenc.cards import architecture
 from hf_posenc.cli import console
+from hf_posenc.diagnostics import Report
 
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -73,7 +74,7 @@ def _reading_weights(model: str) -> Iterator[None]:
 def save(changed: Any, source: str, output_dir: Path) -> None:
     """Saves a model as `load` gives it, with the tokenizer of the one it was made from, and reports on it."""
     found = write(changed, source, output_dir)
-    console.print(str(hf_posenc.inspect(changed)), markup=False)
+    console.print(str(_report(changed)), markup=False)
     missing = "" if found else " (there was no tokenizer beside the model)"
     console.print(f"saved to {output_dir}{missing}", markup=False)
     if isinstance(changed, PreTrainedModel) and has_file(source, "modules.json"):
@@ -85,7 +86,7 @@ def save(changed: Any, source: str, output_dir: Path) -> None:
 def write(changed: Any, source: str, output_dir: Path) -> bool:
     """Saves the same without a word. Returns whether there was a tokenizer."""
     sentences = not isinstance(changed, PreTrainedModel)
-    report = hf_posenc.inspect(changed)
+    report = _report(changed)
     tokenizer = changed.tokenizer if sentences else load_tokenizer(source)
     with saving.replaced(output_dir, _all_others) as folder:
         if sentences:
@@ -96,6 +97,16 @@ def write(changed: Any, source: str, output_dir: Path) -> bool:
                 tokenizer.model_max_length = report.model_max_length
                 tokenizer.save_pretrained(folder)
     return tokenizer is not None
+
+
+def _report(model: Any) -> Report:
+    """How a model knows word order; of a stock one that is made of several, how the one does that reads texts."""
+    try:
+        return hf_posenc.inspect(model)
+    except hf_posenc.HostRefused as refused:
+        if not refused.submodels:
+            raise
+        return hf_posenc.inspect(model.base_model.get_submodule(refused.submodels[0]))
 
 
 def check_output_dir(output_dir: Path, overwrite: bool) -> None:

@@ -94,8 +94,8 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
 
 
 def _treats_each_alone(module: nn.Module) -> bool:
-    """Whether a module can't hold positions, whatever it is named after: dropout, or a norm (of the part of keys that is rotated
-    in latent attention)."""
+    """Whether a module can't hold positions, whatever it is named after: dropout, or a norm (of the part of keys that is
+    rotated in latent attention)."""
     return isinstance(module, nn.Dropout) or type(module).__name__.endswith("Norm")
 
 
