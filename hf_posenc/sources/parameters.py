@@ -158,7 +158,10 @@ def _silent(host: type, keys: tuple[str, ...]) -> type:
 
 def _answering(key: str) -> Callable[[Any], Tensor]:
     def zeros(module: Any) -> Tensor:
-        return getattr(module, SILENCED)[key]()
+        silenced = vars(module).get(SILENCED, {})
+        if key not in silenced:  # another model of this class, which is being built: its own attribute
+            raise AttributeError(key)
+        return silenced[key]()
 
     return zeros
 
