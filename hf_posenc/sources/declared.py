@@ -85,7 +85,7 @@ class DeclaredParameter(PositionParameter):
     """A parameter or buffer of vectors which the host adds, of which one axis may be as long as LENGTH_FIELD says."""
 
     def __init__(self, path: str, around: nn.Module, aside: tuple[int, int], config: Any) -> None:
-        super().__init__(path, around, aside, around)
+        super().__init__(path, around, aside, (path.rpartition(".")[0], around))
         length = getattr(config, LENGTH_FIELD, None)
         self.axis = next((axis for axis, size in enumerate(self.shape[:-1]) if size == length), None)
 
