@@ -805,6 +805,12 @@ def test_modules_bear_names_of_their_own():
     assert not names & ({*hf_posenc.__all__, "utils"} | sys.stdlib_module_names - {"encodings"})
 
 
+def test_copies_of_modules_have_files_of_their_own():
+    """With a model they lie flat beside each other, whatever package they are from."""
+    saved = [path.stem for path in MODULES if path.parent.name != "cli" and path.stem != "__init__"]
+    assert {name for name in saved if saved.count(name) > 1} == set()
+
+
 MEASURING = {"retrieval", "scores", "questions"}
 """Modules that scripts and commands share; they know nothing of how models are patched."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings import check_size, shown
 from hf_posenc.encodings.context import CURRENT
-from hf_posenc.sources.relative import is_relative
+from hf_posenc.sources.distances import is_relative
 from hf_posenc.sources.source import HostRefused, Silenced, Source, replace
 from hf_posenc.sources.unclaimed import OTHER_INPUTS
 from hf_posenc.spec import LENGTH_FIELD, length_of
