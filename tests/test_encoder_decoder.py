@@ -5,6 +5,7 @@ Shapes: B batch, L tokens, D hidden_size.
 
 import copy
 import itertools
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, tokens
 from conftest import stock as stock_model
+from hf_posenc.spec import PositionSpec
 
 BART: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
@@ -440,6 +442,39 @@ def test_a_target_as_long_as_its_source_is_rotated_by_its_own_positions():
     states = model.encoder(source, attention_mask=mask)[0]
     expected = model.decoder(TARGET, encoder_hidden_states=states[:, 2:])[0]
     assert_close(model.decoder(TARGET, encoder_hidden_states=states, encoder_attention_mask=mask)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "where", ["cross", ["cross", "encoder"], {"decoder": {}, "encoder": "rope+shaw"}, {"cross": {"slopes": "learned"}}]
+)
+def test_where_is_written_as_it_is_read(where):
+    spec = PositionSpec.parse({"type": "alibi", "where": where})
+    assert PositionSpec.parse(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+@some_pairs
+def test_gradients_reach_all_that_acts(pair):
+    model = patched(pair, "t5", where=["encoder", "decoder", "cross"])
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        outputs(model, SOURCE, TARGET, use_cache=False).sum().backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        trained = [name for name in gradients if "posenc." in name]
+        assert trained == ["encoder.posenc.weight", "decoder.posenc.weight", "decoder.posenc.cross.weight"]
+        assert all(gradients[name].any() for name in trained)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for reentrant in (True, False):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        outputs(model, SOURCE, TARGET, use_cache=False).sum().backward()
+        assert_close({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, gradients)
 
 
 @pytest.mark.parametrize(
