@@ -140,6 +140,15 @@ def test_with_the_hosts_own_table_it_is_the_stock_model(pair):
     assert {name for name, module in new.named_modules() if "posenc" in module._modules} == {"model.encoder", "model.decoder"}
 
 
+@pytest.mark.parametrize("pair", ["marian", "pegasus"])
+@torch.no_grad()
+def test_with_the_formula_of_its_sinusoids_it_is_the_stock_model(pair):
+    model = stock(pair, head=True)
+    new = hf_posenc.patch(model, "sinusoidal", layout="concatenated")
+    assert_close(outputs(new, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
+    assert outputs(new, tokens(length=3 * LENGTH), tokens(length=2 * LENGTH)).isfinite().all()
+
+
 @pytest.mark.parametrize("pair", BIASES)
 @torch.no_grad()
 def test_with_the_hosts_own_biases_it_is_the_stock_model(pair):
@@ -323,6 +332,45 @@ def test_decoders_with_such_a_table(prefix):
     assert longer.config.max_position_embeddings == 4 * LENGTH
     assert longer(tokens(length=3 * LENGTH))[0].isfinite().all()
     assert_equal(hf_posenc.unpatch(copy.deepcopy(longer))(SOURCE)[0], model(SOURCE)[0])
+
+
+@pytest.fixture
+def whisper():
+    sizes = {**BART, "max_source_positions": 14, "max_target_positions": LENGTH, "num_mel_bins": 5}
+    sizes.pop("max_position_embeddings")
+    config = transformers.WhisperConfig(**sizes, suppress_tokens=None, begin_suppress_tokens=None)
+    torch.manual_seed(0)
+    return randomize(transformers.WhisperForConditionalGeneration(config)).eval()
+
+
+@torch.no_grad()
+def test_whisper(whisper, tmp_path):
+    """Its encoder has a table of sounds, its decoder another one, of other lengths, and its config neither's usual name."""
+    sound = {"input_features": torch.randn(2, 5, 28, generator=torch.Generator().manual_seed(3)), "decoder_input_ids": TARGET}
+    expected = whisper(**sound)[0]
+    own = hf_posenc.patch(whisper, "learned", init="host")
+    assert_equal(own(**sound)[0], expected)
+    assert [len(stack.posenc.weight) for stack in (own.get_encoder(), own.get_decoder())] == [14, LENGTH]
+    for encoding in ENCODINGS:
+        new = randomize_encoding(hf_posenc.patch(whisper, encoding))
+        answer = new(**sound)[0]
+        assert_apart(answer, expected)
+        new.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path)
+        assert_equal(loaded(**sound)[0], answer)
+        assert_equal(hf_posenc.unpatch(loaded)(**sound)[0], expected)
+        states = new.get_encoder()(sound["input_features"])
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        pieces = [
+            new(encoder_outputs=states, decoder_input_ids=ids, past_key_values=cache, use_cache=True)[0]
+            for ids in TARGET.split((4, 1, 4), dim=1)
+        ]
+        assert_close(torch.cat(pieces, dim=1), answer)
+        target, mask = padded(TARGET, 2, "left")
+        shifted = new(**{**sound, "decoder_input_ids": target}, decoder_attention_mask=mask)[0]
+        assert_close(shifted[:, 2:], answer)
+        ids = new.generate(sound["input_features"], max_new_tokens=4, min_new_tokens=4, num_beams=2)
+        assert ids.shape[0] == 2 and ids.shape[1] >= 4
 
 
 # where
