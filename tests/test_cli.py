@@ -269,6 +269,19 @@ def test_patch_hands_layers_on_where_given(folders, tmp_path, monkeypatch, argum
     assert json.loads(error.partition("Error: ")[2]) == given
 
 
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [("encoder", "encoder"), ('["encoder", "cross"]', ["encoder", "cross"]), ('{"cross": "rope"}', {"cross": "rope"})],
+)
+def test_patch_hands_where_on(folders, tmp_path, monkeypatch, text, given):
+    def patch(model, encoding, **keywords):
+        raise ValueError(json.dumps(keywords["where"]))
+
+    monkeypatch.setattr(hf_posenc, "patch", patch)
+    error = run("patch", folders / "bert", "alibi", "--where", text, "--output-dir", tmp_path / "new", code=1)
+    assert json.loads(error.partition("Error: ")[2]) == given
+
+
 def test_patch_refuses_a_patched_model(folders, tmp_path):
     assert "already" in run("patch", folders / "patched", "rope", "--output-dir", tmp_path / "new", code=1)
     assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ Shapes: B batch, L tokens, D hidden_size.
 
 import copy
 import itertools
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, tokens
 from conftest import stock as stock_model
+from hf_posenc.spec import PositionSpec
 
 BART: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
@@ -86,10 +88,18 @@ PAIRS = {
         biases=True,
     ),
 }
+ALIKE = ("mbart", "plbart", "blenderbot-small", "pegasus", "mt5", "switch")
+"""Built as others of these are."""
+
+
+def parameters(pairs):
+    return [pytest.param(pair, marks=pytest.mark.slow if pair in ALIKE else ()) for pair in pairs]
+
+
 TABLES, BIASES = ([name for name, pair in PAIRS.items() if pair.biases is biases] for biases in (False, True))
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
 """One for each way to act."""
-every_pair = pytest.mark.parametrize("pair", PAIRS)
+every_pair = pytest.mark.parametrize("pair", parameters(PAIRS))
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
 kinds = pytest.mark.parametrize("pair", ["bart"])
 """Of the pairs one for each kind of layer."""
@@ -136,6 +146,15 @@ def test_with_the_hosts_own_table_it_is_the_stock_model(pair):
     new = hf_posenc.patch(model, "learned", init="host")
     assert_equal(outputs(new, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
     assert {name for name, module in new.named_modules() if "posenc" in module._modules} == {"model.encoder", "model.decoder"}
+
+
+@pytest.mark.parametrize("pair", ["marian", "pegasus"])
+@torch.no_grad()
+def test_with_the_formula_of_its_sinusoids_it_is_the_stock_model(pair):
+    model = stock(pair, head=True)
+    new = hf_posenc.patch(model, "sinusoidal", layout="concatenated")
+    assert_close(outputs(new, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
+    assert outputs(new, tokens(length=3 * LENGTH), tokens(length=2 * LENGTH)).isfinite().all()
 
 
 @pytest.mark.parametrize("pair", BIASES)
@@ -323,6 +342,48 @@ def test_decoders_with_such_a_table(prefix):
     assert_equal(hf_posenc.unpatch(copy.deepcopy(longer))(SOURCE)[0], model(SOURCE)[0])
 
 
+@pytest.fixture
+def whisper():
+    sizes = {**BART, "max_source_positions": 14, "max_target_positions": LENGTH, "num_mel_bins": 5}
+    sizes.pop("max_position_embeddings")
+    config = transformers.WhisperConfig(**sizes, suppress_tokens=None, begin_suppress_tokens=None)
+    torch.manual_seed(0)
+    return randomize(transformers.WhisperForConditionalGeneration(config)).eval()
+
+
+@torch.no_grad()
+def test_whisper(whisper, tmp_path):
+    """Its encoder has a table of sounds, its decoder another one, of other lengths, and its config neither's usual name."""
+    sound = {"input_features": torch.randn(2, 5, 28, generator=torch.Generator().manual_seed(3)), "decoder_input_ids": TARGET}
+    expected = whisper(**sound)[0]
+    own = hf_posenc.patch(whisper, "learned", init="host")
+    assert_equal(own(**sound)[0], expected)
+    assert [len(stack.posenc.weight) for stack in (own.get_encoder(), own.get_decoder())] == [14, LENGTH]
+    for encoding in ENCODINGS:
+        new = randomize_encoding(hf_posenc.patch(whisper, encoding))
+        answer = new(**sound)[0]
+        assert_apart(answer, expected)
+        new.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path)
+        assert_equal(loaded(**sound)[0], answer)
+        assert_equal(hf_posenc.unpatch(loaded)(**sound)[0], expected)
+        states = new.get_encoder()(sound["input_features"])
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        pieces = [
+            new(encoder_outputs=states, decoder_input_ids=ids, past_key_values=cache, use_cache=True)[0]
+            for ids in TARGET.split((4, 1, 4), dim=1)
+        ]
+        assert_close(torch.cat(pieces, dim=1), answer)
+        target, mask = padded(TARGET, 2, "left")
+        shifted = new(**{**sound, "decoder_input_ids": target}, decoder_attention_mask=mask)[0]
+        assert_close(shifted[:, 2:], answer)
+        ids = new.generate(sound["input_features"], max_new_tokens=4, min_new_tokens=4, num_beams=2)
+        assert ids.shape[0] == 2 and ids.shape[1] >= 4
+    # A decoder that isn't named counts as the stock one does, which counts padding in.
+    shifted = {**sound, "decoder_input_ids": target, "decoder_attention_mask": mask}
+    assert_equal(hf_posenc.patch(whisper, "none", where="cross")(**shifted)[0], whisper(**shifted)[0])
+
+
 # where
 
 
@@ -440,6 +501,39 @@ def test_a_target_as_long_as_its_source_is_rotated_by_its_own_positions():
     states = model.encoder(source, attention_mask=mask)[0]
     expected = model.decoder(TARGET, encoder_hidden_states=states[:, 2:])[0]
     assert_close(model.decoder(TARGET, encoder_hidden_states=states, encoder_attention_mask=mask)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "where", ["cross", ["cross", "encoder"], {"decoder": {}, "encoder": "rope+shaw"}, {"cross": {"slopes": "learned"}}]
+)
+def test_where_is_written_as_it_is_read(where):
+    spec = PositionSpec.parse({"type": "alibi", "where": where})
+    assert PositionSpec.parse(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+@some_pairs
+def test_gradients_reach_all_that_acts(pair):
+    model = patched(pair, "t5", where=["encoder", "decoder", "cross"])
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        outputs(model, SOURCE, TARGET, use_cache=False).sum().backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        trained = [name for name in gradients if "posenc." in name]
+        assert trained == ["encoder.posenc.weight", "decoder.posenc.weight", "decoder.posenc.cross.weight"]
+        assert all(gradients[name].any() for name in trained)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for reentrant in (True, False):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        outputs(model, SOURCE, TARGET, use_cache=False).sum().backward()
+        assert_close({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, gradients)
 
 
 @pytest.mark.parametrize(
