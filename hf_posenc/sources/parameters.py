@@ -64,8 +64,8 @@ class PositionParameter(Source):
         aside = tokens_aside(modules)
         if any(aside) and cuts_into_windows(modules):
             raise HostRefused(
-                f"{type(stack).__name__} gives each window of an image a class token of its own, so its patches don't lie side by "
-                "side",
+                f"{type(stack).__name__} gives each window of an image a class token of its own, so its patches don't lie "
+                "side by side",
                 reason="class tokens between patches",
                 remedy="load it with num_windows=1",
             )
