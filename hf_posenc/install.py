@@ -79,7 +79,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         # BERT cuts missing token types from a buffer as long as its old table, so they are made from shapes instead.
         needs_token_types=any(name.endswith("token_type_ids") for name, _ in stack.named_buffers()),
         aside=tokens_aside(structure.modules),
-        windows=has_windows(structure.modules),
+        windows=has_windows(structure.modules) or len(structure.entrances) > 1,
     )
     if structure.tokens is None and (projection := patch_projection(structure.modules)):
         stack.get_submodule(projection).register_forward_hook(see_patches)
@@ -213,10 +213,10 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     layers = structure.layer_paths
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
     token_axis = written_out.token_axis(next(iter(structure.attentions.values())))
-    entrance = next((source.entrance for source in structure.sources if source.entrance is not None), None)
-    if spec.inject == "input" and entrance is not None:
-        injection.after(stack.get_submodule(entrance), embedding[next(iter(layers))], token_axis)
-        return (entrance,)
+    if spec.inject == "input" and structure.entrances:
+        for path in structure.entrances:
+            injection.after(stack.get_submodule(path), embedding[next(iter(layers))], token_axis)
+        return structure.entrances
     if spec.inject == "input":  # no table to replace: add them to the first layer's input
         injection.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))], token_axis)
         return (structure.first_layer,)

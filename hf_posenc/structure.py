@@ -70,6 +70,12 @@ class Structure:
         return tokens_of(self.stack)
 
     @property
+    def entrances(self) -> tuple[str, ...]:
+        """The paths of modules behind which vectors are added. VideoPrism has two: one for the patches of each frame, one for
+        the frames at each place."""
+        return tuple(dict.fromkeys(source.entrance for source in self.sources if source.entrance is not None))
+
+    @property
     def offset(self) -> int:
         """The position id of the first token."""
         return next((source.offset for source in self.sources if source.offset is not None), 0)

@@ -140,6 +140,7 @@ ROWS = {
     "swin2sr.Swin2SRSelfAttention": _COSINES,
     "swinv2.Swinv2SelfAttention": _COSINES,
     "tapas.TapasSelfAttention": _PLAIN,
+    "timesformer.TimesformerSelfAttention": _PLAIN,
     "visual_bert.VisualBertSelfAttention": _PLAIN,
     "wavlm.WavLMAttention": _SCALED_BEFORE,
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,

@@ -289,6 +289,23 @@ def test_patches_left_out_unknown():
         new(video, bool_masked_pos=masked)
 
 
+def test_frames_of_a_video():
+    """TimeSformer sees each place through time, then each frame, with a class token in every frame."""
+    model = stock("Timesformer", **SIZES, num_frames=3)
+    video, order = images(batch=6).unflatten(0, (2, 3)), [2, 0, 1]
+
+    def by_frame(output):
+        return output[:, 1:].unflatten(1, (PATCHES, 3))[:, :, order]
+
+    expected = states(model, video)
+    for encoding in ("none", "sinusoidal", "rope", "alibi", "shaw"):
+        new = patched(model, encoding)
+        here, there = states(new, video), states(new, video[:, order])
+        compare = assert_close if encoding == "none" else assert_apart
+        compare(there[:, 1:].unflatten(1, (PATCHES, 3)), by_frame(here))
+        assert_equal(states(hf_posenc.unpatch(new), video), expected)
+
+
 @pytest.mark.parametrize("encoding", ["sinusoidal", "rope", "alibi", "shaw"])
 def test_images_in_one_row(encoding):
     """Qwen's vision reads several images in one row: each has positions of its own."""

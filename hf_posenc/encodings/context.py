@@ -82,6 +82,8 @@ class PositionContext:
         elif self.images:
             patches = sum(self.images)
         whole = patches is None or length == patches + beside
+        if patches and self.chosen is None and not self.images and length > patches + beside:
+            whole = (length - beside) % patches == 0  # all frames of a video, each with this grid
         if not whole and not self.windows and length not in self.images:
             raise ValueError(
                 f"{length} tokens reach an attention or layer instead of {patches} patches and {beside} others: which patches "

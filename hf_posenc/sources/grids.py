@@ -39,4 +39,12 @@ def cuts_patches(path: str, module: nn.Module) -> bool:
 def has_windows(modules: Mapping[str, nn.Module]) -> bool:
     """Whether attentions see windows of the image."""
     sizes = [getattr(module, name, None) for module in modules.values() for name in ("window_size", "window_kernel_size")]
-    return any(isinstance(size, (tuple, list)) or (isinstance(size, int) and size > 0) for size in sizes)
+    if any(isinstance(size, (tuple, list)) or (isinstance(size, int) and size > 0) for size in sizes):
+        return True
+    return cuts_into_windows(modules) or any(path.endswith("temporal_attention") for path in modules)
+
+
+def cuts_into_windows(modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the tokens lie by windows, also in attentions that see all of them."""
+    counts = (getattr(module, "num_windows", None) for module in modules.values())
+    return any(isinstance(count, int) and count > 1 for count in counts)

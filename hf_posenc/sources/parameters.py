@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.sources.grids import tokens_aside
-from hf_posenc.sources.source import Source
+from hf_posenc.sources.grids import cuts_into_windows, tokens_aside
+from hf_posenc.sources.source import HostRefused, Source
 
 NAMES = (
     "position_embeddings",
@@ -27,6 +27,7 @@ NAMES = (
     "class_pos_emb",
     "cls_position_embedding",
     "time_position_embeddings",
+    "time_embeddings",
 )
 """Of a parameter, a tensor or an `nn.Embedding`."""
 NOT_BY_TOKEN = (
@@ -35,6 +36,7 @@ NOT_BY_TOKEN = (
     "class_pos_emb",
     "cls_position_embedding",
     "time_position_embeddings",
+    "time_embeddings",
 )
 """Those that don't have one vector for each patch: of several layers, of rows and columns, of frames, of a class token."""
 SILENCED = "_posenc_silenced"
@@ -60,6 +62,13 @@ class PositionParameter(Source):
         if "input_ids" in inspect.signature(type(stack).forward).parameters:
             return
         aside = tokens_aside(modules)
+        if any(aside) and cuts_into_windows(modules):
+            raise HostRefused(
+                f"{type(stack).__name__} gives each window of an image a class token of its own, so its patches don't lie "
+                "side by side",
+                reason="class tokens between patches",
+                remedy="load it with num_windows=1",
+            )
         for path, module in modules.items():
             owner, _, name = path.rpartition(".")
             if name in NAMES and type(module) is nn.Embedding:
