@@ -48,7 +48,8 @@ CONFORMERS = {
 }
 POOLED = ("sew", "sew-d")
 """Each of their tokens is made of two frames."""
-HOSTS = CONVOLUTIONAL | CONFORMERS
+ADAPTER = dict(add_adapter=True, num_adapter_layers=1, adapter_kernel_size=3, adapter_stride=2)
+HOSTS = CONVOLUTIONAL | CONFORMERS | {"wav2vec2-bert-adapter": ("Wav2Vec2Bert", {**CONFORMERS["wav2vec2-bert"][1], **ADAPTER})}
 every_host = pytest.mark.parametrize("host", HOSTS)
 every_convolutional = pytest.mark.parametrize("host", CONVOLUTIONAL)
 every_conformer = pytest.mark.parametrize("host", CONFORMERS)
@@ -298,6 +299,18 @@ def test_a_promised_length_counts_frames():
     first(new(**sound("wav2vec2", length=200)))
     with pytest.raises(ValueError, match="39 positions is longer than max_length=20"):
         new(**sound("wav2vec2"))
+
+
+def test_an_adapters_layers_are_taken():
+    """Its convolutions make fewer tokens, whose positions are counted anew."""
+    model = stock("wav2vec2-bert-adapter")
+    new = hf_posenc.patch(model, "alibi")
+    names = [f"adapter.layers.0.{name}" for name in ("residual_conv", "self_attn_conv")]
+    assert hf_posenc.inspect(new).stays["Conv1d"] == (*names,)
+    assert hf_posenc.inspect(new).enters["distance_bias"][-1] == "adapter.layers.0.self_attn"
+    assert_apart(
+        first(new(**sound("wav2vec2-bert-adapter"))), first(hf_posenc.patch(model, "none")(**sound("wav2vec2-bert-adapter")))
+    )
 
 
 @torch.no_grad()
