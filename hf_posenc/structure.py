@@ -344,9 +344,14 @@ def others_in_layers(modules: Mapping[str, nn.Module], attentions: Collection[st
         in_row = any(re.match(rf"{re.escape(row)}\.\d+\.", path) for row in rows)
         within = any(f"{path}.".startswith(f"{other}.") for other in (*attentions, *found))
         around = any(f"{attention}.".startswith(f"{path}.") for attention in attentions)
-        if in_row and not within and not around and sees_order(module):
+        if in_row and not within and not around and (sees_order(module) or _pools(path, module)):
             found[path] = module
     return found
+
+
+def _pools(path: str, module: nn.Module) -> bool:
+    """Whether a module makes one token of several, for a layer of fewer tokens (adapters of speech encoders)."""
+    return convolves(path, module) and max(getattr(module, "stride", (1,))) > 1
 
 
 def _fronts(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, nn.Module]:

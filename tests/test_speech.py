@@ -48,7 +48,8 @@ CONFORMERS = {
 }
 POOLED = ("sew", "sew-d")
 """Each of their tokens is made of two frames."""
-HOSTS = CONVOLUTIONAL | CONFORMERS
+ADAPTER = dict(add_adapter=True, num_adapter_layers=1, adapter_kernel_size=3, adapter_stride=2)
+HOSTS = CONVOLUTIONAL | CONFORMERS | {"wav2vec2-bert-adapter": ("Wav2Vec2Bert", {**CONFORMERS["wav2vec2-bert"][1], **ADAPTER})}
 every_host = pytest.mark.parametrize("host", HOSTS)
 every_convolutional = pytest.mark.parametrize("host", CONVOLUTIONAL)
 every_conformer = pytest.mark.parametrize("host", CONFORMERS)
@@ -300,6 +301,18 @@ def test_a_promised_length_counts_frames():
         new(**sound("wav2vec2"))
 
 
+def test_an_adapters_layers_are_taken():
+    """Its convolutions make fewer tokens, whose positions are counted anew."""
+    model = stock("wav2vec2-bert-adapter")
+    new = hf_posenc.patch(model, "alibi")
+    names = [f"adapter.layers.0.{name}" for name in ("residual_conv", "self_attn_conv")]
+    assert hf_posenc.inspect(new).stays["Conv1d"] == (*names,)
+    assert hf_posenc.inspect(new).enters["distance_bias"][-1] == "adapter.layers.0.self_attn"
+    assert_apart(
+        first(new(**sound("wav2vec2-bert-adapter"))), first(hf_posenc.patch(model, "none")(**sound("wav2vec2-bert-adapter")))
+    )
+
+
 @torch.no_grad()
 def test_a_convolution_within_an_attention_is_refused():
     model = stock("wav2vec2")
@@ -315,3 +328,71 @@ def test_rotations_of_inputs_are_refused():
     with pytest.raises(hf_posenc.HostRefused) as error:
         hf_posenc.patch(stock("wav2vec2-conformer", position_embeddings_type="rotary"), "alibi")
     assert error.value.reason == "rotary positions in a format of its own"
+
+
+def series():
+    config = transformers.TimesFmConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=8,
+        intermediate_size=48,
+        patch_length=4,
+        use_positional_embedding=True,
+    )
+    values = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
+    inputs = {"past_values": values, "past_values_padding": torch.zeros(2, 32), "freq": torch.zeros(2, 1, dtype=torch.long)}
+    return randomized(transformers.TimesFmModel(config)).eval(), inputs
+
+
+@torch.no_grad()
+def test_patches_of_a_series(tmp_path):
+    """The stack asks for the vectors of so many positions, and gets ours."""
+    model, inputs = series()
+    expected = first(model(**inputs))
+    for encoding in ("none", *WAYS):
+        new = patched(model, encoding)
+        assert_apart(first(new(**inputs)), expected)
+        assert_equal(first(hf_posenc.unpatch(new)(**inputs)), expected)
+        new.save_pretrained(tmp_path / encoding)
+        assert_equal(first(AutoModel.from_pretrained(tmp_path / encoding)(**inputs)), first(new(**inputs)))
+    angles = torch.arange(8, dtype=torch.float64)[:, None] / 10000 ** (torch.arange(0, 32, 2) / 32).double()
+    sines = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).float()[None]
+    for encoding, vectors in (("none", torch.zeros(1, 8, 32)), ("sinusoidal", sines)):
+        answers = first(hf_posenc.patch(model, encoding)(**inputs))
+        hook = model.position_emb.register_forward_hook(lambda module, args, output, vectors=vectors: vectors)
+        assert_close(answers, first(model(**inputs)))
+        hook.remove()
+
+
+@torch.no_grad()
+def test_seamless_translates_speech():
+    """A Conformer, an adapter that pools, and a decoder with a cross-attention."""
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "speech_encoder_layers": 2,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "speech_encoder_attention_heads": 4,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "speech_encoder_intermediate_size": 48,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "feature_projection_input_dim": 16,
+        "conv_depthwise_kernel_size": 5,
+        "num_adapter_layers": 1,
+        "adaptor_kernel_size": 4,
+        "adaptor_stride": 2,
+        "max_position_embeddings": 64,
+        "max_source_positions": 64,
+    }
+    for name, encoding in (("SeamlessM4T", "learned+transformer_xl"), ("SeamlessM4Tv2", "learned+shaw")):
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        model = randomized(getattr(transformers, f"{name}ForSpeechToText")(config)).eval()
+        inputs = {**sound("seamless", batch=1), "decoder_input_ids": torch.tensor([[3, 8, 5, 9]])}
+        assert hf_posenc.inspect(model).encoding == encoding
+        new = patched(model, "shaw")
+        assert_apart(first(new(**inputs)), first(model(**inputs)))
+        assert_equal(first(hf_posenc.unpatch(new)(**inputs)), first(model(**inputs)))
