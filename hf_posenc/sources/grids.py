@@ -9,6 +9,8 @@ ASIDE = re.compile(r"(cls|class|register|distillation|detection|storage|prefix|c
 """Names of parameters that are tokens of their own, which stand for no patch."""
 BEHIND = "detection_tokens"
 """The one of them that comes behind the patches: YOLOS."""
+POOLS = re.compile(r"Pool")
+"""In class names of modules which have such a token to gather the patches with, behind all layers (AIMv2)."""
 
 
 def tokens_aside(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
@@ -16,7 +18,7 @@ def tokens_aside(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
     before = behind = 0
     for module in modules.values():
         for name, parameter in module._parameters.items():
-            if parameter is not None and ASIDE.fullmatch(name):
+            if parameter is not None and ASIDE.fullmatch(name) and not POOLS.search(type(module).__name__):
                 count = parameter.shape[:-1].numel()
                 before, behind = (before, behind + count) if name == BEHIND else (before + count, behind)
     return before, behind

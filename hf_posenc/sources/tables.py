@@ -141,7 +141,8 @@ class SilencedTable(Silenced):
             # Padding has the id before the first (Longformer pads up to whole windows).
             vectors = encoding("embed", positions.clamp(min=0))
         if vectors is None:
-            vectors = torch.zeros((), dtype=dtype, device=positions.device).expand(*positions.shape, self.width)
+            # Not expanded: Kosmos-2.5 adds to it in place.
+            vectors = torch.zeros(*positions.shape, self.width, dtype=dtype, device=positions.device)
         return vectors.to(dtype)
 
     @property
