@@ -213,7 +213,9 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     layers = structure.layer_paths
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
     token_axis = written_out.token_axis(next(iter(structure.attentions.values())))
-    entrance = next((source.entrance for source in structure.sources if source.entrance is not None), None)
+    # Behind a module that holds the layers, too, vectors would come too late.
+    found = [source.entrance for source in structure.sources if source.entrance is not None]
+    entrance = next((each for each in found if not any(path.startswith(f"{each}.") for path in structure.attentions)), None)
     if spec.inject == "input" and entrance is not None:
         injection.after(stack.get_submodule(entrance), embedding[next(iter(layers))], token_axis)
         return (entrance,)
