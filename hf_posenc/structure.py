@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc import written_out
 from hf_posenc.calls import argument_names
+from hf_posenc.declarations import is_transformers, names_in
 from hf_posenc.encodings import Geometry
-from hf_posenc.own_hosts import is_transformers, names_in
 from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
 from hf_posenc.sources.convolutions import is_convolution
 from hf_posenc.sources.declared import declared_in
@@ -71,9 +71,10 @@ class Structure:
 
     @property
     def entrances(self) -> tuple[str, ...]:
-        """The paths of modules behind which vectors are added. VideoPrism has two: one for the patches of each frame, one for
-        the frames at each place."""
-        return tuple(dict.fromkeys(source.entrance for source in self.sources if source.entrance is not None))
+        """The paths of modules behind which vectors are added; behind one that holds the layers, too, they would come too late.
+        VideoPrism has two: one for the patches of each frame, one for the frames at each place."""
+        found = dict.fromkeys(source.entrance for source in self.sources if source.entrance is not None)
+        return tuple(path for path in found if not any(each.startswith(f"{path}.") for each in self.attentions))
 
     @property
     def offset(self) -> int:
