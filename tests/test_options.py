@@ -719,6 +719,7 @@ ORDER = [
     {"remote_code", "spec", "kernels"},
     {"sources", "attention", "checkpoints", "remembering", "offsets"},
     {"written_out", "positions", "embedding", "calibration"},
+    {"own_hosts"},
     {"structure", "injection"},
     {"install", "transfer"},
     {"loading"},

@@ -13,6 +13,7 @@ from transformers import AutoModel, BertConfig, BertModel
 
 import hf_posenc
 from conftest import ROOT, assert_apart, assert_close, randomize, randomize_encoding, run_python, tokens
+from oracles import sinusoids
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_architecture.md").read_text(), re.DOTALL)
 FILES = {text.split()[1]: text for text in BLOCKS if text.startswith("# my_")}
@@ -110,6 +111,22 @@ def test_as_itself(own):
     """With its own table in a learned encoding a model gives what it gave."""
     stock, inputs = made(own, "tiny")
     assert_close(hf_posenc.patch(stock, "learned", init="host")(**inputs)[0], stock(**inputs)[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["tiny", "other", "vit"])
+def test_vectors_take_the_place_of_the_models_own(name, own):
+    """As in a stock model whose learned vectors are sinusoids; a class token has none."""
+    stock, inputs = made(own, name)
+    found = hf_posenc.patch(stock, "sinusoidal")(**inputs)[0]
+    table = next(
+        value for key, value in stock.named_parameters() if key.endswith(("position_embeddings.weight", "where", "embed"))
+    )
+    rows = table.view(-1, table.shape[-1])
+    rows.zero_()
+    vectors = sinusoids([range(len(rows) - 1 if name == "vit" else len(rows))], rows.shape[-1])[0]
+    rows[len(rows) - len(vectors) :] = vectors
+    assert_close(found, stock(**inputs)[0])
 
 
 @torch.no_grad()

@@ -93,6 +93,11 @@ class DeclaredParameter(PositionParameter):
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Any:
         return ()
 
+    @property
+    def entrance(self) -> None:
+        # What its module returns may be anything: vectors are added to what enters the first layer.
+        return None
+
     def usable_length(self, config: Any) -> int | None:
         return super().usable_length(config) if self.axis is None else getattr(config, LENGTH_FIELD)
 
