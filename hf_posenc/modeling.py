@@ -118,6 +118,9 @@ class PosEncModelMixin(EncodingModelMixin):
         super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
+        if (calls := vars(self).get(POSTPONED)) is not None:
+            calls.append(self)
+            return
         # Before the host's post_init, so that new parameters are initialised, tied and counted with the others.
         self._install_encoding()
         super().post_init()
@@ -317,21 +320,28 @@ def _derive_model(name: str, host: type[PreTrainedModel]) -> type:
         "host_class": host,
     }
     if not is_transformers(host):
-        body["__init__"] = _checked(host)
+        body["__init__"] = _with_one_post_init(host)
     return type(name, (PosEncModelMixin, host), body)
 
 
-def _checked(host: type[PreTrainedModel]) -> Callable[..., None]:
-    """The `__init__` of a class derived from a user's, which has to call post_init as Transformers' own classes do."""
+POSTPONED = "_posenc_postponed"
+"""The attribute of a model of a user's class that is being built: the calls of post_init that were put off."""
+
+
+def _with_one_post_init(host: type[PreTrainedModel]) -> Callable[..., None]:
+    """The `__init__` of a class derived from a user's, with post_init at its end alone: a subclass of a model which calls it
+    may go on to replace modules, and call it again."""
 
     @functools.wraps(host.__init__)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        vars(self)[POSTPONED] = []
         PosEncModelMixin.__init__(self, config, *args, **kwargs)
-        if not any(map(structure.is_patched, self.modules())):
+        if not vars(self).pop(POSTPONED):
             raise ValueError(
                 f"{host.__name__}.__init__ doesn't end with self.post_init(), as it has to in every PreTrainedModel: there the "
                 "encoding is put in"
             )
+        self.post_init()
 
     return __init__
 

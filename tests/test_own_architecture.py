@@ -9,11 +9,12 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import AutoModel, BertConfig, BertModel, DynamicCache, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_posenc
-from conftest import ROOT, assert_apart, assert_close, randomize, randomize_encoding, run_python, tokens
-from oracles import sinusoids
+from conftest import LLAMA, ROOT, assert_apart, assert_close, randomize, randomize_encoding, run_python, tokens
+from oracles import in_pieces, sinusoids
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_architecture.md").read_text(), re.DOTALL)
 FILES = {text.split()[1]: text for text in BLOCKS if text.startswith("# my_")}
@@ -163,6 +164,62 @@ def test_two_classes_of_one_name(own, folder, tmp_path):
         sys.modules.pop("my_twins")
 
 
+class OwnLlamaConfig(LlamaConfig):
+    model_type = "own-llama"
+
+
+class OwnLlamaAttention(LlamaAttention):
+    """As it is, in another module than the eager function that its forward names."""
+
+
+class OwnLlamaModel(LlamaModel):
+    """Calls post_init twice, and replaces modules in between."""
+
+    config_class = OwnLlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for number, layer in enumerate(self.layers):
+            layer.self_attn = OwnLlamaAttention(config, number)
+        self.post_init()
+
+
+class OwnLlamaForCausalLM(LlamaForCausalLM):
+    config_class = OwnLlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = OwnLlamaModel(config)
+        self.post_init()
+
+
+@pytest.mark.parametrize("encoding", ["rope", "alibi", "sinusoidal"])
+@torch.no_grad()
+def test_a_subclass_of_a_model_of_transformers(encoding, tmp_path):
+    """With grouped queries and a cache; the Auto classes don't know it."""
+    stock = randomize(OwnLlamaForCausalLM(OwnLlamaConfig(vocab_size=61, **LLAMA))).eval()
+    model, ids = hf_posenc.patch(stock, encoding), tokens(2, 12)
+    full = model(ids).logits
+    assert_apart(full, hf_posenc.patch(stock, "none")(ids).logits)
+    assert_close(in_pieces(model, ids, (7, 8), None, DynamicCache(config=model.config)), full)
+    model.set_attn_implementation("eager")
+    assert_close(model(ids).logits, full)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(hf_posenc.PosEncOwnLlamaForCausalLM.from_pretrained(tmp_path)(ids).logits, full)
+    base = hf_posenc.PosEncOwnLlamaModel.from_pretrained(tmp_path)
+    assert_close(base(ids)[0] @ model.lm_head.weight.T, full)
+    assert torch.equal(hf_posenc.unpatch(model)(ids).logits, model_logits(stock, ids))
+    if encoding == "rope":
+        assert_close(full, stock(ids).logits)  # its own theta
+
+
+def model_logits(stock, ids):
+    stock.set_attn_implementation("eager")
+    logits = stock(ids).logits
+    stock.set_attn_implementation("sdpa")
+    return logits
+
+
 class Angles(nn.Module):
     """Rotary positions of another form than Transformers' own."""
 
@@ -260,9 +317,10 @@ def test_what_a_class_lacks(own, kept):
     tiny = own["my_models"]
 
     class Unfinished(tiny.TinyModel):
-        def post_init(self):
-            if type(self) is Unfinished:
-                super().post_init()
+        def __init__(self, config):
+            tiny.PreTrainedModel.__init__(self, config)
+            self.embed_tokens, self.position_embeddings = nn.Embedding(61, 32), nn.Embedding(24, 32)
+            self.layers = nn.ModuleList([tiny.TinyLayer(config)])
 
     class Borrowed(tiny.TinyModel):
         config_class = BertConfig
@@ -283,6 +341,8 @@ def test_what_a_class_lacks(own, kept):
         model_type = "sizeless"
         num_attention_heads: None = None
 
+    with pytest.raises(ValueError, match="Unfinished.__init__ doesn't end with self.post_init"):
+        hf_posenc.patch(Unfinished(tiny.TinyConfig()), "rope")
     with pytest.raises(ValueError, match="Borrowed is a class of your own, and its config a BertConfig of model type 'bert'"):
         hf_posenc.patch(Borrowed(BertConfig(hidden_size=32, num_attention_heads=4)), "rope")
     with pytest.raises(hf_posenc.HostRefused, match="DeafAttention which doesn't ask self.config._attn_implementation"):
