@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache
 
 from hf_posenc import attention, injection, written_out
 from hf_posenc.calls import Call, argument_names
+from hf_posenc.declarations import is_transformers
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
-from hf_posenc.own_hosts import is_transformers
 from hf_posenc.positions import ForwardPass, follow_masking, see_images, see_patches
 from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens_aside
 from hf_posenc.spec import PositionSpec

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc import written_out
 from hf_posenc.calls import argument_names
+from hf_posenc.declarations import is_transformers, names_in
 from hf_posenc.encodings import Geometry
-from hf_posenc.own_hosts import is_transformers, names_in
 from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
 from hf_posenc.sources.convolutions import is_convolution
 from hf_posenc.sources.declared import declared_in

@@ -719,7 +719,7 @@ ORDER = [
     {"remote_code", "spec", "kernels"},
     {"sources", "attention", "checkpoints", "remembering", "offsets"},
     {"written_out", "positions", "embedding", "calibration"},
-    {"own_hosts"},
+    {"declarations"},
     {"structure", "injection"},
     {"install", "transfer"},
     {"loading"},
