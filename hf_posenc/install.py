@@ -213,7 +213,9 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     layers = structure.layer_paths
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
     token_axis = written_out.token_axis(next(iter(structure.attentions.values())))
-    if spec.inject == "input" and structure.entrances:
+    # Behind a module that holds the layers, too, vectors would come too late.
+    late = [each for each in structure.entrances if any(path.startswith(f"{each}.") for path in structure.attentions)]
+    if spec.inject == "input" and structure.entrances and not late:
         for path in structure.entrances:
             injection.after(stack.get_submodule(path), embedding[next(iter(layers))], token_axis)
         return structure.entrances
