@@ -136,7 +136,7 @@ def test_only_what_is_needed_is_saved(bare):
     common = (
         embedding | sources | {"attention", "calls", "injection", "install", "kernels", "modeling", "positions", "structure"}
     )
-    common |= {"loading", "transfer", "written_out", "own_hosts", "remembering", "offsets"}
+    common |= {"loading", "transfer", "written_out", "declarations", "remembering", "offsets"}
     for name, encodings in {
         "bert-alibi": {"alibi"},
         "bert-learned": {"learned", "sinusoidal"},  # its table can start as one

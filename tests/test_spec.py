@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, BertConfig
 
 import hf_posenc
 from conftest import HOSTS, LENGTH, TABLED, VOCABULARY, first, patched, stock, tokens
 from hf_posenc.encodings import encoding_class
-from hf_posenc.spec import PARSED, HostSpec, PositionSpec, erase, merged, read, write
+from hf_posenc.spec import PARSED, HostSpec, PositionSpec, make_stock, merged, read, write
 
 HOST = {"name_or_path": "somebody/base", "rows": 512, "kept": True, "fingerprint": "00ff"}
 
@@ -211,8 +211,8 @@ def test_a_changed_config_is_read_anew(parsed):
     assert read(config).max_length == 9 and config.position_encoding["max_length"] == 9
     config.position_encoding["max_length"] = 5
     assert read(config).max_length == 5 and len(parsed) == before + 1
-    erase(config)
-    assert "position_encoding" not in vars(config) and PARSED not in vars(config) and config.position_encoding is None
+    make_stock(config)
+    assert type(config) is BertConfig and "position_encoding" not in vars(config) and PARSED not in vars(config)
 
 
 @pytest.mark.parametrize("encoding", ["learned", "alibi", {"type": "rope+shaw", "shaw__layers": [0]}])
