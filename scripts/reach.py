@@ -54,7 +54,7 @@ def model_types() -> list[str]:
 
 def state_of_the_code() -> str:
     """A hash of what verdicts depend on."""
-    files = [*(HERE.parent / "hf_posenc").rglob("*.py"), *(HERE / "hosts").glob("*.*")]
+    files = [*(HERE.parent / "hf_posenc").rglob("*.py"), *(HERE / "hosts").glob("*.py"), HERE / "hosts" / "recipes.json"]
     digest = hashlib.sha256(f"{transformers.__version__} {torch.__version__}".encode())
     for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())

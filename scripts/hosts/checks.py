@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 
 import hf_posenc
 from hosts import tiny
-from hosts.inputs import TOKENS, Entrance, Reading, Run, entrance, given_vectors, reading
+from hosts.inputs import TOKENS, Entrance, Reading, Run, entrance, given_vectors, is_run, reading
 from hosts.tiny import LENGTH
 
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
@@ -87,7 +87,7 @@ class Host:
     """A stock model, and what the checks need to know of it.
 
     part: the part that is patched, as `patch` names it, "" for the model itself; path: where that is.
-    answering: the path of what answers with a vector for each position.
+    answering, read_at: the paths of what answers with a vector for each position, and of what is given the contents.
     probes: those of its contents.
     single: the models by which the order of a decoder is judged: its layers above the first know order from which tokens each
         one sees, so it is judged by one model of each of its kinds of layer; or, where its layers can't be had singly, by
@@ -96,7 +96,7 @@ class Host:
 
     def __init__(self, kind: str, stock: PreTrainedModel, part: str) -> None:
         self.kind, self.stock, self.part = kind, stock, part
-        self.path = path_of(stock, part)
+        self.path = self.read_at = path_of(stock, part)
         self._patched: dict[tuple[str, int], tuple[PreTrainedModel, PreTrainedModel | None]] = {}
         self.answering = self.path or tiny.RECIPES.get(kind, {}).get("vectors", "")
         self.arguments = set(inspect.signature(type(stock).forward).parameters)
@@ -104,8 +104,10 @@ class Host:
     def look(self) -> None:
         """Find out what it reads, and how it is judged. Raises Skipped where that can't be known."""
         read = reading(self.kind, self.stock, self.answering)
-        if read is None and self.path and (outer := reading(self.kind, self.stock)) is not None and "input_ids" in outer.specs:
-            read, self.answering = outer, ""  # a part whose own parts are called one by one
+        if read is None and self.path:
+            outer = reading(self.kind, self.stock)
+            if outer is not None and "input_ids" in outer.specs and is_run(self.stock, self.path, outer):
+                read, self.answering, self.read_at = outer, "", ""  # a part whose own parts are called one by one
         if read is None:
             raise Skipped("its inputs are unknown")
         self.reading: Reading = read
@@ -141,7 +143,7 @@ class Host:
             if part == "decoder" and "decoder_input_ids" in self.reading.specs:
                 found = Entrance("argument", "decoder_input_ids", (1,))
             else:
-                found = None if part == "decoder" else entrance(self.stock, self.path, self.reading)
+                found = None if part == "decoder" else entrance(self.stock, self.read_at, self.reading)
             stack = f"{self.path}.{part}".strip(".")
             if part and found is None and stack in dict(self.stock.named_modules()):
                 found = given_vectors(self.stock, stack, self.reading)
@@ -359,17 +361,20 @@ def eager_is_sdpa(host: Host) -> Iterator[bool]:
     """Both attention implementations give the same, with padding, in hosts that have both."""
     if not (host.stock._supports_sdpa and host.stock.get_submodule(host.path)._supports_sdpa):
         return
-    inputs, real = host.reading(7, 2 if host.tokens else 1), None
+    inputs = host.reading(7)
+    real: Tensor | None = None
     if len(host.tokens) == 1 and not host.tokens[0].part and "attention_mask" in host.arguments:
-        real = torch.ones(2, LENGTH, dtype=torch.long)
-        real[1, LENGTH - 3 :] = 0
-        inputs["attention_mask"], real = real, real.bool()
+        two = host.reading(7, 2)
+        if all(tensor.shape[0] == 2 for tensor in two.values() if isinstance(tensor, Tensor)):
+            mask = torch.ones(2, LENGTH, dtype=torch.long)
+            mask[1, LENGTH - 3 :] = 0
+            inputs, real = {**two, "attention_mask": mask}, mask.bool()
 
     def apart(model: PreTrainedModel) -> float:
         answers, before = [], {id(each): each.config._attn_implementation for each in _models(model)}
         try:
             for implementation in ("eager", "sdpa"):
-                model.set_attn_implementation(implementation)
+                model.get_submodule(host.path).set_attn_implementation(implementation)
                 vectors = host.run(model, inputs).vectors
                 assert vectors is not None
                 answers.append(vectors if real is None or vectors.shape[:2] != real.shape else vectors[real])

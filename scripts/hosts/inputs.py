@@ -75,6 +75,20 @@ def reading(kind: str, model: PreTrainedModel, path: str = "") -> Reading | None
     return None
 
 
+def is_run(model: PreTrainedModel, path: str, read: Reading) -> bool:
+    """Whether anything in a part is called."""
+    called: list[nn.Module] = []
+    hooks = [
+        each.register_forward_hook(lambda module, *_: called.append(module)) for each in model.get_submodule(path).modules()
+    ]
+    try:
+        Run(model, "", read(0))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return bool(called)
+
+
 def runs(kind: str, model: PreTrainedModel) -> bool:
     return reading(kind, model) is not None
 
