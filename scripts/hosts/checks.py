@@ -76,6 +76,11 @@ class Probe:
     part: str
     entrance: Entrance
 
+    @property
+    def mask(self) -> str:
+        """The argument for the attention mask of its tokens."""
+        return "decoder_attention_mask" if self.entrance.name == "decoder_input_ids" else "attention_mask"
+
     def read(self, run: Run) -> Tensor:
         """`[B, N, D]`."""
         vectors = run.encoded if self.part == "encoder" else run.vectors
@@ -114,8 +119,8 @@ class Host:
         self.probes = list(self._probes())
         self.causal = {probe for probe in self.probes if self._is_causal(probe)}
         self.single = list(self._single_layers()) if self.causal else []
-        if not any(self.patched("none", model) is not None for model in self.single):
-            self.single = []
+        # A kind of layer that can't be patched by itself has no attention.
+        self.single = [model for model in self.single if self.patched("none", model) is not None]
         for probe in self.causal if not self.single else ():
             if self._is_causal(probe, **self._all_seen(probe)):
                 raise Skipped("its layers can't be had singly, and it takes no mask that shows every token to each")
@@ -123,8 +128,7 @@ class Host:
     def _all_seen(self, probe: Probe) -> dict[str, Tensor]:
         """A mask that shows every token to each."""
         count = probe.entrance.count
-        name = "decoder_attention_mask" if probe.part == "decoder" else "attention_mask"
-        return {name: torch.zeros(1, 1, count, count)}
+        return {probe.mask: torch.zeros(1, 1, count, count)}
 
     @functools.cached_property
     def taken(self) -> list[str]:
@@ -301,10 +305,7 @@ def _apart_as_sets(a: Tensor, b: Tensor) -> float:
 
 
 def order_is_gone(host: Host) -> Iterator[bool]:
-    """Without positions no output depends on the order of the contents. The stock model's must.
-
-    A kind of layer that can't be patched by itself, as it has no attention, is passed over.
-    """
+    """Without positions no output depends on the order of the contents. The stock model's must."""
     for probe in host.probes:
         if not any(host.order(stock, probe)[0] > OTHER for stock in host.judging(probe)):
             raise ShowsNoOrder
@@ -339,18 +340,18 @@ def saves_and_loads(host: Host) -> Iterator[bool]:
     inputs = host.reading(6)
     expected = host.run(host.stock, inputs).tensors
     with suppress(RuntimeError):  # a stock model that can't be saved
-        if not _equal(host.run(_reloaded(host.stock), inputs).tensors, expected):
+        if not _equal(host.run(_reloaded(host, host.stock), inputs).tensors, expected):
             raise Skipped("the stock model is another after it was saved and loaded")
     for patched in host.with_encodings():
-        loaded = _reloaded(patched)
+        loaded = _reloaded(host, patched)
         yield type(loaded) is type(patched)
         yield _equal(host.run(loaded, inputs).tensors, host.run(patched, inputs).tensors)
 
 
-def _reloaded(model: PreTrainedModel) -> PreTrainedModel:
+def _reloaded(host: Host, model: PreTrainedModel) -> PreTrainedModel:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return tiny.loader(model).from_pretrained(folder).eval()
+        return tiny.loader(host.kind, model).from_pretrained(folder).eval()
 
 
 def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -363,7 +364,7 @@ def eager_is_sdpa(host: Host) -> Iterator[bool]:
         return
     inputs = host.reading(7)
     real: Tensor | None = None
-    if len(host.tokens) == 1 and not host.tokens[0].part and "attention_mask" in host.arguments:
+    if len(host.tokens) == 1 and not host.tokens[0].part and host.tokens[0].mask == "attention_mask" in host.arguments:
         two = host.reading(7, 2)
         if all(tensor.shape[0] == 2 for tensor in two.values() if isinstance(tensor, Tensor)):
             mask = torch.ones(2, LENGTH, dtype=torch.long)
@@ -371,10 +372,11 @@ def eager_is_sdpa(host: Host) -> Iterator[bool]:
             inputs, real = {**two, "attention_mask": mask}, mask.bool()
 
     def apart(model: PreTrainedModel) -> float:
+        part: Any = model.get_submodule(host.path)
         answers, before = [], {id(each): each.config._attn_implementation for each in _models(model)}
         try:
             for implementation in ("eager", "sdpa"):
-                model.get_submodule(host.path).set_attn_implementation(implementation)
+                part.set_attn_implementation(implementation)
                 vectors = host.run(model, inputs).vectors
                 assert vectors is not None
                 answers.append(vectors if real is None or vectors.shape[:2] != real.shape else vectors[real])
@@ -403,7 +405,7 @@ def _of_stock(check: Callable[[], bool]) -> bool:
 def padding_is_ignored(host: Host) -> Iterator[bool]:
     """Tokens beside padding, right or left, give what they give alone."""
     for probe in host.tokens:
-        mask = "decoder_attention_mask" if probe.part == "decoder" else "attention_mask"
+        mask = probe.mask
         if mask not in host.arguments:
             continue
         if not _of_stock(functools.partial(_ignores_padding, host, host.stock, probe, mask, False)):

@@ -246,9 +246,8 @@ def made(kind: str, config: Any) -> PreTrainedModel:
     return maker.from_config(config) if hasattr(maker, "from_config") else maker(config)
 
 
-def loader(model: PreTrainedModel) -> Any:
-    """The Auto class that loads a saved model again; its own class where no Auto class knows it."""
-    kind = getattr(model, "host_class", type(model)).config_class.model_type
+def loader(kind: str, model: PreTrainedModel) -> Any:
+    """The Auto class that loads a saved model of a type again; its own class where no Auto class knows it."""
     maker = class_of(kind)
     return maker if hasattr(maker, "from_config") else type(model)
 
