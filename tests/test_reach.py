@@ -41,10 +41,10 @@ TAKEN = {
     "falcon_h1": "rope",
     # encoder-decoders
     "bart": "learned",
-    "marian": "sinusoidal",
+    "marian": "learned",
     "whisper": "learned",
     "encoder-decoder (encoder)": "learned",
-    "time_series_transformer": "sinusoidal",
+    "time_series_transformer": "learned",
     # images
     "vit": "learned",
     "dinov2": "learned",
@@ -76,7 +76,7 @@ OPEN = {
 """Model types that are taken and fail a check: to be mended, or refused."""
 REFUSED = {
     "resnet": "neither a source of position nor an attention of the interface",
-    "kyutai_speech_to_text": "no table of token embeddings",
+    "fnet": "attention that can't be taken over",
 }
 
 
@@ -179,7 +179,7 @@ def test_inputs_of_recipes_are_arguments():
     """A recipe for a type that doesn't exist, or an input that no forward takes, would be passed over in silence."""
     assert {*tiny.RECIPES} <= {*reach.CONFIG_MAPPING}
     for kind, recipe in tiny.RECIPES.items():
-        assert {*recipe} <= {"config", "inputs", "class", "architectures", "vectors"}, kind
+        assert {*recipe} <= {"config", "inputs", "class", "architectures", "vectors", "entrance"}, kind
     assert inputs.reading("bros", tiny.build("bros")).specs["bbox"].shape == ("B", "L", 8)
 
 

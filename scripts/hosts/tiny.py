@@ -76,7 +76,7 @@ WITHOUT: tuple[tuple[str, ...], ...] = (
 RECIPES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "recipes.json").read_text())
 """Model type -> what rules don't find: `config`, arguments by which it builds or is cheaper, also within others; `inputs`, see
 `inputs.py`; `class`, by which it is made; `vectors`, the module that answers with a vector for each position, where the model
-answers with fewer; `architectures`, where AutoModel chooses by them."""
+answers with fewer; `entrance`, the module that is given the contents; `architectures`, where AutoModel chooses by them."""
 
 
 def config_of(
