@@ -19,7 +19,7 @@ from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens
 from hf_posenc.spec import PositionSpec
 from hf_posenc.structure import Structure
 
-STREAMS = re.compile(r"HyperConnection|AltUp")
+STREAMS = re.compile(r"HyperConnection|AltUp|GatedResidual")
 """In class names of modules that mix several streams of hidden states, so that a layer's input is not `[B, L, D]`."""
 Parts = Mapping[str, tuple[str, ...]]
 """Path of an attention -> the parts of the encoding that act in it."""

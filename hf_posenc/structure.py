@@ -19,7 +19,7 @@ from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
 from hf_posenc.sources.convolutions import is_convolution
 from hf_posenc.sources.declared import declared_in
 from hf_posenc.sources.source import HOSTS_PAGE, OWN_PAGE
-from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves, hands_keys_over
+from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves, mixes_its_parts
 from hf_posenc.spec import LENGTH_FIELD
 
 CROSS_ATTENTION = re.compile(r"cross_?att|encoder_attn|(enc|encoder)_?(dec|decoder)_?att", re.IGNORECASE)
@@ -385,7 +385,9 @@ def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
     for path, module in modules.items():
         if refusal := written_out.refusal_of(module):
             raise HostRefused(
-                f"{type(stack).__name__}.{path} is a {type(module).__name__}, which {refusal.why}",
+                f"{path} of {type(stack).__name__} is a {type(module).__name__}, which {refusal.why}"
+                if path
+                else f"{type(stack).__name__} {refusal.why}",
                 reason="attention that can't be taken over",
                 remedy=refusal.remedy,
             )
@@ -419,7 +421,7 @@ def _several_models(model: Any, inner: str) -> HostRefused:
 def submodel(model: Any, path: str) -> Any:
     """The model at a dotted path within the base model of one that is made of several.
 
-    Raises ValueError if there is none, and HostRefused where other parts of the model would see its encoding.
+    Raises ValueError if there is none, and HostRefused where the model mixes what its parts compute.
     """
     base = model.base_model
     inner = dict(base.named_modules()).get(path)
@@ -427,7 +429,7 @@ def submodel(model: Any, path: str) -> Any:
         named = ", ".join(map(repr, submodels_of(model)))
         there = f"those that can be taken are {named}" if named else "none of those within it can be taken"
         raise ValueError(f"submodel={path!r} is no model of its own within {type(base).__name__}: {there}, or leave it out")
-    _refuse_shared(model, inner, path)
+    _refuse_mixed(model, inner, path)
     return inner
 
 
@@ -439,7 +441,7 @@ def submodels_of(model: Any) -> tuple[str, ...]:
         inside = any(path.startswith(f"{other}.") for other in found)
         if path and not inside and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
             try:
-                _refuse_shared(model, module, path)
+                _refuse_mixed(model, module, path)
                 find_all(module)
             except HostRefused:
                 continue
@@ -452,15 +454,11 @@ def reads_tokens(model: nn.Module) -> bool:
     return "input_ids" in argument_names(model)
 
 
-def _refuse_shared(model: Any, inner: Any, path: str) -> None:
-    """Raises HostRefused for a model whose cached keys another part of its parent reads, too, with positions of its own."""
+def _refuse_mixed(model: Any, inner: Any, path: str) -> None:
+    """Raises HostRefused for a part of a model that mixes what its parts compute."""
     for module in model.modules():
-        if hands_keys_over(module) and any(part is inner for part in module.modules()):
-            raise HostRefused(
-                f"{type(module).__name__} hands the keys that {path} caches to a part with positions of its own, which would "
-                "have to have the encoding, too",
-                "keys shared with another part",
-            )
+        if (why := mixes_its_parts(module)) and any(part is inner for part in module.modules()):
+            raise HostRefused(f"{type(module).__name__} {why}: {path} can't be taken by itself", "parts that are mixed")
 
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:

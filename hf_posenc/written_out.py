@@ -174,6 +174,12 @@ REFUSED = {
     "cpmant.CpmAntAttention": Refusal(
         "sees a prompt before the tokens, which has no positions of its own", "take a decoder that reads its tokens alone"
     ),
+    "eomt.EomtForUniversalSegmentation": Refusal(
+        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv2"
+    ),
+    "eomt_dinov3.EomtDinov3ForUniversalSegmentation": Refusal(
+        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv3"
+    ),
     "fnet.FNetBasicFourierTransform": Refusal("mixes tokens by a Fourier transform, which sees their order", _TOGETHER),
     "fsmt.Attention": Refusal(
         "serves an encoder and a decoder whose model doesn't tell one's positions from the other's",
@@ -191,6 +197,13 @@ REFUSED = {
     "prophetnet.ProphetNetNgramSelfAttention": Refusal(
         "predicts several tokens at once, each with relative positions of its own",
         "take an encoder-decoder that predicts one, as BART",
+    ),
+    "rf_detr.RfDetrDinov2Embeddings": Refusal(
+        "cuts its patches into windows with class tokens, which some of its layers join again",
+        "take a model that reads patches alone, as DINOv2",
+    ),
+    "videomt.VideomtForUniversalSegmentation": Refusal(
+        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv2"
     ),
     "yoso.YosoSelfAttention": Refusal("compares hashes of queries and keys, to which nothing can be added", _TOGETHER),
 }

@@ -44,13 +44,19 @@ def convolves(path: str, module: nn.Module) -> bool:
     return is_one and not cuts_patches(path, module)
 
 
-KEYS_OVER = ("DiffusionGemmaModel", "PI0Model")
-"""Models made of several, of which one reads the keys that another caches, and turns its queries by positions of its own."""
+_KEYS = "hands the keys that one of its parts caches to another, which would have to have the encoding, too"
+MIXED = {
+    "DiffusionGemmaModel": _KEYS,
+    "PI0Model": _KEYS,
+    "BridgeTowerModel": "runs the layers of its parts one by one, not the parts themselves",
+}
+"""Models made of several whose parts can't be taken by themselves -> what they do with them."""
 
 
-def hands_keys_over(module: nn.Module) -> bool:
-    """Whether a model of Transformers' own gives the keys that one model in it has cached to another."""
-    return any(kind.__name__ in KEYS_OVER and kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
+def mixes_its_parts(module: nn.Module) -> str:
+    """Why no part of a model of Transformers' own can be taken by itself, or ""."""
+    theirs = (kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("transformers."))
+    return next((MIXED[name] for name in theirs if name in MIXED), "")
 
 
 def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
