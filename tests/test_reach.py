@@ -63,8 +63,8 @@ TAKEN = {
 }
 """A sample of 40 families: model type, and the part that is patched -> the positions of the stock model."""
 OPEN = {"granite_speech5_ctc"}
-"""Model types that are taken and fail a check: each layer of its encoder pools, which the check can't look behind; the encoder by
-itself passes at its attentions."""
+"""Model types that are taken and fail a check: each layer of its encoder pools, behind which the check can't look; the encoder
+by itself passes at its attentions."""
 REFUSED = {
     "resnet": "neither a source of position nor an attention of the interface",
     "fnet": "attention that can't be taken over",
