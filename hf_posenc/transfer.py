@@ -222,7 +222,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             # number in a tensor is the longest length yet of rotary positions, for which their buffers were computed.
             number = type(value) in (bool, int, float, str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
             # A length that follows the config's stays the target's.
-            by_length = (value, getattr(module, key, None)) == lengths
+            by_length = type(value) is int and (value, getattr(module, key, None)) == lengths
             if key == CHECKPOINT or (number and key[0] != "_" and not by_length):
                 setattr(module, key, value)
     if any(map(structure.is_patched, target.modules())):

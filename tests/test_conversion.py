@@ -406,11 +406,11 @@ def test_strings_and_the_tokenizers_length(minilm):
 
 def test_every_host_has_its_contributions():
     """Tables, and in each layer two projections of the right width."""
-    from hf_posenc.structure import find
+    from hf_posenc.structure import find_all
 
     for host in HOSTS:
         model = stock(host)
-        found = find(model)
+        (found,) = find_all(model).values()
         names = list(found.contributions)
         layers = len(set(found.blocks.values()))
         tables = sum(source.takes_vectors for source in found.sources)

@@ -79,12 +79,15 @@ def test_frozen():
 
 def test_parts_by_layer():
     spec = PositionSpec.parse(GIVEN["parts with layers"])
-    assert spec.parts_by_layer(4) == [("rope",), ("alibi",), ("rope",), ("alibi",)]
+    assert spec.parts_by_layer(4, range(4)) == [("rope",), ("alibi",), ("rope",), ("alibi",)]
     spec = PositionSpec.parse({"type": "rope+alibi+none", "alibi__layers": "-1:"})
-    assert spec.parts_by_layer(3) == [("rope", "none"), ("rope", "none"), ("rope", "alibi", "none")]
+    assert spec.parts_by_layer(3, range(3)) == [("rope", "none"), ("rope", "none"), ("rope", "alibi", "none")]
     spec = PositionSpec.parse({"type": "rope+alibi", "rope__layers": [0]})  # in layer 1 alibi alone, in layer 0 both
-    assert spec.parts_by_layer(2) == [("rope", "alibi"), ("alibi",)]
-    assert PositionSpec.parse({"type": "rope+alibi", "rope__layers": [0], "alibi__layers": [2]}).parts_by_layer(3)[1] == ()
+    assert spec.parts_by_layer(2, range(2)) == [("rope", "alibi"), ("alibi",)]
+    assert (
+        PositionSpec.parse({"type": "rope+alibi", "rope__layers": [0], "alibi__layers": [2]}).parts_by_layer(3, range(3))[1]
+        == ()
+    )
 
 
 MALFORMED = {
@@ -95,7 +98,7 @@ MALFORMED = {
     "type of another kind": ({"type": 5}, "5"),
     "unknown": ({"type": "alibbi"}, "'alibbi'"),
     "unknown option": ({"type": "alibi", "slope": 3}, "'slope'"),
-    "unknown key": ({"type": "alibi", "where": ["decoder"]}, "where"),
+    "unknown key": ({"type": "alibi", "place": ["decoder"]}, "place"),
     "option of another kind": ({"type": "rope", "theta": "big"}, "'big'"),
     "inject": ({"type": "sinusoidal", "inject": "output"}, "inject='output'"),
     "inject of a list": ({"type": "sinusoidal", "inject": ["input"]}, r"inject=\['input'\]"),

@@ -137,7 +137,7 @@ def whole(tiny, tmp_path_factory, launch):
         *(slow(("torch.save", number), "step_3" if number > 4 else None) for number in range(1, 8)),
         (("torch.save", 8), "step_3"),
         slow(("training.checkpoints._synchronise", 3), None),
-        (("training.checkpoints._synchronise", 60), "step_3"),
+        (("training.checkpoints._synchronise", 85), "step_3"),
         (("pathlib.Path.rename", 1), None),
         (("training.checkpoints.prune", 2), "step_3"),
         (("pathlib.Path.replace", 2), "step_6"),
