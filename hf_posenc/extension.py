@@ -72,7 +72,7 @@ def _extended_model(model: Any, max_length: int | None) -> Any:
     options = spec.options if spec.host else spec.encoding.settled(stack.posenc.geometry, dict(spec.options))
     specs.write(config, replace(spec, max_length=max_length, options=options))
     rows = getattr(config, LENGTH_FIELD, None)
-    if rows is not None and spec.submodel is None:  # as patch has it: the promise in the host's count, or the host's own length
+    if rows is not None and spec.replaces_all:  # as patch has it: the promise in the host's count, or the host's own length
         host = spec.host.rows if spec.host else rows
         setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack._posenc_pass.offset)
         config.check_size()

@@ -173,6 +173,11 @@ class PositionSpec:
             where=tuple(name for name in WHERE if name in where),
         )
         spec = replace(spec, others={name: spec._other(name, value) for name, value in where.items() if value})
+        if spec.type not in (each.type for each in spec.every):
+            raise ValueError(
+                f"{spec.type!r} acts nowhere, since where={shown(placement['where'])} names another encoding for each place: "
+                "leave it one of them, where={'encoder': {}, …}, or give one of theirs in its place"
+            )
         spec._check_placement()
         return spec
 
@@ -223,6 +228,11 @@ class PositionSpec:
     def parts(self) -> Mapping[str, Any]:
         """The classes which the encoding is made of, by name: itself, or the parts of a composition."""
         return self.encoding.component_classes()
+
+    @property
+    def replaces_all(self) -> bool:
+        """Whether no stack keeps positions of the host's own, so that the config's length is this encoding's."""
+        return self.submodel is None and (not self.where or {"encoder", "decoder"} <= {*self.where})
 
     def acting(self, where: str) -> "PositionSpec | None":
         """What acts in one of WHERE, or None."""
@@ -342,6 +352,8 @@ def _checked_where(given: Any) -> dict[str, Any]:
     found = {given: None} if isinstance(given, str) else given
     if isinstance(found, (list, tuple)) and all(isinstance(name, str) for name in found):
         found = dict.fromkeys(found)
+    if isinstance(given, dict) and None in given.values():
+        raise ValueError(f"where={shown(given)}: None is no encoding; leave out what is to keep the host's own positions")
     if not isinstance(found, dict) or not found or not {*found} <= {*WHERE}:
         unknown = next((name for name in found if name not in WHERE), None) if isinstance(found, dict) else None
         near = meant(unknown, WHERE) if isinstance(unknown, str) else ""

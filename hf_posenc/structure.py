@@ -411,7 +411,7 @@ def _several_models(model: Any, inner: str) -> HostRefused:
     submodels = submodels_of(model)
     named = " or ".join(f"submodel={path!r}" for path in submodels)
     return HostRefused(
-        f"{type(model).__name__} is made of several models ({inner} lies within one of its own)",
+        f"{type(model).__name__} is made of several models, each with positions of its own, as {inner}",
         SEVERAL_MODELS,
         f"say which: {named}" if named else f"none of them can be taken by itself; {HOSTS_PAGE}",
         submodels=submodels,
@@ -427,8 +427,8 @@ def submodel(model: Any, path: str) -> Any:
     inner = dict(base.named_modules()).get(path)
     if not isinstance(inner, PreTrainedModel) or type(inner.config) is type(base.config):
         named = ", ".join(map(repr, submodels_of(model)))
-        there = f"those that can be taken are {named}" if named else "none of those within it can be taken"
-        raise ValueError(f"submodel={path!r} is no model of its own within {type(base).__name__}: {there}, or leave it out")
+        there = f"those that can be taken are {named}" if named else "none of those within it can be taken; leave it out"
+        raise ValueError(f"submodel={path!r} is no model of its own within {type(base).__name__}: {there}")
     _refuse_mixed(model, inner, path)
     return inner
 

@@ -74,7 +74,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     config = copy.deepcopy(model.config)
     config.__class__ = derived.config_class
     specs.write(config, replace(spec, host=host, calibration=None))
-    if spec.max_length is not None and rows is not None and spec.submodel is None:
+    if spec.max_length is not None and rows is not None and spec.replaces_all:
         setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
         config.check_size()
     patched = shell(derived, config)

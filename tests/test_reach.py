@@ -62,9 +62,9 @@ TAKEN = {
     "llava (language_model)": "rope",
 }
 """A sample of 40 families: model type, and the part that is patched -> the positions of the stock model."""
-OPEN = {"granite_speech5_ctc"}
-"""Model types that are taken and fail a check: each layer of its encoder pools, behind which the check can't look; the encoder
-by itself passes at its attentions."""
+OPEN = {"granite_speech5_ctc", "muse_glimmer_vision", "muse_spark_vision", "recurrent_gemma"}
+"""Model types that are taken and fail a check: the first three join neighbours, in each layer or behind the last one, where the
+check of order can't look; RecurrentGemma's states see left padding, as the stock model's do."""
 REFUSED = {
     "resnet": "neither a source of position nor an attention of the interface",
     "fnet": "attention that can't be taken over",

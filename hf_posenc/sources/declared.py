@@ -32,6 +32,9 @@ DECLARED: dict[tuple[str, str], Declaration] = {}
 
 
 def declare(cls: type, path: str, silent: Callable[[Any], Any] | None) -> None:
+    for key, other in [*DECLARED.items()]:  # of a class that a notebook's cell has made again
+        if key[0] == f"{cls.__module__}.{cls.__qualname__}" and other.cls is not cls:
+            del DECLARED[key]
     DECLARED[f"{cls.__module__}.{cls.__qualname__}", path] = Declaration(cls, path, silent)
 
 

@@ -124,8 +124,9 @@ class SilencedTable(Silenced):
         context = CURRENT.context
         if context is None or context.encoding is not stack.posenc:
             return super().weight
-        rows = torch.arange(self.shape[0], device=stack.device)
-        return self.vectors(rows - (self.offset or 0))
+        # As many as the input has tokens, at least: CLIP compares them.
+        rows = max(self.shape[0], int(context.past) + context.length + (self.offset or 0))
+        return self.vectors(torch.arange(rows, device=stack.device) - (self.offset or 0))
 
     def forward(self, position_ids: Tensor) -> Tensor:
         if position_ids.ndim == 2 and position_ids.stride(0) == 0:  # all rows of a batch have the same: computed once
