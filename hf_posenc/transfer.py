@@ -186,7 +186,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
 
     Raises ValueError where `source` is no longer what its config describes.
     """
-    theirs = dict(source.named_modules())
+    theirs = dict(source.named_modules(remove_duplicate=False))
     silenced = tuple(f"{name}." for name, module in theirs.items() if isinstance(module, Silenced))
     lengths = specs.length_of(source.config), specs.length_of(target.config)
     for name, module in target.named_modules():

@@ -569,3 +569,16 @@ def test_a_stack_that_is_not_named_may_be_one_that_is_refused():
     new = hf_posenc.patch(model, "alibi", where="decoder")
     assert_equal(states_of(new), states_of(model))
     assert_equal(outputs(hf_posenc.unpatch(new), SOURCE, TARGET), outputs(model, SOURCE, TARGET))
+
+
+@pytest.mark.parametrize("pair", ["bart", "t5"])
+def test_token_embeddings_that_were_resized(pair):
+    """Resizing puts one module in the place of several that share a weight, which is then found under one path alone."""
+    model = stock(pair)
+    model.resize_token_embeddings(VOCABULARY + 3)
+    new = hf_posenc.patch(model, "alibi")
+    new.resize_token_embeddings(VOCABULARY + 5)
+    with pytest.warns(UserWarning, match="no longer those"):
+        again = hf_posenc.unpatch(new)
+    with torch.no_grad():
+        assert_equal(outputs(again, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
