@@ -5,6 +5,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
+from transformers.modeling_utils import local_torch_dtype
 
 from hf_posenc import attention, structure
 from hf_posenc import spec as specs
@@ -121,7 +123,7 @@ def to_stock(model: Any, stock: Any) -> Any:
         raise ValueError(
             f"the host's own positions were not kept in this model: take them from {base}, or patch with keep_host=True"
         )
-    unpatched = shell(stock, stock_config(model.config, stock))
+    unpatched = shell(stock, stock_config(model.config, stock), model.dtype)
     share(model, unpatched)
     for name, stack in model.named_modules():
         if structure.is_patched(stack) and "host" in stack.posenc._modules:
@@ -175,9 +177,13 @@ def _public_name(name_or_path: str) -> str:
     return name_or_path if cached.is_dir() else ""
 
 
-def shell(cls: Any, config: Any) -> Any:
-    """A model without memory: all of it is on the meta device, as Transformers builds models that it loads."""
-    with exclusively(), torch.device("meta"), meta_device_safe_creation_ops():
+def shell(cls: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
+    """A model without memory: all of it is on the meta device, as Transformers builds models that it loads.
+
+    dtype: of what names none, such as sinusoids in buffers; None for torch's default.
+    """
+    default = nullcontext() if dtype is None else local_torch_dtype(dtype)
+    with exclusively(), default, torch.device("meta"), meta_device_safe_creation_ops():
         return cls(config)
 
 

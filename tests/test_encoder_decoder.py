@@ -582,3 +582,13 @@ def test_token_embeddings_that_were_resized(pair):
         again = hf_posenc.unpatch(new)
     with torch.no_grad():
         assert_equal(outputs(again, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
+
+
+@pytest.mark.parametrize("pair", ["bart", "m2m-100", "marian", "t5"])
+@torch.no_grad()
+def test_unpatch_of_half_precision(pair):
+    model = stock(pair).bfloat16()
+    again = hf_posenc.unpatch(hf_posenc.patch(model, "rope"))
+    assert_equal(outputs(again, SOURCE, TARGET), outputs(model, SOURCE, TARGET))
+    assert {name: value.dtype for name, value in again.named_buffers()} == {n: b.dtype for n, b in model.named_buffers()}
+    assert again.config.to_dict() == model.config.to_dict() and torch.get_default_dtype() == torch.float32
