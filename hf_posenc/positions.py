@@ -225,7 +225,7 @@ def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
     """
     grid = tuple(output.shape[2:])
     if CURRENT.context is not None and math.prod(grid) > 1:
-        CURRENT.context.grid = grid
+        CURRENT.context.grid, CURRENT.context.cut = grid, len(output)
 
 
 def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

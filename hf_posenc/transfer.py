@@ -125,13 +125,14 @@ def to_stock(model: Any, stock: Any) -> Any:
         )
     unpatched = shell(stock, stock_config(model.config, stock), model.dtype)
     share(model, unpatched)
+    frozen = not any(parameter.requires_grad for parameter in unpatched.parameters() if not parameter.is_meta)
     for name, stack in model.named_modules():
         if structure.is_patched(stack) and "host" in stack.posenc._modules:
             for key, kept in stack.posenc.host.named_buffers():
                 path, _, parameter = key.rpartition(".")
                 owner = unpatched.get_submodule(name).get_submodule(path)
                 trained = owner.get_parameter(parameter).requires_grad if parameter in owner._parameters else True
-                owner.register_parameter(parameter, nn.Parameter(kept.clone(), requires_grad=trained))
+                owner.register_parameter(parameter, nn.Parameter(kept.clone(), requires_grad=trained and not frozen))
     inner = unpatched if submodel is None else structure.submodel(unpatched, submodel)
     if fingerprint(structure.find_all(inner, where).values()) != host.fingerprint:
         warnings.warn(

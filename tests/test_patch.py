@@ -209,3 +209,9 @@ def test_kept_positions_of_a_model_made_anew(way):
         model.to_empty(device="cpu").init_weights()
     table = model.get_buffer("posenc.host.embeddings.position_embeddings.weight")
     assert table.isfinite().all() and 0.01 < table.std() < 0.04
+
+
+def test_a_frozen_model_stays_frozen():
+    model = stock("bert")
+    model.requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in hf_posenc.unpatch(hf_posenc.patch(model, "alibi")).parameters())

@@ -36,6 +36,7 @@ class PositionContext:
         order, row by row. Empty where the tokens are of something else, or nothing tells.
     images: number of tokens of each of several images that are packed in one row. Each has positions of its own.
     chosen: `[B, K]`, the positions of the patches that are left, where others were taken out.
+    cut: number of images, or frames of videos, that were cut into patches in this forward pass.
     windows: whether attentions may see a part of the tokens, as those of a window, which are then counted by themselves.
     other: the encoding of a decoder's cross-attention, if it has one. other_mask: `[B, K]`, which of the encoder's states are
         shown there; None for all.
@@ -55,6 +56,7 @@ class PositionContext:
     images: tuple[int, ...] = ()
     chosen: Tensor | None = None
     windows: bool = False
+    cut: int = 1
     other: Any = None
     other_mask: Tensor | None = None
 
@@ -83,7 +85,8 @@ class PositionContext:
             patches = sum(self.images)
         whole = patches is None or length == patches + beside
         if patches and self.chosen is None and not self.images and length > patches + beside:
-            whole = (length - beside) % patches == 0  # all frames of a video, each with this grid
+            frames, rest = divmod(length - beside, patches)  # all frames of a video, each with this grid
+            whole = rest == 0 and self.cut % frames == 0
         if not whole and not self.windows and length not in self.images:
             raise ValueError(
                 f"{length} tokens reach an attention or layer instead of {patches} patches and {beside} others: which patches "
