@@ -377,7 +377,7 @@ def test_what_a_silenced_table_answers():
 
 
 @pytest.mark.parametrize(("cut", "frames"), [(2, 2), (4, 2)])
-def test_frames_of_a_video(cut, frames):
+def test_frames_are_as_many_as_were_cut(cut, frames):
     """Tokens of several grids are those of frames if as many images were cut; else others were joined to the patches (EoMT)."""
     encoding = hf_posenc.patch(transformers.ViTModel(transformers.ViTConfig(**SIZES)), "alibi").posenc
     unknown = torch.empty(0, 0, dtype=torch.long)
