@@ -552,7 +552,7 @@ def test_attention_implementations(monkeypatch):
     assert [each.config._attn_implementation for each in (model.text_model, model.vision_model)] == ["eager", "sdpa"]
 
 
-@pytest.mark.parametrize("name", ["clip", "llava"])
+@pytest.mark.parametrize("name", ["clip", pytest.param("llava", marks=pytest.mark.slow)])
 def test_attentions_and_hidden_states(name):
     """In a new process, in which no derived model was built by its own class before."""
     code = (

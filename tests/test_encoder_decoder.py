@@ -545,7 +545,7 @@ def test_gradients_reach_all_that_acts(pair):
         ({"decoder": 3}, r"where\['decoder'\]=3"),
         ({"decoder": {"theta": 3.0}}, "'alibi' has no option 'theta'"),
         ({"decoder": {"type": "rope", "max_length": 3}}, "'max_length'.*beside where"),
-        ({"cross": "sinusoidal"}, "'sinusoidal' adds vectors.*between two stacks"),
+        ({"encoder": {}, "cross": "sinusoidal"}, "'sinusoidal' adds vectors.*between two stacks"),
     ],
 )
 def test_wrong_where(where, words):

@@ -61,6 +61,7 @@ def made(own, name):
     return model, {"pixel_values": images} if name == "vit" else {"input_ids": tokens(2, 11)}
 
 
+@pytest.mark.slow
 def test_the_page_runs(folder, tmp_path):
     """In an interpreter of its own; what it has saved loads in another, by the user's module alone."""
     lines = [text for text in BLOCKS if not text.startswith("# my_")]

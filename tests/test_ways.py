@@ -613,6 +613,7 @@ def in_two_processes(tmp_path_factory, launch):
     return torch.load(folder / "found.pt", weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("name", ["FSDP2", "DDP", "tensor parallel"])
