@@ -20,10 +20,10 @@ cards: .venv/installed
 	$(BIN)/python scripts/cards.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m 'not slow' -n 2
 
 test-all: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 quality: .venv/installed
 	$(BIN)/ruff check .

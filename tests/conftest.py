@@ -174,14 +174,6 @@ WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Tests that share a fixture of their module run in one process, so that it is made once (`--dist loadgroup`)."""
-    for item in items:
-        if any(found[-1].scope == "module" for found in item._fixtureinfo.name2fixturedefs.values()):
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
-
-
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     poison_empty(monkeypatch.setattr)
