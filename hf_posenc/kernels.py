@@ -1,19 +1,227 @@
-"""Computes the bias of an encoding, and merges it with the attention mask.
+"""Which way the bias of an encoding is computed: `way_for` chooses, `biased_attention` takes it.
 
-Shapes: B batch, Q queries, K keys, H heads, E head_dim.
+- dense: a bias `[1, H, Q, K]`, built once for all layers where it can be, with the attention mask merged into it. It serves
+  all encodings, implementations and masks.
+- toeplitz: where the bias depends on distance alone. SDPA reads it from a view of one row `[H, Q + K - 1]`, keys in reverse.
+- blocks: where it has gradients, or depends on distance and content (`PositionEncoding.distance_vectors`). See `blocks.py`.
+
+Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_posenc import blocks
+from hf_posenc.blocks import Columns, Seen
 from hf_posenc.encodings import PositionContext, PositionEncoding
+
+Way = Literal["dense", "toeplitz", "blocks"]
+Function = Callable[..., tuple[Tensor, Tensor | None]]
+"""An attention function of Transformers': module, query, key, value, mask -> output `[B, Q, H, E]`, probabilities."""
+FROM_KEYS: dict[Way, int] = {"dense": 0, "toeplitz": 256, "blocks": 256}
+"""The number of keys from which a way is faster than the dense one (`scripts/bench.py`)."""
+NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
+"""Arguments of SDPA's function beside which it makes the bias of its own, or complains."""
+CAUSAL_QUERIES = 256
+"""Of a block of a causal attention, which leaves out the keys behind it."""
 
 
 def biases(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
     """Whether an encoding adds anything to scores."""
     return not {"distance_bias", "score_bias"}.isdisjoint(encoding.acts_by())
+
+
+def way_for(
+    encodings: Sequence[PositionEncoding],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    context: PositionContext,
+    is_causal: bool,
+    dropout: float = 0.0,
+) -> tuple[Way, Seen | None]:
+    """The way for the biases of these encodings under SDPA, and which keys the queries see, where that way has to know."""
+    keys, seen = key.shape[2], None
+    by_content = any("score_bias" in encoding.acts_by() for encoding in encodings)
+    way: Way = "blocks" if by_content or any(encoding.is_trained() for encoding in encodings) else "toeplitz"
+    if (
+        query.device.type == "cpu"  # whose kernel reads any view as a bias
+        and query.shape[2] > 1
+        and keys >= FROM_KEYS[way]
+        and query.shape[-1] == value.shape[-1]  # else SDPA computes all scores
+        and not (dropout and torch.is_grad_enabled())  # the same
+        and context.consecutive
+        and not any(context.aside)
+        and isinstance(context.past, int)
+        and sum(encoding.tells_vectors() for encoding in encodings) <= 1
+        and all(encoding.tells_vectors() for encoding in encodings if "score_bias" in encoding.acts_by())
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+    ):
+        seen = _seen(mask, query, keys, context, is_causal)
+    return (way, seen) if seen is not None else ("dense", None)
+
+
+def biased_attention(
+    function: Function,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    encodings: Sequence[PositionEncoding],
+    context: PositionContext,
+    is_causal: bool,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The host's attention function with the bias of these encodings.
+
+    is_causal: whether it masks the future by itself where it gets no mask; beside a bias it would not.
+    options: its other arguments.
+    """
+    biasing = [encoding for encoding in encodings if biases(encoding)]
+    if not biasing:
+        return function(module, query, key, value, mask, **options)
+    _check_mask(mask)
+    way: Way = "dense"
+    seen = None
+    scaling = context.scaling
+    if function is sdpa_attention_forward and isinstance(scaling, float) and not any(map(options.get, NOT_IN_BLOCKS)):
+        way, seen = way_for(biasing, query, key, value, mask, context, is_causal, options.get("dropout", 0.0))
+    if seen is None or not isinstance(scaling, float):
+        mask = biased_mask(biasing, query, key, mask, context, is_causal)
+        return function(module, query, key, value, mask, **options)
+    with contextlib.ExitStack() as outside:
+        if torch.is_autocast_enabled("cpu"):  # it would copy the bias to cast it
+            kind = torch.get_autocast_dtype("cpu")
+            query, key, value = (states.to(kind) for states in (query, key, value))
+            outside.enter_context(torch.autocast("cpu", enabled=False))
+        columns = _columns(biasing, query, key.shape[2], context, seen)
+        if way == "toeplitz":
+            return _toeplitz(function, module, query, key, value, columns, seen, options), None
+        if key.shape[1] != query.shape[1]:
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        output = blocks.attention(query, key, value, columns, seen, scaling)
+        return output.transpose(1, 2).contiguous(), None
+
+
+def _toeplitz(
+    function: Function,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    columns: Columns,
+    seen: Seen,
+    options: dict[str, Any],
+) -> Tensor:
+    """`[B, Q, H, E]` of the host's function, whose mask is a view of a row."""
+    assert columns.values is not None
+    queries, keys = query.shape[2], key.shape[2]
+    key, value = key.flip(2), value.flip(2)
+    output = None
+    for rows, block, within in seen.blocks(queries, keys, CAUSAL_QUERIES if seen.is_causal else queries):
+        bias = blocks.window(columns.values, block.start + within.start, block.stop - block.start, within.stop - within.start)
+        part, _ = function(module, query[rows, :, block], key[rows, :, within], value[rows, :, within], bias, **options)
+        if part.shape[:2] == (len(query), queries):
+            return part
+        output = part.new_zeros(len(query), queries, *part.shape[2:]) if output is None else output
+        output[rows, block] = part
+    return query.transpose(1, 2) * 0 if output is None else output
+
+
+def _columns(encodings: Sequence[PositionEncoding], query: Tensor, keys: int, context: PositionContext, seen: Seen) -> Columns:
+    """What these encodings add, by distance; once for all layers where it needs no gradient and no layer has its own."""
+
+    def compute() -> Columns:
+        columns, heads = Columns(None), query.shape[1]
+        distance = torch.arange(keys - 1, -query.shape[2], -1) - seen.shift
+        for encoding in encodings:
+            if "distance_bias" in encoding.acts_by():
+                values = encoding("distance_bias", distance)
+                if values is not None:
+                    _check_heads(encoding, values, heads)
+                    columns.values = values if columns.values is None else columns.values + values
+            if encoding.tells_vectors():
+                columns.for_queries, columns.for_keys = (
+                    None if vectors is None else vectors.to(query.dtype) for vectors in encoding("distance_vectors", distance)
+                )
+                columns.head, columns.tail = _equal_ends(encoding.rows(distance))
+        if columns.values is not None or seen.is_causal:
+            values = torch.zeros(heads, len(distance)) if columns.values is None else columns.values
+            values = values.to(torch.promote_types(query.dtype, torch.float32)).expand(heads, -1)
+            if seen.is_causal:
+                values = values.masked_fill(distance > 0, torch.finfo(values.dtype).min)
+            columns.values = values.contiguous()
+        return columns
+
+    if any(encoding.is_trained() or encoding.per_layer for encoding in encodings):
+        return compute()
+    key = ("columns", *map(id, encodings), query.shape[1:3], keys, query.dtype, context.first_key, seen.is_causal)
+    return context.cached(key, compute)
+
+
+def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
+    """Raises ValueError for a bias other than `[1 or H, ...]`."""
+    if bias.shape[0] not in (1, heads):
+        raise ValueError(
+            f"the {encoding.type!r} encoding has a bias for each of {bias.shape[0]} heads, of which this attention has "
+            f"{heads}: a tensor-parallel plan has split them over processes. Take FSDP or DDP, or an encoding "
+            "that rotates or adds vectors"
+        )
+
+
+def _equal_ends(rows: Tensor | None) -> tuple[int, int]:
+    """The number of columns at either end that one row of parameters serves."""
+    if rows is None:
+        return 1, 1
+    return tuple(int((end == end[0]).long().cumprod(0).sum()) for end in (rows, rows.flip(0)))  # type: ignore[return-value]
+
+
+def _seen(mask: Any, query: Tensor, keys: int, context: PositionContext, is_causal: bool) -> Seen | None:
+    """Which keys a mask shows, if those are one stretch for each row of the batch: of all queries, or causally."""
+    batch, _, queries, _ = query.shape
+    shift = int(context.past) - context.first_key
+    if mask is None:
+        return Seen(((0, batch, 0, keys),), is_causal, shift)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[-3:] != (1, queries, keys) or mask.ndim != 4:
+        return None
+    for other, found in (known := context.cached(("seen", shift), list)):
+        if other is mask:
+            return found
+    shown = mask[:, 0, -1]
+    first, count = shown.int().argmax(-1), shown.sum(-1)
+    index = torch.arange(keys)
+    stretch = (index >= first[:, None]) & (index < (first + count)[:, None])
+    causal = index <= torch.arange(queries)[:, None] + shift
+    found = None
+    if torch.equal(stretch, shown):
+        whole = stretch[:, None, None]
+        ends = [(begin, begin + number) for begin, number in zip(first.tolist(), count.tolist(), strict=True)]
+        rows = [(row, row + 1, *each) for row, each in enumerate(ends)]
+        if len({*ends}) == 1:
+            rows = [(0, batch, *ends[0])]
+        if torch.equal(whole.expand_as(mask), mask):
+            found = Seen(tuple(rows), False, shift)
+        elif torch.equal(whole & causal, mask):
+            found = Seen(tuple(rows), True, shift)
+    known.append((mask, found))
+    return found
+
+
+def _check_mask(mask: Any) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError(
+            f"the attention mask is a {type(mask).__name__}, made for another implementation than this attention runs: its "
+            "name was set in one of several configs of the model; set it by model.set_attn_implementation"
+        )
 
 
 def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
@@ -31,13 +239,8 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
             _distance_bias(encoding, query.shape[2], key.shape[2], context) if "distance_bias" in verbs else None,
             encoding("score_bias", query, key, context) if "score_bias" in verbs else None,
         ):
-            if term is not None and term.shape[1] not in (1, query.shape[1]):
-                raise ValueError(
-                    f"the {encoding.type!r} encoding has a bias for each of {term.shape[1]} heads, of which this attention has "
-                    f"{query.shape[1]}: a tensor-parallel plan has split them over processes. Take FSDP or DDP, or an encoding "
-                    "that rotates or adds vectors"
-                )
             if term is not None:
+                _check_heads(encoding, term[0], query.shape[1])
                 total = term if total is None else total + term
     if total is not None and any(context.aside):
         total = context.framed(total.expand(*total.shape[:2], query.shape[2], key.shape[2]), dims=2)
@@ -60,7 +263,10 @@ def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context:
         # unfold takes its length as a plain int, which would make a traced graph one for this length only.
         index = torch.arange(keys, device=distance.device) - torch.arange(queries, device=distance.device)[:, None]
         return bias[:, index + (queries - 1)][None]
-    return bias.unfold(-1, keys, 1).flip(1)[None]
+    # Contiguous, for SDPA copies a bias that is transposed in every layer, and detached, for one that would need gradients
+    # keeps it from its fast kernel even where none are wanted.
+    bias = bias if torch.is_grad_enabled() else bias.detach()
+    return bias.contiguous().unfold(-1, keys, 1).flip(1)[None]
 
 
 def _general_bias(encoding: PositionEncoding, keys: int, context: PositionContext) -> Tensor | None:
@@ -89,11 +295,7 @@ def biased_mask(
     biasing = [encoding for encoding in encodings if biases(encoding)]
     if not biasing:
         return mask
-    if mask is not None and not isinstance(mask, Tensor):
-        raise ValueError(
-            f"the attention mask is a {type(mask).__name__}, made for another implementation than this attention runs: its "
-            "name was set in one of several configs of the model; set it by model.set_attn_implementation"
-        )
+    _check_mask(mask)
     causal = mask is None and query.shape[2] > 1 and is_causal
 
     def compute() -> Tensor | None:

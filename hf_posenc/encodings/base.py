@@ -166,6 +166,12 @@ class PositionEncoding(nn.Module):
         """Bias on scaled scores that depends on content or absolute position: broadcastable to `[B, H, Q, K]`."""
         return None
 
+    def distance_vectors(self, distance: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Where `score_bias` is all products of queries, and of keys, with a vector for each distance, times the scaling: these
+        vectors, `[N]` -> `[1 or H, N, E]` each. Equal ones come from one of `rows`. Attention then needs no `[H, Q, K]` tensor.
+        """
+        return None, None
+
     def reset_parameters(self) -> None:
         """Initialize all parameters and buffers of this module."""
 
@@ -215,6 +221,12 @@ class PositionEncoding(nn.Module):
         """The verbs that this class overrides, a subset of embed, rotate, distance_bias, score_bias."""
         verbs = ("embed", "rotate", "distance_bias", "score_bias")
         return tuple(verb for verb in verbs if getattr(cls, verb) is not getattr(PositionEncoding, verb))
+
+    @classmethod
+    def tells_vectors(cls) -> bool:
+        """Whether `distance_vectors` tells all that `score_bias` does: no subclass has changed the latter alone."""
+        last = next(base for base in cls.__mro__ if {"distance_vectors", "score_bias"} & {*vars(base)})
+        return last is not PositionEncoding and "distance_vectors" in vars(last)
 
     @classmethod
     def preset(cls, name: str) -> dict[str, Any]:

@@ -55,6 +55,10 @@ class Shaw(
             bias = bias + self._products(key, index.transpose(1, 2)).transpose(2, 3)
         return bias * context.scaling
 
+    def distance_vectors(self, distance: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        vectors = self.weight[self.rows(distance)][None]
+        return vectors, vectors if self.terms == "keys+queries" else None
+
     def _index(self, keys: int, context: PositionContext) -> Tensor:
         """The row of `weight` for each query and key, `[1 or B, Q, K]`."""
         return self.rows(context.distances(keys))

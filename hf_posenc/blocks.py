@@ -1,0 +1,293 @@
+"""Attention with a bias by distance, in blocks of queries: no `[H, Q, K]` tensor is made, forward or backward.
+
+Keys are taken in reverse. Then the distance of query i to key n is that of column i + n, wherever they lie, and the bias of a
+block of queries is a view of one row of columns, in which each query's part begins one column later than the one before.
+
+Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 columns, from the largest distance to the smallest;
+r queries of a block, n keys that it sees, w = r + n - 1 columns that these have.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+FORWARD_QUERIES = 128
+"""Of a block in the forward pass, of all heads."""
+FORWARD_ELEMENTS = 2**22
+"""About so many numbers has the bias of such a block, fewer queries where that would be more."""
+BACKWARD_QUERIES = 256
+"""Of a block in the backward pass, one head at a time: its scores then fit a core's cache up to some thousand keys."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which keys queries see.
+
+    spans: begin and end of rows of the batch, and of the keys that those see.
+    shift: the index of the last key that query 0 sees, if is_causal; each query sees one more than the one before.
+    """
+
+    spans: tuple[tuple[int, int, int, int], ...]
+    is_causal: bool = False
+    shift: int = 0
+
+    def blocks(self, queries: int, keys: int, size: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Rows of the batch, at most `size` queries (all, where none sees other keys than the rest), and the keys, counted in
+        reverse, that they see. Queries that see none are left out."""
+        for first_row, last_row, first, end in self.spans:
+            for start in range(0, queries, size):
+                stop = min(start + size, queries)
+                last = min(end, stop + self.shift) if self.is_causal else end
+                if first < last:
+                    yield slice(first_row, last_row), slice(start, stop), slice(keys - last, keys - first)
+
+
+@dataclass
+class Columns:
+    """What is added to scores, by distance.
+
+    values: `[H, N]`, biases on scaled scores.
+    for_queries, for_keys: `[1 or H, N, E]`, vectors: their products with queries, or keys, are added to QKᵀ, before scaling.
+    head, tail: number of columns at both ends that have the same vectors for queries.
+    """
+
+    values: Tensor | None
+    for_queries: Tensor | None = None
+    for_keys: Tensor | None = None
+    head: int = 0
+    tail: int = 0
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.values, self.for_queries, self.for_keys
+
+
+def window(row: Tensor, start: int, queries: int, keys: int) -> Tensor:
+    """The bias `[1, H, r, n]` of a block from values `[H, N]`, a view: query i and key j have column start + i + j."""
+    row = row.detach()  # views of what needs gradients keep SDPA from its fast kernel even where none are wanted
+    return row.as_strided((1, len(row), queries, keys), (0, row.stride(0), 1, 1), row.storage_offset() + start)
+
+
+def _skewed(columns: Tensor, keys: int) -> Tensor:
+    """The biases `[..., r, n]` in columns `[..., r, w]` that are each query's own, a view of contiguous memory."""
+    *outer, queries, width = columns.shape
+    return columns.as_strided((*outer, queries, keys), (*columns.stride()[:-2], width + 1, 1))
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, columns: Columns, seen: Seen, scaling: float) -> Tensor:
+    """Softmax attention of `[B, H, Q, E]` with a bias: `[B, H, Q, E]`, whose gradients reach queries, keys, values and columns.
+
+    Queries that see no key get zeros. Gradients can't be differentiated once more.
+    """
+    return _Attention.apply(query, key, value, *columns.tensors, columns, seen, scaling)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        values: Tensor | None,
+        for_queries: Tensor | None,
+        for_keys: Tensor | None,
+        columns: Columns,
+        seen: Seen,
+        scaling: float,
+    ) -> Tensor:
+        batch, heads, queries, _ = query.shape
+        keys = key.shape[2]
+        columns = Columns(values, for_queries, for_keys, columns.head, columns.tail)
+        key, value = key.flip(2), value.flip(2)
+        # Of this layout hosts make [B, Q, H * E] without a copy.
+        output = query.new_zeros(batch, queries, heads, value.shape[-1]).transpose(1, 2)
+        alone = for_queries is None and for_keys is None
+        size = max(16, min(FORWARD_QUERIES, FORWARD_ELEMENTS // (batch * heads * keys)))
+        size = queries if alone and not seen.is_causal else min(size, queries)
+        # One piece of memory for all blocks: asking for another each time costs as much as filling it.
+        room = query.new_empty(0 if alone else batch * heads * size * (keys + size - 1))
+        for rows, block, within in seen.blocks(queries, keys, size):
+            part, its_keys = query[rows, :, block], key[rows, :, within]
+            bias = _bias(columns, part, its_keys, block.start + within.start, scaling, room)
+            output[rows, :, block] = F.scaled_dot_product_attention(
+                part, its_keys, value[rows, :, within], attn_mask=bias, scale=scaling
+            )
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, columns, ctx.seen, ctx.scaling = inputs
+        ctx.ends = columns.head, columns.tail
+        ctx.save_for_backward(*tensors, output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, values, for_queries, for_keys, output = ctx.saved_tensors
+        columns = Columns(values, for_queries, for_keys, *ctx.ends)
+        with torch.autocast(query.device.type, enabled=False):
+            return (*_gradients(query, key, value, columns, output, upstream, ctx.seen, ctx.scaling), None, None, None)
+
+
+def _bias(columns: Columns, query: Tensor, key: Tensor, start: int, scaling: float, room: Tensor) -> Tensor:
+    """The bias `[1 or B, H, r, n]` of a block, whose first query and last key have column `start`, written to `room`."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    width = queries + keys - 1
+    if columns.values is not None and columns.for_queries is None and columns.for_keys is None:
+        return window(columns.values, start, queries, keys)
+    shape = (*query.shape[:-1], width)
+    own = room[: math.prod(shape)].view(shape)
+    if columns.for_queries is None:
+        own.zero_()
+    else:
+        _multiply(query, columns.for_queries, start, columns, out=own)
+    bias = _skewed(own, keys)
+    if columns.for_keys is not None:
+        for tile, vectors in _tiles(columns.for_keys, start, queries, keys):
+            bias[..., tile] += _skewed((key[..., tile, :] @ vectors.mT).contiguous(), queries).mT
+    own *= scaling
+    if columns.values is not None:
+        own += columns.values[:, None, start : start + width]
+    return bias
+
+
+def _ends(columns: Columns, start: int, width: int) -> tuple[int, int]:
+    """Between which of `width` columns from `start` the vectors for queries differ from those at the ends."""
+    assert columns.for_queries is not None
+    first = min(max(columns.head - start, 0), width)
+    return first, min(max(columns.for_queries.shape[-2] - columns.tail - start, first), width)
+
+
+def _multiply(query: Tensor, vectors: Tensor, start: int, columns: Columns, out: Tensor) -> None:
+    """Write products of queries `[..., r, E]` and vectors `[..., N, E]` to `out` `[..., r, w]`, those of equal vectors once."""
+    first, last = _ends(columns, start, out.shape[-1])
+    out[..., :first] = query @ vectors[..., :1, :].mT
+    out[..., first:last] = query @ vectors[..., start + first : start + last, :].mT
+    out[..., last:] = query @ vectors[..., -1:, :].mT
+
+
+def _tiles(vectors: Tensor, start: int, queries: int, keys: int) -> Iterator[tuple[slice, Tensor]]:
+    """Keys of a block, as many at a time as it has queries, and the vectors that those are multiplied by."""
+    for first in range(0, keys, queries):
+        count = min(queries, keys - first)
+        yield slice(first, first + count), vectors[..., start + first : start + first + count + queries - 1, :]
+
+
+def _gradients(
+    query: Tensor, key: Tensor, value: Tensor, columns: Columns, output: Tensor, upstream: Tensor, seen: Seen, scaling: float
+) -> tuple[Tensor | None, ...]:
+    """Of queries, keys, values, and the three tensors of columns: the softmax is computed anew, by row, head and block."""
+    batch, heads, queries, _ = query.shape
+    keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
+    key, value = key.flip(2), value.flip(2)
+    means = (upstream * output).sum(-1, keepdim=True, dtype=exact)
+    of_query = torch.zeros_like(query)
+    of_key, of_value = (torch.zeros(states.shape, dtype=exact) for states in (key, value))
+    of_values, of_vectors, of_key_vectors = (
+        None if tensor is None else torch.zeros_like(tensor, dtype=exact) for tensor in columns.tensors
+    )
+    blocks = [*seen.blocks(queries, keys, BACKWARD_QUERIES)]
+    skewed = torch.empty(0, dtype=exact)
+    room = query.new_empty(min(BACKWARD_QUERIES, queries) * (min(BACKWARD_QUERIES, queries) + keys - 1))
+    for row, head in ((row, head) for row in range(batch) for head in range(heads)):
+        its_values, its_vectors, its_key_vectors = (_of_head(tensor, head) for tensor in columns.tensors)
+        own = Columns(its_values, its_vectors, its_key_vectors, columns.head, columns.tail)
+        for rows, block, within in blocks:
+            if not rows.start <= row < rows.stop:
+                continue
+            its_query, its_upstream = query[row, head, block], upstream[row, head, block]
+            its_key, its_value = key[row, head, within], value[row, head, within]
+            count, start = within.stop - within.start, block.start + within.start
+            shape = (len(its_query), len(its_query) + count - 1)
+            span = slice(start, start + shape[1])
+            bias = _bias(own, its_query[None, None], its_key[None, None], start, scaling, room)[0, 0]
+            weights = _scores(bias, its_query, its_key, scaling, exact).softmax(-1)
+            if skewed.shape != shape:
+                skewed = torch.zeros(shape, dtype=exact)  # what no query and key have in common stays 0
+            of_scores = _skewed(skewed, count)
+            torch.mul((its_upstream @ its_value.mT).to(exact).sub_(means[row, head, block]), weights, out=of_scores)
+            _add_product(of_value[row, head, within], weights.mT, its_upstream)
+            _add_product(of_key[row, head, within], of_scores.mT, its_query)
+            its_gradient = (of_scores.to(query.dtype) @ its_key).to(exact)
+            if of_values is not None:
+                of_values[head, span] += skewed.sum(0)
+            if own.for_queries is not None:
+                _add_query_gradients(own, skewed, its_query, start, its_gradient, _of_head(of_vectors, head)[0])
+            of_query[row, head, block] = its_gradient * scaling
+            if own.for_keys is not None:
+                gradients = _tiles(_of_head(of_key_vectors, head)[0], start, *bias.shape)
+                for (tile, vectors), (_, gradient) in zip(_tiles(own.for_keys[0], start, *bias.shape), gradients, strict=True):
+                    transposed = torch.zeros(tile.stop - tile.start, len(vectors), dtype=exact)
+                    _skewed(transposed, len(its_query)).copy_(of_scores[:, tile].mT)
+                    _add_product(of_key[row, head, within][tile], transposed, vectors)
+                    _add_product(gradient, transposed.mT, its_key[tile])
+    for found in (of_key, of_vectors, of_key_vectors):
+        if found is not None:
+            found *= scaling
+    if of_key_vectors is not None:
+        _gather_ends(of_key_vectors, columns)
+    wanted = zip(columns.tensors, (of_values, of_vectors, of_key_vectors), strict=True)
+    return (
+        of_query,
+        of_key.flip(2).to(key.dtype),
+        of_value.flip(2).to(value.dtype),
+        *(None if gradient is None else gradient.to(tensor.dtype) for tensor, gradient in wanted),
+    )
+
+
+def _of_head(tensor: Any, head: int) -> Any:
+    """`[1, ...]`, of one head, a view; all heads may have one in common."""
+    if tensor is None:
+        return None
+    head = head if len(tensor) > 1 else 0
+    return tensor[head : head + 1]
+
+
+def _gather_ends(gradients: Tensor, columns: Columns) -> None:
+    """Sum the gradients of equal vectors at both ends in one of them: types less exact than these would lose them."""
+    for end, place in ((slice(0, columns.head), 0), (slice(gradients.shape[1] - columns.tail, None), -1)):
+        total = gradients[:, end].sum(1)
+        gradients[:, end] = 0
+        gradients[:, place] += total
+
+
+def _scores(bias: Tensor, query: Tensor, key: Tensor, scaling: float, exact: torch.dtype) -> Tensor:
+    """`[r, n]`, in at least float32."""
+    if bias.dtype == query.dtype == exact:
+        return torch.addmm(bias, query, key.mT, alpha=scaling)
+    return torch.add(bias.to(exact), query.to(exact) @ key.to(exact).mT, alpha=scaling)
+
+
+def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right, computed in the type of `right`, to a target that may be more exact."""
+    if target.dtype == right.dtype:
+        target.addmm_(left, right)
+    else:
+        target += left.to(right.dtype) @ right
+
+
+def _add_query_gradients(
+    columns: Columns, skewed: Tensor, query: Tensor, start: int, of_query: Tensor, of_vectors: Tensor
+) -> None:
+    """Add the gradients of a block's queries, before scaling, and of the vectors that they are multiplied by.
+
+    skewed: `[r, w]`, those of scores, by column.
+    """
+    assert columns.for_queries is not None
+    vectors = columns.for_queries[0]
+    first, last = _ends(columns, start, skewed.shape[1])
+    ends = ((0, skewed[:, :first]), (-1, skewed[:, last:]))
+    middle = skewed[:, first:last].to(query.dtype)
+    _add_product(of_query, middle, vectors[start + first : start + last])
+    _add_product(of_vectors[start + first : start + last], middle.mT, query)
+    for place, part in ends:
+        if part.shape[1]:
+            total = part.sum(1, keepdim=True)
+            of_query += total * vectors[place]
+            of_vectors[place] += (total * query).sum(0)
