@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 FORWARD_QUERIES = 128
 """Of a block in the forward pass, of all heads."""
@@ -83,7 +82,7 @@ def _skewed(columns: Tensor, keys: int) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, columns: Columns, seen: Seen, scaling: float) -> Tensor:
     """Softmax attention of `[B, H, Q, E]` with a bias: `[B, H, Q, E]`, whose gradients reach queries, keys, values and columns.
 
-    Queries that see no key get zeros. Gradients can't be differentiated once more.
+    Queries that see no key get zeros. Raises RuntimeError where gradients are to be differentiated once more.
     """
     return _Attention.apply(query, key, value, *columns.tensors, columns, seen, scaling)
 
@@ -127,8 +126,12 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*tensors, output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients of this attention can't be differentiated once more (create_graph=True, torch.func.grad): call "
+                "model.set_attn_implementation('eager')"
+            )
         query, key, value, values, for_queries, for_keys, output = ctx.saved_tensors
         columns = Columns(values, for_queries, for_keys, *ctx.ends)
         with torch.autocast(query.device.type, enabled=False):

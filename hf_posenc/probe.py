@@ -186,6 +186,8 @@ def _calls(base: ModuleType, module: Any, geometry: Any) -> Iterator[tuple[str, 
     near, far = torch.arange(length), torch.arange(length) * ((limit - 1) // max(length - 1, 1))
     if "distance_bias" in verbs:
         yield "distance_bias", partial(module.distance_bias, torch.arange(1 - limit, limit))
+    if module.tells_vectors():
+        yield "distance_vectors", partial(module.distance_vectors, torch.arange(1 - limit, limit))
     generator = torch.Generator().manual_seed(3)
     heads, groups, width = geometry.num_attention_heads, geometry.num_key_value_heads, geometry.head_dim
     for name, positions, past in (

@@ -715,7 +715,7 @@ def test_versions_in_range(monkeypatch):
 # The rules of the house.
 
 ORDER = [
-    {"requirements", "encodings", "user_code", "probe", "calls", "saving"},
+    {"requirements", "encodings", "user_code", "probe", "calls", "saving", "blocks"},
     {"remote_code", "spec", "kernels"},
     {"sources", "attention", "checkpoints", "remembering", "offsets"},
     {"written_out", "positions", "embedding", "calibration"},

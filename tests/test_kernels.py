@@ -1,0 +1,450 @@
+"""Which way a bias is computed, and that every way gives what the obvious one does: outputs, gradients, memory."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import hf_posenc
+from conftest import ENCODINGS, assert_close, first, pairs, patched, stock, tokens
+from hf_posenc import blocks, kernels
+from hf_posenc.blocks import Columns, Seen
+from hf_posenc.encodings import Geometry, PositionContext
+from oracles import gradients, padded
+
+H, E = 3, 4
+BIASING = [name for name in ENCODINGS if kernels.biases(hf_posenc.list_encodings().get(name, hf_posenc.PositionEncoding))]
+
+
+def scores_of(query, key, columns, scaling):
+    """`[B, H, Q, K]`, one number at a time."""
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    rows = []
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(queries):
+                for j in range(keys):
+                    column = (keys - 1 - j) + i  # the largest distance, of query 0 and the last key, has column 0
+                    score = (query[b, h, i] * key[b, h, j]).sum()
+                    for vectors, states in ((columns.for_queries, query[b, h, i]), (columns.for_keys, key[b, h, j])):
+                        if vectors is not None:
+                            score = score + (vectors[h % len(vectors), column] * states).sum()
+                    score = score * scaling
+                    rows.append(score if columns.values is None else score + columns.values[h, column])
+    return torch.stack(rows).unflatten(0, (batch, heads, queries, keys))
+
+
+def attention_of(query, key, value, columns, seen, scaling):
+    """By all scores at once; zeros for queries that see nothing."""
+    shown = torch.zeros(len(query), 1, query.shape[2], key.shape[2], dtype=torch.bool)
+    for first_row, last_row, begin, end in seen.spans:
+        for i in range(query.shape[2]):
+            last = min(end, i + 1 + seen.shift) if seen.is_causal else end
+            shown[first_row:last_row, 0, i, begin : max(last, begin)] = True
+    weights = scores_of(query, key, columns, scaling).masked_fill(~shown, -torch.inf).softmax(-1)
+    return weights.nan_to_num(0) @ value
+
+
+SEEN = {
+    "all": lambda queries, keys: Seen(((0, 2, 0, keys),)),
+    "right padding": lambda queries, keys: Seen(((0, 1, 0, keys), (1, 2, 0, keys - 3))),
+    "left padding": lambda queries, keys: Seen(((0, 1, 4, keys), (1, 2, 0, keys))),
+    "hidden row": lambda queries, keys: Seen(((0, 1, 0, keys), (1, 2, 0, 0))),
+    "causal": lambda queries, keys: Seen(((0, 2, 0, keys),), True, keys - queries),
+}
+
+
+def inputs(queries, keys, kinds, heads_of_vectors, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+
+    columns = queries + keys - 1
+    states = draw(2, H, queries, E), draw(2, H, keys, E), draw(2, H, keys, E)
+    values = draw(H, columns) if "values" in kinds else None
+    vectors = [draw(heads_of_vectors, columns, E) if kind in kinds else None for kind in ("queries", "keys")]
+    return states, Columns(values, *vectors, head=1, tail=1)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(blocks, "FORWARD_QUERIES", 5)
+    monkeypatch.setattr(blocks, "BACKWARD_QUERIES", 4)
+
+
+@pytest.mark.parametrize("kinds", ["values", "queries", "keys", "values queries", "values queries keys"])
+@pytest.mark.parametrize(("queries", "keys"), [(11, 11), (6, 13)])
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("heads_of_vectors", [1, H])
+def test_blocks_against_all_scores_at_once(small_blocks, kinds, queries, keys, seen, heads_of_vectors):
+    (query, key, value), columns = inputs(queries, keys, kinds, heads_of_vectors)
+    given = SEEN[seen](queries, keys)
+    hidden, bias = columns, columns.values
+    if seen == "causal":  # as kernels._columns does
+        future = torch.arange(keys - 1, -queries, -1) - given.shift > 0
+        zeros = torch.zeros(H, queries + keys - 1, dtype=torch.float64)
+        masked = (zeros if bias is None else bias).masked_fill(future, torch.finfo(torch.float64).min)
+        hidden = replace(columns, values=masked)
+    leaves = [each for each in (query, key, value, bias, columns.for_queries, columns.for_keys) if each is not None]
+    upstream = torch.randn(2, H, queries, E, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    found = blocks.attention(query, key, value, hidden, given, 0.3)
+    expected = attention_of(query, key, value, columns, given, 0.3)
+    assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
+    ):
+        assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("head", [1, 3, 7])
+@pytest.mark.parametrize("tail", [1, 5, 13])
+def test_equal_vectors_at_the_ends_are_multiplied_once(small_blocks, head, tail):
+    (query, key, value), columns = inputs(11, 11, "queries keys", 1)
+    rows = torch.arange(21).clamp(head - 1, 21 - tail)
+    tables = [torch.randn(21, E, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    seen = SEEN["all"](11, 11)
+    assert kernels._equal_ends(rows) == (head, tail)
+    expected = attention_of(query, key, value, Columns(None, *(table[rows][None] for table in tables)), seen, 0.5)
+    found = blocks.attention(query, key, value, Columns(None, *(t[rows][None] for t in tables), head, tail), seen, 0.5)
+    assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    leaves = [query, key, value, *tables]
+    for mine, theirs in zip(
+        torch.autograd.grad(found.square().sum(), leaves), torch.autograd.grad(expected.square().sum(), leaves), strict=True
+    ):
+        assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_by_finite_differences(small_blocks):
+    (query, key, value), columns = inputs(5, 5, "values queries keys", 1)
+    seen = SEEN["right padding"](5, 5)
+
+    def compute(query, key, value, *tensors):
+        return blocks.attention(query, key, value, Columns(*tensors, head=1, tail=1), seen, 0.4)
+
+    assert torch.autograd.gradcheck(compute, (query, key, value, *columns.tensors), fast_mode=True)
+
+
+def test_a_second_derivative_is_refused(small_blocks):
+    (query, key, value), columns = inputs(5, 5, "values", 1)
+    output = blocks.attention(query, key, value, columns, SEEN["all"](5, 5), 0.4)
+    with pytest.raises(RuntimeError, match="set_attn_implementation"):
+        torch.autograd.grad(output.sum(), query, create_graph=True)
+
+
+def test_half_precision_is_as_exact_as_the_obvious_way():
+    """Against float64: no worse than twice the error of a bias in SDPA's mask, for outputs and each gradient."""
+    length, kinds = 300, "values queries"
+    (query, key, value), exact = inputs(length, length, kinds, 1, seed=3)
+    seen, scaling = SEEN["all"](length, length), 0.5
+    index = torch.arange(length)[:, None] + torch.arange(length - 1, -1, -1)
+
+    def obvious(query, key, value, values, vectors, _):
+        bias = values[:, index] + torch.einsum("bhie,nie->bhin", query, vectors[0][index.T]) * scaling
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
+
+    def mine(query, key, value, *tensors):
+        return blocks.attention(query, key, value, Columns(*tensors, head=1, tail=1), seen, scaling)
+
+    def errors(function, dtype):
+        leaves = [
+            None if each is None else each.detach().to(dtype).requires_grad_() for each in (query, key, value, *exact.tensors)
+        ]
+        output = function(*leaves)
+        output.sum().backward()
+        return [output.detach(), *(leaf.grad for leaf in leaves if leaf is not None)]
+
+    truth = errors(obvious, torch.float64)
+    theirs, ours = errors(obvious, torch.bfloat16), errors(mine, torch.bfloat16)
+    for right, other, found in zip(truth, theirs, ours, strict=True):
+        assert (found.double() - right).norm() <= 2 * (other.double() - right).norm()
+
+
+def choose(encoding, length=256, mask=None, train=False, options=None, **changes):
+    """The way for a tiny attention of one head group, and what it sees."""
+    geometry = Geometry(H * E, H, E)
+    cls = hf_posenc.list_encodings()[encoding]
+    module = cls(geometry, **(options or {})).train(train)
+    given = {"query": length, "key": length, "width": E, "past": 0, "dropout": 0.0, "causal": False, "device": "cpu", **changes}
+    query = torch.zeros(2, H, given["query"], E, device=given["device"])
+    key, value = torch.zeros(2, H, given["key"], E), torch.zeros(2, H, given["key"], given["width"])
+    index = torch.arange(given["query"])[None]
+    context = PositionContext(module, index, given["past"], index.new_zeros(1, 1), given.get("keys"), scaling=0.5)
+    context.aside = given.get("aside", (0, 0))
+    with torch.set_grad_enabled(train):
+        return kernels.way_for([module], query, key, value, mask, context, given["causal"], given["dropout"])
+
+
+@pytest.mark.parametrize(
+    ("way", "arguments"),
+    [
+        ("toeplitz", {"encoding": "alibi"}),
+        ("toeplitz", {"encoding": "alibi", "train": True}),
+        ("toeplitz", {"encoding": "t5"}),
+        ("toeplitz", {"encoding": "relative", "causal": True}),
+        ("blocks", {"encoding": "t5", "train": True}),
+        ("blocks", {"encoding": "alibi", "options": {"slopes": "learned"}, "train": True}),
+        ("toeplitz", {"encoding": "alibi", "options": {"slopes": "learned"}}),
+        ("blocks", {"encoding": "shaw"}),
+        ("blocks", {"encoding": "shaw", "train": True}),
+        ("dense", {"encoding": "alibi", "length": 255}),
+        ("dense", {"encoding": "t5", "length": 255, "train": True}),
+        ("dense", {"encoding": "shaw", "length": 255}),
+        ("toeplitz", {"encoding": "alibi", "query": 2, "key": 300, "past": 298}),
+        ("dense", {"encoding": "alibi", "query": 1, "key": 300, "past": 299}),
+        ("dense", {"encoding": "alibi", "past": torch.tensor(0)}),
+        ("dense", {"encoding": "alibi", "keys": torch.arange(256)[None]}),
+        ("dense", {"encoding": "alibi", "aside": (1, 0)}),
+        ("dense", {"encoding": "alibi", "width": 2 * E}),
+        ("dense", {"encoding": "alibi", "dropout": 0.1, "train": True}),
+        ("toeplitz", {"encoding": "alibi", "dropout": 0.1}),
+        ("dense", {"encoding": "alibi", "device": "meta"}),
+        ("dense", {"encoding": "alibi", "mask": torch.zeros(2, 1, 256, 256)}),
+        ("dense", {"encoding": "alibi", "mask": torch.rand(2, 1, 256, 256) > 0.5}),
+        ("dense", {"encoding": "alibi", "mask": torch.ones(2, H, 256, 256, dtype=torch.bool)}),
+        ("toeplitz", {"encoding": "alibi", "mask": torch.ones(2, 1, 256, 256, dtype=torch.bool)}),
+        ("toeplitz", {"encoding": "alibi", "mask": torch.ones(1, 1, 256, 256, dtype=torch.bool).tril()}),
+    ],
+)
+def test_the_way_at_its_borders(way, arguments):
+    found, seen = choose(**arguments)
+    assert found == way and (seen is None) == (way == "dense")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("shown", "spans"),
+    [
+        ([[1] * 300, [1] * 300], ((0, 2, 0, 300),)),
+        ([[1] * 290 + [0] * 10, [1] * 300], ((0, 1, 0, 290), (1, 2, 0, 300))),
+        ([[0] * 7 + [1] * 293, [0] * 7 + [1] * 293], ((0, 2, 7, 300),)),
+        ([[0] * 7 + [1] * 93 + [0] * 200, [0] * 300], ((0, 1, 7, 100), (1, 2, 0, 0))),
+        ([[1] * 100 + [0] + [1] * 199, [1] * 300], None),
+    ],
+)
+def test_what_a_mask_shows(shown, spans, causal):
+    mask = torch.tensor(shown).bool()[:, None, None].expand(2, 1, 300, 300)
+    if causal:
+        mask = mask & torch.ones(300, 300, dtype=torch.bool).tril()
+    _, seen = choose("alibi", length=300, mask=mask)
+    if spans is None:
+        assert seen is None
+    else:
+        assert seen.spans == spans and seen.is_causal == causal
+
+
+def test_a_window_of_keys_is_no_stretch_of_all():
+    near = torch.ones(256, 256, dtype=torch.bool).tril().triu(-100)[None, None]
+    assert choose("alibi", mask=near) == ("dense", None)
+
+
+def test_a_subclass_that_changes_the_bias_is_asked_for_it():
+    class Doubled(hf_posenc.list_encodings()["shaw"], type="doubled-in-test"):
+        def score_bias(self, query, key, context):
+            return 2 * super().score_bias(query, key, context)
+
+    try:
+        assert hf_posenc.list_encodings()["shaw"].tells_vectors() and not Doubled.tells_vectors()
+        assert not hf_posenc.list_encodings()["alibi"].tells_vectors()
+        assert choose("doubled-in-test") == ("dense", None)
+    finally:
+        del hf_posenc.PositionEncoding.registered["doubled-in-test"]
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """The ways that attentions take, in order."""
+    taken = []
+
+    def watched(*arguments):
+        found = way_for(*arguments)
+        taken.append(found[0])
+        return found
+
+    way_for = kernels.way_for
+    monkeypatch.setattr(kernels, "way_for", watched)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("host", "encoding", "train", "way"),
+    [
+        ("bert", "alibi", False, "toeplitz"),
+        ("bert", "t5", True, "blocks"),
+        ("bert", "shaw", True, "blocks"),
+        ("llama", "relative", False, "toeplitz"),
+        ("llama", "t5", True, "blocks"),
+        ("gpt2", "shaw", False, "blocks"),
+    ],
+)
+def test_what_attend_really_takes(ways, monkeypatch, host, encoding, train, way):
+    monkeypatch.setitem(kernels.FROM_KEYS, "toeplitz", 256)
+    monkeypatch.setitem(kernels.FROM_KEYS, "blocks", 256)
+    model = patched(host, encoding)
+    with torch.set_grad_enabled(train):
+        model(tokens(2, 256))
+        assert {*ways} == {way}
+        ways.clear()
+        model(tokens(2, 255))
+        assert {*ways} == {"dense"}
+        ways.clear()
+        model.set_attn_implementation("eager")
+        model(tokens(2, 256))
+        assert not ways
+
+
+def test_a_static_cache_has_a_dense_bias(ways):
+    model = patched("llama", "alibi")
+    with torch.no_grad():
+        model(tokens(1, 300), past_key_values=StaticCache(model.config, max_cache_len=320))
+    assert {*ways} == {"dense"}
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """The fast ways on inputs of any length, in small blocks."""
+    monkeypatch.setattr(blocks, "FORWARD_QUERIES", 5)
+    monkeypatch.setattr(blocks, "BACKWARD_QUERIES", 4)
+    monkeypatch.setattr(kernels, "CAUSAL_QUERIES", 4)
+    for way in ("toeplitz", "blocks"):
+        monkeypatch.setitem(kernels.FROM_KEYS, way, 2)
+
+
+BIASED = [*BIASING, "shaw+alibi", "t5+relative", "rope+t5"]
+
+
+@pytest.mark.parametrize(("host", "encoding"), pairs(encodings=BIASED, on=("bert", "gpt2", "llama"), once=True))
+@pytest.mark.parametrize("side", [None, "right", "left"])
+def test_fast_ways_agree_with_eager_attention(always, ways, host, encoding, side):
+    model = patched(host, encoding)
+    if not model._supports_sdpa:
+        pytest.skip(f"{host} has one implementation of attention")
+    ids, mask = tokens(2), None
+    if side is not None:
+        ids, mask = padded(ids, [11, 7], side)
+    real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    results = {}
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        output = first(model(ids, attention_mask=mask))[real]
+        results[implementation] = output.detach(), gradients(model, lambda _, output=output: output.square().sum())
+        with torch.no_grad():
+            assert_close(first(model(ids, attention_mask=mask))[real], results[implementation][0])
+    assert {*ways} - {"dense"} or host not in ("bert", "gpt2", "llama")
+    assert_close(results["sdpa"][0], results["eager"][0])
+    assert_close(results["sdpa"][1], results["eager"][1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("encoding", BIASED)
+def test_grouped_keys_and_chunks_behind_a_cache(always, ways, encoding):
+    model = patched("llama", encoding, num_key_value_heads=2)
+    ids = tokens(2)
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = first(model(ids))
+        model.set_attn_implementation("sdpa")
+        assert_close(first(model(ids)), expected)
+        before = model(ids[:, :4], use_cache=True)
+        assert_close(first(model(ids[:, 4:], past_key_values=before.past_key_values)), expected[:, 4:])
+    assert {*ways} >= {"toeplitz"} or {*ways} >= {"blocks"}
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "t5", "shaw"])
+@pytest.mark.parametrize("train", [False, True])
+def test_autocast(always, ways, encoding, train):
+    model = patched("bert", encoding).train(train)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    results = {}
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with torch.set_grad_enabled(train), torch.autocast("cpu", dtype=torch.bfloat16):
+            output = first(model(tokens()))
+            results[implementation] = output.detach().float()
+            if train:
+                gradients(model, lambda _, output=output: output.float().square().sum())
+    assert "dense" not in ways
+    assert torch.nn.functional.cosine_similarity(*(each.flatten() for each in results.values()), dim=0) > 0.99
+
+
+@pytest.mark.parametrize("way", ["toeplitz", "blocks"])
+def test_a_bias_that_hides_keys(always, way):
+    """-inf at a distance is as hidden as in a mask, also where a whole block of keys is."""
+
+    class Near(hf_posenc.PositionEncoding, type="near-in-test"):
+        def __init__(self, geometry, **options):
+            super().__init__(geometry, **options)
+            self.weight = torch.nn.Parameter(torch.ones(()), requires_grad=way == "blocks")
+
+        def distance_bias(self, distance):
+            return torch.where(distance.abs() > 2, -torch.inf, self.weight * distance)[None]
+
+    try:
+        model = hf_posenc.patch(stock("bert"), "near-in-test")
+        outputs = []
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            outputs.append(first(model(tokens(1, 1500))))
+            found = gradients(model, lambda _: outputs[-1].sum())
+            assert all(gradient.isfinite().all() for gradient in found.values())
+        assert_close(outputs[1], outputs[0])
+    finally:
+        del hf_posenc.PositionEncoding.registered["near-in-test"]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest memory that a result has."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(each, torch.Tensor):
+                self.bytes = max(self.bytes, each.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("host", ["bert", "llama"])
+@pytest.mark.parametrize("encoding", ["alibi", "t5", "shaw", "relative_key_query"])
+@pytest.mark.parametrize("train", [False, True])
+def test_no_tensor_of_all_heads_queries_and_keys(host, encoding, train):
+    length = 1024
+    model = patched(host, encoding)
+    heads = model.config.num_attention_heads
+    with torch.set_grad_enabled(train):
+        # The host's own mask of padding has one head, and one byte for each query and key.
+        with Largest() as largest:
+            output = first(model(tokens(1, length)))
+            if train:
+                output.sum().backward()
+        assert largest.bytes < heads * length * length * 4 / 3
+        model.set_attn_implementation("eager")
+        with Largest() as obvious:
+            model(tokens(1, length))
+        assert obvious.bytes >= heads * length * length * 4
+
+
+def test_an_own_function_named_sdpa_gets_a_mask():
+    seen = []
+
+    def own(module, query, key, value, mask, **arguments):
+        seen.append(mask)
+        return sdpa_attention_forward(module, query, key, value, mask, **arguments)
+
+    module = SimpleNamespace()
+    states = [torch.randn(1, H, 300, E) for _ in range(3)]
+    encoding = hf_posenc.list_encodings()["alibi"](Geometry(H * E, H, E))
+    index = torch.arange(300)[None]
+    context = PositionContext(encoding, index, 0, index.new_zeros(1, 1), scaling=0.5)
+    arguments = (module, *states, None, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
+    theirs, _ = kernels.biased_attention(own, *arguments)
+    ours, _ = kernels.biased_attention(sdpa_attention_forward, *arguments)
+    assert seen[0].shape == (1, H, 300, 300)
+    assert_close(ours, theirs)
