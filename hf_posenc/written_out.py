@@ -260,9 +260,10 @@ def forward(
     """The forward of such an attention, with the encoding in its product of queries and keys."""
     row = row_of(module)
     assert row is not None, f"{type(module).__name__} has no row"
-    call = Call(argument_names(module), args, kwargs)
-    if beside := [name for name in row.alone if call[name] is not None]:
-        raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
+    if row.alone:
+        call = Call(argument_names(module), args, kwargs)
+        if beside := [name for name in row.alone if call[name] is not None]:
+            raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
     has_cache = any(isinstance(value, (Cache, attention.KeyRotatingCache)) for value in (*args, *kwargs.values()))
     product = Product(row, module, attention.context_for(module, position_context), keys_are_rotated, has_cache)
     with product:
@@ -308,15 +309,15 @@ class Product(TorchFunctionMode):
         """`[B, H, Q, E]` by `[B, H, E, K]`, or both with B and H in one."""
         if query.ndim != key.ndim or query.ndim < 3:
             return function(query, key)  # a projection
-        query, key, bias = self._encoded(query, key.mT)
-        return _plus(function(query, key.mT), bias)
+        query, key, bias, factor = self._encoded(query, key.mT)
+        return _plus(function(query, key.mT), bias, factor)
 
     def _sum(
         self, function: Any, there: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
     ) -> Tensor:
         """The same, scaled within, plus a tensor."""
-        query, key, bias = self._encoded(batch1, batch2.mT, alpha)
-        return _plus(function(there, query, key.mT, beta=beta, alpha=alpha), bias)
+        query, key, bias, factor = self._encoded(batch1, batch2.mT, alpha)
+        return _plus(function(there, query, key.mT, beta=beta, alpha=alpha), bias, factor)
 
     def _einsum(self, equation: str, *operands: Any) -> Tensor:
         """Queries and keys in an order of their own, of which the product's `[B, H, Q, K]` tells the meaning."""
@@ -328,8 +329,8 @@ class Product(TorchFunctionMode):
         batch, head, row, column = [*out]
         of_query, of_key = (f"{batch}{head}{each}{next(iter(summed))}" for each in (row, column))
         query, key = torch.einsum(f"{left}->{of_query}", operands[0]), torch.einsum(f"{right}->{of_key}", operands[1])
-        query, key, bias = self._encoded(query, key)
-        return _plus(torch.einsum(f"{of_query},{of_key}->{out}", query, key), bias)
+        query, key, bias, factor = self._encoded(query, key)
+        return _plus(torch.einsum(f"{of_query},{of_key}->{out}", query, key), bias, factor)
 
     def _whole(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *, is_causal: bool = False, **kwargs: Any
@@ -378,8 +379,8 @@ class Product(TorchFunctionMode):
         # [L, B, D] -> [B, H, L, E]
         query, key, value = (linear(*each).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for each in given)
         scaling = query.shape[-1] ** -0.5
-        query, key, bias = self._encoded(query, key, scaling)
-        scores = _plus(query * scaling @ key.mT, bias)
+        query, key, bias, factor = self._encoded(query, key, scaling)
+        scores = _plus(query * scaling @ key.mT, bias, factor)
         if attn_mask is not None:
             scores = scores + attn_mask.unflatten(0, (-1, num_heads))
         if key_padding_mask is not None:
@@ -388,8 +389,9 @@ class Product(TorchFunctionMode):
         output = linear((probabilities @ value).permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
         return output, probabilities.mean(dim=1)
 
-    def _encoded(self, query: Tensor, key: Tensor, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries and keys, rotated, and what to add to their product: the bias, without the scaling that comes afterwards.
+    def _encoded(self, query: Tensor, key: Tensor, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None, float]:
+        """Queries and keys, rotated, and what to add to their product: the bias, and the factor that undoes the scaling which
+        comes afterwards.
 
         within: the factor by which the product itself is scaled.
         """
@@ -401,12 +403,13 @@ class Product(TorchFunctionMode):
         context = self._context_of(query, key, after * within)
         query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
         bias = biased_mask(attention.acting(self.module, context), query, key, None, context, is_causal=False)
+        factor = 1 / after if isinstance(after, float) else 1.0
         if bias is not None:
-            bias = (bias if isinstance(after, float) and after == 1 else bias / after).expand(*query.shape[:3], key.shape[2])
+            bias = (bias if isinstance(after, float) else bias / after).expand(*query.shape[:3], key.shape[2])
         if joined:
             query, key = query.flatten(0, 1), key.flatten(0, 1)
             bias = bias if bias is None else bias.flatten(0, 1)
-        return query, key, bias
+        return query, key, bias, factor
 
     def _context_of(self, query: Tensor, key: Tensor, scaling: Any) -> PositionContext:
         """The context of this attention. Raises ValueError for queries or keys which are not those that it has positions of."""
@@ -421,5 +424,5 @@ class Product(TorchFunctionMode):
         return context
 
 
-def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
-    return product if bias is None else product + bias
+def _plus(product: Tensor, bias: Tensor | None, factor: float) -> Tensor:
+    return product if bias is None else torch.add(product, bias, alpha=factor)
