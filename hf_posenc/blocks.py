@@ -23,6 +23,12 @@ FORWARD_ELEMENTS = 2**22
 BACKWARD_QUERIES = 256
 """Of a block in the backward pass, one head at a time: its scores then fit a core's cache up to some thousand keys."""
 
+CHANCES = 2**16
+"""The number of equal chances that the probability of dropping a weight is counted in."""
+NOTHING = 2.0**-80
+"""Weights below it are taken for 0 in the backward pass: steep biases make many subnormal ones, with which a CPU multiplies a
+hundred times slower, and beside a sum of 1 they are nothing."""
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -79,12 +85,35 @@ def _skewed(columns: Tensor, keys: int) -> Tensor:
     return columns.as_strided((*outer, queries, keys), (*columns.stride()[:-2], width + 1, 1))
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, columns: Columns, seen: Seen, scaling: float) -> Tensor:
+@dataclass(frozen=True)
+class Settings:
+    """How scores become outputs: softmax(scaling * QKᵀ + bias) V, where each weight is dropped with a probability.
+
+    dropped: that probability, times CHANCES.
+    """
+
+    seen: Seen
+    scaling: float
+    dropped: int = 0
+    seed: int = 0
+
+    @property
+    def factor(self) -> float:
+        """By which weights that are kept grow."""
+        return CHANCES / (CHANCES - self.dropped) if self.dropped < CHANCES else 0.0
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, columns: Columns, seen: Seen, scaling: float, dropout: float = 0.0
+) -> Tensor:
     """Softmax attention of `[B, H, Q, E]` with a bias: `[B, H, Q, E]`, whose gradients reach queries, keys, values and columns.
 
-    Queries that see no key get zeros. Raises RuntimeError where gradients are to be differentiated once more.
+    Queries that see no key get zeros. What is dropped is drawn from torch's generator, and again in the backward pass. Raises
+    RuntimeError where gradients are to be differentiated once more.
     """
-    return _Attention.apply(query, key, value, *columns.tensors, columns, seen, scaling)
+    seed = int(torch.randint(2**62, ())) if dropout else 0
+    settings = Settings(seen, scaling, round(dropout * CHANCES), seed)
+    return _Attention.apply(query, key, value, *columns.tensors, columns, settings)
 
 
 class _Attention(torch.autograd.Function):
@@ -97,31 +126,35 @@ class _Attention(torch.autograd.Function):
         for_queries: Tensor | None,
         for_keys: Tensor | None,
         columns: Columns,
-        seen: Seen,
-        scaling: float,
+        settings: Settings,
     ) -> Tensor:
         batch, heads, queries, _ = query.shape
-        keys = key.shape[2]
+        keys, seen, scaling = key.shape[2], settings.seen, settings.scaling
         columns = Columns(values, for_queries, for_keys, columns.head, columns.tail)
         key, value = key.flip(2), value.flip(2)
         # Of this layout hosts make [B, Q, H * E] without a copy.
         output = query.new_zeros(batch, queries, heads, value.shape[-1]).transpose(1, 2)
+        if settings.dropped:
+            for part in _parts(query, key, columns, settings):
+                its_value = value[part.row, part.head, part.within]
+                output[part.row, part.head, part.block] = part.left.to(value.dtype) @ its_value
+            return output.mul_(settings.factor)
         alone = for_queries is None and for_keys is None
         size = max(16, min(FORWARD_QUERIES, FORWARD_ELEMENTS // (batch * heads * keys)))
         size = queries if alone and not seen.is_causal else min(size, queries)
         # One piece of memory for all blocks: asking for another each time costs as much as filling it.
         room = query.new_empty(0 if alone else batch * heads * size * (keys + size - 1))
         for rows, block, within in seen.blocks(queries, keys, size):
-            part, its_keys = query[rows, :, block], key[rows, :, within]
-            bias = _bias(columns, part, its_keys, block.start + within.start, scaling, room)
+            its_query, its_key = query[rows, :, block], key[rows, :, within]
+            bias = _bias(columns, its_query, its_key, block.start + within.start, scaling, room)
             output[rows, :, block] = F.scaled_dot_product_attention(
-                part, its_keys, value[rows, :, within], attn_mask=bias, scale=scaling
+                its_query, its_key, value[rows, :, within], attn_mask=bias, scale=scaling
             )
         return output
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, columns, ctx.seen, ctx.scaling = inputs
+        *tensors, columns, ctx.settings = inputs
         ctx.ends = columns.head, columns.tail
         ctx.save_for_backward(*tensors, output)
 
@@ -135,7 +168,62 @@ class _Attention(torch.autograd.Function):
         query, key, value, values, for_queries, for_keys, output = ctx.saved_tensors
         columns = Columns(values, for_queries, for_keys, *ctx.ends)
         with torch.autocast(query.device.type, enabled=False):
-            return (*_gradients(query, key, value, columns, output, upstream, ctx.seen, ctx.scaling), None, None, None)
+            return (*_gradients(query, key, value, columns, output, upstream, ctx.settings), None, None)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The attention of one row of the batch, head, and block of queries, computed anew.
+
+    weights: `[r, n]`, in at least float32. kept: the same, which of them are not dropped; None if all are kept.
+    """
+
+    row: int
+    head: int
+    block: slice
+    within: slice
+    columns: Columns
+    weights: Tensor
+    kept: Tensor | None
+
+    @property
+    def left(self) -> Tensor:
+        """The weights that are not dropped."""
+        return self.weights if self.kept is None else self.weights * self.kept
+
+    @property
+    def start(self) -> int:
+        """The column of the first query and last key."""
+        return self.block.start + self.within.start
+
+
+def _parts(query: Tensor, key: Tensor, columns: Columns, settings: Settings) -> Iterator[Part]:
+    """All parts, keys in reverse; what is dropped is the same each time."""
+    batch, heads, queries, _ = query.shape
+    keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
+    generator = torch.Generator().manual_seed(settings.seed)
+    blocks = [*settings.seen.blocks(queries, keys, BACKWARD_QUERIES)]
+    size = min(BACKWARD_QUERIES, queries)
+    room = query.new_empty(size * (size + keys - 1))
+    for row, head in ((row, head) for row in range(batch) for head in range(heads)):
+        its_values, its_vectors, its_key_vectors = (_of_head(tensor, head) for tensor in columns.tensors)
+        own = Columns(its_values, its_vectors, its_key_vectors, columns.head, columns.tail)
+        for rows, block, within in blocks:
+            if not rows.start <= row < rows.stop:
+                continue
+            its_query, its_key = query[row, head, block], key[row, head, within]
+            start = block.start + within.start
+            bias = _bias(own, its_query[None, None], its_key[None, None], start, settings.scaling, room)[0, 0]
+            weights = _scores(bias, its_query, its_key, settings.scaling, exact).softmax(-1)
+            F.threshold(weights, NOTHING, 0.0, inplace=True)
+            kept = _kept(weights.shape, settings.dropped, generator) if settings.dropped else None
+            yield Part(row, head, block, within, own, weights, kept)
+
+
+def _kept(shape: torch.Size, dropped: int, generator: torch.Generator) -> Tensor:
+    """Which weights are not dropped. Bits are drawn for several at once: torch's own `bernoulli_` costs ten softmaxes."""
+    words = torch.empty(-(-shape.numel() // 4), dtype=torch.long).random_(-(2**63), None, generator=generator)
+    return words.view(torch.int16)[: shape.numel()].view(shape) >= dropped - CHANCES // 2
 
 
 def _bias(columns: Columns, query: Tensor, key: Tensor, start: int, scaling: float, room: Tensor) -> Tensor:
@@ -183,11 +271,10 @@ def _tiles(vectors: Tensor, start: int, queries: int, keys: int) -> Iterator[tup
 
 
 def _gradients(
-    query: Tensor, key: Tensor, value: Tensor, columns: Columns, output: Tensor, upstream: Tensor, seen: Seen, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, columns: Columns, output: Tensor, upstream: Tensor, settings: Settings
 ) -> tuple[Tensor | None, ...]:
-    """Of queries, keys, values, and the three tensors of columns: the softmax is computed anew, by row, head and block."""
-    batch, heads, queries, _ = query.shape
-    keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
+    """Of queries, keys, values, and the three tensors of columns."""
+    exact, scaling = torch.promote_types(query.dtype, torch.float32), settings.scaling
     key, value = key.flip(2), value.flip(2)
     means = (upstream * output).sum(-1, keepdim=True, dtype=exact)
     of_query = torch.zeros_like(query)
@@ -195,41 +282,38 @@ def _gradients(
     of_values, of_vectors, of_key_vectors = (
         None if tensor is None else torch.zeros_like(tensor, dtype=exact) for tensor in columns.tensors
     )
-    blocks = [*seen.blocks(queries, keys, BACKWARD_QUERIES)]
     skewed = torch.empty(0, dtype=exact)
-    room = query.new_empty(min(BACKWARD_QUERIES, queries) * (min(BACKWARD_QUERIES, queries) + keys - 1))
-    for row, head in ((row, head) for row in range(batch) for head in range(heads)):
-        its_values, its_vectors, its_key_vectors = (_of_head(tensor, head) for tensor in columns.tensors)
-        own = Columns(its_values, its_vectors, its_key_vectors, columns.head, columns.tail)
-        for rows, block, within in blocks:
-            if not rows.start <= row < rows.stop:
-                continue
-            its_query, its_upstream = query[row, head, block], upstream[row, head, block]
-            its_key, its_value = key[row, head, within], value[row, head, within]
-            count, start = within.stop - within.start, block.start + within.start
-            shape = (len(its_query), len(its_query) + count - 1)
-            span = slice(start, start + shape[1])
-            bias = _bias(own, its_query[None, None], its_key[None, None], start, scaling, room)[0, 0]
-            weights = _scores(bias, its_query, its_key, scaling, exact).softmax(-1)
-            if skewed.shape != shape:
-                skewed = torch.zeros(shape, dtype=exact)  # what no query and key have in common stays 0
-            of_scores = _skewed(skewed, count)
-            torch.mul((its_upstream @ its_value.mT).to(exact).sub_(means[row, head, block]), weights, out=of_scores)
-            _add_product(of_value[row, head, within], weights.mT, its_upstream)
-            _add_product(of_key[row, head, within], of_scores.mT, its_query)
-            its_gradient = (of_scores.to(query.dtype) @ its_key).to(exact)
-            if of_values is not None:
-                of_values[head, span] += skewed.sum(0)
-            if own.for_queries is not None:
-                _add_query_gradients(own, skewed, its_query, start, its_gradient, _of_head(of_vectors, head)[0])
-            of_query[row, head, block] = its_gradient * scaling
-            if own.for_keys is not None:
-                gradients = _tiles(_of_head(of_key_vectors, head)[0], start, *bias.shape)
-                for (tile, vectors), (_, gradient) in zip(_tiles(own.for_keys[0], start, *bias.shape), gradients, strict=True):
-                    transposed = torch.zeros(tile.stop - tile.start, len(vectors), dtype=exact)
-                    _skewed(transposed, len(its_query)).copy_(of_scores[:, tile].mT)
-                    _add_product(of_key[row, head, within][tile], transposed, vectors)
-                    _add_product(gradient, transposed.mT, its_key[tile])
+    for part in _parts(query, key, columns, settings):
+        row, head, block, within, weights = part.row, part.head, part.block, part.within, part.weights
+        its_query, its_upstream = query[row, head, block], upstream[row, head, block]
+        its_key, its_value = key[row, head, within], value[row, head, within]
+        count, own = len(its_key), part.columns
+        shape = (len(its_query), len(its_query) + count - 1)
+        if skewed.shape != shape:
+            skewed = torch.zeros(shape, dtype=exact)  # what no query and key have in common stays 0
+        of_scores = _skewed(skewed, count)
+        of_weights = (its_upstream @ its_value.mT).to(exact)
+        if part.kept is not None:
+            of_weights.mul_(part.kept).mul_(settings.factor)
+        torch.mul(of_weights.sub_(means[row, head, block]), weights, out=of_scores)
+        _add_product(of_value[row, head, within], part.left.mT, its_upstream)
+        _add_product(of_key[row, head, within], of_scores.mT, its_query)
+        its_gradient = (of_scores.to(query.dtype) @ its_key).to(exact)
+        if of_values is not None:
+            of_values[head, part.start : part.start + shape[1]] += skewed.sum(0)
+        if own.for_queries is not None:
+            _add_query_gradients(own, skewed, its_query, part.start, its_gradient, _of_head(of_vectors, head)[0])
+        of_query[row, head, block] = its_gradient * scaling
+        if own.for_keys is not None:
+            gradients = _tiles(_of_head(of_key_vectors, head)[0], part.start, *weights.shape)
+            for (tile, vectors), (_, gradient) in zip(
+                _tiles(own.for_keys[0], part.start, *weights.shape), gradients, strict=True
+            ):
+                transposed = torch.zeros(tile.stop - tile.start, len(vectors), dtype=exact)
+                _skewed(transposed, len(its_query)).copy_(of_scores[:, tile].mT)
+                _add_product(of_key[row, head, within][tile], transposed, vectors)
+                _add_product(gradient, transposed.mT, its_key[tile])
+    of_value *= settings.factor
     for found in (of_key, of_vectors, of_key_vectors):
         if found is not None:
             found *= scaling

@@ -49,13 +49,18 @@ def way_for(
     """The way for the biases of these encodings under SDPA, and which keys the queries see, where that way has to know."""
     keys, seen = key.shape[2], None
     by_content = any("score_bias" in encoding.acts_by() for encoding in encodings)
-    way: Way = "blocks" if by_content or any(encoding.is_trained() for encoding in encodings) else "toeplitz"
+    learning = torch.is_grad_enabled() and query.requires_grad
+    dropping = bool(dropout) and torch.is_grad_enabled()
+    # SDPA's own gradients are faster, but in float32 as slow as subnormal numbers are, which steep biases make.
+    steep = learning and query.dtype == torch.float32
+    way: Way = "toeplitz"
+    if by_content or steep or dropping or any(encoding.is_trained() for encoding in encodings):
+        way = "blocks"
     if (
         query.device.type == "cpu"  # whose kernel reads any view as a bias
         and query.shape[2] > 1
         and keys >= FROM_KEYS[way]
         and query.shape[-1] == value.shape[-1]  # else SDPA computes all scores
-        and not (dropout and torch.is_grad_enabled())  # the same
         and context.consecutive
         and not any(context.aside)
         and isinstance(context.past, int)
@@ -108,7 +113,7 @@ def biased_attention(
         if key.shape[1] != query.shape[1]:
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        output = blocks.attention(query, key, value, columns, seen, scaling)
+        output = blocks.attention(query, key, value, columns, seen, scaling, options.get("dropout", 0.0))
         return output.transpose(1, 2).contiguous(), None
 
 

@@ -137,6 +137,36 @@ def test_a_second_derivative_is_refused(small_blocks):
         torch.autograd.grad(output.sum(), query, create_graph=True)
 
 
+def test_dropout_drops_the_same_weights_in_the_backward_pass(small_blocks):
+    (query, key, value), columns = inputs(5, 5, "values queries keys", 1)
+    seen = SEEN["right padding"](5, 5)
+
+    def compute(query, key, value, *tensors):
+        torch.manual_seed(4)
+        return blocks.attention(query, key, value, Columns(*tensors, head=1, tail=1), seen, 0.4, dropout=0.3)
+
+    leaves = (query, key, value, *columns.tensors)
+    assert torch.autograd.gradcheck(compute, leaves, fast_mode=True)
+    assert not torch.equal(compute(*leaves), blocks.attention(query, key, value, columns, seen, 0.4))
+    assert torch.equal(compute(*leaves), compute(*leaves))
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5, 1.0])
+def test_dropout_keeps_the_mean(probability):
+    """Of 2 * 3 * 40 * 400 weights, each dropped or not by itself: five standard errors."""
+    (query, key, _), columns = inputs(40, 400, "values", 1, dtype=torch.float32)
+    identity = torch.eye(400).expand(2, H, 400, 400)  # so that outputs are weights
+    seen = SEEN["all"](40, 400)
+    whole = blocks.attention(query, key, identity, columns, seen, 0.4).detach()
+    left = blocks.attention(query, key, identity, columns, seen, 0.4, dropout=probability).detach()
+    dropped = left == 0
+    assert abs(dropped.float().mean() - probability) < 5 * (0.25 / dropped.numel()) ** 0.5
+    if probability < 1:
+        assert_close(left[~dropped], whole[~dropped] / (1 - probability), rtol=1e-3)
+        rows = dropped.flatten(0, 2).float()
+        assert abs(torch.corrcoef(rows[:2])[0, 1]) < 0.3 and 0 < rows.mean(1).min() and rows.mean(1).max() < 1
+
+
 def test_half_precision_is_as_exact_as_the_obvious_way():
     """Against float64: no worse than twice the error of a bias in SDPA's mask, for outputs and each gradient."""
     length, kinds = 300, "values queries"
@@ -201,7 +231,7 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
         ("dense", {"encoding": "alibi", "keys": torch.arange(256)[None]}),
         ("dense", {"encoding": "alibi", "aside": (1, 0)}),
         ("dense", {"encoding": "alibi", "width": 2 * E}),
-        ("dense", {"encoding": "alibi", "dropout": 0.1, "train": True}),
+        ("blocks", {"encoding": "alibi", "dropout": 0.1, "train": True}),
         ("toeplitz", {"encoding": "alibi", "dropout": 0.1}),
         ("dense", {"encoding": "alibi", "device": "meta"}),
         ("dense", {"encoding": "alibi", "mask": torch.zeros(2, 1, 256, 256)}),
