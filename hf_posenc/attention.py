@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from hf_posenc.encodings import PositionContext, PositionEncoding
 from hf_posenc.encodings.context import CURRENT, context_for, current
-from hf_posenc.kernels import biased_attention, biases, score_bias
+from hf_posenc.kernels import biased_attention, biases, flex_bias
 
 PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
 """Differs in each copy of this module that was saved with a checkpoint (`remote_code`)."""
@@ -196,12 +196,7 @@ def attend(
     if isinstance(own, float):  # the host's own bias, silenced
         own = kwargs["position_bias"] = None
     if implementation == "flex_attention":
-        bias = score_bias(encodings, query, key, context)
-        if bias is not None:
-            # flex reads position_bias[b, h, q, k] without broadcasting.
-            shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-            bias = bias if own is None else bias + own
-            kwargs["position_bias"] = bias.to(query.dtype).expand(shape)
+        kwargs["position_bias"] = flex_bias(encodings, query, key, context, own)
         return host_function(module, implementation)(module, query, key, value, attention_mask, **kwargs)
     is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]
     function = host_function(module, implementation)

@@ -146,14 +146,10 @@ def _columns(encodings: Sequence[PositionEncoding], query: Tensor, keys: int, co
     """What these encodings add, by distance; once for all layers where it needs no gradient and no layer has its own."""
 
     def compute() -> Columns:
-        columns, heads = Columns(None), query.shape[1]
+        heads = query.shape[1]
         distance = torch.arange(keys - 1, -query.shape[2], -1) - seen.shift
+        columns = Columns(_sum_of_values(encodings, distance, heads))
         for encoding in encodings:
-            if "distance_bias" in encoding.acts_by():
-                values = encoding("distance_bias", distance)
-                if values is not None:
-                    _check_heads(encoding, values, heads)
-                    columns.values = values if columns.values is None else columns.values + values
             if encoding.tells_vectors():
                 columns.for_queries, columns.for_keys = (
                     None if vectors is None else vectors.to(query.dtype) for vectors in encoding("distance_vectors", distance)
@@ -249,6 +245,52 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
                 total = term if total is None else total + term
     if total is not None and any(context.aside):
         total = context.framed(total.expand(*total.shape[:2], query.shape[2], key.shape[2]), dims=2)
+    return total
+
+
+class BiasByDistance:
+    """What flex attention reads as a bias `[B, H, Q, K]`, one number at a time: from values `[H, N]` by distance, the smallest
+    first."""
+
+    def __init__(self, values: Tensor, queries: int) -> None:
+        self.values, self.last = values, queries - 1
+
+    def __getitem__(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        _, head, query, key = index
+        return self.values[head, key - query + self.last]
+
+
+def flex_bias(
+    encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor, context: PositionContext, own: Tensor | None
+) -> Tensor | BiasByDistance | None:
+    """The bias of these encodings, and the host's own, as flex attention takes it; values by distance where that suffices.
+
+    What needs gradients is a tensor `[B, H, Q, K]`.
+    """
+    biasing = [encoding for encoding in encodings if biases(encoding)]
+    by_distance = all("score_bias" not in encoding.acts_by() and not encoding.is_trained() for encoding in biasing)
+    if biasing and by_distance and own is None and context.consecutive and not any(context.aside):
+        queries, keys = query.shape[2], key.shape[2]
+        distance = torch.arange(1 - queries, keys, device=query.device) + context.first_key - context.past
+        columns = _sum_of_values(biasing, distance, query.shape[1])
+        if columns is not None:
+            return BiasByDistance(columns.to(query.dtype).expand(query.shape[1], -1).contiguous(), queries)
+    bias = score_bias(biasing, query, key, context)
+    if bias is None:
+        return own
+    # flex reads position_bias[b, h, q, k] without broadcasting.
+    bias = bias if own is None else bias + own
+    return bias.to(query.dtype).expand(len(query), query.shape[1], query.shape[2], key.shape[2])
+
+
+def _sum_of_values(encodings: Sequence[PositionEncoding], distance: Tensor, heads: int) -> Tensor | None:
+    """Biases `[1 or H, N]` of all these encodings that depend on distance alone."""
+    total = None
+    for encoding in encodings:
+        values = encoding("distance_bias", distance) if "distance_bias" in encoding.acts_by() else None
+        if values is not None:
+            _check_heads(encoding, values, heads)
+            total = values if total is None else total + values
     return total
 
 
