@@ -862,3 +862,22 @@ def test_who_owns_what(kind, stack, attention):
     own = encoding_class(kind).for_attention(geometry, kind.split("+"), **options)
     assert (own if own is None else set(own.state_dict())) == attention
     assert encoding_class(kind).for_attention(geometry, (), **options) is None  # none of it acts in this layer
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_rotation_is_differentiable(layout):
+    """Once and twice by finite differences; mapped over a dimension as in a loop."""
+    encoding = make("rope", layout=layout)
+    positions = torch.tensor([[0, 3, 1, 7]])
+    context = PositionContext(encoding, positions, 0, torch.zeros(1, 1, dtype=torch.long))
+    states = torch.randn(3, 1, 2, 4, encoding.geometry.head_dim, dtype=torch.float64, requires_grad=True)
+
+    def rotate(states):
+        return encoding.rotate(states, None, context)[0]
+
+    assert torch.autograd.gradcheck(rotate, states[0]) and torch.autograd.gradgradcheck(rotate, states[0])
+    looped = torch.stack([rotate(each) for each in states])
+    torch.testing.assert_close(torch.func.vmap(rotate)(states), looped)
+    weights = torch.randn(looped.shape, dtype=torch.float64)
+    gradients = torch.func.vmap(torch.func.grad(lambda each, weight: (rotate(each) * weight).sum()))(states, weights)
+    torch.testing.assert_close(gradients, torch.autograd.grad((looped * weights).sum(), states)[0])

@@ -1,6 +1,6 @@
 """Rotary position embeddings: https://arxiv.org/abs/2104.09864"""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,21 +38,62 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
             )
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
-        cos, sin = context.cached((self, "cos_sin"), lambda: self._cos_sin(context.positions))
-        return self._turn(query, cos, sin), self._turn(key, cos, sin)
+        def turned(states: Tensor | None) -> Tensor | None:
+            if states is None:
+                return None
+            cos, sin = context.cached((self, "cos_sin", states.dtype), lambda: self._cos_sin(context.positions, states.dtype))
+            if torch.compiler.is_compiling():  # which fuses the products by itself
+                return _joined(states, cos, sin, self.layout)
+            return _Rotation.apply(states, cos, sin, self.layout)
 
-    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`[1 or B, 1, L, E/2]` each, float64."""
+        return turned(query), turned(key)
+
+    def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`[1 or B, 1, L, E/2]` each."""
         steps = frequencies(self.geometry.head_dim, self.theta, positions.device)
         angles = positions.double()[:, None, :, None] * steps
-        return angles.cos(), angles.sin()
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def _turn(self, states: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
-        if states is None:
-            return None
-        cos, sin = cos.to(states.dtype), sin.to(states.dtype)
-        if self.layout == "half":
-            first, second = states.chunk(2, dim=-1)
-            return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        first, second = states[..., 0::2], states[..., 1::2]
-        return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+
+def _halves(states: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """The first and the second features of all pairs, `[..., E/2]` each, views."""
+    if layout == "half":
+        first, second = states.chunk(2, dim=-1)
+        return first, second
+    return states[..., 0::2], states[..., 1::2]
+
+
+def _joined(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    first, second = _halves(states, layout)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat(turned, dim=-1) if layout == "half" else torch.stack(turned, dim=-1).flatten(-2)
+
+
+class _Rotation(torch.autograd.Function):
+    """States `[..., L, E]`, each pair turned by its angle. For gradients, which are turned back, the angles alone are kept."""
+
+    @staticmethod
+    def forward(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+        result = torch.empty_like(states)
+        (first, second), (to_first, to_second) = _halves(states, layout), _halves(result, layout)
+        # Two passes over each half: sums of products, and both joined, would take five.
+        torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, cos, sin, ctx.layout = inputs
+        ctx.save_for_backward(cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _Rotation.apply(upstream, cos, -sin, ctx.layout), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, axes: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        *tensors, layout = inputs
+        # All have as many axes, of which those in front may be 1.
+        pairs = zip(tensors, axes, strict=False)
+        return _Rotation.apply(*(each[None] if axis is None else each.movedim(axis, 0) for each, axis in pairs), layout), 0
