@@ -144,6 +144,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Options by which an encoding acts on the short inputs of tests, where those by default would not."""
 
 
+def slow(*values):
+    """A combination much like others, for `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=False):
     """Hosts × encodings as parameters of a test, of which `make test` runs a part and the others are slow.
 
@@ -177,6 +182,12 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     poison_empty(monkeypatch.setattr)
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(hf_posenc.PositionEncoding, "registered", dict(hf_posenc.PositionEncoding.registered))
 
 
 @pytest.fixture(scope="session")

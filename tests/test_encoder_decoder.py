@@ -18,6 +18,7 @@ import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, tokens
 from conftest import stock as stock_model
 from hf_posenc.spec import PositionSpec
+from oracles import gradients
 
 BART: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
@@ -137,6 +138,24 @@ def padded(ids, by, side):
 
 
 SOURCE, TARGET = tokens(seed=1), tokens(length=9, seed=2)
+
+
+def loss(model):
+    return outputs(model, SOURCE, TARGET, use_cache=False).sum()
+
+
+def assert_checkpointing_gives(expected, model):
+    """Both kinds of gradient checkpointing, in training mode without dropout, give these gradients."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for reentrant in (True, False):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        assert_close(gradients(model, loss), expected)
 
 
 @pytest.mark.parametrize("pair", TABLES)
@@ -303,22 +322,7 @@ def test_inputs_embeds_and_gradient_checkpointing(pair, encoding):
         "decoder_inputs_embeds": model.decoder.embed_tokens(TARGET),
     }
     assert_close(model(**embedded, decoder_input_ids=None)[0], expected)
-    expected.sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "activation_dropout", "layerdrop"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    for reentrant in (True, False):
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        model.zero_grad()
-        outputs(model, SOURCE, TARGET, use_cache=False).sum().backward()
-        actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert actual.keys() == gradients.keys()
-        assert_close(actual, gradients)
+    assert_checkpointing_gives(gradients(model, lambda model: outputs(model, SOURCE, TARGET).sum()), model)
 
 
 @pytest.mark.parametrize("prefix", ["OPT", "BioGpt"])
@@ -516,24 +520,11 @@ def test_gradients_reach_all_that_acts(pair):
     model = patched(pair, "t5", where=["encoder", "decoder", "cross"])
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
-        model.zero_grad()
-        outputs(model, SOURCE, TARGET, use_cache=False).sum().backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        trained = [name for name in gradients if "posenc." in name]
+        expected = gradients(model, loss)
+        trained = [name for name in expected if "posenc." in name]
         assert trained == ["encoder.posenc.weight", "decoder.posenc.weight", "decoder.posenc.cross.weight"]
-        assert all(gradients[name].any() for name in trained)
-    model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "activation_dropout", "layerdrop"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    for reentrant in (True, False):
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        model.zero_grad()
-        outputs(model, SOURCE, TARGET, use_cache=False).sum().backward()
-        assert_close({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, gradients)
+        assert all(expected[name].any() for name in trained)
+    assert_checkpointing_gives(expected, model)
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,7 @@ from hf_posenc.spec import PositionSpec
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
 
 
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch):
-    """What a test registers is gone after it."""
-    monkeypatch.setattr(PositionEncoding, "registered", dict(PositionEncoding.registered))
+pytestmark = pytest.mark.usefixtures("own_registry")
 
 
 def define(code, module="a_notebook"):
