@@ -1,5 +1,7 @@
 """The hosts and encodings that tests run over, and the helpers and fixtures that many of them share."""
 
+import atexit
+import functools
 import os
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import transformers
 from transformers import BertTokenizer
 
 import hf_posenc
-from launcher import Launcher
+from launcher import LIBRARIES, Launcher, environment_of_code
 from memory import poison_empty
 
 ROOT = Path(__file__).parents[1]
@@ -335,14 +337,26 @@ def scale(values):
     return max(map(scale, values.values() if isinstance(values, dict) else values))
 
 
-def run_python(code, *arguments, timeout=300):
-    """Run code in a new interpreter; its standard output. Fails with its standard error."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=timeout
-    )
+def run_python(code, *arguments, fresh=False, timeout=300):
+    """Run code in a process of its own, in which other libraries than ours are imported; `fresh`: none is. Its standard output.
+
+    Fails with its standard error.
+    """
+    if not fresh:
+        status, printed, errors = _interpreters().run(code, *arguments, timeout=timeout)
+        assert status == 0, errors[-4000:]
+        return printed
+    command, environment = [sys.executable, "-c", code, *map(str, arguments)], environment_of_code()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+@functools.cache
+def _interpreters():
+    launcher = Launcher(LIBRARIES)
+    atexit.register(launcher.close)
+    return launcher
 
 
 @pytest.fixture

@@ -373,7 +373,7 @@ for token in {}, {"HF_TOKEN": "hf_x"}:
     done = CliRunner(env=token).invoke(app, ["push", sys.argv[1], "me/x"])
     print(done.exit_code, type(done.exception).__name__, done.stderr.splitlines()[-1])
 """
-    without_token, without_hub = run_python(code, folders / "patched", tmp_path).splitlines()
+    without_token, without_hub = run_python(code, folders / "patched", tmp_path, fresh=True).splitlines()
     assert without_token.startswith("1 SystemExit Error: there is no token for the Hub")
     assert without_hub.startswith("1 SystemExit Error: ") and "HF_HUB_OFFLINE=1" in without_hub
 

@@ -859,7 +859,8 @@ from transformers.models.auto import modeling_auto
 assert modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES["posenc-bert"] == "PosEncBertForMaskedLM"
 names = {config.__name__ for config in modeling_auto.MODEL_MAPPING}
 assert {"PosEncBertConfig", "BertConfig", "PositionEmbeddingConfig"} <= names
-"""
+""",
+        fresh=True,
     )
 
 
