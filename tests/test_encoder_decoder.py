@@ -15,7 +15,7 @@ import transformers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import hf_posenc
-from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, tokens
+from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, slow, tokens
 from conftest import stock as stock_model
 from hf_posenc.spec import PositionSpec
 from oracles import gradients
@@ -94,14 +94,24 @@ ALIKE = ("mbart", "plbart", "blenderbot-small", "pegasus", "mt5", "switch")
 
 
 def parameters(pairs):
-    return [pytest.param(pair, marks=pytest.mark.slow if pair in ALIKE else ()) for pair in pairs]
+    return [slow(pair) if pair in ALIKE else pair for pair in pairs]
 
 
 TABLES, BIASES = ([name for name, pair in PAIRS.items() if pair.biases is biases] for biases in (False, True))
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
 """One for each way to act."""
+ALL_WAYS = "+".join(ENCODINGS)
 every_pair = pytest.mark.parametrize("pair", parameters(PAIRS))
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
+each_with_each = pytest.mark.parametrize(
+    ("pair", "encoding"),
+    [
+        (slow if pair in ALIKE or (pair in ("bart", "t5")) is (encoding == ALL_WAYS) else pytest.param)(pair, encoding)
+        for pair in PAIRS
+        for encoding in (*ENCODINGS, ALL_WAYS)
+    ],
+)
+"""`make test` runs every encoding on BART and T5, all of them in one composition on the others."""
 kinds = pytest.mark.parametrize("pair", ["bart"])
 """Of the pairs one for each kind of layer."""
 
@@ -229,8 +239,7 @@ def test_unpatch_is_bit_equal_in_memory_and_after_a_reload(pair, tmp_path):
     assert_equal(outputs(model, SOURCE, TARGET), expected)
 
 
-@every_pair
-@every_encoding
+@each_with_each
 @torch.no_grad()
 def test_saves_and_loads(pair, encoding, tmp_path):
     model = patched(pair, encoding, head=True)
@@ -246,8 +255,7 @@ def test_saves_and_loads(pair, encoding, tmp_path):
     assert embeddings is loaded.get_decoder().embed_tokens.weight is loaded.lm_head.weight
 
 
-@every_pair
-@every_encoding
+@each_with_each
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_padding_of_source_and_target_changes_nothing(pair, encoding, side):
@@ -266,8 +274,7 @@ def caches(model, size):
     yield EncoderDecoderCache(own, cross)
 
 
-@every_pair
-@every_encoding
+@each_with_each
 @torch.no_grad()
 def test_cached_decoding_is_one_pass(pair, encoding):
     model = patched(pair, encoding)
@@ -288,8 +295,7 @@ def test_cached_decoding_is_one_pass(pair, encoding):
         assert_close(torch.cat(pieces, dim=1)[:, 2:], expected[:, 2:])
 
 
-@every_pair
-@every_encoding
+@each_with_each
 @pytest.mark.parametrize("beams", [1, 3])
 @torch.no_grad()
 def test_generates_as_without_a_cache(pair, encoding, beams):
