@@ -3,6 +3,7 @@
 A run of a script may be several processes (gloo), be killed with SIGKILL at a given call, or be forbidden to write large files.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -72,6 +73,7 @@ def serve():
     torch.set_num_threads(1)
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
         folder = Path(tempfile.mkdtemp())
