@@ -134,7 +134,9 @@ def test_only_what_is_needed_is_saved(bare):
     embedding |= {"remote_code", "requirements", "saving", "user_code", "probe"}
     sources = {path.stem for path in (ROOT / "hf_posenc/sources").glob("[!_]*.py")}
     common = (
-        embedding | sources | {"attention", "blocks", "calls", "injection", "install", "kernels", "modeling", "positions", "structure"}
+        embedding
+        | sources
+        | {"attention", "blocks", "calls", "injection", "install", "kernels", "modeling", "positions", "structure"}
     )
     common |= {"loading", "transfer", "written_out", "declarations", "remembering", "offsets"}
     for name, encodings in {
