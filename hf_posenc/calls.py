@@ -7,10 +7,18 @@ from typing import Any
 
 from torch import nn
 
+TOKENS = frozenset(["input_ids", "inputs_embeds"])
+"""Arguments of stacks that read tokens."""
+
 
 def argument_names(module: nn.Module) -> list[str]:
     """The arguments of a module's forward, in order."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def reads_tokens(module: nn.Module) -> bool:
+    """Whether a module takes token ids."""
+    return "input_ids" in argument_names(module)
 
 
 def attributes_read(modules: Iterable[nn.Module]) -> set[str]:

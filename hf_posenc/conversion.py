@@ -16,6 +16,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc import calibration, offsets, structure
 from hf_posenc import spec as specs
+from hf_posenc.calls import reads_tokens
 from hf_posenc.diagnostics import inspect
 from hf_posenc.encodings import PositionEncoding, encoding_class, mark, shown
 from hf_posenc.modeling import PosEncModelMixin
@@ -100,7 +101,7 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
             remedy="patch it, then train",
         )
     found = next(iter(stacks.values()))
-    if not structure.reads_tokens(found.stack):
+    if not reads_tokens(found.stack):
         raise HostRefused(
             f"{type(found.stack).__name__} reads no tokens, and calibration runs it on texts",
             reason="no tokens to calibrate on",

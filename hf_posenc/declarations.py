@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import written_out
 from hf_posenc.sources.declared import declare
+from hf_posenc.sources.source import is_transformers
 
 
 def register_positions(cls: type[PreTrainedModel], path: str, silent: Callable[[Any], Any] | None = None) -> None:
@@ -73,11 +74,6 @@ class _Constant:
 def _refuse_transformers(cls: type) -> None:
     if is_transformers(cls):
         raise ValueError(f"{cls.__qualname__} is a class of Transformers itself: hf_posenc.patch knows those, or says why not")
-
-
-def is_transformers(cls: type) -> bool:
-    """Whether a class is one of Transformers' own, not of a user's or of code that came with a checkpoint."""
-    return cls.__module__.startswith("transformers.")
 
 
 def names_in(cls: type) -> set[str]:

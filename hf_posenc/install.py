@@ -12,10 +12,10 @@ from transformers.cache_utils import Cache
 
 from hf_posenc import attention, injection, written_out
 from hf_posenc.calls import Call, argument_names
-from hf_posenc.declarations import is_transformers
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.positions import ForwardPass, follow_masking, see_images, see_patches
 from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens_aside
+from hf_posenc.sources.source import is_transformers
 from hf_posenc.spec import PositionSpec
 from hf_posenc.structure import Structure
 
@@ -46,7 +46,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         ],
     )
     at_input = spec.inject == "input"
-    store_rotated = _cached_keys_are_final(structure)
+    store_rotated, rotated = _cached_keys_are_final(structure), _acted_in(spec, parts, "rotate")
     for source in structure.sources:
         source.silence(stack, adds_vectors=at_input)
     for (path, module), posenc in zip(structure.attentions.items(), owned, strict=True):
@@ -62,12 +62,10 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
             if not is_transformers(type(module)):
                 attention.keep_own_eager(module)
             module.config = attention.AttentionConfigView(module.config, branches)  # type: ignore[assignment]
-        if store_rotated and any("rotate" in spec.parts[part].acts_by() for part in parts[path]):
+        if store_rotated and path in rotated:
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
     entrances = {
-        verb: _add_vectors(structure, spec, parts)
-        if verb == "embed"
-        else tuple(path for path in parts if any(verb in spec.parts[part].acts_by() for part in parts[path]))
+        verb: _add_vectors(structure, spec, parts) if verb == "embed" else _acted_in(spec, parts, verb)
         for verb in encoding.acts_by()
     }
     stack._posenc_spec, stack._posenc_entrances = spec, entrances
@@ -81,9 +79,9 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         aside=tokens_aside(structure.modules),
         windows=has_windows(structure.modules) or len(structure.entrances) > 1,
     )
-    if structure.tokens is None and (projection := patch_projection(structure.modules)):
-        stack.get_submodule(projection).register_forward_hook(see_patches)
     if structure.tokens is None:
+        if projection := patch_projection(structure.modules):
+            stack.get_submodule(projection).register_forward_hook(see_patches)
         for source in structure.sources:
             if source.verb == "rotate" and "position_ids" in argument_names(source.module):
                 see = partial(see_images, argument_names(source.module))
@@ -132,8 +130,8 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
             module.posenc = posenc
         module.config = attention.AttentionConfigView(module.config, _branches_by_implementation(module))  # type: ignore[assignment]
     for verb in encoding.acts_by():
-        here = tuple(path for path in parts if any(verb in spec.parts[part].acts_by() for part in parts[path]))
-        stack._posenc_entrances = {**stack._posenc_entrances, verb: (*stack._posenc_entrances.get(verb, ()), *here)}
+        here = (*stack._posenc_entrances.get(verb, ()), *_acted_in(spec, parts, verb))
+        stack._posenc_entrances = {**stack._posenc_entrances, verb: here}
 
 
 def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
@@ -150,6 +148,11 @@ def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
         )
     by_layer = spec.parts_by_layer(count, own)
     return {path: by_layer[number] for path, number in numbers.items()}
+
+
+def _acted_in(spec: PositionSpec, parts: Parts, verb: str) -> tuple[str, ...]:
+    """The paths of the attentions in which a part of the encoding has this verb."""
+    return tuple(path for path in parts if any(verb in spec.parts[part].acts_by() for part in parts[path]))
 
 
 def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: Parts) -> None:
@@ -213,9 +216,7 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     layers = structure.layer_paths
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
     token_axis = written_out.token_axis(next(iter(structure.attentions.values())))
-    # Behind a module that holds the layers, too, vectors would come too late.
-    late = [each for each in structure.entrances if any(path.startswith(f"{each}.") for path in structure.attentions)]
-    if spec.inject == "input" and structure.entrances and not late:
+    if spec.inject == "input" and structure.entrances:
         for path in structure.entrances:
             injection.after(stack.get_submodule(path), embedding[next(iter(layers))], token_axis)
         return structure.entrances

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_posenc import attention, remembering
-from hf_posenc.calls import Call
+from hf_posenc.calls import TOKENS, Call
 from hf_posenc.encodings import PositionContext, counted, positions_of
 from hf_posenc.encodings.context import CURRENT
 
@@ -151,7 +151,7 @@ class ForwardPass:
 
     def _lacks_tokens(self, stack: Any, call: Call) -> bool:
         """Whether a stack that reads tokens was given none, nor anything else that it makes them of."""
-        return bool({"input_ids", "inputs_embeds"} & {*self.names}) and call[stack.main_input_name] is None
+        return not TOKENS.isdisjoint(self.names) and call[stack.main_input_name] is None
 
     def _of_unknown_number(self, stack: Any, call: Call) -> PositionContext:
         """The context of a stack that makes its tokens itself, of an image or a sound."""

@@ -12,20 +12,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import written_out
-from hf_posenc.calls import argument_names
-from hf_posenc.declarations import is_transformers, names_in
+from hf_posenc.calls import TOKENS, argument_names, reads_tokens
+from hf_posenc.declarations import names_in
 from hf_posenc.encodings import Geometry
 from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
 from hf_posenc.sources.convolutions import is_convolution
 from hf_posenc.sources.declared import declared_in
-from hf_posenc.sources.source import HOSTS_PAGE, OWN_PAGE
+from hf_posenc.sources.source import HOSTS_PAGE, OWN_PAGE, is_transformers
 from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves, mixes_its_parts
 from hf_posenc.spec import LENGTH_FIELD
 
 CROSS_ATTENTION = re.compile(r"cross_?att|encoder_attn|(enc|encoder)_?(dec|decoder)_?att", re.IGNORECASE)
 """In the path of an attention to another stack's states: crossattention, cross_attn, encoder_attn, EncDecAttention."""
-TOKENS = frozenset(["input_ids", "inputs_embeds"])
-"""Arguments of stacks that read tokens."""
 SEVERAL_MODELS = "made of several models"
 """The reason of the refusal of a model which needs to be told the submodel."""
 MIXES = frozenset(["attention_mask", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"])
@@ -449,11 +447,6 @@ def submodels_of(model: Any) -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda path: not found[path]))
 
 
-def reads_tokens(model: nn.Module) -> bool:
-    """Whether a model takes token ids."""
-    return "input_ids" in argument_names(model)
-
-
 def _refuse_mixed(model: Any, inner: Any, path: str) -> None:
     """Raises HostRefused for a part of a model that mixes what its parts compute."""
     for module in model.modules():
@@ -512,7 +505,7 @@ def tokens_of(stack: Any) -> Tensor | None:
         embeddings = stack.get_input_embeddings()
     except NotImplementedError:  # GroupViT's text encoder doesn't say it
         embeddings = None
-    if not isinstance(getattr(embeddings, "weight", None), Tensor) and "input_ids" in argument_names(stack):
+    if not isinstance(getattr(embeddings, "weight", None), Tensor) and reads_tokens(stack):
         rows = getattr(stack.config, "vocab_size", None) or 1
         parts = stack.children() if embeddings is None else [embeddings]
         inside = (module for part in parts if not isinstance(part, nn.ModuleList) for module in part.modules())

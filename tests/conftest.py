@@ -1,5 +1,8 @@
 """The hosts and encodings that tests run over, and the helpers and fixtures that many of them share."""
 
+import atexit
+import functools
+import gc
 import os
 import subprocess
 import sys
@@ -18,7 +21,7 @@ import transformers
 from transformers import BertTokenizer
 
 import hf_posenc
-from launcher import Launcher
+from launcher import LIBRARIES, Launcher, environment_of_code
 from memory import poison_empty
 
 ROOT = Path(__file__).parents[1]
@@ -144,6 +147,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Options by which an encoding acts on the short inputs of tests, where those by default would not."""
 
 
+def slow(*values):
+    """A combination much like others, for `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=False):
     """Hosts × encodings as parameters of a test, of which `make test` runs a part and the others are slow.
 
@@ -174,9 +182,21 @@ WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
+def pytest_collection_finish():
+    """Libraries and tests stay to the end: collections of garbage, a quarter of the time, need not look through them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     poison_empty(monkeypatch.setattr)
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(hf_posenc.PositionEncoding, "registered", dict(hf_posenc.PositionEncoding.registered))
 
 
 @pytest.fixture(scope="session")
@@ -324,14 +344,26 @@ def scale(values):
     return max(map(scale, values.values() if isinstance(values, dict) else values))
 
 
-def run_python(code, *arguments, timeout=300):
-    """Run code in a new interpreter; its standard output. Fails with its standard error."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=timeout
-    )
+def run_python(code, *arguments, fresh=False, timeout=300):
+    """Run code in a process of its own, in which other libraries than ours are imported; `fresh`: none is. Its standard output.
+
+    Fails with its standard error.
+    """
+    if not fresh:
+        status, printed, errors = _interpreters().run(code, *arguments, timeout=timeout)
+        assert status == 0, errors[-4000:]
+        return printed
+    command, environment = [sys.executable, "-c", code, *map(str, arguments)], environment_of_code()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+@functools.cache
+def _interpreters():
+    launcher = Launcher(LIBRARIES)
+    atexit.register(launcher.close)
+    return launcher
 
 
 @pytest.fixture

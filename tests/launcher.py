@@ -1,30 +1,49 @@
-"""Runs of the scripts in processes of their own, forked from one that has imported everything: half a second, not eight.
+"""Runs of the scripts, and of code, in processes of their own, forked from one that has imported what takes seconds.
 
-A run may be several processes (gloo), be killed with SIGKILL at a given call, or be forbidden to write large files.
+A run of a script may be several processes (gloo), be killed with SIGKILL at a given call, or be forbidden to write large files.
 """
 
+import gc
 import importlib
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PLACES = (ROOT, ROOT / "tests")
+"""Of modules, for code. Scripts find more."""
+HOSTS = ("transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2")
+SCRIPTS = (
+    "finetune",
+    "train_mlm",
+    "train_clm",
+    "distill",
+    "sharded",
+    "sentence_transformers",
+    "torch.utils.tensorboard",
+    *HOSTS,
+)
+LIBRARIES = ("transformers.generation", "accelerate", "sentence_transformers", "pytest", *HOSTS)
+"""What code finds imported: no module of this repository."""
 
 
 class Launcher:
     """The forking process, as its parent sees it."""
 
-    def __init__(self):
+    def __init__(self, imported=SCRIPTS):
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "scripts", ROOT / "tests")))
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, (*PLACES, ROOT / "scripts")))
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__, *imported], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def __call__(self, script, *arguments, processes=1, kill=None, largest_file=None, poison=True, **environment):
@@ -34,27 +53,44 @@ class Launcher:
             port = free.getsockname()[1]
         job = {"script": script, "arguments": list(map(str, arguments)), "processes": processes, "kill": kill, "port": port}
         job |= {"largest_file": largest_file, "poison": poison, "environment": environment}
+        done = self._done(job)
+        return done["codes"], done["said"]
+
+    def run(self, code, *arguments, timeout):
+        """Run code as `python -c` does, in the folder and the environment of this process; (exit code, what it printed, and
+        on standard error)."""
+        job = {"code": code, "arguments": list(map(str, arguments)), "processes": 1, "timeout": timeout}
+        done = self._done({**job, "folder": os.getcwd(), "environment": environment_of_code()})
+        return done["codes"][0], done["said"], done["errors"]
+
+    def _done(self, job):
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
-        done = json.loads(self.process.stdout.readline())
-        return done["codes"], done["said"]
+        return json.loads(self.process.stdout.readline())
 
     def close(self):
         with self.process:  # closes its pipes, which ends it
             pass
 
 
+def environment_of_code():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PLACES)), "HF_HUB_OFFLINE": "1"}
+
+
 def serve():
     import torch
 
     torch.set_num_threads(1)
-    scripts = ("finetune", "train_mlm", "train_clm", "distill")
-    for name in (*scripts, "sharded", "sentence_transformers", "torch.utils.tensorboard"):
+    for name in sys.argv[1:]:
         importlib.import_module(name)
+    os.fsync = lambda file: None  # a process that is killed loses nothing by it, and it is half of a run's time
+    if remote_code := sys.modules.get("hf_posenc.remote_code"):
+        remote_code.files("modeling", [], None)  # as it keeps them for the next save
+    gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
-        outputs = [Path(f"/tmp/launcher-{os.getpid()}-{rank}") for rank in range(job["processes"])]
-        children = {start(job, rank, outputs[rank]): rank for rank in range(job["processes"])}
+        folder = Path(tempfile.mkdtemp())
+        children = {start(job, rank, folder): rank for rank in range(job["processes"])}
         codes = [0] * job["processes"]
         waiting = dict(children)
         while waiting:
@@ -63,26 +99,38 @@ def serve():
             if status:  # as torchrun does: one is down, all are
                 for other in waiting:
                     os.kill(other, signal.SIGKILL)
-        said = "".join(output.read_text() for output in outputs)
-        for output in outputs:
-            output.unlink()
-        print(json.dumps({"codes": codes, "said": said}), flush=True)
+        said, errors = ("".join(file.read_text() for file in sorted(folder.glob(f"*.{end}"))) for end in ("said", "errors"))
+        shutil.rmtree(folder)
+        print(json.dumps({"codes": codes, "said": said, "errors": errors}), flush=True)
 
 
-def start(job, rank, output):
-    """Fork; the child's number."""
+def start(job, rank, folder):
+    """Fork; the child's number. What a script says is one text, of code in two."""
     if child := os.fork():
         return child
     code = 1
     try:
-        with output.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            code = run(job, rank)
+        with (folder / f"{rank}.said").open("w") as said, (folder / f"{rank}.errors").open("w") as errors:
+            os.dup2(said.fileno(), 1)
+            os.dup2(errors.fileno() if "code" in job else said.fileno(), 2)
+            code = run_code(job) if "code" in job else run(job, rank)
             sys.stdout.flush()
             sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def run_code(job):
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    os.chdir(job["folder"])
+    sys.path[:] = ["", *(place for place in sys.path if place != str(ROOT / "scripts"))]
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # in place of the jobs
+    signal.alarm(job["timeout"])
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv = ["-c", *job["arguments"]]
+    return _code_of(lambda: exec(compile(job["code"], "<string>", "exec", dont_inherit=True), vars(main)))
 
 
 def run(job, rank):
@@ -100,8 +148,13 @@ def run(job, rank):
     if job["largest_file"]:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
+    return _code_of(lambda: importlib.import_module(job["script"]).main(job["arguments"]))
+
+
+def _code_of(run):
+    """The exit code of a process that does this alone."""
     try:
-        importlib.import_module(job["script"]).main(job["arguments"])
+        run()
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)

@@ -123,6 +123,14 @@ def gradients(model, loss):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def checkpointed(model, loss, reentrant):
+    """The same with gradient checkpointing, of one of its two kinds."""
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    return gradients(model, loss)
+
+
 def padded(ids, lengths, side):
     """Ids and mask in which row i holds its first lengths[i] tokens, with padding on the given side."""
     width = ids.shape[1] + 3

@@ -373,7 +373,7 @@ for token in {}, {"HF_TOKEN": "hf_x"}:
     done = CliRunner(env=token).invoke(app, ["push", sys.argv[1], "me/x"])
     print(done.exit_code, type(done.exception).__name__, done.stderr.splitlines()[-1])
 """
-    without_token, without_hub = run_python(code, folders / "patched", tmp_path).splitlines()
+    without_token, without_hub = run_python(code, folders / "patched", tmp_path, fresh=True).splitlines()
     assert without_token.startswith("1 SystemExit Error: there is no token for the Hub")
     assert without_hub.startswith("1 SystemExit Error: ") and "HF_HUB_OFFLINE=1" in without_hub
 
@@ -425,8 +425,8 @@ def test_an_encoding_of_ones_own(tmp_path, monkeypatch):
     code = "import hf_posenc\n\n\nclass Mine(hf_posenc.PositionEncoding, type='own-cli'):\n    'Mine.'\n"
     (tmp_path / "own_cli_encoding.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    done = command("-m", "hf_posenc.cli", "list", "--json")
-    assert "own-cli" not in json.loads(done.stdout)
+    elsewhere = "import runpy; runpy.run_module('hf_posenc.cli', run_name='__main__')"
+    assert "own-cli" not in json.loads(run_python(elsewhere, "list", "--json"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     listed = json.loads(run("--import", "own_cli_encoding", "list", "--json"))
     assert "own-cli" in listed

@@ -34,7 +34,7 @@ from conftest import (
 )
 from hf_posenc.cli import app
 from hf_posenc.structure import is_patched
-from test_remote_code import AUTO, assert_equal_everywhere, seen_without_the_package
+from test_remote_code import AUTO, assert_equal_everywhere, padded, seen_without_the_package
 
 SIZES = {name: value for name, value in BERT.items() if name not in ("max_position_embeddings", "pad_token_id")}
 SEEING = dict(SIZES, image_size=16, patch_size=8)
@@ -119,12 +119,6 @@ def vision_encoder_decoder():
     )
     make = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs
     return make(config("ViT", **SEEING), decoder, decoder_start_token_id=1, pad_token_id=0)
-
-
-def padded():
-    mask = torch.ones(2, 11, dtype=torch.long)
-    mask[1, 7:] = 0
-    return {"input_ids": tokens(), "attention_mask": mask}
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ import transformers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import hf_posenc
-from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, tokens
+from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, slow, tokens
 from conftest import stock as stock_model
 from hf_posenc.spec import PositionSpec
+from oracles import gradients
 
 BART: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
@@ -93,14 +94,24 @@ ALIKE = ("mbart", "plbart", "blenderbot-small", "pegasus", "mt5", "switch")
 
 
 def parameters(pairs):
-    return [pytest.param(pair, marks=pytest.mark.slow if pair in ALIKE else ()) for pair in pairs]
+    return [slow(pair) if pair in ALIKE else pair for pair in pairs]
 
 
 TABLES, BIASES = ([name for name, pair in PAIRS.items() if pair.biases is biases] for biases in (False, True))
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
 """One for each way to act."""
+ALL_WAYS = "+".join(ENCODINGS)
 every_pair = pytest.mark.parametrize("pair", parameters(PAIRS))
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
+each_with_each = pytest.mark.parametrize(
+    ("pair", "encoding"),
+    [
+        (slow if pair in ALIKE or (pair in ("bart", "t5")) is (encoding == ALL_WAYS) else pytest.param)(pair, encoding)
+        for pair in PAIRS
+        for encoding in (*ENCODINGS, ALL_WAYS)
+    ],
+)
+"""`make test` runs every encoding on BART and T5, all of them in one composition on the others."""
 kinds = pytest.mark.parametrize("pair", ["bart"])
 """Of the pairs one for each kind of layer."""
 
@@ -137,6 +148,24 @@ def padded(ids, by, side):
 
 
 SOURCE, TARGET = tokens(seed=1), tokens(length=9, seed=2)
+
+
+def loss(model):
+    return outputs(model, SOURCE, TARGET, use_cache=False).sum()
+
+
+def assert_checkpointing_gives(expected, model):
+    """Both kinds of gradient checkpointing, in training mode without dropout, give these gradients."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for reentrant in (True, False):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        assert_close(gradients(model, loss), expected)
 
 
 @pytest.mark.parametrize("pair", TABLES)
@@ -210,8 +239,7 @@ def test_unpatch_is_bit_equal_in_memory_and_after_a_reload(pair, tmp_path):
     assert_equal(outputs(model, SOURCE, TARGET), expected)
 
 
-@every_pair
-@every_encoding
+@each_with_each
 @torch.no_grad()
 def test_saves_and_loads(pair, encoding, tmp_path):
     model = patched(pair, encoding, head=True)
@@ -227,8 +255,7 @@ def test_saves_and_loads(pair, encoding, tmp_path):
     assert embeddings is loaded.get_decoder().embed_tokens.weight is loaded.lm_head.weight
 
 
-@every_pair
-@every_encoding
+@each_with_each
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_padding_of_source_and_target_changes_nothing(pair, encoding, side):
@@ -247,8 +274,7 @@ def caches(model, size):
     yield EncoderDecoderCache(own, cross)
 
 
-@every_pair
-@every_encoding
+@each_with_each
 @torch.no_grad()
 def test_cached_decoding_is_one_pass(pair, encoding):
     model = patched(pair, encoding)
@@ -269,8 +295,7 @@ def test_cached_decoding_is_one_pass(pair, encoding):
         assert_close(torch.cat(pieces, dim=1)[:, 2:], expected[:, 2:])
 
 
-@every_pair
-@every_encoding
+@each_with_each
 @pytest.mark.parametrize("beams", [1, 3])
 @torch.no_grad()
 def test_generates_as_without_a_cache(pair, encoding, beams):
@@ -303,22 +328,7 @@ def test_inputs_embeds_and_gradient_checkpointing(pair, encoding):
         "decoder_inputs_embeds": model.decoder.embed_tokens(TARGET),
     }
     assert_close(model(**embedded, decoder_input_ids=None)[0], expected)
-    expected.sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "activation_dropout", "layerdrop"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    for reentrant in (True, False):
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        model.zero_grad()
-        outputs(model, SOURCE, TARGET, use_cache=False).sum().backward()
-        actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert actual.keys() == gradients.keys()
-        assert_close(actual, gradients)
+    assert_checkpointing_gives(gradients(model, lambda model: outputs(model, SOURCE, TARGET).sum()), model)
 
 
 @pytest.mark.parametrize("prefix", ["OPT", "BioGpt"])
@@ -516,24 +526,11 @@ def test_gradients_reach_all_that_acts(pair):
     model = patched(pair, "t5", where=["encoder", "decoder", "cross"])
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
-        model.zero_grad()
-        outputs(model, SOURCE, TARGET, use_cache=False).sum().backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        trained = [name for name in gradients if "posenc." in name]
+        expected = gradients(model, loss)
+        trained = [name for name in expected if "posenc." in name]
         assert trained == ["encoder.posenc.weight", "decoder.posenc.weight", "decoder.posenc.cross.weight"]
-        assert all(gradients[name].any() for name in trained)
-    model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "activation_dropout", "layerdrop"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    for reentrant in (True, False):
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        model.zero_grad()
-        outputs(model, SOURCE, TARGET, use_cache=False).sum().backward()
-        assert_close({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, gradients)
+        assert all(expected[name].any() for name in trained)
+    assert_checkpointing_gives(expected, model)
 
 
 @pytest.mark.parametrize(

@@ -142,11 +142,6 @@ def test_positions_made_for_their_length(host, encoding):
     assert "extend" not in str(error.value)
 
 
-@pytest.fixture
-def own_registry(monkeypatch):
-    monkeypatch.setattr(PositionEncoding, "registered", dict(PositionEncoding.registered))
-
-
 def test_an_encoding_of_ones_own_loses_nothing(own_registry):
     """Its tensors are kept where they fit, and else it is refused: neither made anew nor left out."""
 

@@ -34,17 +34,11 @@ import finetune
 import reviews
 import seeds
 from attacks.hub_server import TOKEN, USER, serve
-from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY
+from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY, WORDS, slow
 from tasks import classification, question_answering
 
 SCRIPTS = ROOT / "scripts"
-WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 SHORT = ("--max_train_steps", 10, "--eval_steps", 5)
-
-
-def slow(*values):
-    """A combination much like others, for `make test-all`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 NO_DROPOUT = {

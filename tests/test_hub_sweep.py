@@ -3,11 +3,13 @@
 A push that says it is done is done; whatever else it says, the repository has the old model or the new one.
 """
 
+import itertools
 from collections import Counter
 
 import pytest
 
 from attacks.hub_server import USER, cut, garble, lose_reply, refuse, say, stall
+from conftest import slow
 from test_hub_limits import ALWAYS, STEPS, pushes, whole
 
 DEEP = b"[" * 100_000
@@ -49,12 +51,15 @@ FAST = ("values-null", "deep")
 DEADLINE = 3
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS])
-def test_sweep(kind, tmp_path):
-    often = {"once": 1, "always": ALWAYS}
-    cases = {f"{step}-{name}": (step, KINDS[kind], times, False) for step in STEPS for name, times in often.items()}
-    if kind in FAST:
-        cases = {name: case for name, case in cases.items() if case[2] == ALWAYS}
+@pytest.mark.parametrize("kinds", [FAST, *(slow((kind,)) for kind in KINDS)], ids="+".join)
+def test_sweep(kinds, tmp_path):
+    """Every kind at every request, once and always; of FAST one at each request in turn, always."""
+    if kinds == FAST:
+        turns = zip(STEPS, itertools.cycle(FAST))
+        cases = {f"{step}-{kind}": (step, KINDS[kind], ALWAYS, False) for step, kind in turns}
+    else:
+        often = {"once": 1, "always": ALWAYS}
+        cases = {f"{step}-{name}": (step, KINDS[kinds[0]], times, False) for step in STEPS for name, times in often.items()}
     done = pushes(tmp_path, cases, {"timeout": 0.5, "deadline": DEADLINE})
     outcomes = Counter()
     for name in cases:
@@ -72,5 +77,5 @@ def test_sweep(kind, tmp_path):
             assert documented[0] != "ValueError" or name.startswith("yaml"), (name, result)
             assert result["error"].isprintable() or "\n" in result["error"], (name, result)
             outcomes[documented[0]] += 1
-    print(kind, dict(outcomes), "unmet", done.unmet)
+    print(*kinds, dict(outcomes), "unmet", done.unmet)
     assert sum(outcomes.values()) == len(cases)

@@ -20,7 +20,18 @@ from conftest import (
     stock,
     tokens,
 )
-from oracles import INJECT, MASKS, adding, counted, every_mask, gradients, padding_of, sinusoids, without_positions
+from oracles import (
+    INJECT,
+    MASKS,
+    adding,
+    checkpointed,
+    counted,
+    every_mask,
+    gradients,
+    padding_of,
+    sinusoids,
+    without_positions,
+)
 
 every_inject = pytest.mark.parametrize("inject", INJECT)
 
@@ -74,10 +85,7 @@ def test_injection_under_gradient_checkpointing(host, inject, encoding, reentran
 
     expected = gradients(model, loss)
     model.train().set_attn_implementation("eager")
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    assert_close(gradients(model, loss), expected)
+    assert_close(checkpointed(model, loss, reentrant), expected)
     assert any("posenc" in name for name in expected)
 
 

@@ -25,10 +25,7 @@ from hf_posenc.spec import PositionSpec
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
 
 
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch):
-    """What a test registers is gone after it."""
-    monkeypatch.setattr(PositionEncoding, "registered", dict(PositionEncoding.registered))
+pytestmark = pytest.mark.usefixtures("own_registry")
 
 
 def define(code, module="a_notebook"):
@@ -862,7 +859,8 @@ from transformers.models.auto import modeling_auto
 assert modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES["posenc-bert"] == "PosEncBertForMaskedLM"
 names = {config.__name__ for config in modeling_auto.MODEL_MAPPING}
 assert {"PosEncBertConfig", "BertConfig", "PositionEmbeddingConfig"} <= names
-"""
+""",
+        fresh=True,
     )
 
 

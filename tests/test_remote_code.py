@@ -76,14 +76,14 @@ def seen_without_the_package(folder, models):
     return json.loads((folder / "seen.json").read_text())
 
 
-def inputs():
+def padded():
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[1, 7:] = 0
     return {"input_ids": tokens(), "attention_mask": mask}
 
 
 def of_hosts(hosts):
-    return {host: (patched(host, "learned+shaw", HOSTS[host].head, max_length=16), inputs()) for host in hosts}
+    return {host: (patched(host, "learned+shaw", HOSTS[host].head, max_length=16), padded()) for host in hosts}
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +91,9 @@ def bare(own, tmp_path_factory):
     """What a process without hf_posenc saw of models that were saved here, and the folder they are in."""
     folder, models = tmp_path_factory.mktemp("bare"), of_hosts(HOSTS_APART)
     for encoding in (*VARIANTS, "own-window+learned"):
-        models[f"bert-{encoding.replace('+', '-and-')}"] = patched("bert", encoding, "ForMaskedLM"), inputs()
+        models[f"bert-{encoding.replace('+', '-and-')}"] = patched("bert", encoding, "ForMaskedLM"), padded()
     each = patched("bert", {"type": "relative+alibi", "relative__per_layer": True, "alibi__slopes": "learned"})
-    models["bert-per-layer"] = each, inputs()
+    models["bert-per-layer"] = each, padded()
     layer = hf_posenc.PositionEmbedding("learned", hidden_size=8, max_length=16).eval()
     models["layer"] = layer, {"inputs_embeds": torch.randn(2, 5, 8)}
     with pytest.warns(UserWarning):

@@ -39,7 +39,7 @@ from conftest import (
     stock,
     tokens,
 )
-from oracles import gradients, in_pieces, padded
+from oracles import checkpointed, gradients, in_pieces, padded
 
 LONG = 64
 """The longest length of these hosts, in tokens."""
@@ -476,10 +476,7 @@ def test_gradient_checkpointing(host, encoding, reentrant):
         return model(ids, labels=ids, **({"use_cache": False} if ROTARY[host].causal else {})).loss
 
     expected = gradients(model, loss)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    assert_close(gradients(model, loss), expected)
+    assert_close(checkpointed(model, loss, reentrant), expected)
 
 
 @hosts()

@@ -14,13 +14,12 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 import distill
 import hf_posenc
-from conftest import LENGTH, ROOT, VOCABULARY, assert_close, run_python, stock, tokens
+from conftest import LENGTH, ROOT, WORDS, assert_close, run_python, stock, tokens
 from evaluation import corpus
 from hf_posenc import retrieval
 from training import sentences
 
 SCRIPTS = ROOT / "scripts"
-WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 
 
 def test_leaks_are_removed():

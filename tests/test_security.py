@@ -388,7 +388,7 @@ def strangers(tmp_path_factory):
         model.config.position_encoding["host"]["name_or_path"] = place
         model.save_pretrained(root / f"place{number}")
     with serve() as hub:
-        run_python(LOAD, root, hub.endpoint, TOKEN)
+        run_python(LOAD, root, hub.endpoint, TOKEN, fresh=True)
     return json.loads((root / "loaded.json").read_text()), hub
 
 

@@ -33,17 +33,11 @@ from transformers import (
 
 import hf_posenc
 import train_clm
-from conftest import BERT, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, randomize, stock
+from conftest import BERT, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, WORDS, randomize, slow, stock
 from training import checkpoints, data, flags
 
-WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 CLOSE = dict(rel=1e-4, abs=1e-5)
 """Of losses after the same steps, computed in another order."""
-
-
-def slow(*values):
-    """A combination much like others, for `make test-all`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 PARAMETRISED = ("learned+shaw", *map(slow, ("learned", "relative", "relative_key_query", "t5")))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import HOSTS, assert_close, backends, pairs, patched, stock, tokens
-from oracles import gradients
+from oracles import checkpointed, gradients
 
 pairs_once = pytest.mark.parametrize(("host", "encoding"), pairs(once=True))
 
@@ -43,7 +43,4 @@ def test_gradient_checkpointing(host, encoding, reentrant):
         return model(ids, labels=ids, **({"use_cache": False} if HOSTS[host].causal else {})).loss
 
     expected = gradients(model, loss)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    assert_close(gradients(model, loss), expected)
+    assert_close(checkpointed(model, loss, reentrant), expected)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_posenc.sources.source import Silenced, Source, replace
+from hf_posenc.sources.source import Silenced, Source, is_transformers, replace
 
 TABLE, METHODS = "relative_attention_bias", ("compute_bias", "compute_position_bias")
 """The name of such a table in most hosts, and of the method of its owner which makes the bias of it."""
@@ -38,7 +38,7 @@ class RelativeBias(Source):
 
 def _maker(module: Any) -> tuple[str, str] | None:
     """The names of a module's table and of the method that makes the bias of it, if it owns one."""
-    if not type(module).__module__.startswith("transformers.models."):
+    if not is_transformers(type(module)):
         return None
     table, *methods = MAKERS.get(type(module).__name__, (TABLE, *METHODS))
     method = next((name for name in methods if hasattr(module, name)), None)

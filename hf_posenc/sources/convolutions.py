@@ -32,8 +32,10 @@ class Convolution(Source):
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         found: list[str] = []
-        for path, module in modules.items():
-            if is_convolution(module) and not path.startswith(tuple(f"{outer}." for outer in found)):
+        convolutions = {path: module for path, module in modules.items() if is_convolution(module)}
+        read = attributes_read(modules.values()) if convolutions else set()
+        for path, module in convolutions.items():
+            if not path.startswith(tuple(f"{outer}." for outer in found)):
                 source = cls(path, module)
                 if not source.layers or source.token_axis is None:
                     raise HostRefused(
@@ -42,9 +44,7 @@ class Convolution(Source):
                         reason="convolutional positions in a format of their own",
                     )
                 found.append(path)
-                if path.rpartition(".")[2] in attributes_read(
-                    modules.values()
-                ):  # wav2vec2-conformer makes one and never calls it
+                if path.rpartition(".")[2] in read:  # wav2vec2-conformer makes one and never calls it
                     yield source
 
     @property

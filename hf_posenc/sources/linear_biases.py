@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.calls import Call, argument_names
-from hf_posenc.sources.source import Source
+from hf_posenc.sources.source import Source, is_one_of
 
 ARGUMENTS = {"BloomAttention": "alibi", "FalconAttention": "alibi", "MptAttention": "position_bias"}
 """Class of an attention -> its argument that is the bias."""
@@ -24,8 +24,7 @@ class LinearBias(Source):
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
-            theirs = type(module).__name__ in ARGUMENTS and type(module).__module__.startswith("transformers.models.")
-            if theirs and getattr(stack.config, "alibi", True):
+            if is_one_of(ARGUMENTS, module) and getattr(stack.config, "alibi", True):
                 yield cls(f"{path}.{ARGUMENTS[type(module).__name__]}", module)
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:

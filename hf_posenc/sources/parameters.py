@@ -5,7 +5,6 @@ module becomes one of a subclass with the same name, in which the table's attrib
 """
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.calls import reads_tokens
 from hf_posenc.sources.grids import cuts_into_windows, tokens_aside
 from hf_posenc.sources.source import HostRefused, Source
 
@@ -59,7 +59,7 @@ class PositionParameter(Source):
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
-        if "input_ids" in inspect.signature(type(stack).forward).parameters:
+        if reads_tokens(stack):
             return
         aside = tokens_aside(modules)
         if any(aside) and cuts_into_windows(modules):

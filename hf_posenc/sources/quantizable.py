@@ -5,8 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posenc.sources.source import HostRefused, Source, replace
+from hf_posenc.sources.source import HostRefused, Source, is_one_of, replace
 from hf_posenc.sources.tables import NAMES, SilencedTable, Table
+
+CLASSES = ("QuantEmbedding",)
 
 
 class QuantizableTable(Table):
@@ -28,7 +30,7 @@ class QuantizableTable(Table):
 
     @classmethod
     def claims(cls, module: Any) -> bool:
-        return type(module).__name__ == "QuantEmbedding" and type(module).__module__.startswith("transformers.models.")
+        return is_one_of(CLASSES, module)
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         offset = self.offset if adds_vectors else None

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_posenc.calls import Call, argument_names
-from hf_posenc.sources.source import Source
+from hf_posenc.sources.source import Source, is_one_of
 
 ARGUMENTS = {"XLNetRelativeAttention": "r"}
 """Class of an attention -> its argument that is the vectors."""
@@ -25,7 +25,7 @@ class RelativeVectors(Source):
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         for path, module in modules.items():
-            if type(module).__name__ in ARGUMENTS and type(module).__module__.startswith("transformers.models."):
+            if is_one_of(ARGUMENTS, module):
                 yield cls(path, module)
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:

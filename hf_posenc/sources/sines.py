@@ -6,47 +6,22 @@ In each row the sines come first, then the cosines, so that row 0 is the rotatio
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.calls import argument_names
 from hf_posenc.sources.rotary import without_positions
-from hf_posenc.sources.source import Silenced, Source, replace
+from hf_posenc.sources.source import Silenced, Source, is_one_of, replace
 from hf_posenc.spec import LENGTH_FIELD
 
-BUFFERS = ("GPTJAttention", "CodeGenAttention")
-"""Classes of attentions with such a table as their buffer `embed_positions`."""
-ANGLES = ("ClvpRotaryPositionalEmbedding",)
-"""Classes of modules which answer angles."""
-MODULES = ("RoFormerSinusoidalPositionalEmbedding",)
-"""Classes of such tables which a stack has once for all attentions."""
 
-
-class Sines(Source):
-    """A table that an attention has as a buffer: it gets zeros for position ids."""
+class KnownRotation(Source):
+    """A rotation by a module that is known by its class."""
 
     encoding, verb = "rope", "rotate"
-
-    @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
-        for path, module in modules.items():
-            if type(module).__name__ in BUFFERS and type(module).__module__.startswith("transformers.models."):
-                yield cls(f"{path}.embed_positions", module)
-
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
-        self.module.register_forward_pre_hook(partial(without_positions, argument_names(self.module)), with_kwargs=True)
-
-    def usable_length(self, config: Any) -> int | None:
-        return getattr(config, LENGTH_FIELD, None)
-
-
-class SharedSines(Source):
-    """A table that a stack has once, as parameters which are never trained."""
-
-    encoding, verb = "rope", "rotate"
-    module: nn.Embedding
+    classes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
@@ -54,10 +29,29 @@ class SharedSines(Source):
 
     @classmethod
     def claims(cls, module: nn.Module) -> bool:
-        return type(module).__name__ in MODULES and type(module).__module__.startswith("transformers.models.")
+        return is_one_of(cls.classes, module)
 
     def usable_length(self, config: Any) -> int | None:
         return getattr(config, LENGTH_FIELD, None)
+
+
+class Sines(KnownRotation):
+    """A table that an attention has as a buffer `embed_positions`: it gets zeros for position ids."""
+
+    classes = ("GPTJAttention", "CodeGenAttention")
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        super().__init__(f"{path}.embed_positions", module)
+
+    def silence(self, stack: Any, adds_vectors: bool) -> None:
+        self.module.register_forward_pre_hook(partial(without_positions, argument_names(self.module)), with_kwargs=True)
+
+
+class SharedSines(KnownRotation):
+    """A table that a stack has once, as parameters which are never trained."""
+
+    classes = ("RoFormerSinusoidalPositionalEmbedding",)
+    module: nn.Embedding
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, SilencedSines(stack, self.path, self.module))
@@ -66,24 +60,13 @@ class SharedSines(Source):
         return {f"{self.path}.weight": (rows or 0, self.module.embedding_dim)}
 
 
-class Angles(Source):
+class Angles(KnownRotation):
     """A module that answers the angles of all positions: they become 0."""
 
-    encoding, verb = "rope", "rotate"
-
-    @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
-        yield from (cls(path, module) for path, module in modules.items() if cls.claims(module))
-
-    @classmethod
-    def claims(cls, module: nn.Module) -> bool:
-        return type(module).__name__ in ANGLES and type(module).__module__.startswith("transformers.models.")
+    classes = ("ClvpRotaryPositionalEmbedding",)
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         self.module.register_forward_hook(without_angles)
-
-    def usable_length(self, config: Any) -> int | None:
-        return getattr(config, LENGTH_FIELD, None)
 
 
 def without_angles(module: nn.Module, args: tuple, answer: Tensor) -> Tensor:

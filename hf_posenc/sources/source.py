@@ -1,7 +1,7 @@
 """A place where a host has positions of its own, and the refusal of a host in which one can't be taken over."""
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -149,6 +149,16 @@ class Silenced(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in place of {self.key}"
+
+
+def is_transformers(cls: type) -> bool:
+    """Whether a class is one of Transformers' own, not of a user's or of code that came with a checkpoint."""
+    return cls.__module__.startswith("transformers.")
+
+
+def is_one_of(names: Collection[str], module: nn.Module) -> bool:
+    """Whether a module is of one of these classes of Transformers' own."""
+    return type(module).__name__ in names and is_transformers(type(module))
 
 
 def replace(stack: Any, path: str, module: nn.Module) -> None:

@@ -1,12 +1,12 @@
 """Tables of learned position vectors which the host adds to its inputs: BERT, RoBERTa, GPT-2."""
 
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.calls import reads_tokens
 from hf_posenc.encodings import check_size, shown
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.sources.distances import is_relative
@@ -32,7 +32,7 @@ class Table(Source):
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
-        if "input_ids" not in inspect.signature(type(stack).forward).parameters:
+        if not reads_tokens(stack):
             return  # a table of patches or of stretches of sound (parameters.py)
         for path, module in modules.items():
             if path.rpartition(".")[2] not in NAMES or OTHER_INPUTS.search(path) or is_relative(module):

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_posenc.calls import argument_names, attributes_read
 from hf_posenc.sources.grids import cuts_patches
+from hf_posenc.sources.source import is_transformers
 
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
@@ -55,7 +56,7 @@ MIXED = {
 
 def mixes_its_parts(module: nn.Module) -> str:
     """Why no part of a model of Transformers' own can be taken by itself, or ""."""
-    theirs = (kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("transformers."))
+    theirs = (kind.__name__ for kind in type(module).__mro__ if is_transformers(kind))
     return next((MIXED[name] for name in theirs if name in MIXED), "")
 
 

@@ -1,11 +1,11 @@
 """Learned relative biases of attentions that see an image, or windows of one: Swin, BEiT."""
 
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from hf_posenc.calls import reads_tokens
 from hf_posenc.sources.parameters import PositionParameter
 from hf_posenc.sources.source import Source
 
@@ -23,7 +23,7 @@ class WindowBias(PositionParameter):
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
-        if "input_ids" in inspect.signature(type(stack).forward).parameters:
+        if reads_tokens(stack):
             return
         for path, module in modules.items():
             tables = {**module._parameters, **module._buffers}

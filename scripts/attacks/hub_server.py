@@ -209,7 +209,7 @@ class Hub(ThreadingHTTPServer):
 @contextlib.contextmanager
 def serve(part_size=1 << 20):
     with Hub(part_size) as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        threading.Thread(target=hub.serve_forever, args=[0.02], daemon=True).start()  # looks so often whether to end
         try:
             yield hub
         finally:
@@ -222,6 +222,7 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are written one after the other: 40 ms else, for each answer
 
     def log_message(self, *_):
         pass
