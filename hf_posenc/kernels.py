@@ -26,7 +26,7 @@ Function = Callable[..., tuple[Tensor, Tensor | None]]
 FROM_KEYS: dict[Way, int] = {"dense": 0, "toeplitz": 256, "blocks": 256}
 """The number of keys from which a way is faster than the dense one (`scripts/bench.py`)."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
-"""Arguments of SDPA's function beside which it makes the bias of its own, or complains."""
+"""Arguments of SDPA's function with which it adds a bias of its own, or complains."""
 CAUSAL_QUERIES = 256
 """Of a block of a causal attention, which leaves out the keys behind it."""
 
@@ -57,7 +57,8 @@ def way_for(
     if by_content or steep or dropping or any(encoding.is_trained() for encoding in encodings):
         way = "blocks"
     if (
-        query.device.type == "cpu"  # whose kernel reads any view as a bias
+        not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and query.device.type == "cpu"  # whose kernel reads any view as a bias
         and query.shape[2] > 1
         and keys >= FROM_KEYS[way]
         and query.shape[-1] == value.shape[-1]  # else SDPA computes all scores
@@ -66,8 +67,6 @@ def way_for(
         and isinstance(context.past, int)
         and sum(encoding.tells_vectors() for encoding in encodings) <= 1
         and all(encoding.tells_vectors() for encoding in encodings if "score_bias" in encoding.acts_by())
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
     ):
         seen = _seen(mask, query, keys, context, is_causal)
     return (way, seen) if seen is not None else ("dense", None)
@@ -97,7 +96,8 @@ def biased_attention(
     way: Way = "dense"
     seen = None
     scaling = context.scaling
-    if function is sdpa_attention_forward and isinstance(scaling, float) and not any(map(options.get, NOT_IN_BLOCKS)):
+    plain = all(options.get(name) is None or options[name] is False for name in NOT_IN_BLOCKS)
+    if function is sdpa_attention_forward and isinstance(scaling, float) and plain:
         way, seen = way_for(biasing, query, key, value, mask, context, is_causal, options.get("dropout", 0.0))
     if seen is None or not isinstance(scaling, float):
         mask = biased_mask(biasing, query, key, mask, context, is_causal)
