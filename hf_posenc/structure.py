@@ -51,12 +51,12 @@ class Structure:
     def modules(self) -> dict[str, nn.Module]:
         return dict(self.stack.named_modules())
 
-    @property
+    @functools.cached_property
     def role(self) -> str:
         """Which stack of an encoder and a decoder it is."""
         return _role(self.stack)
 
-    @property
+    @functools.cached_property
     def across(self) -> dict[str, nn.Module]:
         """Path -> attention to another stack's states."""
         modules = self.modules.items()
@@ -285,9 +285,11 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
 
 
 def _check_where(model: Any, where: Collection[str], found: Mapping[str, Structure]) -> None:
+    if not where:
+        return
     there = {structure.role for structure in found.values()}
     there |= {"cross" for structure in found.values() if structure.across and structure.role == "decoder"}
-    if where and not (getattr(model.config, "is_encoder_decoder", False) and {*where} <= there):
+    if not (getattr(model.config, "is_encoder_decoder", False) and {*where} <= there):
         missing = ", ".join(map(repr, where))
         raise ValueError(
             f"where names {missing}, but {type(model).__name__} is no encoder and decoder with attentions of Transformers' "
@@ -340,10 +342,12 @@ def others_in_layers(modules: Mapping[str, nn.Module], attentions: Collection[st
     rows = _rows(modules, attentions)
     found: dict[str, nn.Module] = {}
     for path, module in modules.items():
+        if not (sees_order(module) or _pools(path, module)):
+            continue
         in_row = any(re.match(rf"{re.escape(row)}\.\d+\.", path) for row in rows)
         within = any(f"{path}.".startswith(f"{other}.") for other in (*attentions, *found))
         around = any(f"{attention}.".startswith(f"{path}.") for attention in attentions)
-        if in_row and not within and not around and (sees_order(module) or _pools(path, module)):
+        if in_row and not within and not around:
             found[path] = module
     return found
 
