@@ -42,7 +42,7 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
         table = sinusoids(positions, self.geometry.hidden_size, self.base, self.layout)
         if self.scale == "learned":
             return table.to(self.factor.dtype) * self.factor
-        return table * self.scale
+        return table if self.scale == 1 else table * self.scale
 
     def shift_matrix(self, offset: int) -> Tensor:
         """M of shape `[D, D]`, float64, with PE(p + offset) = M · PE(p) for every p and every `scale`.
