@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from transformers import AutoModel
+from transformers import AutoModel, set_seed
 
 import hf_posenc
 from conftest import assert_apart, assert_close, assert_equal, first, randomize_encoding
@@ -270,7 +270,7 @@ def test_recognition_learns(encoding):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(3):
-        torch.manual_seed(3)
+        set_seed(3)  # numpy's, too, by which Wav2Vec2 hides frames
         loss = model(**sound("wav2vec2"), labels=torch.tensor([[3, 4, 5], [6, 7, 8]])).loss
         loss.backward()
         assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "posenc" in name)
