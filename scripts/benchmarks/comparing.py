@@ -1,6 +1,5 @@
 """Compares subjects: their times side by side, and the peak of their memory."""
 
-import gc
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,10 +21,7 @@ def compared(
 ) -> tuple[dict[str, Record], Timed]:
     """Time subjects side by side: of each its median, and its throughput as a ratio to those references that there are."""
     with tqdm(total=settings.warmup + settings.rounds, desc=group.name, unit="round", leave=False, position=1) as bar:
-        gc.collect()
-        gc.freeze()
         timed = interleaved(names, build, settings.rounds, settings.warmup, settings.seed, bar.update)
-        gc.unfreeze()
     return {name: figures(timed, name, references) for name in names}, timed
 
 
@@ -42,7 +38,9 @@ def figures(timed: Timed, name: str, references: tuple[str, ...]) -> Record:
 
 
 def peak(run: Callable[[], Any], settings: Settings) -> float:
-    """The megabytes that a run takes at most, beyond what was there before."""
+    """The megabytes that a run takes at most, beyond what was there before, once it has run."""
     with Peak(settings.device) as taken:
+        run()
+        taken.start()
         run()
     return round(taken.bytes / 1e6, 2)

@@ -26,13 +26,13 @@ class Settings:
 class Group:
     """Subjects that are compared with each other, in one process.
 
-    kind: what is measured, a key of `measuring.KINDS`. host: the model type. length: tokens of a text; of "decode", those in
-    the cache. padded: every other text is a quarter shorter. dropout: of hidden states and attention, as stock models train.
-    encodings: only these; empty for all.
+    kind: what is measured, a key of `measuring.KINDS`. what: that in words, for a group that isn't described by sizes.
+    host: the model type. length: tokens of a text; of "decode", those in the cache. padded: every other text is a quarter
+    shorter. dropout: of hidden states and attention, as stock models train. encodings: only these; empty for all.
     """
 
     kind: str
-    length: int
+    length: int = 0
     batch: int = 1
     layers: int = 3
     heads: int = 12
@@ -41,16 +41,21 @@ class Group:
     padded: bool = False
     dropout: float = 0.0
     encodings: tuple[str, ...] = ()
+    what: str = ""
 
     @property
     def name(self) -> str:
+        if self.what:
+            return self.kind
         host = "" if self.host == "bert" else f"-{self.host}"
-        dtype = {"float32": "-fp32", "bfloat16": "-bf16"}[self.dtype]
+        dtype = "-" + self.dtype.replace("float", "fp").replace("bfp", "bf")
         more = ("-padded" if self.padded else "") + ("-dropout" if self.dropout else "")
         return f"{self.kind}{host}-{self.length}{dtype}{more}"
 
     def about(self) -> dict[str, Any]:
         """The group, for its record."""
+        if self.what:
+            return {"kind": self.kind, "what": self.what}
         names = ("kind", "host", "length", "batch", "layers", "heads", "dtype")
         more = {name: value for name in ("padded", "dropout") if (value := getattr(self, name))}
         return {**{name: getattr(self, name) for name in names}, **more}
@@ -60,6 +65,7 @@ class Group:
         return self.heads * HEAD_DIM
 
 
+COMMON = ("none", "alibi", "relative", "t5", "rope", "shaw")
 FLOAT, HALF = "float32", "bfloat16"
 ON_CPU = (
     *(Group("forward", length, batch=batch, dtype=dtype) for dtype in (FLOAT, HALF) for length, batch in ((128, 4), (512, 1))),
@@ -86,6 +92,14 @@ ON_CPU = (
     Group("v4", 512),
     Group("v4-train", 512),
     Group("v4", 2048, layers=1),
+    Group("patch", layers=12, what="hf_posenc.patch of a BERT-base with 12 layers"),
+    Group("import", what="import after `from transformers import BertModel`, in new processes"),
+    Group("encode", encodings=COMMON, what="SentenceTransformer.encode, 1,000 passages of documentation, MiniLM-L6"),
+    Group("train_mlm", encodings=COMMON, what="a step of train_mlm.py, 8 texts of up to 128 tokens, MiniLM-L6, dropout 0.1"),
+    Group("distill", encodings=COMMON, what="a step of distill.py, 8 texts of up to 256 tokens, MiniLM-L6"),
+    Group(
+        "load", what="a BERT of 1 GB from a folder, in new processes: the stock model, patched as it is loaded, patched then"
+    ),
 )
 """BERT-base's width throughout, but for 8192 tokens, where a third of it (4 heads) is measured for the sake of time."""
 ON_GPU = (

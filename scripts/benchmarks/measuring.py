@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks import attention, peers, v4, whole
+from benchmarks import attention, peers, scale, v4, whole
 from benchmarks.comparing import Record
 from benchmarks.grid import Group, Settings
 
@@ -18,6 +18,12 @@ KINDS: dict[str, Callable[[Group, Settings], dict[str, Record]]] = {
     "attention-train": attention.compare,
     "x-transformers": peers.compare_models,
     "rotation": peers.compare_rotations,
+    "patch": scale.patching,
+    "import": scale.importing,
+    "encode": scale.encoding,
+    "train_mlm": scale.train_mlm,
+    "distill": scale.distill,
+    "load": scale.loading,
     "v4": v4.compare,
     "v4-train": v4.compare,
 }

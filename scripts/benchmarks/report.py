@@ -91,9 +91,10 @@ def _rows(group: Record) -> list[list[str]]:
 
 FURTHER = {
     "peak_mb": "peak MB",
+    "first_ms": "ms, first call",
     "copied_mb": "MB copied",
-    "per_second": "per second",
-    "resident_mb": "resident MB, peak",
+    "texts_per_second": "texts per second",
+    "resident_mb": "peak of resident MB",
 }
 """What a record may have beside its time and ratios -> the heading of its column."""
 
@@ -224,9 +225,11 @@ def both(by_device: dict[str, Any]) -> str:
     parts = []
     for device, heading in (("cpu", "CPU"), ("cuda", "GPU")):
         command = "make bench" if device == "cpu" else "make bench-gpu"
-        found = by_device.get(device)
-        parts.append(f"## Measured on a {heading}\n\n" + (tables(found, device) if found else f"Nothing yet: no {heading} was "
-                     f"at hand. `{command}` fills this part.\n"))  # fmt: skip
+        nothing = (
+            f"Nothing yet: {'no GPU was at hand' if device == 'cuda' else 'it was not run'}. `{command}` fills this part.\n"
+        )
+        shown = tables(by_device[device], device) if device in by_device else nothing
+        parts.append(f"## Measured on a {heading}\n\n{shown}")
     return "\n".join(parts)
 
 

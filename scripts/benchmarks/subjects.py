@@ -43,11 +43,12 @@ def stock(group: Group, settings: Settings, **changes: Any) -> PreTrainedModel:
     }
     config: Any
     if group.host == "bert":
-        kept = {"hidden_dropout_prob": group.dropout, "attention_probs_dropout_prob": group.dropout}
+        kept: dict[str, Any] = {"hidden_dropout_prob": group.dropout, "attention_probs_dropout_prob": group.dropout}
         config = BertConfig(**{**sizes, "intermediate_size": 4 * group.hidden_size, **kept, **changes})
         model: PreTrainedModel = BertModel(config)
     elif group.host == "gpt2":
         kept = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), group.dropout)
+        kept |= {"bos_token_id": None, "eos_token_id": None}
         model = GPT2Model(GPT2Config(**{**sizes, **kept, **changes}))
     else:
         model = LlamaModel(LlamaConfig(**{**sizes, "intermediate_size": 4 * group.hidden_size, **changes}))
@@ -80,8 +81,8 @@ def about(model: PreTrainedModel, name: str) -> dict[str, Any]:
 
 def scores_content(model: Any) -> bool:
     """Whether a model's encoding depends on what the tokens are."""
-    chosen = getattr(model.config, "position_encoding", None)
-    return bool(chosen) and "score_bias" in hf_posenc.list_encodings()[chosen["type"]].acts_by()
+    chosen = getattr(model.config, "position_encoding", {"type": NONE})
+    return "score_bias" in hf_posenc.list_encodings()[chosen["type"]].acts_by()
 
 
 def inputs(group: Group, settings: Settings) -> dict[str, Tensor]:

@@ -76,21 +76,28 @@ def interleaved(
             timed.runs[name] = build(name)
         except Exception as error:
             timed.failures[name] = described(error)
-    for number in range(warmup + rounds):
-        order = list(timed.runs)
-        draw.shuffle(order)
-        for name in order:
-            gc.collect()
-            try:
-                seconds = timed.runs[name]()
-            except Exception as error:
-                timed.failures[name] = described(error)
-                del timed.runs[name]
-                timed.seconds.pop(name, None)
-                continue
-            if number >= warmup:
-                timed.seconds.setdefault(name, []).append(seconds)
-        progress()
+    gc.collect()
+    gc.freeze()  # what was built isn't looked through at each collection
+    gc.disable()
+    try:
+        for number in range(warmup + rounds):
+            order = list(timed.runs)
+            draw.shuffle(order)
+            for name in order:
+                gc.collect()
+                try:
+                    seconds = timed.runs[name]()
+                except Exception as error:
+                    timed.failures[name] = described(error)
+                    del timed.runs[name]
+                    timed.seconds.pop(name, None)
+                    continue
+                if number >= warmup:
+                    timed.seconds.setdefault(name, []).append(seconds)
+            progress()
+    finally:
+        gc.enable()
+        gc.unfreeze()
     return timed
 
 

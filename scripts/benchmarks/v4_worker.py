@@ -56,6 +56,8 @@ def main() -> None:
     for name, run in timed.runs.items():
         with Peak() as peak:
             run()
+            peak.start()
+            run()
         peaks[name] = round(peak.bytes / 1e6, 2)
     print(json.dumps({"seconds": timed.seconds, "failures": timed.failures, "peak_mb": peaks}))
 
