@@ -95,7 +95,7 @@ def test_ratios_are_taken_within_rounds():
     """A machine that gets ten times slower changes the times, not the ratio."""
     found = ratio([2.0, 4.0, 20.0, 10.0], [1.0, 2.0, 10.0, 5.0])
     assert (found.value, found.interval, found.rounds) == (2.0, (2.0, 2.0), 4)
-    assert ratio([1.0, 1.0, 1.0], [2.0, 2.0, 100.0]).value == 0.5
+    assert ratio([1.0, 10.0, 3.0], [1.0, 5.0, 6.0]).value == 1.0  # that of the medians would be 0.6
     with pytest.raises(ValueError, match="3 and 2 rounds"):
         ratio([1.0, 1.0, 1.0], [1.0, 1.0])
 
@@ -190,7 +190,7 @@ def test_halves_and_padding():
 def test_subjects_share_the_parameters_of_the_stock_model():
     group = Group("forward", 12, **SMALL)
     model = subjects.stock(group, FEW)
-    new = subjects.patched(model, "t5", group, FEW)
+    new = subjects.patched(model, "relative", group, FEW)
     assert new.get_input_embeddings().weight is model.get_input_embeddings().weight
     assert new.posenc.weight.abs().min() > 0  # a bias of zeros may take another way
 
@@ -236,6 +236,14 @@ def test_the_formula_of_v4():
             weights = torch.stack(scores).softmax(0)
             expected[0, i, head] = sum(weights[j] * v[j] for j in range(5))
     assert_close(actual.double(), expected)
+
+
+def test_the_memory_of_attention_alone():
+    """v4's formula gathers a vector for each pair of tokens, and has scores and weights for each head beside it."""
+    group = Group("attention", 64, **SMALL)
+    model = v4.RelativeKey.of(subjects.stock(group, FEW), group.length)
+    gathered, scores = 64 * 64 * 64 * 4 / 1e6, 2 * 64 * 64 * 4 / 1e6
+    assert gathered + scores <= attention.Alone(model, group, FEW).peak_mb() < gathered + 4 * scores
 
 
 @pytest.mark.parametrize("group", [Group("x-transformers", 12, **SMALL), Group("rotation", 12, **SMALL)], ids=lambda g: g.kind)

@@ -7,6 +7,7 @@ that is computed once per forward pass is computed once per call.
 Shapes: B batch, H heads, L tokens, E head_dim.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,20 +65,7 @@ class Alone:
         return seen[0]
 
     def _forward(self, within: Callable[..., Any]) -> None:
-        before = ALL_ATTENTION_FUNCTIONS[self.name]
-        inside = False
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
-            if inside:  # the function of a patched model calls the stock one
-                return before(*args, **kwargs)
-            inside = True
-            try:
-                return within(before, *args, **kwargs)
-            finally:
-                inside = False
-
-        ALL_ATTENTION_FUNCTIONS[self.name] = function
+        ALL_ATTENTION_FUNCTIONS[self.name] = functools.partial(within, ALL_ATTENTION_FUNCTIONS[self.name])
         try:
             with torch.set_grad_enabled(self.trained):
                 self.model(**self.inputs)

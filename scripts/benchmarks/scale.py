@@ -61,7 +61,8 @@ with torch.no_grad():
     model(torch.ones(1, 8, dtype=torch.long))
 print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, copied / 1e6]))
 """
-LOADED = {STOCK: "no", "patched as it is loaded": "as it is loaded", "loaded, then patched": "then"}
+AFTERWARDS = "loaded, then patched"
+LOADED = {STOCK: "no", "patched as it is loaded": "as it is loaded", AFTERWARDS: "then"}
 
 
 def minilm() -> str:
@@ -224,7 +225,7 @@ def loading(group: Group, settings: Settings) -> dict[str, Record]:
         name: {
             **figures(timed, name, (STOCK,)),
             "resident_mb": round(statistics.median(resident[name]), 1),
-            **({"copied_mb": copied[name]} if LOADED[name] == "then" else {}),
+            **({"copied_mb": copied[name]} if name == AFTERWARDS else {}),
         }
         for name in LOADED
     }

@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.attention import V4
 from benchmarks.comparing import NONE, STOCK, Record
 from benchmarks.peers import THEIRS
+from benchmarks.scale import AFTERWARDS
 
 CHEAP = {"embed", "rotate", "distance_bias"}
 
@@ -76,8 +77,12 @@ TARGETS = (
     Target("patch, 12 layers", ("patch",), lambda name, record: True, 50, "ms"),
     Target("patch, 12 layers: weights", ("patch",), lambda name, record: True, 0, "MB copied"),
     Target("import hf_posenc", ("import",), named("hf_posenc"), 150, "ms"),
+    Target("embed, rotate, distance bias: train_mlm.py, a step", ("train_mlm",), is_cheap, 0.97),
+    Target("embed, rotate, distance bias: distill.py, a step", ("distill",), is_cheap, 0.97),
+    Target("embed, rotate, distance bias: SentenceTransformer.encode", ("encode",), is_cheap, 0.97),
+    Target("a model of 1 GB, loaded and patched", ("load",), lambda name, record: name != STOCK, 0.97),
+    Target("a model of 1 GB, loaded and patched: weights", ("load",), named(AFTERWARDS), 0, "MB copied"),
 )
-"""Those of scripts and of loading, which are compared within 3 %, are in `scale`'s table itself."""
 
 
 @dataclass(frozen=True)
