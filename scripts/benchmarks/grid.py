@@ -68,9 +68,11 @@ class Group:
 COMMON = ("none", "alibi", "relative", "t5", "rope", "shaw")
 FLOAT, HALF = "float32", "bfloat16"
 ON_CPU = (
-    *(Group("forward", length, batch=batch, dtype=dtype) for dtype in (FLOAT, HALF) for length, batch in ((128, 4), (512, 1))),
-    *(Group("forward", 2048, dtype=dtype) for dtype in (FLOAT, HALF)),
-    *(Group("forward", 8192, layers=1, heads=4, dtype=dtype) for dtype in (FLOAT, HALF)),
+    *(
+        Group("forward", length, batch=batch, layers=layers, heads=heads, dtype=dtype)
+        for dtype in (FLOAT, HALF)
+        for length, batch, layers, heads in ((128, 4, 3, 12), (512, 1, 3, 12), (2048, 1, 3, 12), (8192, 1, 1, 4))
+    ),
     Group("forward", 512, batch=2, padded=True),
     Group("forward", 2048, host="gpt2"),
     *(Group("train", length, batch=batch, layers=layers) for length, batch, layers in ((128, 4, 3), (512, 1, 3), (2048, 1, 1))),

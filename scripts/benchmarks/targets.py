@@ -50,7 +50,9 @@ class Target:
 
     @property
     def shown_bound(self) -> str:
-        return f"{'≥' if self.at_least else '≤'} {self.bound:g} {self.unit}"
+        words = {"x": "x", "x time": "x the time of", "x memory": "x the memory of", "MB more": "MB more than"}
+        what = f"{words[self.unit]} {self.against}" if self.unit in words else self.unit
+        return f"{'≥' if self.at_least else '≤'} {self.bound:g} {what}"
 
 
 def _shapes(kind: str, lengths: tuple[int, ...], dtypes: tuple[str, ...] = ("fp32", "bf16")) -> tuple[str, ...]:
