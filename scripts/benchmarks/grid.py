@@ -99,9 +99,7 @@ ON_CPU = (
     Group("encode", encodings=COMMON, what="SentenceTransformer.encode, 1,000 passages of documentation, MiniLM-L6"),
     Group("train_mlm", encodings=COMMON, what="a step of train_mlm.py, 8 texts of up to 128 tokens, MiniLM-L6, dropout 0.1"),
     Group("distill", encodings=COMMON, what="a step of distill.py, 8 texts of up to 256 tokens, MiniLM-L6"),
-    Group(
-        "load", what="a BERT of 1 GB from a folder, in new processes: the stock model, patched as it is loaded, patched then"
-    ),
+    Group("load", what="a BERT of 1 GB loaded in new processes, up to the first output: stock, and patched in two ways"),
 )
 """BERT-base's width throughout, but for 8192 tokens, where a third of it (4 heads) is measured for the sake of time."""
 ON_GPU = (
