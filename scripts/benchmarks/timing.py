@@ -77,6 +77,7 @@ def interleaved(
         except Exception as error:
             timed.failures[name] = described(error)
     gc.collect()
+    frozen = gc.get_freeze_count()
     gc.freeze()  # what was built isn't looked through at each collection
     gc.disable()
     try:
@@ -97,7 +98,8 @@ def interleaved(
             progress()
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
     return timed
 
 
