@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo cards test test-all quality clean
+.PHONY: demo cards test test-all test-gpu bench bench-gpu quality clean
 
 # torch first, as the constraint has it: a CPU build suffices, and a bare `torch` can pull gigabytes of CUDA.
 .venv/installed: pyproject.toml constraints.txt
@@ -24,6 +24,21 @@ test: .venv/installed
 
 test-all: .venv/installed
 	$(BIN)/python -m pytest -n 2
+
+# The tests that are skipped for want of a GPU, all of them.
+test-gpu: .venv/installed
+	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no GPU here: torch.cuda.is_available() is False')"
+	$(BIN)/python -m pytest -m gpu
+
+bench: .venv/benchmarks
+	$(BIN)/python scripts/bench.py --output_dir scripts/results --docs_file docs/speed.md
+
+bench-gpu: .venv/benchmarks
+	$(BIN)/python scripts/bench.py --device cuda --output_dir scripts/results --docs_file docs/speed.md
+
+.venv/benchmarks: .venv/installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
+	touch $@
 
 quality: .venv/installed
 	$(BIN)/ruff check .

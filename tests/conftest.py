@@ -188,6 +188,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_runtest_setup(item):
+    marker = item.get_closest_marker("gpu")
+    if marker and not torch.cuda.is_available():
+        pytest.skip(*marker.args or ("needs a GPU",))
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     poison_empty(monkeypatch.setattr)

@@ -77,7 +77,7 @@ def test_compiles_as_one_graph(host, encoding):
             assert_close(first(compiled(tokens(), **arguments)), first(model(tokens(), **arguments)))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.gpu
 @every_pair
 def test_on_a_gpu(host, encoding):
     """A model patched on the GPU gives what it gives on the CPU, with padding and with position_ids."""

@@ -317,7 +317,7 @@ def test_texts_are_cut_to_the_promised_length(minilm):
     assert hf_posenc.inspect(new).calibration.length == 16
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("encoding", ["relative", "shaw"])
 def test_on_a_gpu(encoding):
     _, expected = convert("bert", encoding, max_distance=REACH)

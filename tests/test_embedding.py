@@ -235,7 +235,7 @@ def test_device_and_dtype_arguments(name):
     assert {(parameter.device.type, parameter.dtype) for parameter in tokens.parameters()} == {("meta", torch.bfloat16)}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @every_layer
 def test_on_a_gpu(name):
     layer, inputs = make(name), embeds(2, 9)

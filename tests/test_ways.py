@@ -211,9 +211,8 @@ class Way:
     close: float = 1e-5
 
     def marks(self, host: str, encoding: str) -> list[Any]:
-        skipped = [pytest.mark.skipif(not torch.cuda.is_available(), reason=self.needs)] if self.needs else []
         return [
-            *skipped,
+            *([pytest.mark.gpu(self.needs)] if self.needs else []),
             *([pytest.mark.slow] if self.slow and (self.slow, host, encoding) != ("mostly", "llama", "alibi") else []),
         ]
 

@@ -1,0 +1,125 @@
+"""Attention alone: what a model's attention function really does, timed where the model calls it.
+
+The function is looked up by the name that the attention module itself reads in its config, so it is the stock one in a stock
+model, and in a patched one the function that rotates, biases and calls it. Each call is in a forward pass of its own: a bias
+that is computed once per forward pass is computed once per call.
+
+Shapes: B batch, H heads, L tokens, E head_dim.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from benchmarks.comparing import STOCK, Record, compared
+from benchmarks.grid import HEAD_DIM, Group, Settings
+from benchmarks.memory import Peak
+from benchmarks.subjects import about, encodings, inputs, patched, stock
+from benchmarks.timing import CLOCKS, Run, synchronize
+from benchmarks.v4 import RelativeKey
+
+V4 = "4.57's relative_key"
+"""The subject with the formula of Transformers 4.57, in a stock model."""
+LONGEST_V4 = 2048
+"""Beyond it that formula would need more memory than most machines have."""
+
+
+class Alone:
+    """The attention function in a model's only layer: what a call of it takes, in seconds and in bytes.
+
+    trained: with the backward pass, to queries, keys, values and the encoding's parameters.
+    """
+
+    def __init__(self, model: Any, group: Group, settings: Settings) -> None:
+        self.model, self.device, self.trained = model, settings.device, group.kind == "attention-train"
+        self.inputs, self.now = inputs(group, settings), CLOCKS[settings.clock]
+        module = model.encoder.layer[0].attention.self
+        self.name = module.config._attn_implementation
+        shape = (group.batch, group.length, group.heads, HEAD_DIM)
+        generator = torch.Generator().manual_seed(settings.seed)
+        self.gradient = torch.randn(shape, generator=generator).to(settings.device, getattr(torch, group.dtype))
+        self.seconds = self.bytes = 0.0
+
+    def run(self) -> float:
+        self._forward(self._timed)
+        return self.seconds
+
+    def peak_mb(self) -> float:
+        """Beyond queries, keys, values, and what comes out: the result, in training the gradients of those three."""
+        self._forward(self._counted)
+        return round(self.bytes / 1e6, 2)
+
+    def context(self) -> Any:
+        """The positions of a forward pass, as a patched model's attention gets them."""
+        seen = []
+
+        def look(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            seen.append(kwargs["position_context"])
+            return function(*args, **kwargs)
+
+        self._forward(look)
+        return seen[0]
+
+    def _forward(self, within: Callable[..., Any]) -> None:
+        ALL_ATTENTION_FUNCTIONS[self.name] = functools.partial(within, ALL_ATTENTION_FUNCTIONS[self.name])
+        try:
+            with torch.set_grad_enabled(self.trained):
+                self.model(**self.inputs)
+        finally:
+            del ALL_ATTENTION_FUNCTIONS[self.name]
+        self.model.zero_grad(set_to_none=True)
+
+    def _timed(self, function: Callable[..., Any], module: Any, *states: Tensor, **kwargs: Any) -> Any:
+        states = self._leaves(states)
+        synchronize(self.device)
+        started = self.now()
+        result = self._called(function, module, *states, **kwargs)
+        synchronize(self.device)
+        self.seconds = self.now() - started
+        return result
+
+    def _counted(self, function: Callable[..., Any], module: Any, *states: Tensor, **kwargs: Any) -> Any:
+        states = self._leaves(states)
+        with Peak(self.device) as peak:
+            result = self._called(function, module, *states, **kwargs)
+        made = [result[0], *(state.grad for state in states[:3])]
+        self.bytes = max(0, peak.bytes - sum(each.numel() * each.element_size() for each in made if each is not None))
+        return result
+
+    def _leaves(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Queries, keys and values by themselves; a mask behind them as it is."""
+        return (*(state.detach().requires_grad_(self.trained) for state in states[:3]), *states[3:])
+
+    def _called(self, function: Callable[..., Any], module: Any, *states: Tensor, **kwargs: Any) -> Any:
+        result = function(module, *states, **kwargs)
+        if self.trained:
+            result[0].backward(self.gradient)
+        return (result[0].detach(), *result[1:])
+
+
+def compare(group: Group, settings: Settings) -> dict[str, Record]:
+    """A stock model's attention and the same with each encoding, and with v4's formula of Shaw's."""
+    host, abouts = stock(group, settings, intermediate_size=HEAD_DIM), {}
+    subjects: dict[str, Alone] = {}
+
+    def build(name: str) -> Run:
+        model = host
+        if name == V4:
+            model = RelativeKey.of(stock(group, settings, intermediate_size=HEAD_DIM), group.length)
+        elif name != STOCK:
+            model = patched(host, name, group, settings)
+            abouts[name] = about(model, name)
+        subjects[name] = Alone(model, group, settings)
+        return subjects[name].run
+
+    names = [STOCK, *encodings(group, settings)]
+    if "shaw" in names and group.length <= LONGEST_V4 and settings.device == "cpu":
+        names.append(V4)
+    records, timed = compared(names, build, group, settings)
+    for name in timed.runs:
+        records[name]["peak_mb"] = subjects[name].peak_mb()
+    return {name: {**abouts.get(name, {}), **record} for name, record in records.items()}

@@ -1,0 +1,46 @@
+"""Compares subjects: their times side by side, and the peak of their memory."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from benchmarks.grid import Group, Settings
+from benchmarks.memory import Peak
+from benchmarks.ratios import ratio
+from benchmarks.timing import Build, Timed, interleaved
+
+STOCK, NONE = "stock", "none"
+Record = dict[str, Any]
+DIGITS = 4
+
+
+def compared(
+    names: Sequence[str], build: Build, group: Group, settings: Settings, references: tuple[str, ...] = (STOCK, NONE)
+) -> tuple[dict[str, Record], Timed]:
+    """Time subjects side by side: of each its median, and its throughput as a ratio to those references that there are."""
+    with tqdm(total=settings.warmup + settings.rounds, desc=group.name, unit="round", leave=False, position=1) as bar:
+        timed = interleaved(names, build, settings.rounds, settings.warmup, settings.seed, bar.update)
+    return {name: figures(timed, name, references) for name in names}, timed
+
+
+def figures(timed: Timed, name: str, references: tuple[str, ...]) -> Record:
+    """What was measured of a subject, or why it wasn't."""
+    if name in timed.failures:
+        return {"failed": timed.failures[name]}
+    ratios = {}
+    for other in references:
+        if other in timed.seconds and other != name:
+            found = ratio(timed.seconds[other], timed.seconds[name])
+            ratios[other] = [round(each, DIGITS) for each in (found.value, *found.interval)]
+    return {"milliseconds": round(1e3 * statistics.median(timed.seconds[name]), DIGITS), "ratios": ratios}
+
+
+def peak(run: Callable[[], Any], settings: Settings) -> float:
+    """The megabytes that a run takes at most, beyond what was there before, once it has run."""
+    with Peak(settings.device) as taken:
+        run()
+        taken.start()
+        run()
+    return round(taken.bytes / 1e6, 2)

@@ -1,0 +1,140 @@
+"""The groups of subjects that are compared side by side, by device, and how a run is set up."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+HEAD_DIM = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """rounds: how often each subject is timed. warmup: and run before that. encodings: only these; empty for all.
+    environment: where the second environment is, or is made. clock: of `timing.CLOCKS`."""
+
+    device: str = "cpu"
+    rounds: int = 20
+    warmup: int = 2
+    threads: int = 2
+    clock: str = "wall"
+    seed: int = 0
+    encodings: tuple[str, ...] = ()
+    environment: str = "build/v4"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Subjects that are compared with each other, in one process.
+
+    kind: what is measured, a key of `measuring.KINDS`. what: that in words, for a group that isn't described by sizes.
+    host: the model type. length: tokens of a text; of "decode", those in the cache. padded: every other text is a quarter
+    shorter. dropout: of hidden states and attention, as stock models train. encodings: only these; empty for all.
+    """
+
+    kind: str
+    length: int = 0
+    batch: int = 1
+    layers: int = 3
+    heads: int = 12
+    dtype: str = "float32"
+    host: str = "bert"
+    padded: bool = False
+    dropout: float = 0.0
+    encodings: tuple[str, ...] = ()
+    what: str = ""
+
+    @property
+    def name(self) -> str:
+        if self.what:
+            return self.kind
+        host = "" if self.host == "bert" else f"-{self.host}"
+        dtype = "-" + self.dtype.replace("float", "fp").replace("bfp", "bf")
+        more = ("-padded" if self.padded else "") + ("-dropout" if self.dropout else "")
+        return f"{self.kind}{host}-{self.length}{dtype}{more}"
+
+    def about(self) -> dict[str, Any]:
+        """The group, for its record."""
+        if self.what:
+            return {"kind": self.kind, "what": self.what}
+        names = ("kind", "host", "length", "batch", "layers", "heads", "dtype")
+        more = {name: value for name in ("padded", "dropout") if (value := getattr(self, name))}
+        return {**{name: getattr(self, name) for name in names}, **more}
+
+    @property
+    def hidden_size(self) -> int:
+        return self.heads * HEAD_DIM
+
+
+COMMON = ("none", "alibi", "relative", "t5", "rope", "shaw")
+FLOAT, HALF = "float32", "bfloat16"
+ON_CPU = (
+    *(
+        Group("forward", length, batch=batch, layers=layers, heads=heads, dtype=dtype)
+        for dtype in (FLOAT, HALF)
+        for length, batch, layers, heads in ((128, 4, 3, 12), (512, 1, 3, 12), (2048, 1, 3, 12), (8192, 1, 1, 4))
+    ),
+    Group("forward", 512, batch=2, padded=True),
+    Group("forward", 2048, host="gpt2"),
+    *(Group("train", length, batch=batch, layers=layers) for length, batch, layers in ((128, 4, 3), (512, 1, 3), (2048, 1, 1))),
+    *(Group("train", length, layers=layers, dtype=HALF) for length, layers in ((512, 3), (2048, 1))),
+    Group("train", 512, dropout=0.1),
+    *(Group("decode", 4096, layers=12, host="gpt2", dtype=dtype) for dtype in (FLOAT, HALF)),
+    Group("decode", 4096, layers=12, host="llama", encodings=("none", "rope", "alibi")),
+    *(
+        Group("attention", length, batch=batch, layers=1, heads=heads, dtype=dtype)
+        for dtype in (FLOAT, HALF)
+        for length, batch, heads in ((512, 4, 12), (2048, 1, 12), (8192, 1, 4))
+    ),
+    *(Group("attention-train", length, batch=batch, layers=1) for length, batch in ((512, 4), (2048, 1))),
+    Group("x-transformers", 512),
+    Group("x-transformers", 512, dtype=HALF),
+    Group("x-transformers", 2048),
+    Group("rotation", 512, batch=4),
+    Group("rotation", 2048),
+    Group("v4", 512),
+    Group("v4-train", 512),
+    Group("v4", 2048, layers=1),
+    Group("patch", layers=12, what="hf_posenc.patch of a BERT-base with 12 layers"),
+    Group("import", what="import after `from transformers import BertModel`, in new processes"),
+    Group("encode", encodings=COMMON, what="SentenceTransformer.encode, 1,000 passages of documentation, MiniLM-L6"),
+    Group("train_mlm", encodings=COMMON, what="a step of train_mlm.py, 8 texts of up to 128 tokens, MiniLM-L6, dropout 0.1"),
+    Group("distill", encodings=COMMON, what="a step of distill.py, 8 texts of up to 256 tokens, MiniLM-L6"),
+    Group("load", what="a BERT of 1 GB loaded in new processes, up to the first output: stock, and patched in two ways"),
+)
+"""BERT-base's width throughout, but for 8192 tokens, where a third of it (4 heads) is measured for the sake of time."""
+ON_GPU = (
+    *(Group("forward", length, batch=batch, layers=12, dtype=HALF) for length, batch in ((512, 32), (2048, 8), (8192, 2))),
+    Group("forward", 512, batch=32, layers=12, dtype=HALF, padded=True),
+    Group("forward", 2048, batch=8, layers=12, dtype=FLOAT),
+    Group("forward", 32768, layers=4, dtype=HALF),
+    *(Group("train", length, batch=batch, layers=12, dtype=HALF) for length, batch in ((512, 16), (2048, 4))),
+    Group("decode", 4096, batch=8, layers=12, host="gpt2", dtype=HALF),
+    *(
+        Group("attention", length, batch=batch, layers=1, dtype=HALF)
+        for length, batch in ((512, 32), (2048, 8), (8192, 2), (32768, 1))
+    ),
+    *(Group("attention-train", length, batch=batch, layers=1, dtype=HALF) for length, batch in ((2048, 8), (8192, 2))),
+    Group("x-transformers", 512, batch=32, layers=12, dtype=HALF),
+    Group("rotation", 2048, batch=8, dtype=HALF),
+)
+QUICK = ("forward-512-fp32", "forward-512-bf16", "train-512-fp32", "attention-2048-fp32", "decode-gpt2-4096-fp32")
+"""The groups of --quick."""
+
+
+def groups(device: str, quick: bool = False, only: tuple[str, ...] = ()) -> list[Group]:
+    """The groups for a device: of --quick, or those with a name or kind in `only`.
+
+    Raises ValueError for one that there isn't.
+    """
+    every = ON_GPU if device == "cuda" else ON_CPU
+    if not only:
+        return [group for group in every if not quick or group.name in QUICK or (device == "cuda" and group.length == 2048)]
+    if unknown := {*only} - {known for group in every for known in (group.name, group.kind)}:
+        raise ValueError(f"there is no group {', '.join(sorted(unknown))}; there are {', '.join(_known(every))}")
+    return [group for group in every if {group.name, group.kind} & {*only}]
+
+
+def _known(every: tuple[Group, ...]) -> Iterator[str]:
+    for kind in dict.fromkeys(group.kind for group in every):
+        yield kind
+        yield from (group.name for group in every if group.kind == kind)

@@ -1,0 +1,39 @@
+"""The kinds of groups, and the record of a group."""
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks import attention, peers, scale, v4, whole
+from benchmarks.comparing import Record
+from benchmarks.grid import Group, Settings
+
+KINDS: dict[str, Callable[[Group, Settings], dict[str, Record]]] = {
+    "forward": functools.partial(whole.compare, whole.forward),
+    "train": functools.partial(whole.compare, whole.train),
+    "decode": whole.compare_decoding,
+    "attention": attention.compare,
+    "attention-train": attention.compare,
+    "x-transformers": peers.compare_models,
+    "rotation": peers.compare_rotations,
+    "patch": scale.patching,
+    "import": scale.importing,
+    "encode": scale.encoding,
+    "train_mlm": scale.train_mlm,
+    "distill": scale.distill,
+    "load": scale.loading,
+    "v4": v4.compare,
+    "v4-train": v4.compare,
+}
+"""Kind -> subject -> what was measured of it."""
+
+
+def measure(group: Group, settings: Settings) -> Record:
+    """The record of a group: what was timed how, and of each subject median, ratios and peak memory, or why it failed."""
+    torch.set_num_threads(settings.threads)
+    started = time.perf_counter()
+    subjects = KINDS[group.kind](group, settings)
+    record = {**group.about(), "rounds": settings.rounds, "threads": settings.threads}
+    return {**record, "subjects": subjects, "seconds": round(time.perf_counter() - started, 1)}

@@ -1,0 +1,91 @@
+"""Results: of which machine, kept group by group while a run goes on, and put together at its end."""
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.grid import Group, Settings
+from evaluation import records
+
+HERE = Path(__file__).resolve().parent
+REPORTING = {"report.py", "targets.py", "results.py"}
+"""Modules that no measurement depends on."""
+
+
+def machine(settings: Settings) -> dict[str, Any]:
+    """What results depend on beside the code."""
+    about = {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9) if hasattr(os, "sysconf") else None,
+        "threads": settings.threads,
+        "clock": settings.clock,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
+    return {**about, "gpu": torch.cuda.get_device_name()} if settings.device == "cuda" else about
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def state(settings: Settings) -> str:
+    """A hash of what a group's record depends on."""
+    files = [
+        *(HERE.parents[1] / "hf_posenc").rglob("*.py"),
+        *(path for path in HERE.glob("*.py") if path.name not in REPORTING),
+    ]
+    digest = hashlib.sha256(json.dumps([asdict(settings), machine(settings)]).encode())
+    for path in sorted(files):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Kept:
+    """The records of a run's groups, a file each; those of other code, settings or machine are passed over."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.folder, self.state = folder, state(settings)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, group: Group) -> Any:
+        file = self.folder / f"{group.name}.json"
+        found = records.read(file) if file.exists() else {}
+        return found["record"] if found.get("state") == self.state else None
+
+    def add(self, group: Group, record: Any) -> None:
+        records.write(self.folder / f"{group.name}.json", {"state": self.state, "record": record})
+
+
+def together(measured: dict[str, Any], settings: Settings, command: str, file: Path | None, order: list[str]) -> dict[str, Any]:
+    """All results: the groups measured now, in place of those of the same name in a file from before, in the grid's order.
+
+    Raises ValueError for a file of another machine.
+    """
+    about, today = machine(settings), datetime.date.today().isoformat()
+    before: dict[str, Any] = records.read(file) if file is not None and file.exists() else {}
+    partial = [name for name in before.get("groups", {}) if name not in measured]
+    if partial and before["machine"] != about:
+        raise ValueError(
+            f"{file} has the results of another machine or setting ({before['machine']}): give another --output_dir"
+        )
+    groups = {**before.get("groups", {}), **{name: {**record, "date": today} for name, record in measured.items()}}
+    ordered = {name: groups[name] for name in order if name in groups}
+    command = before["command"] if partial else command
+    return {"command": command, "machine": about, "date": today, "groups": ordered}

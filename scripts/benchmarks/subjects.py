@@ -1,0 +1,96 @@
+"""The models that are timed: stock ones with random weights, and the same patched with every encoding.
+
+Shapes: B batch, L tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel, PreTrainedModel
+
+import hf_posenc
+from benchmarks.comparing import NONE
+from benchmarks.grid import Group, Settings
+
+VOCABULARY = 1000
+"""Small: looking tokens up is no part of what positions cost."""
+Maker = Callable[[], PreTrainedModel]
+
+
+def encodings(group: Group, settings: Settings) -> list[str]:
+    """The encodings of a group: `none`, then every one that is registered. Raises ValueError for unknown names."""
+    known = [NONE, *(name for name in hf_posenc.list_encodings() if name != NONE)]
+    if unknown := {*settings.encodings} - {*known}:
+        raise ValueError(f"there is no encoding {', '.join(sorted(unknown))}; registered: {', '.join(known)}")
+    return [
+        name
+        for name in known
+        if (not group.encodings or name in group.encodings) and (not settings.encodings or name in settings.encodings)
+    ]
+
+
+def stock(group: Group, settings: Settings, **changes: Any) -> PreTrainedModel:
+    """The host without encoding of ours: random weights, the given dtype, sdpa, eval mode, room for a few more tokens."""
+    torch.manual_seed(settings.seed)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": group.hidden_size,
+        "num_hidden_layers": group.layers,
+        "num_attention_heads": group.heads,
+        "max_position_embeddings": room(group),
+    }
+    config: Any
+    if group.host == "bert":
+        kept: dict[str, Any] = {"hidden_dropout_prob": group.dropout, "attention_probs_dropout_prob": group.dropout}
+        config = BertConfig(**{**sizes, "intermediate_size": 4 * group.hidden_size, **kept, **changes})
+        model: PreTrainedModel = BertModel(config)
+    elif group.host == "gpt2":
+        kept = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), group.dropout)
+        kept |= {"bos_token_id": None, "eos_token_id": None}
+        model = GPT2Model(GPT2Config(**{**sizes, **kept, **changes}))
+    else:
+        model = LlamaModel(LlamaConfig(**{**sizes, "intermediate_size": 4 * group.hidden_size, **changes}))
+    model.set_attn_implementation("sdpa")
+    made: Any = model
+    return made.to(device=settings.device, dtype=getattr(torch, group.dtype)).eval()
+
+
+def room(group: Group) -> int:
+    """Positions of the model: one of "decode" takes a token more than are cached."""
+    return group.length + 8 if group.kind == "decode" else group.length
+
+
+def patched(model: PreTrainedModel, name: str, group: Group, settings: Settings, **options: Any) -> PreTrainedModel:
+    """The model with an encoding, which shares its parameters; those of the encoding are drawn, as after some training."""
+    new = hf_posenc.patch(model, name, max_length=room(group), **options)
+    generator = torch.Generator().manual_seed(settings.seed)
+    with torch.no_grad():
+        for key, parameter in new.named_parameters():
+            if "posenc." in key:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return new
+
+
+def about(model: PreTrainedModel, name: str) -> dict[str, Any]:
+    """What targets go by: how an encoding acts, and whether it is learned."""
+    learned = any("posenc." in key for key, parameter in model.named_parameters() if parameter.requires_grad)
+    return {"acts_by": list(hf_posenc.list_encodings()[name].acts_by()), "learned": learned}
+
+
+def scores_content(model: Any) -> bool:
+    """Whether a model's encoding depends on what the tokens are."""
+    chosen = getattr(model.config, "position_encoding", {"type": NONE})
+    return "score_bias" in hf_posenc.list_encodings()[chosen["type"]].acts_by()
+
+
+def inputs(group: Group, settings: Settings) -> dict[str, Tensor]:
+    """`input_ids` `[B, L]`, and with padding an `attention_mask`."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    ids = torch.randint(0, VOCABULARY, (group.batch, group.length), generator=generator)
+    made = {"input_ids": ids}
+    if group.padded:
+        made["attention_mask"] = torch.ones_like(ids)
+        made["attention_mask"][::2, group.length - group.length // 4 :] = 0
+    return {name: tensor.to(settings.device) for name, tensor in made.items()}

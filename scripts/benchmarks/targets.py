@@ -1,0 +1,131 @@
+"""The targets, and whether what was measured meets them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.attention import V4
+from benchmarks.comparing import NONE, STOCK, Record
+from benchmarks.peers import THEIRS
+from benchmarks.scale import AFTERWARDS
+
+CHEAP = {"embed", "rotate", "distance_bias"}
+
+
+def is_cheap(name: str, record: Record) -> bool:
+    """Embeds, rotates or biases by distance; neither `none`, nor what depends on content."""
+    return bool(record.get("acts_by")) and {*record["acts_by"]} <= CHEAP
+
+
+def is_fixed_bias(name: str, record: Record) -> bool:
+    return record.get("acts_by") == ["distance_bias"] and not record["learned"]
+
+
+def is_learned_bias(name: str, record: Record) -> bool:
+    return record.get("acts_by") == ["distance_bias"] and record["learned"]
+
+
+def named(wanted: str) -> Callable[[str, Record], bool]:
+    return lambda name, record: name == wanted
+
+
+@dataclass(frozen=True)
+class Target:
+    """groups: where it is measured. applies: to which subjects.
+
+    unit: what is compared with the bound. "x" is the throughput and "x time" the time as a ratio to `against`, "x memory" the
+    peak of memory, "MB more" by how much that is above it, "ms" the subject's own time, "MB copied" of its weights.
+    """
+
+    what: str
+    groups: tuple[str, ...]
+    applies: Callable[[str, Record], bool]
+    bound: float
+    unit: str = "x"
+    against: str = STOCK
+
+    @property
+    def at_least(self) -> bool:
+        return self.unit == "x"
+
+    @property
+    def shown_bound(self) -> str:
+        words = {"x": "x", "x time": "x the time of", "x memory": "x the memory of", "MB more": "MB more than"}
+        what = f"{words[self.unit]} {self.against}" if self.unit in words else self.unit
+        return f"{'≥' if self.at_least else '≤'} {self.bound:g} {what}"
+
+
+def _shapes(kind: str, lengths: tuple[int, ...], dtypes: tuple[str, ...] = ("fp32", "bf16")) -> tuple[str, ...]:
+    return tuple(f"{kind}-{length}-{dtype}" for length in lengths for dtype in dtypes)
+
+
+TARGETS = (
+    Target("embed, rotate, distance bias: forward, 128 and 512", _shapes("forward", (128, 512)), is_cheap, 0.97),
+    Target("embed, rotate, distance bias: forward, 2048", _shapes("forward", (2048,)), is_cheap, 0.95, against=NONE),
+    Target("fixed distance bias: attention alone, 8192", _shapes("attention", (8192,)), is_fixed_bias, 1.08, "x time", NONE),
+    Target("fixed distance bias: memory, 8192", _shapes("attention", (8192,)), is_fixed_bias, 100, "MB more", NONE),
+    Target("learned distance bias: training, 512", _shapes("train", (512,), ("fp32",)), is_learned_bias, 0.95),
+    Target("learned distance bias: training, 2048", _shapes("train", (2048,), ("fp32",)), is_learned_bias, 0.85),
+    Target("shaw: forward, 512", ("forward-512-fp32",), named("shaw"), 0.88),
+    Target("shaw: training, 512", ("train-512-fp32",), named("shaw"), 0.90),
+    Target("shaw: forward, 2048", ("forward-2048-fp32",), named("shaw"), 0.75),
+    Target("shaw: memory of a forward pass, 2048", ("attention-2048-fp32",), named("shaw"), 1 / 20, "x memory", V4),
+    Target("shaw: memory of training, 2048", ("attention-train-2048-fp32",), named("shaw"), 1 / 4, "x memory", V4),
+    *(
+        Target(f"{name}: against x-transformers, 512", ("x-transformers-512-fp32",), named(name), bound, against=THEIRS + name)
+        for name, bound in (("alibi", 0.97), ("rope", 0.97), ("t5", 1.3))
+    ),
+    Target("one step of decoding behind 4096", ("decode-gpt2-4096-fp32",), is_cheap, 1.1, "x time"),
+    Target("patch, 12 layers", ("patch",), lambda name, record: True, 50, "ms"),
+    Target("patch, 12 layers: weights", ("patch",), lambda name, record: True, 0, "MB copied"),
+    Target("import hf_posenc", ("import",), named("hf_posenc"), 150, "ms"),
+    Target("embed, rotate, distance bias: train_mlm.py, a step", ("train_mlm",), is_cheap, 0.97),
+    Target("embed, rotate, distance bias: distill.py, a step", ("distill",), is_cheap, 0.97),
+    Target("embed, rotate, distance bias: SentenceTransformer.encode", ("encode",), is_cheap, 0.97),
+    Target("a model of 1 GB, loaded and patched", ("load",), lambda name, record: name != STOCK, 0.97),
+    Target("a model of 1 GB, loaded and patched: weights", ("load",), named(AFTERWARDS), 0, "MB copied"),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a target came to for one subject of a group: its figure, with an interval where there is one."""
+
+    target: Target
+    group: str
+    subject: str
+    value: float
+    interval: tuple[float, float] | None
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.target.bound if self.target.at_least else self.value <= self.target.bound
+
+
+def verdicts(groups: dict[str, Any]) -> Iterator[Verdict]:
+    """Of all targets whose group was measured."""
+    for target in TARGETS:
+        for group in target.groups:
+            subjects = groups.get(group, {}).get("subjects", {})
+            for name, record in subjects.items():
+                if target.applies(name, record) and "failed" not in record:
+                    found = _figure(target, record, subjects.get(target.against, {}))
+                    if found is not None:
+                        yield Verdict(target, group, name, *found)
+
+
+def _figure(target: Target, record: Record, other: Record) -> tuple[float, tuple[float, float] | None] | None:
+    if target.unit in ("x", "x time"):
+        if target.against not in record["ratios"]:
+            return None
+        value, low, high = record["ratios"][target.against]
+        return (value, (low, high)) if target.unit == "x" else (1 / value, (1 / high, 1 / low))
+    if target.unit == "ms":
+        return record["milliseconds"], record.get("interval")
+    if target.unit == "MB copied":
+        return record["copied_mb"], None
+    if "peak_mb" not in other:
+        return None
+    if target.unit == "x memory":
+        return record["peak_mb"] / other["peak_mb"], None
+    return record["peak_mb"] - other["peak_mb"], None

@@ -1,0 +1,80 @@
+"""Whole models: a forward pass, a training step, one step of decoding."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.comparing import STOCK, Record, compared, peak
+from benchmarks.grid import Group, Settings
+from benchmarks.subjects import about, encodings, inputs, patched, scores_content, stock
+from benchmarks.timing import Run, clocked
+
+Step = Callable[[PreTrainedModel, Group, Settings], Run]
+
+
+def compare(step: Step, group: Group, settings: Settings) -> dict[str, Record]:
+    """A stock model and the same with each encoding. Their parameters are the same tensors."""
+    host, abouts = stock(group, settings), {}
+
+    def build(name: str) -> Run:
+        if name == STOCK:
+            return step(host, group, settings)
+        model = patched(host, name, group, settings)
+        abouts[name] = about(model, name)
+        return step(model, group, settings)
+
+    names = [STOCK, *encodings(group, settings)]
+    subjects, timed = compared(names, build, group, settings)
+    for name, run in timed.runs.items():
+        subjects[name]["peak_mb"] = peak(run, settings)
+    return {name: {**abouts.get(name, {}), **record} for name, record in subjects.items()}
+
+
+def forward(model: PreTrainedModel, group: Group, settings: Settings) -> Run:
+    """A forward pass without gradients."""
+    given = inputs(group, settings)
+
+    def run() -> None:
+        with torch.no_grad():
+            model(**given)
+
+    return clocked(run, settings.device, settings.clock)
+
+
+def train(model: PreTrainedModel, group: Group, settings: Settings) -> Run:
+    """Forward, a loss, backward. The optimizer isn't in it: it is the same for all, and would hide differences."""
+    given = inputs(group, settings)
+    model.train()
+
+    def run() -> None:
+        model(**given).last_hidden_state.float().square().mean().backward()
+
+    return clocked(run, settings.device, settings.clock, after=lambda: model.zero_grad(set_to_none=True))
+
+
+def compare_decoding(group: Group, settings: Settings) -> dict[str, Record]:
+    """One token behind a dynamic cache; it is taken out again after each step.
+
+    Where content is scored, the model itself fills its cache. The others have copies of the stock model's: what is in it makes
+    no difference to their time, and a forward pass over all tokens takes seconds.
+    """
+    filled: list[Any] = []
+
+    def step(model: Any, group: Group, settings: Settings) -> Run:
+        given = inputs(group, settings)
+        with torch.no_grad():
+            cache = copy.deepcopy(filled[0]) if filled and not scores_content(model) else model(**given).past_key_values
+        if not filled:
+            filled.append(copy.deepcopy(cache))
+        token = given["input_ids"][:, :1]
+
+        def run() -> None:
+            with torch.no_grad():
+                model(input_ids=token, past_key_values=cache)
+
+        return clocked(run, settings.device, settings.clock, after=lambda: cache.crop(-1))
+
+    return compare(step, group, settings)

@@ -1,0 +1,448 @@
+"""The instrument that bench.py measures with: rounds, ratios, memory, what is recorded and shown. No figure is asserted."""
+
+import json
+import random
+import statistics
+import subprocess
+import time
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import bench
+import hf_posenc
+from benchmarks import attention, comparing, grid, measuring, report, results, scale, subjects, targets, timing, v4
+from benchmarks.grid import Group, Settings
+from benchmarks.memory import Peak
+from benchmarks.ratios import ratio
+from conftest import ROOT, assert_close
+
+PAGE, KEPT = ROOT / "docs" / "speed.md", ROOT / "scripts" / "results"
+FEW = Settings(rounds=2, warmup=1, threads=1)
+SMALL = {"layers": 1, "heads": 2}
+KINDS = ("forward", "train", "decode", "attention", "attention-train")
+
+
+def runs(calls, name):
+    """A subject that takes a second in its first round, two in its second, …"""
+    calls.append(f"ready: {name}")
+
+    def run():
+        calls.append(name)
+        return float(calls.count(name))
+
+    return run
+
+
+def rounds_of(calls, size):
+    measured = [call for call in calls if not call.startswith("ready")]
+    return [measured[start : start + size] for start in range(0, len(measured), size)]
+
+
+def test_each_round_runs_every_subject_once_in_another_order():
+    calls = []
+    timed = timing.interleaved("abcde", lambda name: runs(calls, name), rounds=20, warmup=3)
+    assert calls[:5] == [f"ready: {name}" for name in "abcde"]
+    orders = rounds_of(calls, 5)
+    assert len(orders) == 23 and all(sorted(order) == [*"abcde"] for order in orders)
+    assert len({tuple(order) for order in orders}) > 15
+    firsts = [order[0] for order in orders]
+    assert all(firsts.count(name) < 12 for name in "abcde")
+    # What was run before is left out.
+    assert timed.seconds == {name: [float(number) for number in range(4, 24)] for name in "abcde"}
+
+
+def test_orders_are_drawn_from_the_seed():
+    def orders(seed):
+        calls = []
+        timing.interleaved("abcde", lambda name: runs(calls, name), rounds=5, seed=seed)
+        return rounds_of(calls, 5)
+
+    assert orders(1) == orders(1) != orders(2)
+
+
+def test_a_subject_that_fails_is_left_out_and_the_others_go_on():
+    calls = []
+
+    def build(name):
+        if name == "unbuilt":
+            raise ValueError("no\n  positions")
+        run = runs(calls, name)
+
+        def broken():
+            seconds = run()
+            if name == "broken" and seconds == 3:
+                raise RuntimeError("out of memory")
+            return seconds
+
+        return broken
+
+    timed = timing.interleaved(["a", "unbuilt", "broken", "b"], build, rounds=4, warmup=1)
+    assert timed.failures == {"unbuilt": "ValueError: no positions", "broken": "RuntimeError: out of memory"}
+    assert {name: len(each) for name, each in timed.seconds.items()} == {"a": 4, "b": 4} and {*timed.runs} == {"a", "b"}
+    assert comparing.figures(timed, "broken", ("a",)) == {"failed": "RuntimeError: out of memory"}
+
+
+@pytest.mark.parametrize(("clock", "counted"), [("wall", True), ("process", False)])
+def test_what_is_clocked(clock, counted):
+    """The subject alone; by the process's clock, only while it computes."""
+    seconds = timing.clocked(lambda: time.sleep(0.05), clock=clock, after=lambda: time.sleep(0.3))()
+    assert (0.05 <= seconds < 0.3) if counted else seconds < 0.05
+
+
+def test_ratios_are_taken_within_rounds():
+    """A machine that gets ten times slower changes the times, not the ratio."""
+    found = ratio([2.0, 4.0, 20.0, 10.0], [1.0, 2.0, 10.0, 5.0])
+    assert (found.value, found.interval, found.rounds) == (2.0, (2.0, 2.0), 4)
+    assert ratio([1.0, 10.0, 3.0], [1.0, 5.0, 6.0]).value == 1.0  # that of the medians would be 0.6
+    with pytest.raises(ValueError, match="3 and 2 rounds"):
+        ratio([1.0, 1.0, 1.0], [1.0, 1.0])
+
+
+def test_the_interval_is_a_bootstrap_of_the_median():
+    draw = random.Random(0)
+    above, below = ([draw.gauss(1, 0.1) for _ in range(25)] for _ in range(2))
+    values = [a / b for a, b in zip(above, below, strict=True)]
+    medians = sorted(statistics.median(draw.choices(values, k=25)) for _ in range(4000))
+    found = ratio(above, below)
+    assert found.value == pytest.approx(statistics.median(values))
+    assert found.interval == pytest.approx((medians[99], medians[3899]), abs=0.015)
+    assert found.interval[0] < found.value < found.interval[1]
+
+
+def test_the_peak_of_a_known_allocation():
+    before = torch.ones(300, 1000)
+
+    def compute():
+        first = torch.ones(1000, 1000)  # 4 MB
+        second = torch.ones(500, 1000)  # 2 MB
+        del first
+        third = torch.ones(250, 1000)  # 1 MB, in the place of the first
+        return second.sum() + third.sum() + before.sum()
+
+    with Peak() as peak:
+        compute()
+    assert peak.bytes == 6_000_000
+    with Peak() as peak:
+        kept = torch.ones(2000, 1000)
+        peak.start()
+        compute()
+    assert peak.bytes == 6_000_000 and kept.nbytes == 8_000_000
+
+
+def test_the_peak_sees_what_an_operation_allocates_itself():
+    """SDPA copies a transposed mask."""
+    states, mask = torch.randn(1, 2, 128, 16), torch.randn(1, 2, 128, 128)
+    peaks = []
+    for given in (mask, mask.mT):
+        with Peak() as peak:
+            torch.nn.functional.scaled_dot_product_attention(states, states, states, given)
+        peaks.append(peak.bytes)
+    assert peaks[1] - peaks[0] >= mask.nbytes
+
+
+def test_every_registered_encoding_is_measured(monkeypatch):
+    monkeypatch.setattr(hf_posenc.PositionEncoding, "registered", {**hf_posenc.PositionEncoding.registered})
+
+    class Later(hf_posenc.PositionEncoding, type="later-one"):
+        def distance_bias(self, distance):
+            return -distance.abs()[None].float()
+
+    names = subjects.encodings(Group("forward", 12, **SMALL), FEW)
+    assert names[0] == "none" and sorted(names) == [*hf_posenc.list_encodings()] and "later-one" in names
+    record = measuring.measure(Group("forward", 12, **SMALL), Settings(rounds=2, threads=1, encodings=("alibi", "later-one")))
+    assert [*record["subjects"]] == ["stock", "alibi", "later-one"]
+    assert record["subjects"]["later-one"]["acts_by"] == ["distance_bias"]
+    with pytest.raises(ValueError, match="no encoding alibo; registered: none, alibi"):
+        subjects.encodings(Group("forward", 12), Settings(encodings=("alibo",)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_record(kind):
+    """Of every subject time, ratios to stock and none, peak memory; it can be written as JSON and shown."""
+    group = Group(kind, 12, **SMALL, host="gpt2" if kind == "decode" else "bert")
+    record = measuring.measure(group, FEW)
+    assert json.loads(json.dumps(record)) == record and record["rounds"] == 2 and record["length"] == 12
+    names = {"stock", *hf_posenc.list_encodings()}
+    assert {*record["subjects"]} == names | ({attention.V4} if kind.startswith("attention") else set())
+    for name, each in record["subjects"].items():
+        assert each.get("milliseconds", 0) > 0 and each["peak_mb"] >= 0, each
+        assert {*each["ratios"]} == {"stock", "none"} - {name}
+        assert all(low <= value <= high for value, low, high in each["ratios"].values())
+        if name in hf_posenc.list_encodings():
+            assert each["acts_by"] == [*hf_posenc.list_encodings()[name].acts_by()]
+    learned = {name for name, each in record["subjects"].items() if each.get("learned")}
+    assert {"t5", "relative", "shaw", "learned"} <= learned and not {"alibi", "rope", "none"} & learned
+    page = report.text(whole({group.name: record}))
+    assert all(f"\n  {name} " in page for name in names)
+
+
+def test_halves_and_padding():
+    group = Group("forward", 12, batch=2, dtype="bfloat16", padded=True, **SMALL)
+    assert group.name == "forward-12-bf16-padded"
+    assert subjects.inputs(group, FEW)["attention_mask"].sum(1).tolist() == [9, 12]
+    assert subjects.stock(group, FEW).dtype == torch.bfloat16
+    record = measuring.measure(group, FEW)
+    assert not [each for each in record["subjects"].values() if "failed" in each] and record["padded"] is True
+
+
+def test_subjects_share_the_parameters_of_the_stock_model():
+    group = Group("forward", 12, **SMALL)
+    model = subjects.stock(group, FEW)
+    new = subjects.patched(model, "relative", group, FEW)
+    assert new.get_input_embeddings().weight is model.get_input_embeddings().weight
+    assert 0.03 < new.posenc.weight.std() < 0.07  # a bias of zeros may take another way
+
+
+@pytest.mark.parametrize("kind", ["attention", "attention-train"])
+def test_attention_alone_is_what_the_model_calls(kind):
+    """The rest of the model isn't timed, and the functions are left as they were."""
+    group = Group(kind, 12, **SMALL)
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    model = subjects.patched(subjects.stock(group, FEW), "t5", group, FEW)
+    calls = []
+    model.posenc.register_forward_hook(lambda module, arguments, output: calls.append(arguments[0]))
+    model.encoder.layer[0].intermediate.register_forward_hook(lambda *_: time.sleep(0.2))
+    alone = attention.Alone(model, group, FEW)
+    assert alone.name != "sdpa" and 0 < alone.run() < 0.2 and "distance_bias" in calls
+    assert alone.peak_mb() >= 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    known = dict(ALL_ATTENTION_FUNCTIONS)
+    assert {name: known[name] for name in before} == before and not ALL_ATTENTION_FUNCTIONS._local_mapping
+
+
+def test_attention_alone_computes_its_gradients():
+    group = Group("attention-train", 12, **SMALL)
+    model = subjects.patched(subjects.stock(group, FEW), "t5", group, FEW)
+    gradients = []
+    model.posenc.weight.register_hook(gradients.append)
+    attention.Alone(model, group, FEW).run()
+    assert len(gradients) == 1 and gradients[0].abs().max() > 0
+
+
+def test_the_formula_of_v4():
+    """Against loops over all pairs, in float64."""
+    group = Group("attention", 5, **SMALL)
+    model = v4.RelativeKey.of(subjects.stock(group, FEW), group.length)
+    module = model.encoder.layer[0].attention.self
+    query, key, value = torch.randn(3, 1, 2, 5, 64).unbind(0)
+    actual, _ = v4._attend(module, query, key, value, None)
+    table, expected = module.relative_key.distance_embedding.weight.double(), torch.zeros(1, 5, 2, 64, dtype=torch.float64)
+    for head in range(2):
+        q, k, v = (states[0, head].double() for states in (query, key, value))
+        for i in range(5):
+            scores = [(q[i] @ k[j] + q[i] @ table[i - j + 4]) / 8 for j in range(5)]
+            weights = torch.stack(scores).softmax(0)
+            expected[0, i, head] = sum(weights[j] * v[j] for j in range(5))
+    assert_close(actual.double(), expected)
+
+
+def test_the_memory_of_attention_alone():
+    """v4's formula gathers a vector for each pair of tokens, and has scores and weights for each head beside it."""
+    group = Group("attention", 64, **SMALL)
+    model = v4.RelativeKey.of(subjects.stock(group, FEW), group.length)
+    gathered, scores = 64 * 64 * 64 * 4 / 1e6, 2 * 64 * 64 * 4 / 1e6
+    assert gathered + scores <= attention.Alone(model, group, FEW).peak_mb() < gathered + 4 * scores
+
+
+@pytest.mark.parametrize("group", [Group("x-transformers", 12, **SMALL), Group("rotation", 12, **SMALL)], ids=lambda g: g.kind)
+def test_other_libraries(group):
+    pytest.importorskip("x_transformers")
+    pytest.importorskip("rotary_embedding_torch")
+    record = measuring.measure(group, FEW)
+    assert not [each for each in record["subjects"].values() if "failed" in each], record
+    pairs = {(name, other) for name, each in record["subjects"].items() for other in each["ratios"]}
+    theirs = {"x-transformers": ("t5", "x-transformers: t5"), "rotation": ("rope", "rotary-embedding-torch")}
+    assert theirs[group.kind] in pairs
+
+
+def test_the_weights_that_patching_copies(monkeypatch):
+    monkeypatch.setattr(scale, "stock", lambda group, settings: subjects.stock(Group("forward", 512, **SMALL), settings))
+    group = next(group for group in grid.ON_CPU if group.kind == "patch")
+    few = Settings(rounds=2, threads=1, encodings=("alibi", "shaw"))
+    record = measuring.measure(group, few)
+    assert {name: each["copied_mb"] for name, each in record["subjects"].items()} == {"alibi": 0, "shaw": 0}
+    patch = hf_posenc.patch
+
+    def copying(model, name):
+        new = patch(model, name)
+        word = new.embeddings.word_embeddings
+        word.weight = torch.nn.Parameter(word.weight.clone())
+        return new
+
+    monkeypatch.setattr(hf_posenc, "patch", copying)
+    copied = measuring.measure(group, few)["subjects"]["alibi"]["copied_mb"]
+    assert copied == pytest.approx(1000 * 128 * 4 / 1e6)
+
+
+def whole(groups):
+    about = {"cpu": "a CPU", "cores": 2, "threads": 1, "torch": "2", "transformers": "5", "python": "3"}
+    return {"command": "python scripts/bench.py", "machine": about, "date": "2026-01-01", "groups": groups}
+
+
+def made_up(ratios, peaks=(), **more):
+    """A record whose subjects have these ratios to stock and none, and these peaks."""
+    kinds = {"alibi": ["distance_bias"], "t5": ["distance_bias"], "rope": ["rotate"], "shaw": ["score_bias"], "none": []}
+    found = {
+        name: {
+            "acts_by": kinds.get(name, []),
+            "learned": name in ("t5", "shaw"),
+            "milliseconds": 1.0,
+            "ratios": dict.fromkeys(("stock", "none"), [value, value - 0.01, value + 0.02]),
+            "peak_mb": dict(peaks).get(name, 0.0),
+        }
+        for name, value in ratios.items()
+    }
+    return {"kind": "forward", "host": "bert", "length": 512, "batch": 1, "layers": 3, "heads": 12, "dtype": "float32",
+            "subjects": found, **more}  # fmt: skip
+
+
+def test_targets():
+    groups = {
+        "forward-512-fp32": made_up({"alibi": 0.98, "t5": 0.96, "rope": 0.97, "shaw": 0.87, "none": 0.5}),
+        "attention-8192-fp32": made_up(
+            {"alibi": 0.9, "t5": 0.1, "none": 1.0}, {"alibi": 150.0, "none": 60.0}, kind="attention", length=8192
+        ),
+        "attention-2048-fp32": made_up({"shaw": 0.3, attention.V4: 0.1}, {"shaw": 30.0, attention.V4: 900.0}, kind="attention"),
+    }
+    found = {(each.target.unit, each.subject, each.group): each for each in targets.verdicts(groups)}
+    met = {key: each.met for key, each in found.items()}
+    assert met == {
+        ("x", "alibi", "forward-512-fp32"): True,
+        ("x", "t5", "forward-512-fp32"): False,
+        ("x", "rope", "forward-512-fp32"): True,
+        ("x", "shaw", "forward-512-fp32"): False,
+        ("x time", "alibi", "attention-8192-fp32"): False,
+        ("MB more", "alibi", "attention-8192-fp32"): True,
+        ("x memory", "shaw", "attention-2048-fp32"): True,
+    }
+    slower = found["x time", "alibi", "attention-8192-fp32"]
+    assert slower.value == pytest.approx(1 / 0.9) and slower.interval == pytest.approx((1 / 0.92, 1 / 0.89))
+    assert found["MB more", "alibi", "attention-8192-fp32"].value == 90
+    page, tables = report.text(whole(groups)), report.tables(whole(groups), "cpu")
+    assert "targets: 4 of 7 met" in page and "MISSED" in page
+    assert "| 0.96 [0.95, 0.98]: t5 | 2 of 3 | t5 (forward-512-fp32) 0.96 [0.95, 0.98] |" in tables
+    assert "| not measured |" in tables
+
+
+def test_targets_are_of_groups_that_there_are():
+    names = [group.name for group in grid.ON_CPU]
+    assert len(names) == len({*names}) and {name for target in targets.TARGETS for name in target.groups} <= {*names}
+    assert {*grid.QUICK} <= {*names}
+    for device in ("cpu", "cuda"):
+        assert {group.kind for group in grid.groups(device)} <= {*measuring.KINDS} and grid.groups(device, quick=True)
+    with pytest.raises(ValueError, match="there is no group forwards; there are forward, forward-128-fp32"):
+        grid.groups("cpu", only=("forwards",))
+
+
+def test_what_fails_is_shown():
+    group = made_up({"alibi": 1.0})
+    group["subjects"]["broken"] = {"failed": "RuntimeError: out of memory"}
+    results_ = whole({"forward-512-fp32": group})
+    assert "  broken: RuntimeError: out of memory" in report.text(results_)
+    assert "`broken` failed in forward-512-fp32: RuntimeError: out of memory" in report.tables(results_, "cpu")
+
+
+def test_results_of_groups_are_put_together(tmp_path):
+    file, order = tmp_path / "bench.json", ["a", "b"]
+    first = results.together({"b": {"x": 1}, "a": {"x": 1}}, FEW, "all", file, order)
+    assert [*first["groups"]] == order and first["command"] == "all"
+    bench.records.write(file, first)
+    again = results.together({"b": {"x": 2}}, FEW, "one", file, order)
+    assert again["groups"]["b"]["x"] == 2 and again["groups"]["a"]["x"] == 1 and again["command"] == "all"
+    with pytest.raises(ValueError, match="another machine or setting"):
+        results.together({"b": {"x": 2}}, Settings(threads=7), "one", file, order)
+    assert results.together({"a": {"x": 3}, "b": {"x": 3}}, Settings(threads=7), "new", file, order)["command"] == "new"
+
+
+def test_groups_of_other_code_are_measured_again(tmp_path, monkeypatch):
+    group = Group("forward", 12)
+    kept = results.Kept(tmp_path, FEW)
+    kept.add(group, {"subjects": {}})
+    assert results.Kept(tmp_path, FEW).get(group) == {"subjects": {}}
+    assert results.Kept(tmp_path, Settings(rounds=3)).get(group) is None
+    monkeypatch.setattr(results, "state", lambda settings: "other")
+    assert results.Kept(tmp_path, FEW).get(group) is None
+
+
+def test_a_run(tmp_path, monkeypatch, capsys):
+    """From the command to JSON, text, figure and page; what is done isn't measured again, and a group that dies is shown."""
+    small = Group("forward", 12, **SMALL)
+    monkeypatch.setattr(grid, "ON_CPU", (small, Group("rotation", 12, dtype="float7")))
+    page = tmp_path / "speed.md"
+    page.write_text(f"Before\n\n{report.MARKERS[0]}\nold\n{report.MARKERS[1]}\n\nAfter\n")
+    given = ["--rounds", "2", "--warmup", "0", "--threads", "1", "--encodings", "none,alibi", "--docs_file", str(page)]
+    given += ["--output_dir", str(tmp_path), "--parts_dir", str(tmp_path / "parts")]
+    bench.main(given)
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert [*found["groups"]] == ["forward-12-fp32", "rotation-12-fp7"] and found["machine"]["threads"] == 1
+    assert [*found["groups"]["forward-12-fp32"]["subjects"]] == ["stock", "none", "alibi"]
+    assert found["groups"]["rotation-12-fp7"]["subjects"] == {
+        "all": {"failed": "AttributeError: module 'torch' has no attribute 'float7'"}
+    }
+    assert (tmp_path / "bench.txt").read_text() == capsys.readouterr().out
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+    said = page.read_text()
+    assert said.startswith("Before\n") and said.endswith("After\n") and "old" not in said and "`alibi`" in said
+    assert "no GPU was at hand. `make bench-gpu` fills this part" in said
+    monkeypatch.setattr(bench, "measured", lambda *_: pytest.fail("measured again"))
+    bench.main(given)
+    (tmp_path / "bench.txt").unlink()
+    bench.main([*given, "--report_only"])
+    assert json.loads((tmp_path / "bench.json").read_text()) == found and (tmp_path / "bench.txt").exists()
+
+
+def test_a_process_that_dies(monkeypatch):
+    monkeypatch.setattr(bench, "_measure", _die)
+    record = bench.measured(Group("forward", 12), FEW)
+    assert record["subjects"] == {"all": {"failed": "its process died: too little memory?"}} and record["kind"] == "forward"
+
+
+def _die(group, settings):
+    import os
+
+    os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--groups", "forwards"], "there is no group forwards"),
+        (["--report_only"], "go with --output_dir"),
+        (["--rounds", "0", "--threads", "0"], "integers from 1 on"),
+        (["--clock", "process"], "goes with --threads 1"),
+    ],
+)
+def test_arguments_that_cannot_be(given, said, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main([*given, "--parts_dir", str(tmp_path)])
+    assert said in f"{stopped.value}{capsys.readouterr().err}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(tmp_path):
+    with pytest.raises(SystemExit, match="no GPU here"):
+        bench.main(["--device", "cuda"])
+    done = subprocess.run(["make", "-n", "test-gpu"], capture_output=True, text=True, cwd=ROOT)
+    assert "no GPU here" in done.stdout and "-m gpu" in done.stdout
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    settings = Settings(device="cuda", rounds=2)
+    for kind in KINDS:
+        group = Group(kind, 64, dtype="bfloat16", host="gpt2" if kind == "decode" else "bert", **SMALL)
+        record = measuring.measure(group, settings)
+        assert not [each for each in record["subjects"].values() if "failed" in each], record
+    with Peak("cuda") as peak:
+        torch.ones(1000, 1000, device="cuda").sum()
+    assert 4_000_000 <= peak.bytes < 5_000_000
+
+
+def test_the_page_and_the_text_show_the_results():
+    by_device = bench.by_device(KEPT)
+    for device, found in by_device.items():
+        assert (KEPT / f"bench{bench.SUFFIX[device]}.txt").read_text() == report.text(found)
+    shown = PAGE.read_text().partition(report.MARKERS[0])[2].partition(report.MARKERS[1])[0]
+    assert shown.strip() == report.both(by_device).strip()
