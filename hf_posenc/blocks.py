@@ -25,9 +25,6 @@ BACKWARD_QUERIES = 256
 
 CHANCES = 2**16
 """The number of equal chances that the probability of dropping a weight is counted in."""
-NOTHING = 2.0**-80
-"""Weights below it are taken for 0 in the backward pass: steep biases make many subnormal ones, with which a CPU multiplies a
-hundred times slower, and beside a sum of 1 they are nothing."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +110,12 @@ def attention(
     """
     seed = int(torch.randint(2**62, ())) if dropout else 0
     settings = Settings(seen, scaling, round(dropout * CHANCES), seed)
-    return _Attention.apply(query, key, value, *columns.tensors, columns, settings)
+    return _Attention.apply(query, key.flip(2), value.flip(2), *columns.tensors, columns, settings)
 
 
 class _Attention(torch.autograd.Function):
+    """The same, keys and values in reverse already."""
+
     @staticmethod
     def forward(
         query: Tensor,
@@ -131,7 +130,6 @@ class _Attention(torch.autograd.Function):
         batch, heads, queries, _ = query.shape
         keys, seen, scaling = key.shape[2], settings.seen, settings.scaling
         columns = Columns(values, for_queries, for_keys, columns.head, columns.tail)
-        key, value = key.flip(2), value.flip(2)
         # Of this layout hosts make [B, Q, H * E] without a copy.
         output = query.new_zeros(batch, queries, heads, value.shape[-1]).transpose(1, 2)
         if settings.dropped:
@@ -215,7 +213,6 @@ def _parts(query: Tensor, key: Tensor, columns: Columns, settings: Settings) -> 
             start = block.start + within.start
             bias = _bias(own, its_query[None, None], its_key[None, None], start, settings.scaling, room)[0, 0]
             weights = _scores(bias, its_query, its_key, settings.scaling, exact).softmax(-1)
-            F.threshold(weights, NOTHING, 0.0, inplace=True)
             kept = _kept(weights.shape, settings.dropped, generator) if settings.dropped else None
             yield Part(row, head, block, within, own, weights, kept)
 
@@ -275,10 +272,9 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Of queries, keys, values, and the three tensors of columns."""
     exact, scaling = torch.promote_types(query.dtype, torch.float32), settings.scaling
-    key, value = key.flip(2), value.flip(2)
     means = (upstream * output).sum(-1, keepdim=True, dtype=exact)
     of_query = torch.zeros_like(query)
-    of_key, of_value = (torch.zeros(states.shape, dtype=exact) for states in (key, value))
+    of_key, of_value = (torch.zeros_like(states, dtype=exact) for states in (key, value))
     of_values, of_vectors, of_key_vectors = (
         None if tensor is None else torch.zeros_like(tensor, dtype=exact) for tensor in columns.tensors
     )
@@ -322,8 +318,8 @@ def _gradients(
     wanted = zip(columns.tensors, (of_values, of_vectors, of_key_vectors), strict=True)
     return (
         of_query,
-        of_key.flip(2).to(key.dtype),
-        of_value.flip(2).to(value.dtype),
+        of_key.to(key.dtype),
+        of_value.to(value.dtype),
         *(None if gradient is None else gradient.to(tensor.dtype) for tensor, gradient in wanted),
     )
 

@@ -9,7 +9,9 @@ Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +29,8 @@ FROM_KEYS: dict[Way, int] = {"dense": 0, "toeplitz": 256, "blocks": 256}
 """The number of keys from which a way is faster than the dense one (`scripts/bench.py`)."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments of SDPA's function with which it adds a bias of its own, or complains."""
+NOTHING = 2.0**-60
+"""A weight that doesn't count beside 1, however many thousands there are: float32 tells 1 from 1 + 2^-23."""
 CAUSAL_QUERIES = 256
 """Of a block of a causal attention, which leaves out the keys behind it."""
 
@@ -49,12 +53,9 @@ def way_for(
     """The way for the biases of these encodings under SDPA, and which keys the queries see, where that way has to know."""
     keys, seen = key.shape[2], None
     by_content = any("score_bias" in encoding.acts_by() for encoding in encodings)
-    learning = torch.is_grad_enabled() and query.requires_grad
-    dropping = bool(dropout) and torch.is_grad_enabled()
-    # SDPA's own gradients are faster, but in float32 as slow as subnormal numbers are, which steep biases make.
-    steep = learning and query.dtype == torch.float32
+    dropping = bool(dropout) and torch.is_grad_enabled()  # for which SDPA computes all scores
     way: Way = "toeplitz"
-    if by_content or steep or dropping or any(encoding.is_trained() for encoding in encodings):
+    if by_content or dropping or any(encoding.is_trained() for encoding in encodings):
         way = "blocks"
     if (
         not (torch.compiler.is_compiling() or torch.jit.is_tracing())
@@ -107,7 +108,7 @@ def biased_attention(
             kind = torch.get_autocast_dtype("cpu")
             query, key, value = (states.to(kind) for states in (query, key, value))
             outside.enter_context(torch.autocast("cpu", enabled=False))
-        columns = _columns(biasing, query, key.shape[2], context, seen)
+        columns = _within_reach(_columns(biasing, query, key.shape[2], context, seen), query, key, scaling, seen)
         if way == "toeplitz":
             return _toeplitz(function, module, query, key, value, columns, seen, options), None
         if key.shape[1] != query.shape[1]:
@@ -167,6 +168,27 @@ def _columns(encodings: Sequence[PositionEncoding], query: Tensor, keys: int, co
         return compute()
     key = ("columns", *map(id, encodings), query.shape[1:3], keys, query.dtype, context.first_key, seen.is_causal)
     return context.cached(key, compute)
+
+
+def _within_reach(columns: Columns, query: Tensor, key: Tensor, scaling: float, seen: Seen) -> Columns:
+    """Hide the distances at which a bias is so low that no key there has a weight which counts beside that of the query's own.
+
+    Scores differ by at most twice the largest product of lengths. Without this steep biases make many subnormal weights, with
+    which a CPU multiplies a hundred times slower; half precision has none.
+    """
+    values = columns.values
+    if values is None or query.element_size() < 4 or columns.for_queries is not None or columns.for_keys is not None:
+        return columns
+    own = key.shape[2] - 1 - seen.shift  # the column of distance 0
+    floor = values.detach()[:, own : own + 1] + math.log(NOTHING)
+    lowest = torch.finfo(values.dtype).min
+    if not ((values.detach() < floor) & (values.detach() > lowest)).any():
+        return columns
+    with torch.no_grad():
+        longest = [torch.linalg.vector_norm(states, dim=-1).amax((0, 2)) for states in (query, key)]
+        reach = 2 * abs(scaling) * longest[0] * longest[1].repeat_interleave(query.shape[1] // key.shape[1])
+        nothing = values < floor - reach[:, None]
+    return replace(columns, values=values.masked_fill(nothing, lowest))
 
 
 def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
