@@ -69,6 +69,10 @@ class Columns:
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.values, self.for_queries, self.for_keys
 
+    @property
+    def needs_gradients(self) -> bool:
+        return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
+
 
 def window(row: Tensor, start: int, queries: int, keys: int) -> Tensor:
     """The bias `[1, H, r, n]` of a block from values `[H, N]`, a view: query i and key j have column start + i + j."""
@@ -108,7 +112,7 @@ def attention(
     Queries that see no key get zeros. What is dropped is drawn from torch's generator, and again in the backward pass. Raises
     RuntimeError where gradients are to be differentiated once more.
     """
-    seed = int(torch.randint(2**62, ())) if dropout else 0
+    seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     settings = Settings(seen, scaling, round(dropout * CHANCES), seed)
     return _Attention.apply(query, key.flip(2), value.flip(2), *columns.tensors, columns, settings)
 
@@ -199,7 +203,7 @@ def _parts(query: Tensor, key: Tensor, columns: Columns, settings: Settings) -> 
     """All parts, keys in reverse; what is dropped is the same each time."""
     batch, heads, queries, _ = query.shape
     keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator("cpu").manual_seed(settings.seed)
     blocks = [*settings.seen.blocks(queries, keys, BACKWARD_QUERIES)]
     size = min(BACKWARD_QUERIES, queries)
     room = query.new_empty(size * (size + keys - 1))
@@ -212,14 +216,17 @@ def _parts(query: Tensor, key: Tensor, columns: Columns, settings: Settings) -> 
             its_query, its_key = query[row, head, block], key[row, head, within]
             start = block.start + within.start
             bias = _bias(own, its_query[None, None], its_key[None, None], start, settings.scaling, room)[0, 0]
-            weights = _scores(bias, its_query, its_key, settings.scaling, exact).softmax(-1)
+            scores = _scores(bias, its_query, its_key, settings.scaling, exact)
+            weights = scores.softmax(-1)
+            if weights[:, 0].isnan().any():  # of queries, in padding, to which a bias of -inf hides all keys
+                weights.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
             kept = _kept(weights.shape, settings.dropped, generator) if settings.dropped else None
             yield Part(row, head, block, within, own, weights, kept)
 
 
 def _kept(shape: torch.Size, dropped: int, generator: torch.Generator) -> Tensor:
     """Which weights are not dropped. Bits are drawn for several at once: torch's own `bernoulli_` costs ten softmaxes."""
-    words = torch.empty(-(-shape.numel() // 4), dtype=torch.long).random_(-(2**63), None, generator=generator)
+    words = torch.empty(-(-shape.numel() // 4), dtype=torch.long, device="cpu").random_(-(2**63), None, generator=generator)
     return words.view(torch.int16)[: shape.numel()].view(shape) >= dropped - CHANCES // 2
 
 
@@ -278,7 +285,7 @@ def _gradients(
     of_values, of_vectors, of_key_vectors = (
         None if tensor is None else torch.zeros_like(tensor, dtype=exact) for tensor in columns.tensors
     )
-    skewed = torch.empty(0, dtype=exact)
+    skewed = query.new_empty(0, dtype=exact)
     for part in _parts(query, key, columns, settings):
         row, head, block, within, weights = part.row, part.head, part.block, part.within, part.weights
         its_query, its_upstream = query[row, head, block], upstream[row, head, block]
@@ -286,7 +293,7 @@ def _gradients(
         count, own = len(its_key), part.columns
         shape = (len(its_query), len(its_query) + count - 1)
         if skewed.shape != shape:
-            skewed = torch.zeros(shape, dtype=exact)  # what no query and key have in common stays 0
+            skewed = query.new_zeros(shape, dtype=exact)  # what no query and key have in common stays 0
         of_scores = _skewed(skewed, count)
         of_weights = (its_upstream @ its_value.mT).to(exact)
         if part.kept is not None:
@@ -305,7 +312,7 @@ def _gradients(
             for (tile, vectors), (_, gradient) in zip(
                 _tiles(own.for_keys[0], part.start, *weights.shape), gradients, strict=True
             ):
-                transposed = torch.zeros(tile.stop - tile.start, len(vectors), dtype=exact)
+                transposed = query.new_zeros(tile.stop - tile.start, len(vectors), dtype=exact)
                 _skewed(transposed, len(its_query)).copy_(of_scores[:, tile].mT)
                 _add_product(of_key[row, head, within][tile], transposed, vectors)
                 _add_product(gradient, transposed.mT, its_key[tile])

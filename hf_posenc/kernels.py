@@ -53,12 +53,12 @@ def way_for(
     """The way for the biases of these encodings under SDPA, and which keys the queries see, where that way has to know."""
     keys, seen = key.shape[2], None
     by_content = any("score_bias" in encoding.acts_by() for encoding in encodings)
-    dropping = bool(dropout) and torch.is_grad_enabled()  # for which SDPA computes all scores
     way: Way = "toeplitz"
-    if by_content or dropping or any(encoding.is_trained() for encoding in encodings):
+    # With dropout SDPA computes all scores. Gradient checkpointing runs without gradients first, then with the same dropout.
+    if by_content or dropout or any(encoding.is_trained() for encoding in encodings):
         way = "blocks"
     if (
-        not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_transformed())
         and query.device.type == "cpu"  # whose kernel reads any view as a bias
         and query.shape[2] > 1
         and keys >= FROM_KEYS[way]
@@ -71,6 +71,11 @@ def way_for(
     ):
         seen = _seen(mask, query, keys, context, is_causal)
     return (way, seen) if seen is not None else ("dense", None)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func (grad, vmap, jvp, …) runs a function, for which blocks have no rules."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def biased_attention(
@@ -106,10 +111,10 @@ def biased_attention(
     with contextlib.ExitStack() as outside:
         if torch.is_autocast_enabled("cpu"):  # it would copy the bias to cast it
             kind = torch.get_autocast_dtype("cpu")
-            query, key, value = (states.to(kind) for states in (query, key, value))
+            query, key, value = (each if each.dtype == torch.float64 else each.to(kind) for each in (query, key, value))
             outside.enter_context(torch.autocast("cpu", enabled=False))
         columns = _within_reach(_columns(biasing, query, key.shape[2], context, seen), query, key, scaling, seen)
-        if way == "toeplitz":
+        if way == "toeplitz" and not (torch.is_grad_enabled() and columns.needs_gradients):
             return _toeplitz(function, module, query, key, value, columns, seen, options), None
         if key.shape[1] != query.shape[1]:
             groups = query.shape[1] // key.shape[1]
@@ -148,16 +153,16 @@ def _columns(encodings: Sequence[PositionEncoding], query: Tensor, keys: int, co
 
     def compute() -> Columns:
         heads = query.shape[1]
-        distance = torch.arange(keys - 1, -query.shape[2], -1) - seen.shift
+        distance = torch.arange(keys - 1, -query.shape[2], -1, device=query.device) - seen.shift
         columns = Columns(_sum_of_values(encodings, distance, heads))
         for encoding in encodings:
             if encoding.tells_vectors():
                 columns.for_queries, columns.for_keys = (
                     None if vectors is None else vectors.to(query.dtype) for vectors in encoding("distance_vectors", distance)
                 )
-                columns.head, columns.tail = _equal_ends(encoding.rows(distance))
+                columns.head, columns.tail = _equal_ends(_rows(encoding, distance))
         if columns.values is not None or seen.is_causal:
-            values = torch.zeros(heads, len(distance)) if columns.values is None else columns.values
+            values = query.new_zeros(heads, len(distance)) if columns.values is None else columns.values
             values = values.to(torch.promote_types(query.dtype, torch.float32)).expand(heads, -1)
             if seen.is_causal:
                 values = values.masked_fill(distance > 0, torch.finfo(values.dtype).min)
@@ -201,6 +206,15 @@ def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
         )
 
 
+def _rows(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
+    """The row of parameters of each distance; None where a subclass has other vectors, but the rows of its base class."""
+    classes = type(encoding).__mro__
+    rows, vectors = (
+        next(place for place, kind in enumerate(classes) if name in vars(kind)) for name in ("rows", "distance_vectors")
+    )
+    return encoding.rows(distance) if rows <= vectors else None
+
+
 def _equal_ends(rows: Tensor | None) -> tuple[int, int]:
     """The number of columns at either end that one row of parameters serves."""
     if rows is None:
@@ -221,9 +235,9 @@ def _seen(mask: Any, query: Tensor, keys: int, context: PositionContext, is_caus
             return found
     shown = mask[:, 0, -1]
     first, count = shown.int().argmax(-1), shown.sum(-1)
-    index = torch.arange(keys)
+    index = torch.arange(keys, device=mask.device)
     stretch = (index >= first[:, None]) & (index < (first + count)[:, None])
-    causal = index <= torch.arange(queries)[:, None] + shift
+    causal = index <= torch.arange(queries, device=mask.device)[:, None] + shift
     found = None
     if torch.equal(stretch, shown):
         whole = stretch[:, None, None]

@@ -864,6 +864,7 @@ def test_who_owns_what(kind, stack, attention):
     assert encoding_class(kind).for_attention(geometry, (), **options) is None  # none of it acts in this layer
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch's own jvp calls
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_rotation_is_differentiable(layout):
     """Once and twice by finite differences; mapped over a dimension as in a loop."""
@@ -881,3 +882,5 @@ def test_rotation_is_differentiable(layout):
     weights = torch.randn(looped.shape, dtype=torch.float64)
     gradients = torch.func.vmap(torch.func.grad(lambda each, weight: (rotate(each) * weight).sum()))(states, weights)
     torch.testing.assert_close(gradients, torch.autograd.grad((looped * weights).sum(), states)[0])
+    tangent = torch.func.jvp(rotate, (states[0],), (states[1],))[1]
+    torch.testing.assert_close(tangent, looped[1])  # it is linear

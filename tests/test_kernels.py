@@ -232,7 +232,7 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
         ("dense", {"encoding": "alibi", "aside": (1, 0)}),
         ("dense", {"encoding": "alibi", "width": 2 * E}),
         ("blocks", {"encoding": "alibi", "dropout": 0.1, "train": True}),
-        ("toeplitz", {"encoding": "alibi", "dropout": 0.1}),
+        ("blocks", {"encoding": "alibi", "dropout": 0.1}),  # the first run of gradient checkpointing
         ("dense", {"encoding": "alibi", "device": "meta"}),
         ("dense", {"encoding": "alibi", "mask": torch.zeros(2, 1, 256, 256)}),
         ("dense", {"encoding": "alibi", "mask": torch.rand(2, 1, 256, 256) > 0.5}),
@@ -452,6 +452,146 @@ def test_a_bias_that_hides_keys(always, way):
         assert_close(outputs[1], outputs[0])
     finally:
         del hf_posenc.PositionEncoding.registered["near-in-test"]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("host", ["bert", "llama"])
+def test_padding_to_which_a_bias_hides_all_keys(always, ways, host, dropout, side):
+    """A window of 2 around tokens of which most are padding: neither outputs nor gradients are NaN."""
+
+    class Near(hf_posenc.PositionEncoding, type="near-in-test"):
+        def __init__(self, geometry, **options):
+            super().__init__(geometry, **options)
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def distance_bias(self, distance):
+            return torch.where(distance.abs() > 2, -torch.inf, self.weight * distance)[None]
+
+    try:
+        model = hf_posenc.patch(stock(host), "near-in-test")
+        model.config.attention_probs_dropout_prob = model.config.attention_dropout = dropout
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = dropout
+            if hasattr(module, "dropout") and isinstance(module.dropout, torch.nn.Dropout):
+                module.dropout.p = dropout
+        ids, mask = padded(tokens(2, 30), [30, 4], side)
+        results = {}
+        for implementation in ("sdpa", "eager") if dropout == 0 else ("sdpa",):
+            model.set_attn_implementation(implementation)
+            output = first(model.train()(ids, attention_mask=mask))
+            assert output.isfinite().all()
+            found = gradients(model, lambda _, output=output: output[mask.bool()].square().sum())
+            assert all(gradient.isfinite().all() for gradient in found.values())
+            results[implementation] = found
+        if dropout == 0:
+            assert_close(results["sdpa"], results["eager"], rtol=1e-3, atol=1e-4)
+        assert "blocks" in ways
+    finally:
+        del hf_posenc.PositionEncoding.registered["near-in-test"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("encoding", ["shaw", "relative_key_query", "shaw+alibi"])
+def test_hidden_queries_in_half_precision(always, ways, encoding, dtype):
+    """The lowest float32 is -inf there: queries before the first shown key, in a block with others."""
+    model = patched("llama", encoding).to(dtype).train()
+    ids, mask = padded(tokens(2, 11), [11, 6], "left")
+    output = first(model(ids, attention_mask=mask))
+    found = gradients(model, lambda _: output[mask.bool()].float().square().sum())
+    assert all(gradient.isfinite().all() for gradient in found.values()) and "blocks" in ways
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "t5", "shaw"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_drops_the_same_weights(always, encoding, reentrant):
+    """The first run of a layer is without gradients, in reentrant checkpointing."""
+    outputs = []
+
+    def note(module, args, output):
+        outputs.append(output[0].detach().clone())
+
+    model = patched("bert", encoding, attention_probs_dropout_prob=0.4, hidden_dropout_prob=0.0).train()
+    model.encoder.layer[0].attention.self.register_forward_hook(note)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    first(model(tokens())).sum().backward()
+    assert len(outputs) == 2 and torch.equal(*outputs)
+
+
+def test_other_vectors_have_other_rows_than_their_base_class(always):
+    class Fading(hf_posenc.list_encodings()["shaw"], type="fading-in-test"):
+        max_distance = 2
+
+        def distance_vectors(self, distance):
+            vectors, _ = super().distance_vectors(distance)
+            return vectors * (0.9 ** distance.abs())[None, :, None], None
+
+        def score_bias(self, query, key, context):
+            distance = context.distances(key.shape[2])[0]
+            vectors, _ = self.distance_vectors(distance.flatten())
+            return torch.einsum("bhqe,qke->bhqk", query, vectors[0].unflatten(0, distance.shape)) * context.scaling
+
+    try:
+        model = patched("bert", "fading-in-test")
+        results = {}
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            output = first(model(tokens()))
+            results[implementation] = [output.detach(), *gradients(model, lambda _, y=output: y.square().sum()).values()]
+        assert_close(results["sdpa"], results["eager"], rtol=1e-3)
+    finally:
+        del hf_posenc.PositionEncoding.registered["fading-in-test"]
+
+
+def test_gradients_of_a_bias_reach_what_it_is_made_of(always):
+    """Which need not be a parameter of the encoding's."""
+    slope = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+
+    class Given(hf_posenc.PositionEncoding, type="given-in-test"):
+        def distance_bias(self, distance):
+            return -slope * distance.abs()[None]
+
+    try:
+        model = hf_posenc.patch(stock("bert"), "given-in-test").double().requires_grad_(False)
+        found = []
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            found.append(torch.autograd.grad(first(model(tokens())).square().sum(), slope)[0])
+        assert_close(found[1], found[0])
+    finally:
+        del hf_posenc.PositionEncoding.registered["given-in-test"]
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "t5", "shaw", "relative_key_query"])
+def test_another_default_device(always, ways, encoding):
+    model = patched("bert", encoding).train()
+    ids, mask = padded(tokens(2), [11, 7], "right")
+    with torch.device("meta"):
+        first(model(ids, attention_mask=mask)).sum().backward()
+    assert "dense" not in ways
+
+
+def test_autocast_leaves_doubles_as_they_are(always, ways):
+    model = patched("bert", "t5").double()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert first(model(tokens())).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch's rule for unfold
+def test_torch_func_takes_a_dense_bias(always, ways):
+    model = patched("bert", "t5")
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters, ids):
+        return first(torch.func.functional_call(model, parameters, (ids[None],))).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, tokens())
+    assert {*ways} == {"dense"}
+    for row, ids in enumerate(tokens()):
+        expected = gradients(model, lambda _, ids=ids: first(model(ids[None])).square().sum())
+        assert_close({name: each[name][row] for name in expected}, expected, rtol=1e-3, atol=1e-4)
 
 
 class Largest(TorchDispatchMode):

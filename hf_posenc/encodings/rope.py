@@ -85,6 +85,11 @@ class _Rotation(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, cos, sin, ctx.layout = inputs
         ctx.save_for_backward(cos, sin)
+        ctx.save_for_forward(cos, sin)
+
+    @staticmethod
+    def jvp(ctx: Any, of_states: Tensor, *_: None) -> Tensor:
+        return _Rotation.apply(of_states, *ctx.saved_tensors, ctx.layout)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
