@@ -69,6 +69,11 @@ class Columns:
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.values, self.for_queries, self.for_keys
 
+    def to(self, dtype: torch.dtype) -> "Columns":
+        """The same, with vectors of another type."""
+        queries, keys = (None if tensor is None else tensor.to(dtype) for tensor in (self.for_queries, self.for_keys))
+        return Columns(self.values, queries, keys, self.head, self.tail)
+
     @property
     def needs_gradients(self) -> bool:
         return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)

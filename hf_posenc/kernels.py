@@ -105,7 +105,8 @@ def biased_attention(
     plain = all(options.get(name) is None or options[name] is False for name in NOT_IN_BLOCKS)
     if function is sdpa_attention_forward and isinstance(scaling, float) and plain:
         way, seen = way_for(biasing, query, key, value, mask, context, is_causal, options.get("dropout", 0.0))
-    if seen is None or not isinstance(scaling, float):
+    columns = None if seen is None else _columns(biasing, query, key.shape[2], context, seen)
+    if seen is None or columns is None or not isinstance(scaling, float):
         mask = biased_mask(biasing, query, key, mask, context, is_causal)
         return function(module, query, key, value, mask, **options)
     with contextlib.ExitStack() as outside:
@@ -113,7 +114,7 @@ def biased_attention(
             kind = torch.get_autocast_dtype("cpu")
             query, key, value = (each if each.dtype == torch.float64 else each.to(kind) for each in (query, key, value))
             outside.enter_context(torch.autocast("cpu", enabled=False))
-        columns = _within_reach(_columns(biasing, query, key.shape[2], context, seen), query, key, scaling, seen)
+        columns = _within_reach(columns.to(query.dtype), query, key, scaling, seen)
         if way == "toeplitz" and not (torch.is_grad_enabled() and columns.needs_gradients):
             return _toeplitz(function, module, query, key, value, columns, seen, options), None
         if key.shape[1] != query.shape[1]:
@@ -148,18 +149,25 @@ def _toeplitz(
     return query.transpose(1, 2) * 0 if output is None else output
 
 
-def _columns(encodings: Sequence[PositionEncoding], query: Tensor, keys: int, context: PositionContext, seen: Seen) -> Columns:
-    """What these encodings add, by distance; once for all layers where it needs no gradient and no layer has its own."""
+def _columns(
+    encodings: Sequence[PositionEncoding], query: Tensor, keys: int, context: PositionContext, seen: Seen
+) -> Columns | None:
+    """What these encodings add, by distance; once for all layers where it needs no gradient and no layer has its own.
 
-    def compute() -> Columns:
+    None where one has no vectors after all, so that its `score_bias` has to be asked.
+    """
+
+    def compute() -> Columns | None:
         heads = query.shape[1]
         distance = torch.arange(keys - 1, -query.shape[2], -1, device=query.device) - seen.shift
         columns = Columns(_sum_of_values(encodings, distance, heads))
         for encoding in encodings:
             if encoding.tells_vectors():
-                columns.for_queries, columns.for_keys = (
-                    None if vectors is None else vectors.to(query.dtype) for vectors in encoding("distance_vectors", distance)
-                )
+                vectors = encoding("distance_vectors", distance)
+                _check_vectors(encoding, vectors, heads, len(distance), query.shape[-1])
+                if vectors == (None, None):
+                    return None
+                columns.for_queries, columns.for_keys = vectors
                 columns.head, columns.tail = _equal_ends(_rows(encoding, distance))
         if columns.values is not None or seen.is_causal:
             values = query.new_zeros(heads, len(distance)) if columns.values is None else columns.values
@@ -203,6 +211,18 @@ def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
             f"the {encoding.type!r} encoding has a bias for each of {bias.shape[0]} heads, of which this attention has "
             f"{heads}: a tensor-parallel plan has split them over processes. Take FSDP or DDP, or an encoding "
             "that rotates or adds vectors"
+        )
+
+
+def _check_vectors(encoding: PositionEncoding, vectors: Any, heads: int, distances: int, head_dim: int) -> None:
+    """Raises ValueError for anything but what `distance_vectors` is to give."""
+    shapes = ((1, distances, head_dim), (heads, distances, head_dim))
+    pair = isinstance(vectors, tuple) and len(vectors) == 2
+    if not pair or any(each is not None and tuple(each.shape) not in shapes for each in vectors):
+        given = [tuple(each.shape) if isinstance(each, Tensor) else each for each in (vectors if pair else [vectors])]
+        raise ValueError(
+            f"distance_vectors of {encoding.type!r} gave {', '.join(map(str, given))} for {distances} distances: give a pair, "
+            f"(for queries, for keys), each None or of shape {shapes[0]} or, for each head, {shapes[1]}"
         )
 
 

@@ -454,6 +454,54 @@ def test_a_bias_that_hides_keys(always, way):
         del hf_posenc.PositionEncoding.registered["near-in-test"]
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda vectors: vectors, "gave .*give a pair"),
+        (lambda vectors: (vectors[0], None), r"gave \(21, 8\), None for 21 distances.*\(1, 21, 8\)"),
+        (lambda vectors: (None, vectors[:, :5]), "give a pair"),
+        (lambda vectors: (None, None), None),
+    ],
+)
+def test_vectors_of_another_shape(always, ways, given, message):
+    class Wrong(hf_posenc.list_encodings()["shaw"], type="wrong-in-test"):
+        def distance_vectors(self, distance):
+            return given(self.weight[self.rows(distance)][None])
+
+    try:
+        model = patched("bert", "wrong-in-test", hidden_size=32, num_attention_heads=4)
+        if message is None:  # score_bias is asked
+            expected = first(model(tokens()))
+            model.set_attn_implementation("eager")
+            assert_close(first(model(tokens())), expected)
+        else:
+            with pytest.raises(ValueError, match=message):
+                model(tokens())
+    finally:
+        del hf_posenc.PositionEncoding.registered["wrong-in-test"]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_far_key_that_counts_is_not_hidden(train):
+    """Behind a bias of -200 whose weight would be nothing, but for its score."""
+    length = 300
+    query, key, value = (torch.randn(1, H, length, E, generator=torch.Generator().manual_seed(5)) for _ in range(3))
+    query, key = 12 * query, 12 * key
+    encoding = hf_posenc.list_encodings()["alibi"](Geometry(H * E, H, E))
+    index = torch.arange(length)[None]
+    context = PositionContext(encoding, index, 0, index.new_zeros(1, 1), scaling=0.5)
+    bias = -torch.tensor([0.0625, 0.00390625, 0.25])[:, None, None] * (index[0][:, None] - index[0]).abs()
+    module = SimpleNamespace(is_causal=False)
+    states = [each.requires_grad_(train) for each in (query, key, value)]
+    arguments = (module, *states, None, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
+    found, _ = kernels.biased_attention(sdpa_attention_forward, *arguments)
+    scores = states[0].double() @ states[1].double().mT * 0.5 + bias
+    expected = (scores.softmax(-1) @ states[2].double()).transpose(1, 2)
+    far = scores.softmax(-1) * (bias < -40)
+    assert far.max() > 0.5  # such keys there are
+    assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("host", ["bert", "llama"])
