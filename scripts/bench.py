@@ -123,12 +123,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     folder, stem = arguments.output_dir, f"bench{SUFFIX[arguments.device]}"
-    everything = records.read(folder / f"{stem}.json") if arguments.report_only else run(arguments)
+    file = folder / f"{stem}.json" if folder else None
+    if arguments.report_only and file is not None and not file.exists():
+        make = "make bench" + SUFFIX[arguments.device]
+        sys.exit(f"no results in {folder}: there is no {file.name}. Run `{make}`, or give the --output_dir of an earlier run")
+    everything = records.read(file) if arguments.report_only else run(arguments)
     page = report.text(everything)
     print(page, end="")
-    if folder:
+    if file is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        records.write(folder / f"{stem}.json", everything)
+        records.write(file, everything)
         (folder / f"{stem}.txt").write_text(page, encoding="utf-8")
         report.draw(everything, folder / f"{stem}.png")
     if arguments.docs_file:

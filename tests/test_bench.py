@@ -420,6 +420,15 @@ def test_arguments_that_cannot_be(given, said, capsys, tmp_path):
     assert said in f"{stopped.value}{capsys.readouterr().err}"
 
 
+@pytest.mark.parametrize(
+    ("device", "said"), [("cpu", "bench.json. Run `make bench`"), ("cuda", "bench-gpu.json. Run `make bench-gpu`")]
+)
+def test_a_report_of_no_results(device, said, tmp_path):
+    with pytest.raises(SystemExit, match=said) as stopped:
+        bench.main(["--report_only", "--device", device, "--output_dir", str(tmp_path)])
+    assert f"no results in {tmp_path}" in str(stopped.value) and not [*tmp_path.iterdir()]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(tmp_path):
     with pytest.raises(SystemExit, match="no GPU here"):
