@@ -8,7 +8,8 @@
 A group of subjects is measured in one process: in each round every subject once, in an order drawn anew, so that what slows
 the machine down slows all of them down. A ratio is taken within a round: its median over the rounds is printed with a 95 %
 bootstrap interval, and is a throughput, 1.0 as fast as the reference, less is slower. A subject that fails is listed with the
-reason. Groups that are done are kept, so that a run that was stopped goes on where it was.
+reason. Groups that are done are kept, so that a run that was stopped goes on where it was; one in which every subject failed
+isn't, and ends the command with status 1.
 """
 
 import argparse
@@ -29,7 +30,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 from tqdm.auto import tqdm
 
-from benchmarks import grid, report, results
+from benchmarks import grid, report, results, subjects
 from benchmarks.grid import Group, Settings
 from evaluation import records
 
@@ -80,7 +81,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--v4_env", type=Path, default=ROOT / "build" / "v4", help="the environment with Transformers 4.57, made if missing")
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="use the groups so far")
     arguments = parser.parse_args(argv)
-    arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else 20)
+    if arguments.rounds is None:
+        arguments.rounds = QUICK_ROUNDS if arguments.quick else 20
     if (arguments.report_only or arguments.docs_file) and not arguments.output_dir:
         parser.error("--report_only and --docs_file go with --output_dir, where the results are")
     if min(arguments.rounds, arguments.threads) < 1 or arguments.warmup < 0:
@@ -98,9 +100,13 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return Settings(**given, encodings=chosen, environment=str(arguments.v4_env.resolve()))
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, and put together with what --output_dir has of other groups."""
+def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure, and put together with what --output_dir has of other groups; and which groups failed."""
     settings = settings_of(arguments)
+    try:
+        subjects.check(settings)
+    except ValueError as error:
+        sys.exit(f"--encodings: {error}")
     try:
         chosen = grid.groups(arguments.device, arguments.quick, tuple(arguments.groups.split(",")) if arguments.groups else ())
     except ValueError as error:
@@ -112,10 +118,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             record = measured(group, settings)
             kept.add(group, record)
         found[group.name] = record
+    without = [name for name, record in found.items() if results.has_failed(record)]
     file = arguments.output_dir / f"bench{SUFFIX[arguments.device]}.json" if arguments.output_dir else None
     order = [group.name for group in grid.groups(arguments.device)]
     try:
-        return results.together(found, settings, records.command(), file, order)
+        return results.together(found, settings, records.command(), file, order), without
     except ValueError as error:
         sys.exit(str(error))
 
@@ -127,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.report_only and file is not None and not file.exists():
         make = "make bench" + SUFFIX[arguments.device]
         sys.exit(f"no results in {folder}: there is no {file.name}. Run `{make}`, or give the --output_dir of an earlier run")
-    everything = records.read(file) if arguments.report_only else run(arguments)
+    everything, without = (records.read(file), []) if arguments.report_only else run(arguments)
     page = report.text(everything)
     print(page, end="")
     if file is not None:
@@ -137,6 +144,8 @@ def main(argv: list[str] | None = None) -> None:
         report.draw(everything, folder / f"{stem}.png")
     if arguments.docs_file:
         report.write_tables(arguments.docs_file, by_device(folder))
+    if without:
+        sys.exit(f"nothing could be measured in {', '.join(without)}: the reasons are above; the same command tries again")
 
 
 def by_device(folder: Path) -> dict[str, Any]:

@@ -359,8 +359,8 @@ def test_results_of_groups_are_put_together(tmp_path):
 def test_groups_of_other_code_are_measured_again(tmp_path, monkeypatch):
     group = Group("forward", 12)
     kept = results.Kept(tmp_path, FEW)
-    kept.add(group, {"subjects": {}})
-    assert results.Kept(tmp_path, FEW).get(group) == {"subjects": {}}
+    kept.add(group, {"subjects": {"alibi": {"failed": "why"}, "rope": {"milliseconds": 1.0}}})
+    assert "rope" in results.Kept(tmp_path, FEW).get(group)["subjects"]
     assert results.Kept(tmp_path, Settings(rounds=3)).get(group) is None
     monkeypatch.setattr(results, "state", lambda settings: "other")
     assert results.Kept(tmp_path, FEW).get(group) is None
@@ -374,7 +374,8 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     page.write_text(f"Before\n\n{report.MARKERS[0]}\nold\n{report.MARKERS[1]}\n\nAfter\n")
     given = ["--rounds", "2", "--warmup", "0", "--threads", "1", "--encodings", "none,alibi", "--docs_file", str(page)]
     given += ["--output_dir", str(tmp_path), "--parts_dir", str(tmp_path / "parts")]
-    bench.main(given)
+    with pytest.raises(SystemExit, match="nothing could be measured in rotation-12-fp7: "):
+        bench.main(given)
     found = json.loads((tmp_path / "bench.json").read_text())
     assert [*found["groups"]] == ["forward-12-fp32", "rotation-12-fp7"] and found["machine"]["threads"] == 1
     assert [*found["groups"]["forward-12-fp32"]["subjects"]] == ["stock", "none", "alibi"]
@@ -386,8 +387,12 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     said = page.read_text()
     assert said.startswith("Before\n") and said.endswith("After\n") and "old" not in said and "`alibi`" in said
     assert "no GPU was at hand. `make bench-gpu` fills this part" in said
-    monkeypatch.setattr(bench, "measured", lambda *_: pytest.fail("measured again"))
-    bench.main(given)
+    tried = []
+    monkeypatch.setattr(bench, "measured", lambda group, settings: tried.append(group.name) or bench.failed(group, "again"))
+    with pytest.raises(SystemExit, match="rotation-12-fp7"):
+        bench.main(given)
+    assert tried == ["rotation-12-fp7"]
+    found["groups"]["rotation-12-fp7"]["subjects"]["all"]["failed"] = "again"
     (tmp_path / "bench.txt").unlink()
     bench.main([*given, "--report_only"])
     assert json.loads((tmp_path / "bench.json").read_text()) == found and (tmp_path / "bench.txt").exists()
@@ -410,13 +415,17 @@ def _die(group, settings):
     [
         (["--groups", "forwards"], "there is no group forwards"),
         (["--report_only"], "go with --output_dir"),
-        (["--rounds", "0", "--threads", "0"], "integers from 1 on"),
+        (["--rounds", "0"], "integers from 1 on"),
+        (["--threads", "0"], "integers from 1 on"),
+        (["--encodings", "alibi,alibo"], "--encodings: there is no encoding alibo; registered: none, alibi"),
         (["--clock", "process"], "goes with --threads 1"),
     ],
 )
-def test_arguments_that_cannot_be(given, said, capsys, tmp_path):
+def test_arguments_that_cannot_be(given, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "measured", lambda *_: pytest.fail("measured"))
     with pytest.raises(SystemExit) as stopped:
         bench.main([*given, "--parts_dir", str(tmp_path)])
+    assert stopped.value.code not in (None, 0)
     assert said in f"{stopped.value}{capsys.readouterr().err}"
 
 

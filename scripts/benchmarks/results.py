@@ -57,8 +57,15 @@ def state(settings: Settings) -> str:
     return digest.hexdigest()[:16]
 
 
+def has_failed(record: Any) -> bool:
+    """Whether nothing of a group was measured."""
+    subjects = record["subjects"].values()
+    return bool(subjects) and all("failed" in each for each in subjects)
+
+
 class Kept:
-    """The records of a run's groups, a file each; those of other code, settings or machine are passed over."""
+    """The records of a run's groups, a file each; those of other code, settings or machine are passed over, and a group of
+    which nothing was measured isn't kept."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.state = folder, state(settings)
@@ -70,7 +77,8 @@ class Kept:
         return found["record"] if found.get("state") == self.state else None
 
     def add(self, group: Group, record: Any) -> None:
-        records.write(self.folder / f"{group.name}.json", {"state": self.state, "record": record})
+        if not has_failed(record):
+            records.write(self.folder / f"{group.name}.json", {"state": self.state, "record": record})
 
 
 def together(measured: dict[str, Any], settings: Settings, command: str, file: Path | None, order: list[str]) -> dict[str, Any]:

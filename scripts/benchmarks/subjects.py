@@ -19,14 +19,23 @@ VOCABULARY = 1000
 Maker = Callable[[], PreTrainedModel]
 
 
-def encodings(group: Group, settings: Settings) -> list[str]:
-    """The encodings of a group: `none`, then every one that is registered. Raises ValueError for unknown names."""
-    known = [NONE, *(name for name in hf_posenc.list_encodings() if name != NONE)]
+def check(settings: Settings) -> None:
+    """Raises ValueError for names of encodings that there aren't."""
+    known = _registered()
     if unknown := {*settings.encodings} - {*known}:
         raise ValueError(f"there is no encoding {', '.join(sorted(unknown))}; registered: {', '.join(known)}")
+
+
+def _registered() -> list[str]:
+    return [NONE, *(name for name in hf_posenc.list_encodings() if name != NONE)]
+
+
+def encodings(group: Group, settings: Settings) -> list[str]:
+    """The encodings of a group: `none`, then every one that is registered. Raises ValueError for unknown names."""
+    check(settings)
     return [
         name
-        for name in known
+        for name in _registered()
         if (not group.encodings or name in group.encodings) and (not settings.encodings or name in settings.encodings)
     ]
 
