@@ -3,6 +3,7 @@
     make bench        # the whole grid, which is in scripts/results/: under an hour on two cores
     python scripts/bench.py --quick
     python scripts/bench.py --groups forward,attention-2048-fp32 --encodings alibi,t5
+    python scripts/bench.py --import my_encodings --groups forward --encodings alibi,window
     python scripts/bench.py --report_only --output_dir scripts/results --docs_file docs/speed.md
 
 A group of subjects is measured in one process: in each round every subject once, in an order drawn anew, so that what slows
@@ -13,6 +14,7 @@ isn't, and ends the command with status 1.
 """
 
 import argparse
+import importlib
 import multiprocessing
 import os
 import sys
@@ -54,7 +56,16 @@ def _measure(group: Group, settings: Settings) -> Any:
     # Imported in the process that measures, so that libraries are as they are when they are used alone.
     from benchmarks.measuring import measure
 
+    import_modules(settings.modules)
     return measure(group, settings)
+
+
+def import_modules(names: tuple[str, ...]) -> None:
+    """Import modules by name, those of the current folder as well, so that the encodings that they define are registered."""
+    if names:
+        sys.path.insert(0, "")
+    for name in names:
+        importlib.import_module(name)
 
 
 def failed(group: Group, why: str) -> Any:
@@ -68,6 +79,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--groups", help="names or kinds of groups, separated by commas; all by default")
     add("--encodings", help="encodings, separated by commas; all that are registered by default")
+    add(
+        "--import",
+        dest="modules",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="a module that defines encodings of your own; several separated by commas, or the option again",
+    )
     add("--quick", action="store_true", help=f"a few groups, {QUICK_ROUNDS} rounds: minutes")
     add("--rounds", type=int, help="how often each subject is timed; default: 20")
     add("--warmup", type=int, default=2, help="and run before that")
@@ -97,12 +116,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def settings_of(arguments: argparse.Namespace) -> Settings:
     given = {name: getattr(arguments, name) for name in ("device", "rounds", "warmup", "threads", "clock", "seed")}
     chosen = tuple(arguments.encodings.split(",")) if arguments.encodings else ()
-    return Settings(**given, encodings=chosen, environment=str(arguments.v4_env.resolve()))
+    modules = tuple(name for names in arguments.modules for name in names.split(",") if name)
+    return Settings(**given, encodings=chosen, modules=modules, environment=str(arguments.v4_env.resolve()))
 
 
 def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Measure, and put together with what --output_dir has of other groups; and which groups failed."""
     settings = settings_of(arguments)
+    try:
+        import_modules(settings.modules)
+    except ImportError as error:
+        sys.exit(f"--import: {error}. Modules are looked for in the current folder, {Path.cwd()}, and among what is installed")
     try:
         subjects.check(settings)
     except ValueError as error:

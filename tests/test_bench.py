@@ -1,9 +1,11 @@
 """The instrument that bench.py measures with: rounds, ratios, memory, what is recorded and shown. No figure is asserted."""
 
 import json
+import os
 import random
 import statistics
 import subprocess
+import sys
 import time
 
 import pytest
@@ -396,6 +398,51 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "bench.txt").unlink()
     bench.main([*given, "--report_only"])
     assert json.loads((tmp_path / "bench.json").read_text()) == found and (tmp_path / "bench.txt").exists()
+
+
+WINDOW = """
+import torch, hf_posenc
+
+class Window(hf_posenc.PositionEncoding, type="window-of-a-file"):
+    def distance_bias(self, distance):
+        return torch.where(distance.abs() > 4, -torch.inf, 0.0)[None]
+"""
+
+
+def test_encodings_of_a_module(tmp_path):
+    """They are measured, in the process that measures; other contents of the file are other results."""
+    (tmp_path / "my_windows.py").write_text(WINDOW)
+    (tmp_path / "my_more.py").write_text("")
+    small = "from bench import *; grid.ON_CPU = (Group('forward', 12, layers=1, heads=2),)\nif __name__ == '__main__': main()"
+    (tmp_path / "small.py").write_text(small)
+    given = [
+        "--rounds",
+        "2",
+        "--warmup",
+        "0",
+        "--threads",
+        "1",
+        "--parts_dir",
+        "parts",
+        "--encodings",
+        "alibi,window-of-a-file",
+    ]
+
+    def run(*more):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+        return subprocess.run(
+            [sys.executable, "small.py", *given, *more], capture_output=True, text=True, cwd=tmp_path, env=environment
+        )
+
+    done = run("--import", "my_more,my_windows")
+    assert done.returncode == 0 and "\n  window-of-a-file " in done.stdout, done.stderr
+    first = json.loads((tmp_path / "parts" / "forward-12-fp32.json").read_text())
+    (tmp_path / "my_windows.py").write_text(WINDOW.replace("> 4", "> 5"))
+    assert run("--import", "my_more", "--import", "my_windows").returncode == 0
+    assert json.loads((tmp_path / "parts" / "forward-12-fp32.json").read_text())["state"] != first["state"]
+    without, missing = run(), run("--import", "my_windws")
+    assert "there is no encoding window-of-a-file" in without.stderr and without.returncode
+    assert "--import: No module named 'my_windws'. Modules are looked for in" in missing.stderr and missing.returncode
 
 
 def test_a_process_that_dies(monkeypatch):

@@ -10,7 +10,10 @@ HEAD_DIM = 64
 @dataclass(frozen=True)
 class Settings:
     """rounds: how often each subject is timed. warmup: and run before that. encodings: only these; empty for all.
-    environment: where the second environment is, or is made. clock: of `timing.CLOCKS`."""
+
+    modules: imported first, since they define encodings. environment: where the second environment is, or is made.
+    clock: of `timing.CLOCKS`.
+    """
 
     device: str = "cpu"
     rounds: int = 20
@@ -19,6 +22,7 @@ class Settings:
     clock: str = "wall"
     seed: int = 0
     encodings: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     environment: str = "build/v4"
 
 

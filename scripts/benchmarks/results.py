@@ -2,9 +2,11 @@
 
 import datetime
 import hashlib
+import importlib.util
 import json
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,11 +52,21 @@ def state(settings: Settings) -> str:
     files = [
         *(HERE.parents[1] / "hf_posenc").rglob("*.py"),
         *(path for path in HERE.glob("*.py") if path.name not in REPORTING),
+        *(path for name in settings.modules for path in _files(name)),
     ]
     digest = hashlib.sha256(json.dumps([asdict(settings), machine(settings)]).encode())
     for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _files(name: str) -> Iterator[Path]:
+    """Of a module that can be imported: its file, or for one in a package all files of the outermost package."""
+    found = importlib.util.find_spec(name.partition(".")[0])
+    for folder in (found and found.submodule_search_locations) or ():
+        yield from Path(folder).rglob("*.py")
+    if found and found.origin and Path(found.origin).is_file():
+        yield Path(found.origin)
 
 
 def has_failed(record: Any) -> bool:
