@@ -141,6 +141,10 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         if record is None:
             record = measured(group, settings)
             kept.add(group, record)
+        else:
+            time = kept.time(group)
+            record = {**record, "date": time[:10]}
+            tqdm.write(f"{group.name}: kept from {time}; --no-resume measures anew", file=sys.stderr)
         found[group.name] = record
     without = [name for name, record in found.items() if results.has_failed(record)]
     file = arguments.output_dir / f"bench{SUFFIX[arguments.device]}.json" if arguments.output_dir else None

@@ -394,6 +394,8 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="rotation-12-fp7"):
         bench.main(given)
     assert tried == ["rotation-12-fp7"]
+    said = capsys.readouterr().err
+    assert "forward-12-fp32: kept from 20" in said and "; --no-resume measures anew" in said and "fp7: kept" not in said
     found["groups"]["rotation-12-fp7"]["subjects"]["all"]["failed"] = "again"
     (tmp_path / "bench.txt").unlink()
     bench.main([*given, "--report_only"])

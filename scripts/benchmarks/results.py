@@ -88,6 +88,11 @@ class Kept:
         found = records.read(file) if file.exists() else {}
         return found["record"] if found.get("state") == self.state else None
 
+    def time(self, group: Group) -> str:
+        """When a group that is kept was measured."""
+        written = (self.folder / f"{group.name}.json").stat().st_mtime
+        return datetime.datetime.fromtimestamp(written).isoformat(" ", "minutes")
+
     def add(self, group: Group, record: Any) -> None:
         if not has_failed(record):
             records.write(self.folder / f"{group.name}.json", {"state": self.state, "record": record})
@@ -105,7 +110,10 @@ def together(measured: dict[str, Any], settings: Settings, command: str, file: P
         raise ValueError(
             f"{file} has the results of another machine or setting ({before['machine']}): give another --output_dir"
         )
-    groups = {**before.get("groups", {}), **{name: {**record, "date": today} for name, record in measured.items()}}
+    groups = {
+        **before.get("groups", {}),
+        **{name: {**record, "date": record.get("date", today)} for name, record in measured.items()},
+    }
     ordered = {name: groups[name] for name in order if name in groups}
     command = before["command"] if partial else command
     return {"command": command, "machine": about, "date": today, "groups": ordered}
