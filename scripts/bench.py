@@ -78,6 +78,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--groups", help="names or kinds of groups, separated by commas; all by default")
+    add("--list", action="store_true", help="print the groups and what each measures, and measure nothing")
     add("--encodings", help="encodings, separated by commas; all that are registered by default")
     add(
         "--import",
@@ -108,7 +109,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--rounds and --threads are integers from 1 on, --warmup from 0 on")
     if arguments.clock == "process" and (arguments.threads > 1 or arguments.device == "cuda"):
         parser.error("--clock process counts the seconds of all threads: it goes with --threads 1, on a CPU")
-    if arguments.device == "cuda" and not torch.cuda.is_available() and not arguments.report_only:
+    if arguments.device == "cuda" and not torch.cuda.is_available() and not (arguments.report_only or arguments.list):
         sys.exit("no GPU here: torch.cuda.is_available() is False. Run this where there is one; `make bench` measures a CPU")
     return arguments
 
@@ -120,9 +121,16 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return Settings(**given, encodings=chosen, modules=modules, environment=str(arguments.v4_env.resolve()))
 
 
+def chosen_groups(arguments: argparse.Namespace) -> list[Group]:
+    try:
+        return grid.groups(arguments.device, arguments.quick, tuple(arguments.groups.split(",")) if arguments.groups else ())
+    except ValueError as error:
+        sys.exit(f"--groups: {error}")
+
+
 def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Measure, and put together with what --output_dir has of other groups; and which groups failed."""
-    settings = settings_of(arguments)
+    settings, chosen = settings_of(arguments), chosen_groups(arguments)
     try:
         import_modules(settings.modules)
     except ImportError as error:
@@ -131,10 +139,6 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         subjects.check(settings)
     except ValueError as error:
         sys.exit(f"--encodings: {error}")
-    try:
-        chosen = grid.groups(arguments.device, arguments.quick, tuple(arguments.groups.split(",")) if arguments.groups else ())
-    except ValueError as error:
-        sys.exit(f"--groups: {error}")
     kept, found = results.Kept(arguments.parts_dir, settings), {}
     for group in tqdm(chosen, desc="groups", unit="group", position=0):
         record = kept.get(group) if arguments.resume else None
@@ -157,6 +161,9 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
+    if arguments.list:
+        print(*report.listing(chosen_groups(arguments)), sep="\n")
+        return
     folder, stem = arguments.output_dir, f"bench{SUFFIX[arguments.device]}"
     file = folder / f"{stem}.json" if folder else None
     if arguments.report_only and file is not None and not file.exists():

@@ -338,6 +338,19 @@ def test_targets_are_of_groups_that_there_are():
         grid.groups("cpu", only=("forwards",))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_list_of_groups(device, capsys):
+    """Each group once, with what it measures, in the order in which they are measured; so in the error."""
+    bench.main(["--list", "--device", device])
+    heads = [line.strip().partition(": ") for line in capsys.readouterr().out.splitlines()]
+    names, every = [name for name, _, _ in heads], grid.groups(device)
+    assert len(names) == len({*names}) and all(what for _, _, what in heads)
+    assert [name for name in names if name in {group.name for group in every}] == [group.name for group in every]
+    with pytest.raises(ValueError) as stopped:
+        grid.groups(device, only=("forwards",))
+    assert str(stopped.value).partition("there are ")[2].partition(" (--list")[0].split(", ") == names
+
+
 def test_what_fails_is_shown():
     group = made_up({"alibi": 1.0})
     group["subjects"]["broken"] = {"failed": "RuntimeError: out of memory"}

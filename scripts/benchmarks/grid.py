@@ -134,7 +134,9 @@ def groups(device: str, quick: bool = False, only: tuple[str, ...] = ()) -> list
     if not only:
         return [group for group in every if not quick or group.name in QUICK or (device == "cuda" and group.length == 2048)]
     if unknown := {*only} - {known for group in every for known in (group.name, group.kind)}:
-        raise ValueError(f"there is no group {', '.join(sorted(unknown))}; there are {', '.join(_known(every))}")
+        raise ValueError(
+            f"there is no group {', '.join(sorted(unknown))}; there are {', '.join(dict.fromkeys(_known(every)))} (--list says what they are)"
+        )
     return [group for group in every if {group.name, group.kind} & {*only}]
 
 

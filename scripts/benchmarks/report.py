@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparing import NONE, STOCK, Record
+from benchmarks.grid import Group
 from benchmarks.targets import TARGETS, Verdict, verdicts
 
 MARKERS = "<!-- tables by scripts/bench.py: begin -->", "<!-- tables by scripts/bench.py: end -->"
@@ -44,6 +45,19 @@ def title(name: str, group: Record) -> str:
     more += ["half of the rows a quarter padded"] * bool(group.get("padded"))
     more += [f"dropout {group['dropout']}"] if group.get("dropout") else []
     return f"{name}: {host}, {shape}, {', '.join(more)}"
+
+
+def listing(groups: Iterable[Group]) -> Iterator[str]:
+    """The kinds of groups, and under each its groups, in the order in which they are measured."""
+    last = ""
+    for group in groups:
+        if group.what:
+            yield title(group.name, group.about())
+        else:
+            if group.kind != last:
+                yield f"{group.kind}: {HEADINGS[group.kind]}"
+            yield f"  {title(group.name, group.about())}"
+        last = group.kind
 
 
 def text(results: dict[str, Any]) -> str:
