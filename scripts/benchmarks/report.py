@@ -9,6 +9,10 @@ from benchmarks.grid import Group
 from benchmarks.targets import TARGETS, Verdict, verdicts
 
 MARKERS = "<!-- tables by scripts/bench.py: begin -->", "<!-- tables by scripts/bench.py: end -->"
+LEGEND = (
+    "ms: the median. x stock, x none: throughput as a ratio to theirs, taken within rounds; below 1 is slower than they are, "
+    "above 1 faster; [its 95 % interval]. Targets say what they compare: throughput, time or memory."
+)
 MODELS = ("forward", "train", "decode", "attention", "attention-train")
 """Kinds of groups that have every encoding."""
 DRAWN = ("forward", "train", "attention")
@@ -62,7 +66,7 @@ def listing(groups: Iterable[Group]) -> Iterator[str]:
 
 def text(results: dict[str, Any]) -> str:
     """The printed page."""
-    lines = [results["command"], machine(results["machine"])]
+    lines = [results["command"], machine(results["machine"]), LEGEND]
     groups = results["groups"]
     for name, group in groups.items():
         lines += ["", title(name, group), *_table(_rows(group))]
@@ -87,8 +91,11 @@ def text(results: dict[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
+CLOCKS = {"wall": "wall clock", "process": "the process's own clock"}
+
+
 def machine(about: dict[str, Any]) -> str:
-    shown = f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads"
+    shown = f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, {CLOCKS[about.get('clock', 'wall')]}"
     shown = f"{about['gpu']}; {shown}" if about.get("gpu") else shown
     return f"{shown}; torch {about['torch']}, transformers {about['transformers']}, Python {about['python']}"
 
@@ -147,7 +154,7 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
 def tables(results: dict[str, Any], device: str) -> str:
     """The tables of docs/speed.md."""
     groups = results["groups"]
-    lines = [f"{machine(results['machine'])}; {results['date']}:", "", "```", results["command"], "```"]
+    lines = [f"{machine(results['machine'])}; {results['date']}:", "", "```", results["command"], "```", "", LEGEND]
     if device == "cpu":
         lines += ["", "### Targets", "", *_target_rows(list(verdicts(groups)))]
     for kind in dict.fromkeys(group["kind"] for group in groups.values()):
@@ -169,12 +176,13 @@ def tables(results: dict[str, Any], device: str) -> str:
 
 
 def _target_rows(found: list[Verdict]) -> list[str]:
-    """One row for each target: the worst subject, and which missed it."""
+    """One row for each target that was measured: the worst subject, and which missed it; how many others there are."""
+    others = 0
     rows = [["what", "target", "worst", "met", "missed by"]]
     for target in TARGETS:
         mine = [each for each in found if each.target is target]
         if not mine:
-            rows.append([target.what, target.shown_bound, "not measured", "", ""])
+            others += 1
             continue
         worst = (min if target.at_least else max)(mine, key=lambda each: each.value)
         missing = sorted((each for each in mine if not each.met), key=lambda each: each.value, reverse=not target.at_least)
@@ -183,7 +191,9 @@ def _target_rows(found: list[Verdict]) -> list[str]:
         met = f"{sum(each.met for each in mine)} of {len(mine)}"
         shown = f"{_measured(worst)}: {worst.subject}"
         rows.append([target.what, target.shown_bound, shown, met, missed or "–"])
-    return list(_markdown(rows))
+    lines = list(_markdown(rows)) if len(rows) > 1 else []
+    count = f"{others} of {len(TARGETS)} targets were not measured."
+    return [*lines, *([""] if lines and others else []), *([count] if others else [])]
 
 
 def _by_length(groups: Groups) -> list[str]:

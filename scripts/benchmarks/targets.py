@@ -50,9 +50,10 @@ class Target:
 
     @property
     def shown_bound(self) -> str:
-        words = {"x": "x", "x time": "x the time of", "x memory": "x the memory of", "MB more": "MB more than"}
-        what = f"{words[self.unit]} {self.against}" if self.unit in words else self.unit
-        return f"{'≥' if self.at_least else '≤'} {self.bound:g} {what}"
+        words = {"x": "throughput", "x time": "time", "ms": "time", "MB copied": "copied"}
+        ends = {"ms": "ms", "MB more": f"MB more than {self.against}", "MB copied": "MB"}
+        what = ends.get(self.unit, f"x {self.against}")
+        return f"{words.get(self.unit, 'memory')} {'≥' if self.at_least else '≤'} {self.bound:g} {what}"
 
 
 def _shapes(kind: str, lengths: tuple[int, ...], dtypes: tuple[str, ...] = ("fp32", "bf16")) -> tuple[str, ...]:
