@@ -1,6 +1,6 @@
 """Speed and memory of every encoding, side by side with stock models, with no encoding, and with other libraries.
 
-    make bench        # the whole grid, which is in scripts/results/: under an hour on two cores
+    make bench        # the whole grid, which is in scripts/results/: an hour on two idle cores, as estimated
     python scripts/bench.py --quick
     python scripts/bench.py --groups forward,attention-2048-fp32 --encodings alibi,t5
     python scripts/bench.py --import my_encodings --groups forward --encodings alibi,window
@@ -94,7 +94,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=2)
     add("--clock", choices=("wall", "process"), default="wall", help="process: on a machine that others use, with --threads 1")
     add("--seed", type=int, default=0)
-    add("--output_dir", type=Path, help="a folder for bench.json, bench.txt and bench.png; nothing is written by default")
+    add("--output_dir", type=Path, help="a folder for bench.json, bench.txt and bench.png; by default only --parts_dir is written to")
     add("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
     add("--report_only", action="store_true", help="measure nothing: text, figure and page from --output_dir's bench.json")
     add("--parts_dir", type=Path, default=ROOT / "build" / "bench", help="the groups so far")
