@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo cards test test-all test-gpu bench bench-gpu quality clean
+.PHONY: demo cards test test-all test-gpu gpu bench bench-gpu quality clean
 
 # torch first, as the constraint has it: a CPU build suffices, and a bare `torch` can pull gigabytes of CUDA.
 .venv/installed: pyproject.toml constraints.txt
@@ -26,14 +26,18 @@ test-all: .venv/installed
 	$(BIN)/python -m pytest -n 2
 
 # The tests that are skipped for want of a GPU, all of them.
-test-gpu: .venv/installed
+test-gpu: gpu .venv/installed
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no GPU here: torch.cuda.is_available() is False')"
 	$(BIN)/python -m pytest -m gpu
+
+# Looked for before anything is installed.
+gpu:
+	@nvidia-smi -L 2>/dev/null | grep -q GPU || { echo "no GPU here: nvidia-smi finds none, and nothing was installed" >&2; exit 1; }
 
 bench: .venv/benchmarks
 	$(BIN)/python scripts/bench.py --output_dir scripts/results --docs_file docs/speed.md
 
-bench-gpu: .venv/benchmarks
+bench-gpu: gpu .venv/benchmarks
 	$(BIN)/python scripts/bench.py --device cuda --output_dir scripts/results --docs_file docs/speed.md
 
 .venv/benchmarks: .venv/installed

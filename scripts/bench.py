@@ -94,7 +94,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=2)
     add("--clock", choices=("wall", "process"), default="wall", help="process: on a machine that others use, with --threads 1")
     add("--seed", type=int, default=0)
-    add("--output_dir", type=Path, help="a folder for bench.json, bench.txt and bench.png; by default only --parts_dir is written to")
+    add(
+        "--output_dir",
+        type=Path,
+        help="a folder for bench.json, bench.txt and bench.png; by default only --parts_dir is written to",
+    )
     add("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
     add("--report_only", action="store_true", help="measure nothing: text, figure and page from --output_dir's bench.json")
     add("--parts_dir", type=Path, default=ROOT / "build" / "bench", help="the groups so far")
