@@ -133,9 +133,10 @@ def groups(device: str, quick: bool = False, only: tuple[str, ...] = ()) -> list
     every = ON_GPU if device == "cuda" else ON_CPU
     if not only:
         return [group for group in every if not quick or group.name in QUICK or (device == "cuda" and group.length == 2048)]
-    if unknown := {*only} - {known for group in every for known in (group.name, group.kind)}:
+    known = list(dict.fromkeys(_known(every)))
+    if unknown := {*only} - {*known}:
         raise ValueError(
-            f"there is no group {', '.join(sorted(unknown))}; there are {', '.join(dict.fromkeys(_known(every)))} (--list says what they are)"
+            f"there is no group {', '.join(sorted(unknown))}; there are {', '.join(known)} (--list says what each measures)"
         )
     return [group for group in every if {group.name, group.kind} & {*only}]
 
