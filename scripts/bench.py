@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         print(*report.listing(chosen_groups(arguments)), sep="\n")
         return
     folder, stem = arguments.output_dir, f"bench{SUFFIX[arguments.device]}"
-    file = folder / f"{stem}.json" if folder else None
+    file: Any = folder / f"{stem}.json" if folder else None
     if arguments.report_only and file is not None and not file.exists():
         make = "make bench" + SUFFIX[arguments.device]
         sys.exit(f"no results in {folder}: there is no {file.name}. Run `{make}`, or give the --output_dir of an earlier run")
