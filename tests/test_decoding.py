@@ -9,6 +9,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from transformers.cache_utils import DynamicLayer
 
 from conftest import ALL_WAYS, CAUSAL, ENCODINGS, HOSTS, OFFSET, assert_close, first, pairs, patched, tokens
+from hf_posenc.encodings import rope
 from oracles import in_pieces
 
 every_pair = pytest.mark.parametrize(("host", "encoding"), pairs(hosts=CAUSAL))
@@ -35,14 +36,13 @@ def test_cached_decoding(host, encoding, side, static):
 def test_a_decode_step_rotates_one_key(monkeypatch):
     model = patched("gpt2", "rope", "LMHeadModel", n_positions=1200)
     rotated = []
-    turn = type(model.transformer.posenc)._turn
+    turn = rope._Rotation.apply
 
-    def counted(self, states, cos, sin):
-        if states is not None:
-            rotated.append(states.shape[2])
-        return turn(self, states, cos, sin)
+    def counted(states, *others):
+        rotated.append(states.shape[2])
+        return turn(states, *others)
 
-    monkeypatch.setattr(type(model.transformer.posenc), "_turn", counted)
+    monkeypatch.setattr(rope._Rotation, "apply", counted)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(tokens(1, 1024), past_key_values=cache)
