@@ -95,11 +95,13 @@ def _skewed(columns: Tensor, keys: int) -> Tensor:
 class Settings:
     """How scores become outputs: softmax(scaling * QKᵀ + bias) V, where each weight is dropped with a probability.
 
-    dropped: that probability, times CHANCES.
+    head, tail: of `Columns`. dropped: that probability, times CHANCES.
     """
 
     seen: Seen
     scaling: float
+    head: int
+    tail: int
     dropped: int = 0
     seed: int = 0
 
@@ -118,8 +120,8 @@ def attention(
     RuntimeError where gradients are to be differentiated once more.
     """
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    settings = Settings(seen, scaling, round(dropout * CHANCES), seed)
-    return _Attention.apply(query, key.flip(2), value.flip(2), *columns.tensors, columns, settings)
+    settings = Settings(seen, scaling, columns.head, columns.tail, round(dropout * CHANCES), seed)
+    return _Attention.apply(query, key.flip(2), value.flip(2), *columns.tensors, settings)
 
 
 class _Attention(torch.autograd.Function):
@@ -133,12 +135,11 @@ class _Attention(torch.autograd.Function):
         values: Tensor | None,
         for_queries: Tensor | None,
         for_keys: Tensor | None,
-        columns: Columns,
         settings: Settings,
     ) -> Tensor:
         batch, heads, queries, _ = query.shape
         keys, seen, scaling = key.shape[2], settings.seen, settings.scaling
-        columns = Columns(values, for_queries, for_keys, columns.head, columns.tail)
+        columns = Columns(values, for_queries, for_keys, settings.head, settings.tail)
         # Of this layout hosts make [B, Q, H * E] without a copy.
         output = query.new_zeros(batch, queries, heads, value.shape[-1]).transpose(1, 2)
         if settings.dropped:
@@ -161,21 +162,20 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, columns, ctx.settings = inputs
-        ctx.ends = columns.head, columns.tail
+        *tensors, ctx.settings = inputs
         ctx.save_for_backward(*tensors, output)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "gradients of this attention can't be differentiated once more (create_graph=True, torch.func.grad): call "
+                "gradients of this attention can't be differentiated once more (create_graph=True): call "
                 "model.set_attn_implementation('eager')"
             )
         query, key, value, values, for_queries, for_keys, output = ctx.saved_tensors
-        columns = Columns(values, for_queries, for_keys, *ctx.ends)
+        columns = Columns(values, for_queries, for_keys, ctx.settings.head, ctx.settings.tail)
         with torch.autocast(query.device.type, enabled=False):
-            return (*_gradients(query, key, value, columns, output, upstream, ctx.settings), None, None)
+            return (*_gradients(query, key, value, columns, output, upstream, ctx.settings), None)
 
 
 @dataclass(frozen=True)

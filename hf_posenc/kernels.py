@@ -25,7 +25,7 @@ from hf_posenc.encodings import PositionContext, PositionEncoding
 Way = Literal["dense", "toeplitz", "blocks"]
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 """An attention function of Transformers': module, query, key, value, mask -> output `[B, Q, H, E]`, probabilities."""
-FROM_KEYS: dict[Way, int] = {"dense": 0, "toeplitz": 256, "blocks": 256}
+FROM_KEYS: dict[Way, int] = {"toeplitz": 256, "blocks": 256}
 """The number of keys from which a way is faster than the dense one (`scripts/bench.py`)."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments of SDPA's function with which it adds a bias of its own, or complains."""
@@ -52,7 +52,7 @@ def way_for(
 ) -> tuple[Way, Seen | None]:
     """The way for the biases of these encodings under SDPA, and which keys the queries see, where that way has to know."""
     keys, seen = key.shape[2], None
-    by_content = any("score_bias" in encoding.acts_by() for encoding in encodings)
+    by_content = [encoding for encoding in encodings if "score_bias" in encoding.acts_by()]
     way: Way = "toeplitz"
     # With dropout SDPA computes all scores. Gradient checkpointing runs without gradients first, then with the same dropout.
     if by_content or dropout or any(encoding.is_trained() for encoding in encodings):
@@ -66,8 +66,8 @@ def way_for(
         and context.consecutive
         and not any(context.aside)
         and isinstance(context.past, int)
-        and sum(encoding.tells_vectors() for encoding in encodings) <= 1
-        and all(encoding.tells_vectors() for encoding in encodings if "score_bias" in encoding.acts_by())
+        and len(by_content) <= 1
+        and all(encoding.tells_vectors() for encoding in by_content)
     ):
         seen = _seen(mask, query, keys, context, is_causal)
     return (way, seen) if seen is not None else ("dense", None)
@@ -327,10 +327,9 @@ def flex_bias(
     by_distance = all("score_bias" not in encoding.acts_by() and not encoding.is_trained() for encoding in biasing)
     if biasing and by_distance and own is None and context.consecutive and not any(context.aside):
         queries, keys = query.shape[2], key.shape[2]
-        distance = torch.arange(1 - queries, keys, device=query.device) + context.first_key - context.past
-        columns = _sum_of_values(biasing, distance, query.shape[1])
-        if columns is not None:
-            return BiasByDistance(columns.to(query.dtype).expand(query.shape[1], -1).contiguous(), queries)
+        values = _sum_of_values(biasing, _distances(queries, keys, context), query.shape[1])
+        if values is not None:
+            return BiasByDistance(values.to(query.dtype).expand(query.shape[1], -1).contiguous(), queries)
     bias = score_bias(biasing, query, key, context)
     if bias is None:
         return own
@@ -350,6 +349,11 @@ def _sum_of_values(encodings: Sequence[PositionEncoding], distance: Tensor, head
     return total
 
 
+def _distances(queries: int, keys: int, context: PositionContext) -> Tensor:
+    """All distances `[N]` between consecutive queries and keys, the smallest first."""
+    return torch.arange(1 - queries, keys, device=context.positions.device) + context.first_key - context.past
+
+
 def _distance_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
     if context.consecutive:
         return _toeplitz_bias(encoding, queries, keys, context)
@@ -358,7 +362,7 @@ def _distance_bias(encoding: PositionEncoding, queries: int, keys: int, context:
 
 def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
     """`[1, H, Q, K]` from one value for each of the Q + K - 1 distances."""
-    distance = torch.arange(1 - queries, keys, device=context.positions.device) + context.first_key - context.past
+    distance = _distances(queries, keys, context)
     bias = encoding("distance_bias", distance)
     if bias is None:
         return None

@@ -273,17 +273,14 @@ def test_a_window_of_keys_is_no_stretch_of_all():
     assert choose("alibi", mask=near) == ("dense", None)
 
 
-def test_a_subclass_that_changes_the_bias_is_asked_for_it():
+def test_a_subclass_that_changes_the_bias_is_asked_for_it(own_registry):
     class Doubled(hf_posenc.list_encodings()["shaw"], type="doubled-in-test"):
         def score_bias(self, query, key, context):
             return 2 * super().score_bias(query, key, context)
 
-    try:
-        assert hf_posenc.list_encodings()["shaw"].tells_vectors() and not Doubled.tells_vectors()
-        assert not hf_posenc.list_encodings()["alibi"].tells_vectors()
-        assert choose("doubled-in-test") == ("dense", None)
-    finally:
-        del hf_posenc.PositionEncoding.registered["doubled-in-test"]
+    assert hf_posenc.list_encodings()["shaw"].tells_vectors() and not Doubled.tells_vectors()
+    assert not hf_posenc.list_encodings()["alibi"].tells_vectors()
+    assert choose("doubled-in-test") == ("dense", None)
 
 
 @pytest.fixture
@@ -429,29 +426,31 @@ def test_autocast(always, ways, encoding, train):
     assert torch.nn.functional.cosine_similarity(*(each.flatten() for each in results.values()), dim=0) > 0.99
 
 
-@pytest.mark.parametrize("way", ["toeplitz", "blocks"])
-def test_a_bias_that_hides_keys(always, way):
-    """-inf at a distance is as hidden as in a mask, also where a whole block of keys is."""
+def near(requires_grad=True):
+    """Register "near-in-test", which hides what is further away than 2."""
 
     class Near(hf_posenc.PositionEncoding, type="near-in-test"):
         def __init__(self, geometry, **options):
             super().__init__(geometry, **options)
-            self.weight = torch.nn.Parameter(torch.ones(()), requires_grad=way == "blocks")
+            self.weight = torch.nn.Parameter(torch.ones(()), requires_grad=requires_grad)
 
         def distance_bias(self, distance):
             return torch.where(distance.abs() > 2, -torch.inf, self.weight * distance)[None]
 
-    try:
-        model = hf_posenc.patch(stock("bert"), "near-in-test")
-        outputs = []
-        for implementation in ("eager", "sdpa"):
-            model.set_attn_implementation(implementation)
-            outputs.append(first(model(tokens(1, 1500))))
-            found = gradients(model, lambda _: outputs[-1].sum())
-            assert all(gradient.isfinite().all() for gradient in found.values())
-        assert_close(outputs[1], outputs[0])
-    finally:
-        del hf_posenc.PositionEncoding.registered["near-in-test"]
+
+@pytest.mark.parametrize("way", ["toeplitz", "blocks"])
+def test_a_bias_that_hides_keys(own_registry, always, way):
+    """-inf at a distance is as hidden as in a mask, also where a whole block of keys is."""
+
+    near(requires_grad=way == "blocks")
+    model = hf_posenc.patch(stock("bert"), "near-in-test")
+    outputs = []
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        outputs.append(first(model(tokens(1, 1500))))
+        found = gradients(model, lambda _: outputs[-1].sum())
+        assert all(gradient.isfinite().all() for gradient in found.values())
+    assert_close(outputs[1], outputs[0])
 
 
 @pytest.mark.parametrize(
@@ -463,22 +462,19 @@ def test_a_bias_that_hides_keys(always, way):
         (lambda vectors: (None, None), None),
     ],
 )
-def test_vectors_of_another_shape(always, ways, given, message):
+def test_vectors_of_another_shape(own_registry, always, ways, given, message):
     class Wrong(hf_posenc.list_encodings()["shaw"], type="wrong-in-test"):
         def distance_vectors(self, distance):
             return given(self.weight[self.rows(distance)][None])
 
-    try:
-        model = patched("bert", "wrong-in-test", hidden_size=32, num_attention_heads=4)
-        if message is None:  # score_bias is asked
-            expected = first(model(tokens()))
-            model.set_attn_implementation("eager")
-            assert_close(first(model(tokens())), expected)
-        else:
-            with pytest.raises(ValueError, match=message):
-                model(tokens())
-    finally:
-        del hf_posenc.PositionEncoding.registered["wrong-in-test"]
+    model = patched("bert", "wrong-in-test", hidden_size=32, num_attention_heads=4)
+    if message is None:  # score_bias is asked
+        expected = first(model(tokens()))
+        model.set_attn_implementation("eager")
+        assert_close(first(model(tokens())), expected)
+    else:
+        with pytest.raises(ValueError, match=message):
+            model(tokens())
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -505,39 +501,29 @@ def test_a_far_key_that_counts_is_not_hidden(train):
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("host", ["bert", "llama"])
-def test_padding_to_which_a_bias_hides_all_keys(always, ways, host, dropout, side):
+def test_padding_to_which_a_bias_hides_all_keys(own_registry, always, ways, host, dropout, side):
     """A window of 2 around tokens of which most are padding: neither outputs nor gradients are NaN."""
 
-    class Near(hf_posenc.PositionEncoding, type="near-in-test"):
-        def __init__(self, geometry, **options):
-            super().__init__(geometry, **options)
-            self.weight = torch.nn.Parameter(torch.ones(()))
-
-        def distance_bias(self, distance):
-            return torch.where(distance.abs() > 2, -torch.inf, self.weight * distance)[None]
-
-    try:
-        model = hf_posenc.patch(stock(host), "near-in-test")
-        model.config.attention_probs_dropout_prob = model.config.attention_dropout = dropout
-        for module in model.modules():
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = dropout
-            if hasattr(module, "dropout") and isinstance(module.dropout, torch.nn.Dropout):
-                module.dropout.p = dropout
-        ids, mask = padded(tokens(2, 30), [30, 4], side)
-        results = {}
-        for implementation in ("sdpa", "eager") if dropout == 0 else ("sdpa",):
-            model.set_attn_implementation(implementation)
-            output = first(model.train()(ids, attention_mask=mask))
-            assert output.isfinite().all()
-            found = gradients(model, lambda _, output=output: output[mask.bool()].square().sum())
-            assert all(gradient.isfinite().all() for gradient in found.values())
-            results[implementation] = found
-        if dropout == 0:
-            assert_close(results["sdpa"], results["eager"], rtol=1e-3, atol=1e-4)
-        assert "blocks" in ways
-    finally:
-        del hf_posenc.PositionEncoding.registered["near-in-test"]
+    near()
+    model = hf_posenc.patch(stock(host), "near-in-test")
+    model.config.attention_probs_dropout_prob = model.config.attention_dropout = dropout
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = dropout
+        if hasattr(module, "dropout") and isinstance(module.dropout, torch.nn.Dropout):
+            module.dropout.p = dropout
+    ids, mask = padded(tokens(2, 30), [30, 4], side)
+    results = {}
+    for implementation in ("sdpa", "eager") if dropout == 0 else ("sdpa",):
+        model.set_attn_implementation(implementation)
+        output = first(model.train()(ids, attention_mask=mask))
+        assert output.isfinite().all()
+        found = gradients(model, lambda _, output=output: output[mask.bool()].square().sum())
+        assert all(gradient.isfinite().all() for gradient in found.values())
+        results[implementation] = found
+    if dropout == 0:
+        assert_close(results["sdpa"], results["eager"], rtol=1e-3, atol=1e-4)
+    assert "blocks" in ways
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -568,7 +554,7 @@ def test_checkpointing_drops_the_same_weights(always, encoding, reentrant):
     assert len(outputs) == 2 and torch.equal(*outputs)
 
 
-def test_other_vectors_have_other_rows_than_their_base_class(always):
+def test_other_vectors_have_other_rows_than_their_base_class(own_registry, always):
     class Fading(hf_posenc.list_encodings()["shaw"], type="fading-in-test"):
         max_distance = 2
 
@@ -581,19 +567,16 @@ def test_other_vectors_have_other_rows_than_their_base_class(always):
             vectors, _ = self.distance_vectors(distance.flatten())
             return torch.einsum("bhqe,qke->bhqk", query, vectors[0].unflatten(0, distance.shape)) * context.scaling
 
-    try:
-        model = patched("bert", "fading-in-test")
-        results = {}
-        for implementation in ("eager", "sdpa"):
-            model.set_attn_implementation(implementation)
-            output = first(model(tokens()))
-            results[implementation] = [output.detach(), *gradients(model, lambda _, y=output: y.square().sum()).values()]
-        assert_close(results["sdpa"], results["eager"], rtol=1e-3)
-    finally:
-        del hf_posenc.PositionEncoding.registered["fading-in-test"]
+    model = patched("bert", "fading-in-test")
+    results = {}
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        output = first(model(tokens()))
+        results[implementation] = [output.detach(), *gradients(model, lambda _, y=output: y.square().sum()).values()]
+    assert_close(results["sdpa"], results["eager"], rtol=1e-3)
 
 
-def test_gradients_of_a_bias_reach_what_it_is_made_of(always):
+def test_gradients_of_a_bias_reach_what_it_is_made_of(own_registry, always):
     """Which need not be a parameter of the encoding's."""
     slope = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
 
@@ -601,15 +584,12 @@ def test_gradients_of_a_bias_reach_what_it_is_made_of(always):
         def distance_bias(self, distance):
             return -slope * distance.abs()[None]
 
-    try:
-        model = hf_posenc.patch(stock("bert"), "given-in-test").double().requires_grad_(False)
-        found = []
-        for implementation in ("eager", "sdpa"):
-            model.set_attn_implementation(implementation)
-            found.append(torch.autograd.grad(first(model(tokens())).square().sum(), slope)[0])
-        assert_close(found[1], found[0])
-    finally:
-        del hf_posenc.PositionEncoding.registered["given-in-test"]
+    model = hf_posenc.patch(stock("bert"), "given-in-test").double().requires_grad_(False)
+    found = []
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        found.append(torch.autograd.grad(first(model(tokens())).square().sum(), slope)[0])
+    assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("encoding", ["alibi", "t5", "shaw", "relative_key_query"])

@@ -234,6 +234,16 @@ def test_forward_is_not_a_users_to_define():
                 return positions
 
 
+def test_distance_vectors_alone_would_never_act(own_registry):
+    with pytest.raises(ValueError, match="Idle defines distance_vectors without score_bias"):
+
+        class Idle(hf_posenc.PositionEncoding, type="test-idle"):
+            def distance_vectors(self, distance):
+                return distance[None, :, None], None
+
+    assert "test-idle" not in hf_posenc.PositionEncoding.registered
+
+
 class Odd(hf_posenc.PositionEncoding, type="test-odd"):
     """What a module of torch may hold, well and badly."""
 

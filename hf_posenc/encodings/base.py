@@ -116,6 +116,10 @@ class PositionEncoding(nn.Module):
             raise ValueError(f"{cls.__qualname__} can't name an option {listed(sorted(reserved))}: those are hf_posenc's own")
         if "forward" in vars(cls):
             raise ValueError(f"{cls.__qualname__} can't define forward, by which hf_posenc calls its verbs: name it otherwise")
+        if "distance_vectors" in vars(cls) and "score_bias" not in cls.acts_by():
+            raise ValueError(
+                f"{cls.__qualname__} defines distance_vectors without score_bias, the verb by which it acts: define that too"
+            )
         checked_value(f"{cls.__qualname__}.title", cls.title, str)
         checked_value(f"{cls.__qualname__}.paper", cls.paper, tuple[str, ...])
         # Running a notebook cell again replaces its class, under all names that it had.
