@@ -133,7 +133,9 @@ OFFSET = [name for name, host in HOSTS.items() if host.offset]
 ROTARY = [name for name, host in HOSTS.items() if not host.tables]
 WRITTEN_OUT = [name for name, host in HOSTS.items() if host.written_out]
 
-ENCODINGS = ("alibi", "counter", "learned", "logn", "none", "normalized", "relative", "rope", "shaw", "sinusoidal", "t5")
+REGISTERED = hf_posenc.list_encodings()
+ENCODINGS = tuple(REGISTERED)
+"""Every encoding, by name."""
 ALL_WAYS = "sinusoidal+rope+relative+shaw"
 """An encoding for each way to act: vectors, rotation, bias by distance, bias by content."""
 VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi", ALL_WAYS)
@@ -152,6 +154,12 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def suits(host, encoding):
+    """Whether an encoding can act in a host: not one for decoders in an encoder."""
+    parts = (REGISTERED[part] for part in encoding.split("+") if part in REGISTERED)
+    return HOSTS[host].causal or not any(part.causal_only for part in parts)
+
+
 def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=False):
     """Hosts × encodings as parameters of a test, of which `make test` runs a part and the others are slow.
 
@@ -163,6 +171,7 @@ def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=Fals
         pytest.param(host, encoding, marks=() if host in on or encoding in everywhere else pytest.mark.slow)
         for host in hosts
         for encoding in encodings
+        if suits(host, encoding)
     ]
 
 

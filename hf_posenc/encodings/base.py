@@ -88,6 +88,11 @@ class PositionEncoding(nn.Module):
     title: ClassVar[str] = ""
     paper: ClassVar[tuple[str, ...]] = ()
     per_layer: bool = False
+    relative: ClassVar[bool | None] = None
+    """Whether scores change nothing when all positions of a text move by one number. None: they do so in what acts by
+    `distance_bias` alone."""
+    causal_only: ClassVar[bool] = False
+    """Whether it is defined for attention to earlier tokens alone, so that other stacks refuse it."""
     geometry: Geometry
 
     def __init_subclass__(
@@ -129,6 +134,11 @@ class PositionEncoding(nn.Module):
 
     def __init__(self, geometry: Geometry, **options: Any) -> None:
         super().__init__()
+        if self.causal_only and not geometry.is_causal:
+            raise ValueError(
+                f"{self.type!r} is defined for attention to earlier tokens alone, and here tokens see later ones, too: take it "
+                "for a decoder's own attention, or another encoding"
+            )
         self.geometry = geometry
         self._options = self.checked_options(options)
         for name, value in self._options.items():
@@ -225,6 +235,16 @@ class PositionEncoding(nn.Module):
         """The verbs that this class overrides, a subset of embed, rotate, distance_bias, score_bias."""
         verbs = ("embed", "rotate", "distance_bias", "score_bias")
         return tuple(verb for verb in verbs if getattr(cls, verb) is not getattr(PositionEncoding, verb))
+
+    @classmethod
+    def is_relative(cls) -> bool:
+        """Whether only the distances of tokens count (`relative`)."""
+        return cls.acts_by() == ("distance_bias",) if cls.relative is None else cls.relative
+
+    @classmethod
+    def conflict(cls, other: Any) -> str | None:
+        """Why this encoding and another can't act in one layer, or None; asked of both."""
+        return None
 
     @classmethod
     def tells_vectors(cls) -> bool:

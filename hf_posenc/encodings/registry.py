@@ -1,5 +1,6 @@
 """Registered encodings by name."""
 
+import itertools
 from collections.abc import Collection
 from typing import Any
 
@@ -61,6 +62,12 @@ def canonical(encoding: Any, layered: Collection[str] = ()) -> dict[str, Any]:
             f"{shown(encoding['type'])} has the same encoding twice: each part of a composition has a type of its own, or "
             f"layers of its own ({'=…, '.join(f'{name}__layers' for name in repeated[:4])}=…)"
         )
+    for (name, part), (other, beside) in itertools.permutations(parts.items(), 2):
+        if (why := part.conflict(beside)) and not {name, other} <= {*layered}:
+            raise ValueError(
+                f"{name!r} and {other!r} can't act in one layer: {why}. Take one of them, or give each layers of its own "
+                f"({name}__layers=…, {other}__layers=…)"
+            )
     return {"type": cls.type, **cls.checked_options({**cls.preset(encoding["type"]), **options_of(encoding)})}
 
 
