@@ -55,16 +55,35 @@ def test_list():
             option: getattr(kind, option) for option in kind.option_types()
         }
     assert all(bool(listed[name]["papers"]) == (name not in ("counter", "normalized")) for name in ENCODINGS)
-    assert listed["rope"] == {
-        "title": "Rotary position embeddings",
-        "aliases": {"rotary": {}},
-        "acts_by": ["rotate"],
+    assert listed["t5"] == {
+        "title": "T5's relative position bias",
+        "aliases": {},
+        "acts_by": ["distance_bias"],
         "options": {
-            "theta": {"default": 10000.0, "allowed": "a finite number above 1"},
-            "layout": {"default": "half", "allowed": "'half' or 'interleaved'"},
+            "num_buckets": {"default": 32, "allowed": "an integer above 0"},
+            "max_distance": {"default": 128, "allowed": "an integer above 0"},
+            "per_layer": {"default": False, "allowed": "True or False"},
         },
-        "papers": ["https://arxiv.org/abs/2104.09864"],
+        "learned": "yes",
+        "relative": True,
+        "any_length": "yes",
+        "stacks": "all",
+        "parameters": 32 * 12,
+        "per_layer": False,
+        "papers": ["https://arxiv.org/abs/1910.10683"],
     }
+    assert (listed["learned"]["any_length"], listed["normalized"]["any_length"]) == ("no", "in encoders")
+    assert listed["alibi"]["learned"] == "slopes='learned'" and listed["rope"]["learned"] == "no"
+    assert listed["shaw"]["per_layer"] and listed["shaw"]["parameters"] == 257 * 64
+    assert "give one of them" in run("list", "--json", "--markdown", code=1)
+
+
+def test_the_page_of_encodings_is_fresh():
+    """After a change of a class: hf-posenc list --markdown, between the markers of docs/encodings.md."""
+    page = (ROOT / "docs" / "encodings.md").read_text()
+    before, _, rest = page.partition("<!-- hf-posenc list --markdown -->\n")
+    table, _, behind = rest.partition("<!-- end -->")
+    assert before and behind and table == run("list", "--markdown")
 
 
 def test_list_shows_all_of_it():

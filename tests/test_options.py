@@ -713,7 +713,7 @@ def test_versions_in_range(monkeypatch):
 
 ORDER = [
     {"requirements", "encodings", "user_code", "probe", "calls", "saving", "blocks"},
-    {"remote_code", "spec", "kernels"},
+    {"remote_code", "spec", "kernels", "catalog"},
     {"sources", "attention", "checkpoints", "remembering", "offsets"},
     {"written_out", "positions", "embedding", "calibration"},
     {"declarations"},
