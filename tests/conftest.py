@@ -136,6 +136,8 @@ WRITTEN_OUT = [name for name, host in HOSTS.items() if host.written_out]
 REGISTERED = hf_posenc.list_encodings()
 ENCODINGS = tuple(REGISTERED)
 """Every encoding, by name."""
+CORE = ("alibi", "counter", "learned", "logn", "none", "normalized", "relative", "rope", "shaw", "sinusoidal", "t5")
+"""Those that run on more than one host in `make test`."""
 ALL_WAYS = "sinusoidal+rope+relative+shaw"
 """An encoding for each way to act: vectors, rotation, bias by distance, bias by content."""
 VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi", ALL_WAYS)
@@ -163,12 +165,17 @@ def suits(host, encoding):
 def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=False):
     """Hosts × encodings as parameters of a test, of which `make test` runs a part and the others are slow.
 
-    The part: every encoding on the hosts in `on`; every host with one encoding for each way to act and those in `more`,
-    or, with `once`, with all of these ways in one composition.
+    The part: every encoding on the hosts in `on`, those that act much like one of CORE on one of these hosts by turns; every
+    host with one encoding for each way to act and those in `more`, or, with `once`, with all of these ways in one composition.
     """
     everywhere = (ALL_WAYS,) if once else (*ALL_WAYS.split("+"), *more)
+    run = {(host, encoding) for host in hosts for encoding in everywhere}
+    for turn, encoding in enumerate(encodings):
+        suited = [host for host in on if host in hosts and suits(host, encoding)]
+        several = encoding in CORE or encoding not in REGISTERED
+        run |= {(host, encoding) for host in (suited if several else suited[turn % len(suited) :][:1] if suited else ())}
     return [
-        pytest.param(host, encoding, marks=() if host in on or encoding in everywhere else pytest.mark.slow)
+        pytest.param(host, encoding, marks=() if (host, encoding) in run else pytest.mark.slow)
         for host in hosts
         for encoding in encodings
         if suits(host, encoding)
