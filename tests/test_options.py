@@ -633,6 +633,15 @@ def test_reserved_names(name):
     assert name not in PositionEncoding.registered and "own" not in PositionEncoding.registered
 
 
+def test_a_name_that_a_composition_could_not_hold(own_registry):
+    with pytest.raises(ValueError, match="'rows' can't be the name of an encoding: it is an attribute of all encodings"):
+
+        class Rows(PositionEncoding, type="rows"):
+            pass
+
+    assert "rows" not in PositionEncoding.registered
+
+
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_title_and_paper_are_those_of_the_file(name):
     cls = encoding_class(name)

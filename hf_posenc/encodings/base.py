@@ -88,7 +88,7 @@ class PositionEncoding(nn.Module):
     title: ClassVar[str] = ""
     paper: ClassVar[tuple[str, ...]] = ()
     per_layer: bool = False
-    relative: ClassVar[bool | None] = None
+    translation_invariant: ClassVar[bool | None] = None
     """Whether scores change nothing when all positions of a text move by one number. None: they do so in what acts by
     `distance_bias` alone."""
     causal_only: ClassVar[bool] = False
@@ -108,6 +108,8 @@ class PositionEncoding(nn.Module):
                     f"{name!r} can't be the name of an encoding: allowed are letters, digits and single _ or - between them, "
                     f"but not {listed(sorted(RESERVED))}"
                 )
+            if hasattr(PositionEncoding, name):  # as which a composition would hold it
+                raise ValueError(f"{name!r} can't be the name of an encoding: it is an attribute of all encodings")
             taken = registered.get(name)
             # A class of a notebook gives way to the file that it was written to.
             if taken and taken.__module__ != "__main__" and (taken.__module__, taken.__qualname__) != own:
@@ -238,8 +240,8 @@ class PositionEncoding(nn.Module):
 
     @classmethod
     def is_relative(cls) -> bool:
-        """Whether only the distances of tokens count (`relative`)."""
-        return cls.acts_by() == ("distance_bias",) if cls.relative is None else cls.relative
+        """Whether only the distances of tokens count."""
+        return cls.acts_by() == ("distance_bias",) if cls.translation_invariant is None else cls.translation_invariant
 
     @classmethod
     def conflict(cls, other: Any) -> str | None:

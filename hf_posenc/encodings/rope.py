@@ -25,7 +25,7 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
 
     title = "Rotary position embeddings"
     paper = ("https://arxiv.org/abs/2104.09864",)
-    relative = True
+    translation_invariant = True
 
     theta: Annotated[float, Above(1)] = 10000.0
     layout: Literal["half", "interleaved"] = "half"

@@ -32,7 +32,7 @@ class Shaw(
 
     title = "Self-attention with relative position representations"
     paper = ("https://arxiv.org/abs/1803.02155",)
-    relative = True
+    translation_invariant = True
 
     max_distance: Annotated[int, Above(0)] = 128
     terms: Literal["keys", "keys+queries"] = "keys"
