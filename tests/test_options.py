@@ -379,7 +379,8 @@ def test_per_layer_is_an_option_of_what_biases():
     assert canonical("each") == {"type": "each", "width": 2, "per_layer": True}
     assert canonical("turned") == {"type": "turned"}
     kinds = {name for name in ENCODINGS if "per_layer" in encoding_class(name).option_types()}
-    assert kinds == {"alibi", "relative", "shaw", "t5"}
+    assert kinds == {name for name in ENCODINGS if {"distance_bias", "score_bias"} & {*encoding_class(name).acts_by()}}
+    assert {"alibi", "relative", "shaw", "t5"} <= kinds
     with pytest.raises(ValueError, match="'rope' has no option 'per_layer'"):
         canonical({"type": "rope", "per_layer": True})
 
@@ -491,7 +492,7 @@ def test_an_encoding_is_an_ordinary_module():
 # Compositions.
 
 LEARNED, SHAW = {"init": "normal", "std": 0.02}, {"max_distance": 128, "terms": "keys", "per_layer": True}
-BOTH, ALIBI = {**SHAW, "terms": "keys+queries"}, {"slopes": "fixed", "per_layer": False}
+BOTH, ALIBI = {**SHAW, "terms": "keys+queries"}, {"slopes": "fixed", "sides": "symmetric", "per_layer": False}
 
 
 @pytest.mark.parametrize(
@@ -562,7 +563,7 @@ def test_an_alias_may_carry_options(alias, terms):
         ({"type": "sinusoidal+alibi", "sinusoidal": {"bass": 3.0}}, "'sinusoidal' has no option 'bass'"),
         (
             {"type": "sinusoidal+alibi", "alibi__slope": 1},
-            r"'alibi' has no option 'slope' \(.*'slopes'\?\); it takes 'slopes', 'per_layer'",
+            r"'alibi' has no option 'slope' \(.*'slopes'\?\); it takes 'slopes', 'sides', 'per_layer'",
         ),
         ({"type": "sinusoidal+alibi", "sinusoidal": 3.0}, r"sinusoidal\+alibi\['sinusoidal'\]=3.0: allowed is a dict"),
         ({"type": "sinusoidal+alibi", "sinusoidal": None}, r"\['sinusoidal'\]=None: allowed is a dict"),

@@ -1,4 +1,4 @@
-"""Sandwich, the inner products of sinusoids as a bias: https://arxiv.org/abs/2212.10356"""
+"""Inner products of sinusoidal vectors as a bias: https://arxiv.org/abs/2212.10356"""
 
 from typing import Annotated
 
