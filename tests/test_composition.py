@@ -37,7 +37,7 @@ def test_options_of_a_composition_are_saved(tmp_path):
     )
     randomize_encoding(model).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())["position_encoding"]
-    rope, alibi = {"theta": 50.0, "layout": "interleaved"}, {"slopes": "fixed", "per_layer": False}
+    rope, alibi = {"theta": 50.0, "layout": "interleaved"}, {"slopes": "fixed", "sides": "symmetric", "per_layer": False}
     host = saved.pop("host")
     assert host["kept"] and saved == {
         "type": "sinusoidal+rope+alibi", **options, "rope": rope, "alibi": alibi, "inject": "input", "max_length": 9

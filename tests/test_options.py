@@ -50,8 +50,11 @@ def test_list_encodings():
     [
         ("none", {"type": "none"}),
         ("nope", {"type": "none"}),
-        ("alibi", {"type": "alibi", "slopes": "fixed", "per_layer": False}),
-        ({"type": "alibi", "slopes": "learned", "per_layer": True}, {"type": "alibi", "slopes": "learned", "per_layer": True}),
+        ("alibi", {"type": "alibi", "slopes": "fixed", "sides": "symmetric", "per_layer": False}),
+        (
+            {"type": "alibi", "slopes": "learned", "per_layer": True},
+            {"type": "alibi", "slopes": "learned", "sides": "symmetric", "per_layer": True},
+        ),
         ("counter", {"type": "counter"}),
         ("normalized", {"type": "normalized"}),
         ("absolute", {"type": "learned", "init": "normal", "std": 0.02}),
@@ -59,6 +62,8 @@ def test_list_encodings():
         ({"type": "rotary", "layout": "interleaved"}, {"type": "rope", "theta": 10000.0, "layout": "interleaved"}),
         ({"type": "logn", "trained_length": 9}, {"type": "logn", "trained_length": 9, "scale": "fixed"}),
         ("relative", {"type": "relative", "max_distance": 128, "per_layer": False}),
+        ("kerple", {"type": "kerple", "kernel": "log", "per_layer": False}),
+        ({"type": "sandwich", "base": 3}, {"type": "sandwich", "size": 128, "base": 3.0, "per_layer": False}),
         ("t5", {"type": "t5", "num_buckets": 32, "max_distance": 128, "per_layer": False}),
         ("sinusoidal", {"type": "sinusoidal", "base": 10000.0, "layout": "interleaved", "scale": 1.0}),
     ],
@@ -163,6 +168,10 @@ WRONG = [
     ("relative", "per_layer", 1, "True or False"),
     ("shaw", "per_layer", None, "True or False"),
     ("alibi", "slopes", "trained", "'fixed' or 'learned'"),
+    ("alibi", "sides", "both", "'symmetric' or 'one_sided' or 'asymmetric'"),
+    ("kerple", "kernel", "linear", "'log' or 'power'"),
+    ("sandwich", "size", 64.0, "an integer above 0"),
+    ("sandwich", "base", 1, "a finite number above 1"),
     ("rope", "theta", 1, "a finite number above 1"),
     ("rope", "layout", "interleave", "'half' or 'interleaved'"),
     ("logn", "trained_length", 1, "an integer above 1 or None"),
@@ -370,7 +379,8 @@ def test_per_layer_is_an_option_of_what_biases():
     assert canonical("each") == {"type": "each", "width": 2, "per_layer": True}
     assert canonical("turned") == {"type": "turned"}
     kinds = {name for name in ENCODINGS if "per_layer" in encoding_class(name).option_types()}
-    assert kinds == {"alibi", "relative", "shaw", "t5"}
+    assert kinds == {name for name in ENCODINGS if {"distance_bias", "score_bias"} & {*encoding_class(name).acts_by()}}
+    assert {"alibi", "relative", "shaw", "t5"} <= kinds
     with pytest.raises(ValueError, match="'rope' has no option 'per_layer'"):
         canonical({"type": "rope", "per_layer": True})
 
@@ -482,7 +492,7 @@ def test_an_encoding_is_an_ordinary_module():
 # Compositions.
 
 LEARNED, SHAW = {"init": "normal", "std": 0.02}, {"max_distance": 128, "terms": "keys", "per_layer": True}
-BOTH, ALIBI = {**SHAW, "terms": "keys+queries"}, {"slopes": "fixed", "per_layer": False}
+BOTH, ALIBI = {**SHAW, "terms": "keys+queries"}, {"slopes": "fixed", "sides": "symmetric", "per_layer": False}
 
 
 @pytest.mark.parametrize(
@@ -553,7 +563,7 @@ def test_an_alias_may_carry_options(alias, terms):
         ({"type": "sinusoidal+alibi", "sinusoidal": {"bass": 3.0}}, "'sinusoidal' has no option 'bass'"),
         (
             {"type": "sinusoidal+alibi", "alibi__slope": 1},
-            r"'alibi' has no option 'slope' \(.*'slopes'\?\); it takes 'slopes', 'per_layer'",
+            r"'alibi' has no option 'slope' \(.*'slopes'\?\); it takes 'slopes', 'sides', 'per_layer'",
         ),
         ({"type": "sinusoidal+alibi", "sinusoidal": 3.0}, r"sinusoidal\+alibi\['sinusoidal'\]=3.0: allowed is a dict"),
         ({"type": "sinusoidal+alibi", "sinusoidal": None}, r"\['sinusoidal'\]=None: allowed is a dict"),

@@ -8,32 +8,78 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 
+UNSEEN = -1e4
+"""The bias of keys on the side that a head doesn't see, with which they have no weight beside others. Finite, above the bias
+of padding: where a query of cross-attention has no key on its head's side, the head takes the others, and no padding."""
+
 
 class ALiBi(PositionEncoding, type="alibi"):
     """bias[h, i, j] = -m_h · |j - i|, added to the scaled scores (Press et al., 2022).
 
     With n heads, n a power of two, m_h = 2^(-8h/n) for h = 1 … n; for other n the authors take the slopes of the power
-    of two below, then every other slope of the one above. In causal hosts j ≤ i, as in the paper; in encoders the bias
-    is symmetric, as the authors recommend (github.com/ofirpress/attention_with_linear_biases, issue 5). Any length.
+    of two below, then every other slope of the one above. Any length.
+
+    In causal stacks j ≤ i, as in the paper. For encoders the authors recommend the symmetric bias and propose two more
+    (github.com/ofirpress/attention_with_linear_biases, issue 5), which tell a key before the query from one after it:
+
+    - one_sided, "nonsymmetric with mask": the first half of the heads sees no later keys, the other half no earlier ones. Every
+      query sees its own key. Each half has the slopes of n/2 heads; of an odd number, the first half has one head more.
+    - asymmetric, "nonsymmetric with no mask": a slope for earlier keys and another for later ones. The authors learn both from
+      random values. Here they are, or start as, m_h for earlier keys and √2 · m_h for later ones, since with a whole or a
+      broken number in place of √2 some tokens on either side would have the same bias.
 
     Options:
-        slopes: "fixed" (no parameters) or "learned", which start as the fixed ones.
+        slopes: "fixed" (no parameters) or "learned", which start as the fixed ones: `weight`, [H]; asymmetric [2, H], the
+            slopes for earlier keys first.
+        sides: "symmetric", "one_sided" or "asymmetric"; the last two in encoders and cross-attention alone.
     """
 
     title = "Attention with linear biases"
     paper = ("https://arxiv.org/abs/2108.12409",)
 
     slopes: Literal["fixed", "learned"] = "fixed"
+    sides: Literal["symmetric", "one_sided", "asymmetric"] = "symmetric"
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
+        if self.sides != "symmetric" and geometry.is_causal:
+            raise ValueError(
+                f"alibi.sides={self.sides!r}: here tokens see earlier ones alone, which are one side: leave sides out. A model "
+                "of encoder and decoder takes it as where={'encoder': {'type': 'alibi', 'sides': …}, 'decoder': 'alibi'}"
+            )
+        if self.sides == "one_sided" and geometry.num_attention_heads < 2:
+            raise ValueError(
+                "alibi.sides='one_sided' takes two heads or more, and here is one, which would see nothing on its other side: "
+                "take 'symmetric' or 'asymmetric'"
+            )
         if self.slopes == "learned":
-            self.weight = nn.Parameter(torch.tensor(alibi_slopes(geometry.num_attention_heads)))
+            self.weight = nn.Parameter(torch.tensor(self._fixed_slopes()))
 
     def distance_bias(self, distance: Tensor) -> Tensor:
-        fixed = alibi_slopes(self.geometry.num_attention_heads)
-        slopes = self.weight if self.slopes == "learned" else torch.tensor(fixed, dtype=torch.float32, device=distance.device)
-        return -slopes[:, None] * distance.abs()
+        learned = self.slopes == "learned"
+        slopes = self.weight if learned else torch.tensor(self._fixed_slopes(), dtype=torch.float32, device=distance.device)
+        if self.sides == "asymmetric":
+            return -torch.where(distance > 0, slopes[1, :, None], slopes[0, :, None]) * distance.abs()
+        bias = -slopes[:, None] * distance.abs()
+        if self.sides == "symmetric":
+            return bias
+        heads = torch.arange(len(slopes), device=distance.device)[:, None]
+        return bias.masked_fill(torch.where(heads < _first_half(len(slopes)), distance > 0, distance < 0), UNSEEN)
+
+    def _fixed_slopes(self) -> list[float] | list[list[float]]:
+        """`[H]`, or, asymmetric, `[2, H]`."""
+        heads = self.geometry.num_attention_heads
+        if self.sides == "asymmetric":
+            earlier = alibi_slopes(heads)
+            return [earlier, [math.sqrt(2) * slope for slope in earlier]]
+        if self.sides == "one_sided":
+            first = _first_half(heads)
+            return alibi_slopes(first) + alibi_slopes(heads - first)
+        return alibi_slopes(heads)
+
+
+def _first_half(heads: int) -> int:
+    return (heads + 1) // 2
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

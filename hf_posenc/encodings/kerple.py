@@ -1,0 +1,58 @@
+"""Kernelized relative positional embedding: https://arxiv.org/abs/2205.09921"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+
+
+class Kerple(PositionEncoding, type="kerple"):
+    """Kernels of the distance with two learned numbers per head, added to the scaled scores (Chi et al., 2022):
+
+    - log: bias[h, i, j] = -r1_h · log(1 + r2_h · |j - i|), with r1, r2 > 0. It extrapolates best in the paper.
+    - power: bias[h, i, j] = -r1_h · |j - i|^r2_h, with r1 > 0 and 0 < r2 < 2. With r2 = 1 it is a linear bias.
+
+    The paper is about decoders, where j ≤ i; in encoders the bias is symmetric. Any length.
+
+    `weight` is [2, H], any real numbers, and the kernels are valid for all of them: r1 = softplus(weight[0]), r2 =
+    softplus(weight[1]) for log and 2 · sigmoid(weight[1]) for power. (The authors learn r1 and r2 themselves and clamp them in
+    each forward.) They start uniformly distributed, as the authors' do: r1 up to 2 and r2 up to 1 for log, r1 up to 1 and r2
+    up to 2 for power; so heads differ, and so do layers with per_layer=True.
+
+    Options:
+        kernel: "log" or "power".
+    """
+
+    title = "Kernelized relative positional embedding"
+    paper = ("https://arxiv.org/abs/2205.09921",)
+
+    kernel: Literal["log", "power"] = "log"
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        self.weight = nn.Parameter(torch.empty(2, geometry.num_attention_heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        first, second = nn.init.uniform_(self.weight, 0.01, 0.99)
+        if self.kernel == "log":
+            first.mul_(2).expm1_().log_()
+            second.expm1_().log_()
+        else:
+            first.expm1_().log_()
+            second.logit_()
+
+    def distance_bias(self, distance: Tensor) -> Tensor:
+        # float64, in which distances beyond 2^24 and their powers are exact enough.
+        first, second = self.weight.double()[..., None]
+        steps = distance.abs().double()
+        if self.kernel == "log":
+            kernel = torch.log1p(F.softplus(second) * steps)
+        else:
+            # 0^r has no finite derivative by its base, and log 0 none at all: distance 0 is put in afterwards.
+            kernel = torch.where(steps > 0, steps.clamp(min=1) ** (2 * second.sigmoid()), 0.0)
+        return (-F.softplus(first) * kernel).to(torch.promote_types(self.weight.dtype, torch.float32))
