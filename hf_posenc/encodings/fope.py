@@ -1,0 +1,95 @@
+"""Fourier position embeddings: https://arxiv.org/abs/2412.17739"""
+
+import math
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext
+from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.sinusoidal import frequencies
+
+
+class FoPE(PositionEncoding, type="fope"):
+    """Each pair of features at position p is turned as by rope, with a Fourier series in place of each wave: cos(p ω_m) becomes
+    Σ_k a_hkm cos(p ω_k), and sin(p ω_m) Σ_k b_hkm sin(p ω_k), ω_k = theta^(-2k/E) (Hua et al., 2025, section 4).
+
+    The sums are over the frequencies that went through a whole turn in training, ω_k ≥ 2π/T, T the trained length. Pairs of
+    lower ones aren't turned at all. Each head has its coefficients, those of keys serving their group of queries: 1 for a
+    pair's own wave, plus noise that stands for what linear layers and activations mix. Angles in float64; any length.
+    Since several waves are mixed, scores depend on more than distance.
+
+    Options:
+        theta: the base of the frequencies.
+        trained_length: T; None takes the longest input that the host's own positions were made for.
+        coefficients: "fixed", as drawn at first and saved, or "learned".
+        gain: of the noise, whose standard deviation is gain/√(number of waves); 0 for none.
+    """
+
+    title = "Fourier position embeddings"
+    paper = ("https://arxiv.org/abs/2412.17739",)
+    translation_invariant = False
+
+    theta: Annotated[float, Above(1)] = 10000.0
+    trained_length: Annotated[int, Above(1)] | None = None
+    coefficients: Literal["fixed", "learned"] = "fixed"
+    gain: float = 0.3
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        length = self.trained_length or geometry.trained_length or 0
+        if length < 2:
+            raise ValueError(
+                f"fope.trained_length={self.trained_length}: this host's own positions tell no length above 1 that they were "
+                "made for, so give one: trained_length=512"
+            )
+        if geometry.head_dim % 2:
+            raise ValueError(
+                f"'fope' turns pairs of features, but this host's head_dim is {geometry.head_dim}, an odd number: "
+                "choose an encoding which embeds or biases"
+            )
+        if self.gain < 0:
+            raise ValueError(f"fope.gain={self.gain}: allowed is 0 or more")
+        waves = (self.theta ** (-2 * k / geometry.head_dim) for k in range(geometry.head_dim // 2))
+        self._turning = sum(wave >= 2 * math.pi / length for wave in waves)
+        heads = geometry.num_key_value_heads or geometry.num_attention_heads
+        for name in ("cosines", "sines"):
+            values = torch.empty(heads, self._turning, self._turning)
+            if self.coefficients == "learned":
+                setattr(self, name, nn.Parameter(values))
+            else:
+                self.register_buffer(name, values)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for each in (self.cosines, self.sines):
+                each.normal_(std=self.gain / max(self._turning, 1) ** 0.5).add_(torch.eye(self._turning, device=each.device))
+
+    @classmethod
+    def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
+        return {**options, "trained_length": options["trained_length"] or geometry.trained_length}
+
+    def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
+        waves = context.cached((self, "waves"), lambda: self._waves(context.positions))
+        cos, sin = (wave @ each.double() for wave, each in zip(waves, (self.cosines, self.sines), strict=True))
+        return self._turned(query, cos, sin), self._turned(key, cos, sin)
+
+    def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, `[1 or B, 1, L, W]` each, float64, of the W frequencies that turn."""
+        steps = frequencies(self.geometry.head_dim, self.theta, positions.device)[: self._turning]
+        angles = positions.double()[:, None, :, None] * steps
+        return angles.cos(), angles.sin()
+
+    def _turned(self, states: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
+        """States `[B, H, L, E]`; cos, sin: `[1 or B, heads of keys, L, W]`."""
+        if states is None:
+            return None
+        groups = states.shape[1] // cos.shape[1]
+        cos, sin = (each.to(states.dtype).repeat_interleave(groups, dim=1) for each in (cos, sin))
+        halves = states.chunk(2, dim=-1)
+        first, second = (half[..., : self._turning] for half in halves)
+        still = [half[..., self._turning :] for half in halves]
+        return torch.cat([first * cos - second * sin, still[0], second * cos + first * sin, still[1]], dim=-1)

@@ -1,0 +1,62 @@
+"""Polar coordinate position embeddings: https://arxiv.org/abs/2509.10534"""
+
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext
+from hf_posenc.encodings.options import Above
+
+
+class PoPE(PositionEncoding, type="pope"):
+    """scores[h, i, j] = scaling · Σ_c softplus(q_ic) softplus(k_jc) cos((i - j) θ_c - δ_hc), θ_c = theta^(-c/E), c = 0 … E - 1
+    (Gopalakrishnan, Csordás, Schmidhuber and Mozer, 2025, equations 7 to 9).
+
+    A feature's magnitude says what is looked for, and its phase where, which rope's pairs of features mix. Queries and keys
+    become Cartesian coordinates of twice the width, so a cache holds keys of 2E features; values stay as they are. The phase δ
+    is learned per head, starts at 0, and turns queries here: the paper's turns keys by as much the other way, and bounds it to
+    one turn, beyond which a cosine repeats itself. Features of either sign become magnitudes, so a trained host has to be
+    trained on. Any length.
+
+    Options:
+        theta: the base of the frequencies.
+        phase: whether δ is learned; without it there are no parameters.
+    """
+
+    title = "Polar coordinate position embeddings"
+    paper = ("https://arxiv.org/abs/2509.10534",)
+    translation_invariant = True
+
+    theta: Annotated[float, Above(1)] = 10000.0
+    phase: bool = True
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        if self.phase:
+            self.weight = nn.Parameter(torch.empty(geometry.num_attention_heads, geometry.head_dim))
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.phase:
+            nn.init.zeros_(self.weight)
+
+    def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
+        angles = context.cached((self, "angles"), lambda: self._angles(context.positions))
+        if query is not None:
+            query = _cartesian(query, angles - self.weight[:, None].double() if self.phase else angles)
+        return query, None if key is None else _cartesian(key, angles)
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """`[1 or B, 1, L, E]`, float64."""
+        size = self.geometry.head_dim
+        steps = self.theta ** (-torch.arange(size, dtype=torch.float64, device=positions.device) / size)
+        return positions.double()[:, None, :, None] * steps
+
+
+def _cartesian(states: Tensor, angles: Tensor) -> Tensor:
+    """`[B, H, L, E]` -> `[B, H, L, 2E]`: points at these angles, whose distances from the origin are softplus of the states."""
+    magnitudes = F.softplus(states)
+    return torch.cat([magnitudes * angles.cos().to(states.dtype), magnitudes * angles.sin().to(states.dtype)], dim=-1)
