@@ -66,7 +66,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
     entrances = {
         verb: _add_vectors(structure, spec, parts) if verb == "embed" else _acted_in(spec, parts, verb)
-        for verb in encoding.acts_by()
+        for verb in encoding.acts_by(options)
     }
     stack._posenc_spec, stack._posenc_entrances = spec, entrances
     stack._posenc_pass = ForwardPass(
@@ -129,7 +129,7 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
         if posenc is not None:
             module.posenc = posenc
         module.config = attention.AttentionConfigView(module.config, _branches_by_implementation(module))  # type: ignore[assignment]
-    for verb in encoding.acts_by():
+    for verb in encoding.acts_by(options):
         here = (*stack._posenc_entrances.get(verb, ()), *_acted_in(spec, parts, verb))
         stack._posenc_entrances = {**stack._posenc_entrances, verb: here}
 
@@ -152,7 +152,7 @@ def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
 
 def _acted_in(spec: PositionSpec, parts: Parts, verb: str) -> tuple[str, ...]:
     """The paths of the attentions in which a part of the encoding has this verb."""
-    return tuple(path for path in parts if any(verb in spec.parts[part].acts_by() for part in parts[path]))
+    return tuple(path for path in parts if any(verb in spec.acts_by(part) for part in parts[path]))
 
 
 def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: Parts) -> None:
