@@ -221,11 +221,11 @@ def with_weights(
 ) -> tuple[Tensor, Tensor]:
     """The output `[B, Q, H, E]` of the host's eager function, which tells its weights, with what encodings add by them; and
     these weights `[B, H, Q, K]`."""
-    mask = additive_mask(encodings, query, key, mask, options.get("position_bias"), context, is_causal)
+    mask = additive_mask(encodings, query, key, mask, options.pop("position_bias", None), context, is_causal)
     function = host_function(module, "eager")
     if function is bert_eager():  # of a host without its own
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    output, weights = function(module, query, key, value, mask, **{**options, "position_bias": None})
+    output, weights = function(module, query, key, value, mask, **options)
     if not isinstance(weights, Tensor) or weights.shape != (*query.shape[:3], key.shape[2]):
         raise ValueError(
             f"the eager attention of {type(module).__name__} doesn't give its weights, by which "
