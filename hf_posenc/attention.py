@@ -236,9 +236,7 @@ def with_weights(
     return output + added.transpose(1, 2).to(output.dtype), weights
 
 
-def value_bias(
-    encodings: Iterable[PositionEncoding], weights: Tensor, value_head_dim: int, context: PositionContext
-) -> Tensor:
+def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_head_dim: int, context: PositionContext) -> Tensor:
     """The sum `[B, H, Q, E]` of all that these encodings add to the output of an attention with weights `[B, H, Q, K]`. Tokens
     aside give and get nothing.
 
@@ -282,6 +280,13 @@ def host_function(module: nn.Module, implementation: str) -> Callable[..., tuple
         return _upcast_eager
     own = getattr(module, OWN_EAGER, None) or getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return bert_eager() if own is None else own
+
+
+def scales_afterwards(module: nn.Module) -> bool:
+    """Whether the host's eager function multiplies its output by a factor that isn't in the weights it gives: that of an
+    attention sink, made from a sum of exponentials (Granite with sliding windows)."""
+    code = getattr(inspect.unwrap(host_function(module, "eager")), "__code__", None)
+    return code is not None and "logsumexp" in code.co_names
 
 
 def bert_eager() -> Callable[..., tuple[Tensor, Tensor | None]]:

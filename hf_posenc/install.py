@@ -166,6 +166,14 @@ def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: P
                 reason="attention in which nothing can act",
                 remedy="take an encoding of vectors, as 'sinusoidal' or 'learned'",
             )
+        weighing = [part for part in acting if "value_bias" in spec.acts_by(part)]
+        if weighing and written_out.row_of(module) is None and attention.scales_afterwards(module):
+            raise HostRefused(
+                f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which multiplies its output by a "
+                f"factor that isn't in its weights, so {weighing[0]!r} can't add anything to its output by them",
+                reason="attention whose weights aren't known",
+                remedy="take one that adds nothing to values, as 'shaw' with terms='keys'",
+            )
 
 
 def _unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> set[str]:

@@ -24,8 +24,8 @@ class Shaw(
     (Shaw et al., 2018, equation 4). Each layer has its own vectors, shared by its heads.
 
     With "queries" among the terms, k_j · a_ij · scaling is added, too (https://arxiv.org/abs/2009.13658, method 4; BERT's
-    relative_key_query in Transformers v4). With "values", attention gives sum_j alpha_ij (v_j + b_ij), alpha its weights and b_ij
-    = value_weight[clip(j - i, …)] (equation 3), for which all weights are computed, whatever the attention implementation.
+    relative_key_query in Transformers v4). With "values", attention gives z_i = sum_j alpha_ij (v_j + b_ij), alpha its weights,
+    b_ij = value_weight[clip(j - i, …)] (equation 3), for which all weights are computed, whatever the attention implementation.
     Distances are clipped, so any length works.
 
     Options:
