@@ -444,9 +444,10 @@ def additive_mask(
     """
     queries, keys = query.shape[2], key.shape[2]
     if isinstance(mask, BlockMask):  # of flex attention
-        sizes = (*mask.shape[:2], queries, keys)
+        seen, (batch, heads, *_) = mask.mask_mod, mask.shape
         mask = context.cached(
-            ("mask of blocks", id(mask), sizes), lambda: create_mask(mask.mask_mod, *sizes, device=query.device)
+            ("mask of blocks", id(mask), queries, keys),
+            lambda: create_mask(seen, batch, heads, queries, keys, device=query.device),
         )
     merged = biased_mask(encodings, query, key, mask, context, is_causal)
     if own is None and merged is not None and merged.is_floating_point():

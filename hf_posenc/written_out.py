@@ -348,8 +348,8 @@ class Product(TorchFunctionMode):
         context = self._context_of(query, key, scaling)
         query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
         if self.weighing is not None:
-            mask = additive_mask(attention.acting(self.module, context), query, key, attn_mask, None, context, is_causal)
-            weights = dropout((query * scaling @ key.mT + mask).softmax(dim=-1), kwargs.get("dropout_p", 0.0))
+            merged = additive_mask(attention.acting(self.module, context), query, key, attn_mask, None, context, is_causal)
+            weights = dropout((query * scaling @ key.mT + merged).softmax(dim=-1), kwargs.get("dropout_p", 0.0))
             return self._weighed(weights, value)
         mask = biased_mask(attention.acting(self.module, context), query, key, attn_mask, context, is_causal)
         causal = is_causal and mask is None

@@ -24,7 +24,8 @@ class Composition(PositionEncoding):
     def __init__(self, geometry: Geometry, **options: Any) -> None:
         nn.Module.__init__(self)
         self.geometry = geometry
-        for name, own in self.checked_options(options).items():
+        self._options = checked = self.checked_options(options)
+        for name, own in checked.items():
             self.add_module(name, self.parts[name](geometry, **own))
 
     def anew(self) -> None:

@@ -61,7 +61,7 @@ class Shaw(
         return verbs if options is None or "values" in options["terms"] else tuple(v for v in verbs if v != "value_bias")
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        index = self._index(key.shape[2], context)
+        index = self._shared_index(key.shape[2], context)
         bias = self._products(query, index)
         if "queries" in self.terms:
             bias = bias + self._products(key, index.transpose(1, 2)).transpose(2, 3)
@@ -75,13 +75,13 @@ class Shaw(
         if "values" not in self.terms:
             return None
         queries, keys = weights.shape[2:]
-        table = self.value_weight
+        table: Tensor = self.value_weight
         if context.consecutive and queries + keys < len(table):  # fewer distances than rows
             places = torch.arange(queries + keys - 1, device=weights.device)
             table = table[self.rows(places + (context.first_key - context.past - queries + 1))]
             index = (places[:keys] - places[:queries, None] + (queries - 1))[None]
         else:
-            index = self._index(keys, context)
+            index = self._shared_index(keys, context)
         # The weights of all keys that a row serves are summed before the product: no [Q, K, E] tensor. In half precision a sum
         # of thousands of small weights would stop growing.
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
@@ -89,11 +89,14 @@ class Shaw(
         summed = weights.new_zeros(*weights.shape[:3], len(table)).scatter_add(-1, pairs, weights)
         return summed @ table.to(summed.dtype)
 
-    def _index(self, keys: int, context: PositionContext) -> Tensor:
-        """The row of a table for each query and key, `[1 or B, Q, K]`."""
+    def _shared_index(self, keys: int, context: PositionContext) -> Tensor:
+        """The row of a table for each query and key, `[1 or B, Q, K]`, computed once for all layers."""
         if context.first_keys:  # layers may hold different keys
-            return self.rows(context.distances(keys))
-        return context.cached((self.type, self.max_distance, "index"), lambda: self.rows(context.distances(keys)))
+            return self._index(keys, context)
+        return context.cached((self.type, self.max_distance, "index"), lambda: self._index(keys, context))
+
+    def _index(self, keys: int, context: PositionContext) -> Tensor:
+        return self.rows(context.distances(keys))
 
     def rows(self, distance: Tensor) -> Tensor:
         return distance.clamp(-self.max_distance, self.max_distance) + self.max_distance
