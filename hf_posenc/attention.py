@@ -12,8 +12,8 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from hf_posenc.encodings import PositionContext, PositionEncoding
 from hf_posenc.encodings.context import CURRENT, context_for, current
-from hf_posenc.kernels import biased_attention, biases, flex_bias
+from hf_posenc.kernels import additive_mask, biased_attention, flex_bias, on_scores
 
 PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
 """Differs in each copy of this module that was saved with a checkpoint (`remote_code`)."""
@@ -155,7 +155,7 @@ def register(implementation: str) -> str:
 
 def refusal(implementation: str, encodings: Iterable[PositionEncoding | type[PositionEncoding]]) -> str | None:
     """Why an attention implementation can't carry encodings, or None."""
-    if not implementation.startswith(TAKE_A_BIAS) and any(map(biases, encodings)):
+    if not implementation.startswith(TAKE_A_BIAS) and any(map(on_scores, encodings)):
         return (
             f"attn_implementation={implementation!r} takes no score bias, so the encoding would be lost: "
             "use 'sdpa', 'flex_attention' or 'eager'"
@@ -195,19 +195,71 @@ def attend(
     own = kwargs.get("position_bias")
     if isinstance(own, float):  # the host's own bias, silenced
         own = kwargs["position_bias"] = None
+    is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]
+    if any(encoding.needs_weights() for encoding in encodings):
+        is_causal = bool(is_causal) and implementation != "flex_attention"  # which masks what its mask says
+        return with_weights(module, query, key, value, attention_mask, encodings, context, is_causal, options=kwargs)
     if implementation == "flex_attention":
         kwargs["position_bias"] = flex_bias(encodings, query, key, context, own)
         return host_function(module, implementation)(module, query, key, value, attention_mask, **kwargs)
-    is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]
     function = host_function(module, implementation)
     return biased_attention(
         function, module, query, key, value, attention_mask, encodings, context, bool(is_causal), options=kwargs
     )
 
 
+def with_weights(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    encodings: Sequence[PositionEncoding],
+    context: PositionContext,
+    is_causal: bool,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """The output `[B, Q, H, E]` of the host's eager function, which tells its weights, with what encodings add by them; and
+    these weights `[B, H, Q, K]`."""
+    mask = additive_mask(encodings, query, key, mask, options.pop("position_bias", None), context, is_causal)
+    function = host_function(module, "eager")
+    if function is bert_eager():  # of a host without its own
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    output, weights = function(module, query, key, value, mask, **options)
+    if not isinstance(weights, Tensor) or weights.shape != (*query.shape[:3], key.shape[2]):
+        raise ValueError(
+            f"the eager attention of {type(module).__name__} doesn't give its weights, by which "
+            f"{', '.join(repr(each.type) for each in encodings if each.needs_weights())} acts on its output: take an encoding "
+            "without value vectors"
+        )
+    added = value_bias(encodings, weights, value.shape[-1], context)
+    return output + added.transpose(1, 2).to(output.dtype), weights
+
+
+def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_head_dim: int, context: PositionContext) -> Tensor:
+    """The sum `[B, H, Q, E]` of all that these encodings add to the output of an attention with weights `[B, H, Q, K]`. Tokens
+    aside give and get nothing.
+
+    Raises ValueError for vectors of another size than the values.
+    """
+    weights = cast(Tensor, context.of_positions(context.of_positions(weights), dim=3))
+    wanted = (*weights.shape[:3], value_head_dim)
+    total = weights.new_zeros(())
+    for encoding in encodings:
+        term = encoding("value_bias", weights, context) if encoding.needs_weights() else None
+        if term is not None and term.shape != wanted:
+            raise ValueError(
+                f"value_bias of {encoding.type!r} gave {tuple(term.shape)} for an output {wanted} (batch, heads, queries, size "
+                "of the values): where this host's values have another size than its keys, take an encoding without value "
+                "vectors"
+            )
+        total = total if term is None else total + term
+    return context.framed(total.expand(wanted).mT, dims=1).mT
+
+
 def refusal_of_pages(encodings: Iterable[PositionEncoding | type[PositionEncoding]]) -> str | None:
     """Why continuous batching can't carry encodings, or None."""
-    if any(map(biases, encodings)):
+    if any(map(on_scores, encodings)):
         return (
             "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, to which no bias by "
             "distance can be given: use model.generate with a padded batch"
@@ -227,9 +279,19 @@ def host_function(module: nn.Module, implementation: str) -> Callable[..., tuple
     if getattr(module, "reorder_and_upcast_attn", False):
         return _upcast_eager
     own = getattr(module, OWN_EAGER, None) or getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if own is not None:
-        return own
-    from transformers.models.bert import modeling_bert  # for a host that wrote its attention out
+    return bert_eager() if own is None else own
+
+
+def scales_afterwards(module: nn.Module) -> bool:
+    """Whether the host's eager function multiplies its output by a factor that isn't in the weights it gives: that of an
+    attention sink, made from a sum of exponentials (Granite with sliding windows)."""
+    code = getattr(inspect.unwrap(host_function(module, "eager")), "__code__", None)
+    return code is not None and "logsumexp" in code.co_names
+
+
+def bert_eager() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The eager function for hosts that have none of their own."""
+    from transformers.models.bert import modeling_bert
 
     return modeling_bert.eager_attention_forward
 

@@ -120,7 +120,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Rep
         )
     stack = next(iter(stacks.values()))
     spec = stack.config.position_spec
-    verbs = dict.fromkeys(verb for each in spec.every for verb in each.encoding.acts_by())
+    verbs = dict.fromkeys(verb for each in spec.every for verb in each.encoding.acts_by(each.options))
     return Report(
         model_class=type(model).__name__,
         encoding=spec.type,

@@ -66,7 +66,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
     entrances = {
         verb: _add_vectors(structure, spec, parts) if verb == "embed" else _acted_in(spec, parts, verb)
-        for verb in encoding.acts_by()
+        for verb in encoding.acts_by(options)
     }
     stack._posenc_spec, stack._posenc_entrances = spec, entrances
     stack._posenc_pass = ForwardPass(
@@ -129,7 +129,7 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
         if posenc is not None:
             module.posenc = posenc
         module.config = attention.AttentionConfigView(module.config, _branches_by_implementation(module))  # type: ignore[assignment]
-    for verb in encoding.acts_by():
+    for verb in encoding.acts_by(options):
         here = (*stack._posenc_entrances.get(verb, ()), *_acted_in(spec, parts, verb))
         stack._posenc_entrances = {**stack._posenc_entrances, verb: here}
 
@@ -152,7 +152,7 @@ def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
 
 def _acted_in(spec: PositionSpec, parts: Parts, verb: str) -> tuple[str, ...]:
     """The paths of the attentions in which a part of the encoding has this verb."""
-    return tuple(path for path in parts if any(verb in spec.parts[part].acts_by() for part in parts[path]))
+    return tuple(path for path in parts if any(verb in spec.acts_by(part) for part in parts[path]))
 
 
 def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: Parts) -> None:
@@ -165,6 +165,14 @@ def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: P
                 "act in it",
                 reason="attention in which nothing can act",
                 remedy="take an encoding of vectors, as 'sinusoidal' or 'learned'",
+            )
+        weighing = [part for part in acting if "value_bias" in spec.acts_by(part)]
+        if weighing and written_out.row_of(module) is None and attention.scales_afterwards(module):
+            raise HostRefused(
+                f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which multiplies its output by a "
+                f"factor that isn't in its weights, so {weighing[0]!r} can't add anything to its output by them",
+                reason="attention whose weights aren't known",
+                remedy="take one that adds nothing to values, as 'shaw' with terms='keys'",
             )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import blocks
@@ -38,6 +39,11 @@ CAUSAL_QUERIES = 256
 def biases(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
     """Whether an encoding adds anything to scores."""
     return not {"distance_bias", "score_bias"}.isdisjoint(encoding.acts_by())
+
+
+def on_scores(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
+    """Whether an encoding changes scores, or reads the weights that come of them, which some attentions keep to themselves."""
+    return biases(encoding) or "value_bias" in encoding.acts_by()
 
 
 def way_for(
@@ -420,6 +426,34 @@ def biased_mask(
     merged = compute()
     seen.append((mask, wanted, merged))
     return merged
+
+
+def additive_mask(
+    encodings: Sequence[PositionEncoding],
+    query: Tensor,
+    key: Tensor,
+    mask: Any,
+    own: Tensor | None,
+    context: PositionContext,
+    is_causal: bool,
+) -> Tensor:
+    """The mask `[1 or B, 1 or H, Q, K]` for an eager function, with the encodings' bias and the host's own in it, from one that
+    the host has made for any implementation.
+
+    is_causal: whether that implementation masks the future by itself where it gets no mask; an eager function would not.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if isinstance(mask, BlockMask):  # of flex attention
+        seen, (batch, heads, *_) = mask.mask_mod, mask.shape
+        mask = context.cached(
+            ("mask of blocks", id(mask), queries, keys),
+            lambda: create_mask(seen, batch, heads, queries, keys, device=query.device),
+        )
+    merged = biased_mask(encodings, query, key, mask, context, is_causal)
+    if own is None and merged is not None and merged.is_floating_point():
+        return merged
+    bias = query.new_zeros(1, 1, queries, keys) if own is None else own.to(query.dtype)
+    return _merged(bias, merged, merged is None and queries > 1 and is_causal, context)
 
 
 def _merged(bias: Tensor, mask: Tensor | None, causal: bool, context: PositionContext) -> Tensor:

@@ -207,6 +207,9 @@ def _calls(base: ModuleType, module: Any, geometry: Any) -> Iterator[tuple[str, 
         if "score_bias" in verbs:
             key = torch.randn(2, heads, keys, width, generator=generator)
             yield f"score_bias {name}", partial(module.score_bias, query, key, context)
+        if "value_bias" in verbs:
+            weights = torch.randn(2, heads, new, keys, generator=generator).softmax(-1)
+            yield f"value_bias {name}", partial(module.value_bias, weights, context)
 
 
 def _raised(error: Exception) -> str:

@@ -229,6 +229,10 @@ class PositionSpec:
         """The classes which the encoding is made of, by name: itself, or the parts of a composition."""
         return self.encoding.component_classes()
 
+    def acts_by(self, part: str) -> tuple[str, ...]:
+        """The verbs by which a part acts under its options."""
+        return self.parts[part].acts_by(self.encoding.by_part(dict(self.options))[part])
+
     @property
     def replaces_all(self) -> bool:
         """Whether no stack keeps positions of the host's own, so that the config's length is this encoding's."""

@@ -188,6 +188,7 @@ class Structure:
         names = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head")
         sizes = (getattr(attention, name, None) for name in names)
         head_dim = next((size for size in sizes if size), None)
+        of_values = getattr(attention, "v_head_dim", None)  # of latent attention
         groups = getattr(attention, "num_key_value_groups", None)
         return Geometry(
             hidden_size=width or config.hidden_size,
@@ -197,6 +198,7 @@ class Structure:
             is_causal=_is_causal(attention),
             num_key_value_heads=heads // groups if groups else heads,
             trained_length=self.trained_length,
+            value_head_dim=of_values if isinstance(of_values, int) and of_values != head_dim else 0,
         )
 
 

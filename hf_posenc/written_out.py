@@ -1,7 +1,8 @@
 """Attentions which multiply queries and keys themselves, beside Transformers' attention interface: a row each.
 
 Such an attention runs its host's own forward. While it runs, the product of queries and keys in it is intercepted: both are
-rotated before it, and the bias of the encoding is added to it. What else the host does stays as it is: how it projects and
+rotated before it, and the bias of the encoding is added to it. What the encoding adds by the weights is added to their product
+with the values, the first one of theirs behind a softmax. What else the host does stays as it is: how it projects and
 splits, its cache, masks, dropout, terms of its own.
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim.
@@ -22,8 +23,9 @@ from transformers.cache_utils import Cache
 from hf_posenc import attention
 from hf_posenc.calls import Call, argument_names
 from hf_posenc.encodings import PositionContext
-from hf_posenc.kernels import biased_mask
+from hf_posenc.kernels import additive_mask, biased_mask
 
+SOFTMAX = (torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.special.softmax)
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 SUMS_OF_PRODUCTS = (torch.baddbmm, torch.Tensor.baddbmm)
 SHARED = [True, True, False, False]
@@ -79,6 +81,7 @@ class WrittenOut:
     closed: module -> why nothing can act in its product, so that vectors can be added to its inputs alone; "" where it can.
     alone: its arguments by which inputs beside the tokens would come in, with scores of their own.
     token_axis: of the hidden states that enter its layer.
+    others: the number of products of weights and values that it makes before that of the tokens.
     """
 
     scaling: Callable[[Any, int], float | Tensor] = by_head_dim
@@ -86,6 +89,7 @@ class WrittenOut:
     closed: Callable[[Any], str] = open_to_all
     alone: tuple[str, ...] = ()
     token_axis: int = 1
+    others: int = 0
 
 
 _PLAIN, _SCALED_BEFORE, _SPARSE = WrittenOut(), WrittenOut(not_at_all), WrittenOut(closed=sparse)
@@ -119,7 +123,7 @@ ROWS = {
     "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
     "led.LEDDecoderAttention": _SCALED_BEFORE,
     "led.LEDEncoderSelfAttention": _SPARSE,
-    "lilt.LiltSelfAttention": _PLAIN,
+    "lilt.LiltSelfAttention": WrittenOut(others=1),
     "longformer.LongformerSelfAttention": _SPARSE,
     "luke.LukeSelfAttention": WrittenOut(alone=("entity_hidden_states",)),
     "maskformer.MaskFormerSwinSelfAttention": _PLAIN,
@@ -270,6 +274,8 @@ def forward(
         output = type(module).forward(module, *args, **kwargs)
     if not product.met:
         raise RuntimeError(f"{type(module).__name__} made no product of queries and keys: the encoding could not act in it")
+    if product.weighing is not None:
+        raise RuntimeError(f"{type(module).__name__} made no product of weights and values: the encoding could not act on it")
     return output
 
 
@@ -279,7 +285,7 @@ BESIDE = (
 
 
 class Product(TorchFunctionMode):
-    """Puts the encoding into the first product of queries and keys that is made under it.
+    """Puts the encoding into the first product of queries and keys that is made under it, and into that of weights and values.
 
     keys_are_rotated: whether the keys were rotated as they entered a cache. has_cache: whether keys may come from one.
     """
@@ -288,11 +294,13 @@ class Product(TorchFunctionMode):
         super().__init__()
         self.module, self.context, self.keys_are_rotated, self.has_cache = module, context, keys_are_rotated, has_cache
         self.scaling, self.met = partial(row.scaling, module), False
+        self.weighing: Weighing | None = None
+        self.others = row.others
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.met:
-            return function(*args, **kwargs)
+            return self._behind(function, args, kwargs) if self.weighing is not None else function(*args, **kwargs)
         if function in PRODUCTS:
             return self._product(function, *args, **kwargs)
         if function in SUMS_OF_PRODUCTS:
@@ -339,6 +347,10 @@ class Product(TorchFunctionMode):
         scaling = query.shape[-1] ** -0.5 if kwargs.get("scale") is None else kwargs["scale"]
         context = self._context_of(query, key, scaling)
         query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
+        if self.weighing is not None:
+            merged = additive_mask(attention.acting(self.module, context), query, key, attn_mask, None, context, is_causal)
+            weights = dropout((query * scaling @ key.mT + merged).softmax(dim=-1), kwargs.get("dropout_p", 0.0))
+            return self._weighed(weights, value)
         mask = biased_mask(attention.acting(self.module, context), query, key, attn_mask, context, is_causal)
         causal = is_causal and mask is None
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **kwargs)
@@ -386,8 +398,51 @@ class Product(TorchFunctionMode):
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
         probabilities = dropout(scores.softmax(dim=-1), dropout_p, training)
-        output = linear((probabilities @ value).permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+        output = probabilities @ value if self.weighing is None else self._weighed(probabilities, value)
+        output = linear(output.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
         return output, probabilities.mean(dim=1)
+
+    def _behind(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """A call behind the product of queries and keys: of weights `[B, H, Q, K]`, or with B and H in one, the product with
+        values is the first one behind a softmax."""
+        weighing = self.weighing
+        assert weighing is not None
+        if function in SOFTMAX:
+            result = function(*args, **kwargs)
+            weighing.is_normalized |= result.shape[-2:] == weighing.shape[-2:]
+            return result
+        if not weighing.is_normalized:
+            return function(*args, **kwargs)
+        if function in PRODUCTS and len(args) == 2 and args[0].shape[-2:] == weighing.shape[-2:]:
+            weights, value = args
+            if weighing.others:
+                weighing.others -= 1
+                return function(weights, value)
+            added = self._added(weights.reshape(weighing.shape), value.shape[-1])
+            output = function(weights, value)
+            return output + added.reshape(output.shape).to(output.dtype)
+        if function is torch.einsum and len(args) == 3:
+            left, right, out = args[0].replace(" ", "").replace("->", ",").split(",")
+            if len(left) == len(out) == 4 and args[1].numel() == math.prod(weighing.shape):
+                query, key = ({*left} & {*out} - {*right}).pop(), ({*left} & {*right} - {*out}).pop()
+                value = ({*out} - {*left}).pop()
+                batch, head = (letter for letter in left if letter not in (query, key))
+                weights = torch.einsum(f"{left}->{batch}{head}{query}{key}", args[1])
+                added = self._added(weights, args[2].shape[right.index(value)])
+                output = torch.einsum(*args)
+                return output + torch.einsum(f"{batch}{head}{query}{value}->{out}", added).to(output.dtype)
+        return function(*args, **kwargs)
+
+    def _weighed(self, weights: Tensor, value: Tensor) -> Tensor:
+        """The product of weights and values, with what the encoding adds."""
+        output = weights @ value
+        return output + self._added(weights, value.shape[-1]).to(output.dtype)
+
+    def _added(self, weights: Tensor, value_head_dim: int) -> Tensor:
+        """What the encoding adds to the output of an attention with weights `[B, H, Q, K]`."""
+        weighing, self.weighing = self.weighing, None
+        assert weighing is not None
+        return attention.value_bias(attention.acting(self.module, weighing.context), weights, value_head_dim, weighing.context)
 
     def _encoded(self, query: Tensor, key: Tensor, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None, float]:
         """Queries and keys, rotated, and what to add to their product: the bias, and the factor that undoes the scaling which
@@ -421,7 +476,23 @@ class Product(TorchFunctionMode):
                 f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
                 f"positions of {context.length} new tokens and {context.past} cached ones; it got {BESIDE}"
             )
+        if any(encoding.needs_weights() for encoding in attention.acting(self.module, context)):
+            self.weighing = Weighing(context, (*query.shape[:3], key.shape[2]), self.others)
         return context
+
+
+@dataclass
+class Weighing:
+    """What is known of the weights `[B, H, Q, K]` of an attention between its two products.
+
+    others: the number of products with other values that come first.
+    is_normalized: whether a softmax has been made of them.
+    """
+
+    context: PositionContext
+    shape: tuple[int, ...]
+    others: int
+    is_normalized: bool = False
 
 
 def _plus(product: Tensor, bias: Tensor | None, factor: float) -> Tensor:

@@ -576,13 +576,14 @@ def test_the_default_dtype_does_not_matter(kind):
 def test_verbs_an_encoding_lacks_do_nothing(kind):
     encoding = make(kind, max_length=10)
     query, key, context = random(1, 4, 2, 8), random(1, 4, 2, 8), context_of(encoding, torch.arange(2)[None])
-    verbs = encoding.acts_by()
+    verbs = {*encoding.acts_by()} - (set() if encoding.needs_weights() else {"value_bias"})
     results = {
         "embed": encoding.embed(torch.arange(3)),
         "distance_bias": encoding.distance_bias(torch.arange(3)),
         "score_bias": encoding.score_bias(query, key, context),
+        "value_bias": encoding.value_bias((query @ key.mT).softmax(-1), context),
     }
-    assert {verb for verb, result in results.items() if result is not None} == set(verbs) - {"rotate"}
+    assert {verb for verb, result in results.items() if result is not None} == verbs - {"rotate"}
     rotated = encoding.rotate(query, key, context)
     assert (rotated[0] is query and rotated[1] is key) == ("rotate" not in verbs)
 

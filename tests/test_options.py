@@ -106,9 +106,9 @@ def test_what_is_no_encoding(given):
         ("rope", ("rotate",)),
         ("logn", ("rotate",)),
         ("t5", ("distance_bias",)),
-        ("shaw", ("score_bias",)),
+        ("shaw", ("score_bias", "value_bias")),
         ("sinusoidal+rope+alibi", ("embed", "rotate", "distance_bias")),
-        ("none+shaw", ("score_bias",)),
+        ("none+shaw", ("score_bias", "value_bias")),
     ],
 )
 def test_acts_by(kind, verbs):

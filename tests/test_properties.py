@@ -185,7 +185,7 @@ def test_gradients_reach_every_parameter(name, data):
     total = (weights * states(1, H, length, length, seed=2)).sum()
     if "embed" in encoding.acts_by():
         total = total + (encoding("embed", torch.arange(LONGEST)[None]) * states(1, LONGEST, D, seed=3)).sum()
-    if "value_bias" in encoding.acts_by():
+    if encoding.needs_weights():
         total = total + encoding("value_bias", weights, context).square().sum()
     parameters = dict(encoding.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}

@@ -5,7 +5,7 @@ Shapes: B batch, L tokens, Q queries, K keys, H heads, D hidden_size, E head_dim
 
 import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_origin, get_type_hints
 
@@ -45,6 +45,7 @@ class Geometry:
     is_causal: True if queries attend to no later keys.
     num_key_value_heads: key and value heads of grouped-query attention; without it, as many as num_attention_heads.
     trained_length: the longest input in tokens that the host's own positions were made for; None where nothing tells it.
+    value_head_dim: the size of each head's values where it is another than head_dim, as in latent attention; else 0.
     """
 
     hidden_size: int
@@ -54,6 +55,7 @@ class Geometry:
     is_causal: bool = False
     num_key_value_heads: int = 0
     trained_length: int | None = None
+    value_head_dim: int = 0
 
 
 class PositionEncoding(nn.Module):
@@ -70,7 +72,7 @@ class PositionEncoding(nn.Module):
     `self.geometry`. Parameters, buffers and modules are created in `__init__` (after `super().__init__`), with their values or
     filled in `reset_parameters`, which is called if `__init__` leaves memory uninitialised. What isn't saved, such as a
     non-persistent buffer, is made again when a model is loaded, so it must come out the same each time. A subclass
-    overrides one or more of the verbs `embed`, `rotate`, `distance_bias`, `score_bias`; each is a no-op here.
+    overrides one or more of the verbs `embed`, `rotate`, `distance_bias`, `score_bias`, `value_bias`; each is a no-op here.
 
     The verbs are called through the module, `encoding("embed", positions)`, so that hooks see the call: those of Accelerate
     bring offloaded weights, those of FSDP gather shards.
@@ -94,6 +96,7 @@ class PositionEncoding(nn.Module):
     causal_only: ClassVar[bool] = False
     """Whether it is defined for attention to earlier tokens alone, so that other stacks refuse it."""
     geometry: Geometry
+    _options: Mapping[str, Any] | None = None
 
     def __init_subclass__(
         cls, type: str | None = None, aliases: tuple[str, ...] | dict[str, dict[str, Any]] = (), **kwargs: Any
@@ -142,8 +145,8 @@ class PositionEncoding(nn.Module):
                 "for a decoder's own attention, or another encoding"
             )
         self.geometry = geometry
-        self._options = self.checked_options(options)
-        for name, value in self._options.items():
+        self._options = checked = self.checked_options(options)
+        for name, value in checked.items():
             setattr(self, name, value)
 
     def forward(self, verb: str, *args: Any) -> Any:
@@ -161,7 +164,7 @@ class PositionEncoding(nn.Module):
 
     def anew(self) -> "PositionEncoding | None":
         """Another module as the class makes it, or None for one whose parts are made by themselves."""
-        return type(self)(self.geometry, **self._options)
+        return type(self)(self.geometry, **(self._options or {}))
 
     def embed(self, positions: Tensor) -> Tensor | None:
         """Vectors to add to token embeddings: `[..., L]` integers -> `[..., L, D]`."""
@@ -180,6 +183,14 @@ class PositionEncoding(nn.Module):
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
         """Bias on scaled scores that depends on content or absolute position: broadcastable to `[B, H, Q, K]`."""
+        return None
+
+    def value_bias(self, weights: Tensor, context: PositionContext) -> Tensor | None:
+        """What is added to the output of an attention, from its weights `[B, H, Q, K]` (behind softmax and dropout), of all
+        tokens that have positions: `[B, H, Q, E]`, E the size of the values.
+
+        An attention computes all of its weights for it, as "eager" does, under each implementation.
+        """
         return None
 
     def distance_vectors(self, distance: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -233,10 +244,15 @@ class PositionEncoding(nn.Module):
         return options
 
     @classmethod
-    def acts_by(cls) -> tuple[str, ...]:
-        """The verbs that this class overrides, a subset of embed, rotate, distance_bias, score_bias."""
-        verbs = ("embed", "rotate", "distance_bias", "score_bias")
+    def acts_by(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+        """The verbs that this class overrides, a subset of embed, rotate, distance_bias, score_bias, value_bias; given checked
+        options, those by which it acts under them."""
+        verbs = ("embed", "rotate", "distance_bias", "score_bias", "value_bias")
         return tuple(verb for verb in verbs if getattr(cls, verb) is not getattr(PositionEncoding, verb))
+
+    def needs_weights(self) -> bool:
+        """Whether it acts by `value_bias`, for which attention has to compute its weights."""
+        return "value_bias" in self.acts_by(self._options)
 
     @classmethod
     def is_relative(cls) -> bool:
@@ -282,7 +298,7 @@ class PositionEncoding(nn.Module):
                 names.update(dict.fromkeys(inspect.get_annotations(base)))
         hints = get_type_hints(cls, include_extras=True)
         types = {name: hints[name] for name in names if ClassVar not in (hints[name], get_origin(hints[name]))}
-        return {**types, "per_layer": bool} if {"distance_bias", "score_bias"} & {*cls.acts_by()} else types
+        return {**types, "per_layer": bool} if {"distance_bias", "score_bias", "value_bias"} & {*cls.acts_by()} else types
 
     @classmethod
     def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ class Composition(PositionEncoding):
     def __init__(self, geometry: Geometry, **options: Any) -> None:
         nn.Module.__init__(self)
         self.geometry = geometry
-        for name, own in self.checked_options(options).items():
+        self._options = checked = self.checked_options(options)
+        for name, own in checked.items():
             self.add_module(name, self.parts[name](geometry, **own))
 
     def anew(self) -> None:
@@ -50,6 +51,9 @@ class Composition(PositionEncoding):
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
         return _sum(part("score_bias", query, key, context) for part in self.named_parts().values())
+
+    def value_bias(self, weights: Tensor, context: PositionContext) -> Tensor | None:
+        return _sum(part("value_bias", weights, context) for part in self.named_parts().values())
 
     def adopt(self, table: Tensor | None) -> None:
         for part in self.named_parts().values():
@@ -84,8 +88,9 @@ class Composition(PositionEncoding):
         return {name: part.settled(geometry, options[name]) for name, part in cls.parts.items()}
 
     @classmethod
-    def acts_by(cls) -> tuple[str, ...]:
-        theirs = {verb for part in cls.parts.values() for verb in part.acts_by()}
+    def acts_by(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+        given = dict.fromkeys(cls.parts) if options is None else options
+        theirs = {verb for name, part in cls.parts.items() for verb in part.acts_by(given[name])}
         return tuple(verb for verb in super().acts_by() if verb in theirs)
 
     @classmethod

@@ -1,6 +1,7 @@
 """Self-attention with relative position representations: https://arxiv.org/abs/1803.02155"""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,18 @@ class Shaw(
     aliases={"relative_key": {"terms": "keys"}, "relative_key_query": {"terms": "keys+queries"}},
 ):
     """scores[h, i, j] = q_i · (k_j + a_ij) · scaling, a_ij = weight[clip(j - i, -max_distance, max_distance)]
-    (Shaw et al., 2018, equations 3 and 4). Each layer has its own vectors, shared by its heads.
+    (Shaw et al., 2018, equation 4). Each layer has its own vectors, shared by its heads.
 
-    With terms="keys+queries", k_j · a_ij · scaling is added, too (https://arxiv.org/abs/2009.13658, method 4; BERT's
-    relative_key_query in Transformers v4). Distances are clipped, so any length works.
+    With "queries" among the terms, k_j · a_ij · scaling is added, too (https://arxiv.org/abs/2009.13658, method 4; BERT's
+    relative_key_query in Transformers v4). With "values", attention gives z_i = sum_j alpha_ij (v_j + b_ij), alpha its weights,
+    b_ij = value_weight[clip(j - i, …)] (equation 3), for which all weights are computed, whatever the attention implementation.
+    Distances are clipped, so any length works.
 
     Options:
         max_distance: distances beyond it are clipped to it.
-        terms: "keys" (a_ij is added to the keys) or "keys+queries".
+        terms: to what vectors are added: "keys", "keys+queries", "keys+values" (the paper's) or "keys+queries+values".
+
+    Shapes: weight [2 · max_distance + 1, E], E head_dim; value_weight the same, E the size of a head's values.
     """
 
     title = "Self-attention with relative position representations"
@@ -35,33 +40,62 @@ class Shaw(
     translation_invariant = True
 
     max_distance: Annotated[int, Above(0)] = 128
-    terms: Literal["keys", "keys+queries"] = "keys"
+    terms: Literal["keys", "keys+queries", "keys+values", "keys+queries+values"] = "keys"
     per_layer = True
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
-        self.weight = nn.Parameter(torch.empty(2 * self.max_distance + 1, geometry.head_dim))
+        rows = 2 * self.max_distance + 1
+        self.weight = nn.Parameter(torch.empty(rows, geometry.head_dim))
+        if "values" in self.terms:
+            self.value_weight = nn.Parameter(torch.empty(rows, geometry.value_head_dim or geometry.head_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
+        for table in self.parameters():
+            nn.init.normal_(table, std=0.02)
+
+    @classmethod
+    def acts_by(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+        verbs = super().acts_by(options)
+        return verbs if options is None or "values" in options["terms"] else tuple(v for v in verbs if v != "value_bias")
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        if context.first_keys:  # layers may hold different keys
-            index = self._index(key.shape[2], context)
-        else:
-            index = context.cached((self.type, self.max_distance, "index"), lambda: self._index(key.shape[2], context))
+        index = self._shared_index(key.shape[2], context)
         bias = self._products(query, index)
-        if self.terms == "keys+queries":
+        if "queries" in self.terms:
             bias = bias + self._products(key, index.transpose(1, 2)).transpose(2, 3)
         return bias * context.scaling
 
     def distance_vectors(self, distance: Tensor) -> tuple[Tensor | None, Tensor | None]:
         vectors = self.weight[self.rows(distance)][None]
-        return vectors, vectors if self.terms == "keys+queries" else None
+        return vectors, vectors if "queries" in self.terms else None
+
+    def value_bias(self, weights: Tensor, context: PositionContext) -> Tensor | None:
+        if "values" not in self.terms:
+            return None
+        queries, keys = weights.shape[2:]
+        table: Tensor = self.value_weight
+        if context.consecutive and queries + keys < len(table):  # fewer distances than rows
+            places = torch.arange(queries + keys - 1, device=weights.device)
+            table = table[self.rows(places + (context.first_key - context.past - queries + 1))]
+            index = (places[:keys] - places[:queries, None] + (queries - 1))[None]
+        else:
+            index = self._shared_index(keys, context)
+        # The weights of all keys that a row serves are summed before the product: no [Q, K, E] tensor. In half precision a sum
+        # of thousands of small weights would stop growing.
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        pairs = index[:, None].expand(weights.shape)
+        summed = weights.new_zeros(*weights.shape[:3], len(table)).scatter_add(-1, pairs, weights)
+        return summed @ table.to(summed.dtype)
+
+    def _shared_index(self, keys: int, context: PositionContext) -> Tensor:
+        """The row of a table for each query and key, `[1 or B, Q, K]`, computed once for all layers."""
+        if context.first_keys:  # layers may hold different keys
+            return self._index(keys, context)
+        return context.cached((self.type, self.max_distance, "index"), lambda: self._index(keys, context))
 
     def _index(self, keys: int, context: PositionContext) -> Tensor:
-        """The row of `weight` for each query and key, `[1 or B, Q, K]`."""
         return self.rows(context.distances(keys))
 
     def rows(self, distance: Tensor) -> Tensor:

@@ -1,0 +1,529 @@
+"""What an attention adds to its output by its weights: shaw's vectors for values, and own encodings with `value_bias`."""
+
+import math
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    BartConfig,
+    BartModel,
+    DeepseekV3Config,
+    DeepseekV3Model,
+    GraniteSWAConfig,
+    GraniteSWAModel,
+    StaticCache,
+    ViTConfig,
+    ViTModel,
+)
+
+import hf_posenc
+from conftest import (
+    HOSTS,
+    assert_apart,
+    assert_close,
+    assert_equal,
+    backends,
+    first,
+    needs_inductor,
+    randomize,
+    randomize_encoding,
+    slow,
+    stock,
+    tokens,
+)
+from hf_posenc import attention
+from hf_posenc.encodings import Geometry, PositionContext
+from oracles import future, heads, in_pieces
+
+VALUES = {"type": "shaw", "terms": "keys+values", "max_distance": 3}
+ALL_TERMS = {**VALUES, "terms": "keys+queries+values"}
+MASK = torch.ones(2, 11, dtype=torch.long)
+MASK[1, :4] = 0
+
+
+def patched(host, encoding=VALUES, head="Model", **changes):
+    return randomize_encoding(hf_posenc.patch(stock(host, head, **changes), encoding))
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# Positions of new tokens, how many keys are cached before them, whether they rise by one; and the positions of all keys.
+POSITIONS = {
+    "from 0": ([[0, 1, 2, 3]], 0, True, [[0, 1, 2, 3]] * 2),
+    "left padding": ([[0, 0, 1, 2], [0, 1, 2, 3]], 0, True, [[-1, 0, 1, 2], [0, 1, 2, 3]]),
+    "cached": ([[5, 6, 7], [3, 4, 5]], 5, True, [[0, 1, 2, 3, 4, 5, 6, 7], [-2, -1, 0, 1, 2, 3, 4, 5]]),
+    "jumping": ([[9, 2, 2, 30], [3, 2, 1, 0]], 0, False, [[9, 2, 2, 30], [3, 2, 1, 0]]),
+    "jumping behind a cache": ([[7, 3], [2, 20]], 3, False, [[4, 5, 6, 7, 3], [-1, 0, 1, 2, 20]]),
+}
+
+
+@pytest.mark.parametrize("max_distance", [1, 3, 40])  # 40: more rows than distances
+@pytest.mark.parametrize(("positions", "past", "consecutive", "keys_at"), POSITIONS.values(), ids=POSITIONS)
+def test_sums_and_gradients(max_distance, positions, past, consecutive, keys_at):
+    """sum_j alpha_ij a_ij, term by term in float64."""
+    encoding = hf_posenc.list_encodings()["shaw"](Geometry(18, 3, 6), max_distance=max_distance, terms="keys+values").double()
+    table = encoding.value_weight.data = random(2 * max_distance + 1, 6, seed=9)
+    queries, keys = len(positions[0]), len(keys_at[0])
+    weights = random(2, 3, queries, keys).softmax(-1).requires_grad_()
+    start = torch.tensor([[-row[0]] for row in keys_at[: len(positions)]])
+    known = None if consecutive else torch.tensor(keys_at[: len(positions)])
+    context = PositionContext(encoding, torch.tensor(positions), past, start, known)
+    real = torch.tensor([row[-queries:] for row in keys_at]) >= 0  # [B, Q]
+    upstream = random(2, 3, queries, 6, seed=2) * real[:, None, :, None]
+    result = encoding("value_bias", weights, context)
+    result.backward(upstream)
+    expected = torch.zeros(2, 3, queries, 6, dtype=torch.float64)
+    by_weight, by_table = torch.zeros_like(weights), torch.zeros_like(table)
+    for b in range(2):
+        for i in range(queries):
+            for j in range(keys):
+                distance = keys_at[b][j] - (positions * 2)[b][i]
+                row = max(-max_distance, min(max_distance, distance)) + max_distance
+                for h in range(3):
+                    expected[b, h, i] += weights.detach()[b, h, i, j] * table[row]
+                    by_weight[b, h, i, j] = (upstream[b, h, i] * table[row]).sum()
+                    by_table[row] += weights.detach()[b, h, i, j] * upstream[b, h, i]
+    result, expected = (each * real[:, None, :, None] for each in (result, expected))
+    for ours, theirs in ((result, expected), (weights.grad, by_weight), (encoding.value_weight.grad, by_table)):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("host", ["bert", "gpt2", "megatron-bert"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_an_attention_by_the_papers_equations(host, implementation):
+    """Equations 1 to 4 in float64, and the gradients of both tables, in an attention of a model."""
+    model = patched(host).double()
+    if implementation not in backends(model):
+        pytest.skip(f"{host} has one implementation of attention")
+    model.set_attn_implementation(implementation)
+    layer = model.get_submodule(HOSTS[host].layers)[0]
+    block = layer.attn if host == "gpt2" else layer.attention.self
+    seen = {}
+    projected = {"gpt2": ["c_attn"]}.get(host, ["query", "key", "value"])
+    for name in projected:
+        block.get_submodule(name).register_forward_hook(lambda _, __, output, name=name: seen.update({name: output}))
+    if host == "gpt2":
+        block.c_proj.register_forward_pre_hook(lambda _, args: seen.update(output=args[0]))
+    else:
+        block.register_forward_hook(lambda _, __, output: seen.update(output=output[0]))
+    model(tokens(1, 7))
+    states = seen["c_attn"].chunk(3, -1) if host == "gpt2" else [seen[name] for name in projected]
+    query, key, value = map(heads, states)
+    keys_table, values_table = block.posenc.weight, block.posenc.value_weight
+    output = []
+    for h in range(4):
+        for i in range(7):
+            reach = range(i + 1) if HOSTS[host].causal else range(7)
+            rows = [max(-3, min(3, j - i)) + 3 for j in reach]
+            entries = [(query[0, h, i] * (key[0, h, j] + keys_table[row])).sum() for j, row in zip(reach, rows, strict=True)]
+            weights = (torch.stack(entries) / math.sqrt(8)).softmax(0)
+            terms = [weights[j] * (value[0, h, j] + values_table[row]) for j, row in zip(reach, rows, strict=True)]
+            output.append(sum(terms))
+    expected = torch.stack(output).reshape(4, 7, 8).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(seen["output"][0], expected, atol=1e-12, rtol=0)
+    upstream = random(7, 32)
+    theirs = torch.autograd.grad((expected * upstream).sum(), (keys_table, values_table), retain_graph=True)
+    ours = torch.autograd.grad((seen["output"][0] * upstream).sum(), (keys_table, values_table))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("encoding", [VALUES, ALL_TERMS], ids=lambda chosen: chosen["terms"])
+@pytest.mark.parametrize("host", ["bert", "gpt2", "llama", "modernbert"])
+@torch.no_grad()
+def test_backends_and_padding(host, encoding):
+    """All implementations agree, and padding on either side changes nothing."""
+    model, outputs = patched(host, encoding), []
+    alone = None
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        whole, left = first(model(tokens())), first(model(tokens(), attention_mask=MASK))
+        right = first(model(tokens().roll(-4, 1), attention_mask=MASK.roll(-4, 1)))
+        alone = first(model(tokens()[1:, 4:]))[0]
+        assert_close(left[1, 4:], alone)
+        assert_close(right[1, :7], alone)
+        outputs.append([whole, left[MASK.bool()]])
+    assert_close(*outputs)
+    for name, parameter in model.named_parameters():
+        if "value_weight" in name:
+            parameter.zero_()
+    assert_apart(first(model(tokens()[1:, 4:]))[0], alone)
+
+
+@pytest.mark.slow
+@needs_inductor
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Transformers' own flex path
+@pytest.mark.parametrize("host", ["bert", "llama"])
+@torch.no_grad()
+def test_flex_attention(host):
+    model = patched(host)
+    expected = first(model(tokens(), attention_mask=MASK))
+    model.set_attn_implementation("flex_attention")
+    assert_close(first(model(tokens(), attention_mask=MASK))[MASK.bool()], expected[MASK.bool()])
+
+
+@pytest.mark.parametrize("encoding", [VALUES, {**VALUES, "max_distance": 5000}], ids=["near", "far"])
+@pytest.mark.parametrize("host", ["gpt2", "llama"])
+@torch.no_grad()
+def test_cached_decoding(host, encoding):
+    model = patched(host, encoding)
+    whole = first(model(tokens(), attention_mask=MASK))
+    for cache in (None, StaticCache(config=model.config, max_cache_len=20)):
+        pieces = in_pieces(model, tokens(), (6, 7, 8), MASK, cache)
+        assert_close(pieces[MASK.bool()], whole[MASK.bool()])
+
+
+def test_positions_that_jump():
+    """Packed texts: each as it is alone."""
+    model = patched("bert")
+    ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]])
+    mask = (torch.arange(11)[:, None] >= 6) == (torch.arange(11) >= 6)
+    packed = first(model(tokens(1), position_ids=ids, attention_mask=mask[None, None]))
+    assert_close(packed[:, 6:], first(model(tokens(1)[:, 6:])))
+
+
+@pytest.mark.parametrize("host", ["bert", "gpt2", "megatron-bert"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_training(host, reentrant):
+    """Gradients reach both tables of each layer, the same ones with checkpointing."""
+    model = patched(host, ALL_TERMS, **HOSTS[host].no_dropout).train()
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        first(model(tokens(), use_cache=False) if host == "gpt2" else model(tokens())).square().sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert_close(*found)
+    tables = [gradient for name, gradient in found[0].items() if "value_weight" in name]
+    assert len(tables) == 2 and all(table.any() for table in tables)
+
+
+@pytest.mark.parametrize("host", ["gpt2", "mpnet"])
+def test_weights_are_those_behind_dropout(host, own_registry):
+    seen = []
+
+    class Watching(hf_posenc.PositionEncoding, type="watching"):
+        def value_bias(self, weights, context):
+            seen.append(weights.detach())
+
+    model = hf_posenc.patch(stock(host, **{name: 0.5 for name in HOSTS[host].no_dropout}), "watching")
+    for training in (False, True):
+        model.train(training)(tokens())
+    before, after = seen[:2], seen[2:]
+    for weights in before:
+        assert_close(weights.sum(-1), torch.ones(2, 4, 11))
+        assert not HOSTS[host].causal or not weights[..., future(11)].any()
+    assert len(after) == 2 and all(0.3 < (weights[:, :, -1] == 0).float().mean() < 0.7 for weights in after)
+
+
+@pytest.mark.parametrize("host", ["bert", "gpt2", "llama", "mpnet"])
+@torch.no_grad()
+def test_an_encoding_of_values_alone(host, own_registry):
+    """Masks that a host makes for SDPA (none, or boolean ones) are obeyed without a bias of scores, too."""
+
+    class Means(hf_posenc.PositionEncoding, type="means"):
+        """The mean distance of what a query looks at, in each feature."""
+
+        def value_bias(self, weights, context):
+            mean = (weights * context.distances(weights.shape[3])[:, None]).sum(-1, keepdim=True)
+            return mean.expand(-1, -1, -1, self.geometry.head_dim)
+
+    model = hf_posenc.patch(stock(host), "means")
+    assert Means.acts_by() == ("value_bias",) and "per_layer" in Means.option_types() and not Means.is_relative()
+    outputs = []
+    for implementation in backends(model):
+        model.set_attn_implementation(implementation)
+        outputs.append([first(model(tokens())), first(model(tokens(), attention_mask=MASK))[MASK.bool()]])
+        assert_close(outputs[-1], outputs[0])
+    assert_close(first(model(tokens(), attention_mask=MASK))[1, 4:], first(model(tokens()[1:, 4:]))[0])
+    none = hf_posenc.patch(stock(host), "none")
+    assert_apart(first(none(tokens())), outputs[0][0])
+    with pytest.raises(ValueError, match="'flash_attention_2' takes no score bias"):
+        attention.attend("flash_attention_2", *attended(model))
+
+
+def attended(model):
+    """The arguments of an attention call."""
+    module = next(module for module in model.modules() if hasattr(module, attention.PARTS))
+    states = torch.zeros(1, 4, 5, 8)
+    context = PositionContext(model.base_model.posenc, torch.arange(5)[None], 0, torch.zeros(1, 1, dtype=torch.long))
+    attention.CURRENT.context = context
+    return module, states, states, states, None
+
+
+@pytest.mark.parametrize("kind", ["shaw+rope", "learned+shaw", "shaw+alibi"])
+@torch.no_grad()
+def test_compositions(kind, tmp_path):
+    options = {"shaw__terms": "keys+values", "shaw__max_distance": 3}
+    model = randomize_encoding(hf_posenc.patch(stock("bert"), kind, **options))
+    expected = first(model(tokens(), attention_mask=MASK))
+    model.set_attn_implementation("eager")
+    assert_close(first(model(tokens(), attention_mask=MASK))[MASK.bool()], expected[MASK.bool()])
+    for name, parameter in model.named_parameters():
+        if "value_weight" in name:
+            parameter.zero_()
+    assert_apart(first(model(tokens(), attention_mask=MASK)), expected)
+
+
+@torch.no_grad()
+def test_saving(tmp_path):
+    model = patched("bert", ALL_TERMS)
+    model.save_pretrained(tmp_path)
+    assert hf_posenc.inspect(str(tmp_path)).enters.keys() == {"score_bias", "value_bias"}
+    again = AutoModel.from_pretrained(tmp_path).eval()
+    assert_equal(first(again(tokens())), first(model(tokens())))
+    assert not any("value_weight" in name for name in hf_posenc.unpatch(again).state_dict())
+
+
+def test_without_values_there_is_one_table():
+    model = patched("bert", {"type": "shaw", "terms": "keys+queries"})
+    assert [name.rpartition(".")[2] for name in model.state_dict() if ".posenc." in name] == ["weight"] * 2
+    assert hf_posenc.inspect(model).enters.keys() == {"score_bias"}
+    kind = hf_posenc.list_encodings()["shaw"]
+    assert kind.acts_by() == ("score_bias", "value_bias") == kind.acts_by(kind.checked_options(ALL_TERMS_ALONE))
+    assert kind.acts_by(kind.checked_options({})) == ("score_bias",)
+    with pytest.raises(ValueError, match=r"shaw\.terms='values'.*'keys\+values'"):
+        hf_posenc.patch(stock("bert"), "shaw", terms="values")
+
+
+ALL_TERMS_ALONE = {"terms": "keys+queries+values"}
+
+
+@torch.no_grad()
+def test_attentions_can_be_had():
+    model = patched("bert")
+    model.set_attn_implementation("eager")
+    outputs = model(tokens(), output_attentions=True)
+    assert len(outputs.attentions) == 2
+    for weights in outputs.attentions:
+        assert_close(weights.sum(-1), torch.ones(2, 4, 11))
+    assert_close(outputs[0], first(model(tokens())))
+
+
+@pytest.mark.parametrize("host", ["bert", "llama", "mpnet"])
+@torch.no_grad()
+def test_half_precision(host):
+    model = patched(host)
+    expected = first(model(tokens()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = first(model(tokens()))
+    half = first(model.to(torch.bfloat16)(tokens()))
+    assert half.dtype == torch.bfloat16
+    for actual in (mixed, half):
+        assert torch.nn.functional.cosine_similarity(actual.float().flatten(), expected.flatten(), dim=0) > 0.99
+
+
+def test_long_sums_in_half_precision():
+    """4,095 weights that one row serves sum up to a number which bfloat16 doesn't have."""
+    encoding = hf_posenc.list_encodings()["shaw"](Geometry(8, 1, 8), max_distance=1, terms="keys+values")
+    torch.nn.init.ones_(encoding.value_weight)
+    context = PositionContext(encoding, torch.tensor([[4095]]), 4095, torch.zeros(1, 1, dtype=torch.long))
+    weights = torch.full((1, 1, 1, 4096), 2.0**-12, dtype=torch.bfloat16)
+    weights[..., 9] = 0
+    assert_close(encoding.to(torch.bfloat16)("value_bias", weights, context).float(), torch.ones(1, 1, 1, 8) - 2.0**-12)
+
+
+@pytest.mark.parametrize("host", [slow("bert"), "gpt2", slow("mpnet")])
+def test_compiles_as_one_graph(host):
+    model = patched(host, **HOSTS[host].one_layer)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for arguments in ({}, {"attention_mask": MASK}):
+            assert_close(first(compiled(tokens(), **arguments))[MASK.bool()], first(model(tokens(), **arguments))[MASK.bool()])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.no_grad()
+def test_tokens_aside(implementation):
+    """A class token neither gives nor gets: its own output has the values alone, and theirs nothing of its weight."""
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4
+    )
+    model = randomize_encoding(hf_posenc.patch(randomize(ViTModel(config)).eval(), VALUES))
+    model.set_attn_implementation(implementation)
+    (layer,) = model.get_submodule("layers" if hasattr(model, "layers") else "encoder.layer")
+    block = next(module for module in layer.modules() if hasattr(module, attention.PARTS))
+    seen, original = [], attention.value_bias
+
+    def watch(encodings, weights, size, context):
+        seen.append((weights, original(encodings, weights, size, context)))
+        return seen[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "value_bias", watch)
+        model(torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
+    ((weights, added),) = seen
+    assert weights.shape == (1, 4, 5, 5) and not added[:, :, 0].any()
+    for i in range(4):
+        rows = [max(-3, min(3, j - i)) + 3 for j in range(4)]
+        expected = sum(weights[0, :, 1 + i, 1 + j, None] * block.posenc.value_weight[row] for j, row in enumerate(rows))
+        assert_close(added[0, :, 1 + i], expected)
+
+
+@torch.no_grad()
+def test_cross_attention():
+    """The distance of a decoder's token and an encoder's is that of their positions, without padding."""
+    sizes = dict(encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4)
+    config = BartConfig(vocab_size=61, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=24, **sizes)
+    model = hf_posenc.patch(randomize(BartModel(config)).eval(), VALUES, where=["encoder", "decoder", "cross"])
+    model = randomize_encoding(model)
+    assert len([name for name, _ in model.named_parameters() if "value_weight" in name]) == 3
+    outputs = []
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        given = dict(decoder_input_ids=tokens(2, 5))
+        outputs.append(first(model(tokens(), attention_mask=MASK, **given)))
+        alone = first(model(tokens()[1:, 4:], decoder_input_ids=tokens(2, 5)[1:]))
+        assert_close(outputs[-1][1:], alone)
+    assert_close(*outputs)
+
+
+def test_values_of_another_size():
+    """Latent attention has values of a size of their own, and so has the table."""
+    config = DeepseekV3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=6,
+        first_k_dense_replace=1,
+    )
+    model = randomize_encoding(hf_posenc.patch(randomize(DeepseekV3Model(config)).eval(), VALUES))
+    posenc = model.layers[0].self_attn.posenc
+    assert posenc.weight.shape == (7, 8) and posenc.value_weight.shape == (7, 6)
+    outputs = []
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        outputs.append(first(model(tokens())))
+    assert_close(*outputs)
+    posenc.value_weight = torch.nn.Parameter(torch.zeros(7, 8))
+    with pytest.raises(ValueError, match=r"value_bias of 'shaw' gave \(2, 4, 11, 8\) for an output \(2, 4, 11, 6\)"):
+        model(tokens())
+
+
+WRITTEN_OUT = {
+    "deberta-v2": ({"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, "value_proj.bias"),  # B and H in one
+    "lilt": ({"channel_shrink_ratio": 2}, "self.value.bias"),  # values of boxes come first
+    "squeezebert": ({"embedding_size": 48}, "value.bias"),
+    "wavlm": ({"conv_dim": [8], "conv_kernel": [2], "conv_stride": [1], "num_conv_pos_embeddings": 4,
+               "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 1}, "v_proj.bias"),  # with its projections
+}  # fmt: skip
+"""Hosts whose attentions are written out: sizes, and the bias of values."""
+
+
+@pytest.mark.parametrize("kind", WRITTEN_OUT)
+@torch.no_grad()
+def test_attentions_that_are_written_out(kind):
+    """One vector for all distances is what adding it to all values would be."""
+    sizes, bias = WRITTEN_OUT[kind]
+    shared = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    model = randomize(AutoModel.from_config(AutoConfig.for_model(kind, **shared, **sizes))).eval()
+    if kind == "wavlm":
+        inputs = {"input_values": torch.rand(1, 12, generator=torch.Generator().manual_seed(1))}
+    else:
+        inputs = {"input_ids": tokens()}
+    model = hf_posenc.patch(model, VALUES)
+    vector = torch.linspace(-1, 1, 12)
+    tables = [parameter for name, parameter in model.named_parameters() if "value_weight" in name]
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith(bias)]
+    assert len(tables) == len(biases) == 2
+    for table in tables:
+        table.zero_()
+    without = first(model(**inputs))
+    for each in biases:
+        each += vector.repeat(4)
+    expected = first(model(**inputs))
+    for each, table in zip(biases, tables, strict=True):
+        each -= vector.repeat(4)
+        table += vector
+    assert_apart(expected, without)
+    assert_close(first(model(**inputs)), expected)
+
+
+@pytest.mark.parametrize("kind", ["falcon", "xlnet"])
+@torch.no_grad()
+def test_weights_of_attentions_that_are_written_out(kind, monkeypatch):
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, d_model=32, n_layer=1, n_head=4, d_inner=48)
+    model = randomize(AutoModel.from_config(AutoConfig.for_model(kind, vocab_size=61, **sizes))).eval()
+    model = randomize_encoding(hf_posenc.patch(model, VALUES))
+    seen, original = [], attention.value_bias
+    monkeypatch.setattr(attention, "value_bias", lambda *args: seen.append(args[1]) or original(*args))
+    outputs = []
+    for implementation in backends(model):
+        model.set_attn_implementation(implementation)
+        outputs.append(first(model(tokens())))
+        assert_close(outputs[-1], outputs[0])
+    assert len(seen) == len(outputs)
+    for weights in seen:
+        assert weights.shape == (2, 4, 11, 11)
+        assert_close(weights.sum(-1), torch.ones(2, 4, 11))
+
+
+def test_an_attention_that_makes_no_product_of_weights(monkeypatch):
+    model = patched("mpnet")
+    monkeypatch.setattr("hf_posenc.written_out.SOFTMAX", ())
+    with pytest.raises(RuntimeError, match="MPNetSelfAttention made no product of weights and values"):
+        model(tokens())
+
+
+def test_outputs_scaled_by_a_sink_are_refused():
+    config = GraniteSWAConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = GraniteSWAModel(config)
+    with pytest.raises(hf_posenc.HostRefused, match=r"GraniteSWAAttention, which multiplies its output.*'shaw' can't") as error:
+        hf_posenc.patch(model, VALUES)
+    assert error.value.reason == "attention whose weights aren't known"
+    hf_posenc.patch(model, "shaw")
+
+
+def test_an_eager_function_without_weights(monkeypatch):
+    model = patched("bert")
+    eager = attention.host_function(model.encoder.layer[0].attention.self, "eager")
+    monkeypatch.setattr(attention, "host_function", lambda *_: lambda *a, **k: (eager(*a, **k)[0], None))
+    with pytest.raises(ValueError, match="eager attention of BertSelfAttention doesn't give its weights, by which 'shaw' acts"):
+        model(tokens())
+
+
+@torch.no_grad()
+def test_grouped_queries_without_an_eager_function(monkeypatch):
+    """BERT's stands in where a host has none, which doesn't repeat keys and values."""
+    model = patched("llama")
+    expected = first(model(tokens()))
+    module = __import__(type(model.layers[0].self_attn).__module__, fromlist=["x"])
+    monkeypatch.delattr(module, "eager_attention_forward")
+    monkeypatch.setattr(type(model.layers[0].self_attn), "forward", _llama_forward)
+    assert_close(first(model(tokens())), expected)
+
+
+def _llama_forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+    """Of LlamaAttention, in a module without an eager function."""
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    projections = (self.q_proj, self.k_proj, self.v_proj)
+    query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
+    function = attention.ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    kwargs.pop("keys_are_rotated", None)
+    output, weights = function(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+    return self.o_proj(output.flatten(2)), weights
