@@ -1,8 +1,9 @@
 """`from_v4`: checkpoints with relative positions of Transformers v4, which Transformers 5 loads without their positions.
 
-v4 adds q_i · w[i - j + M - 1] to the product of query i and key j before it is scaled (relative_key), and k_j · w[i - j + M - 1]
-as well (relative_key_query). M is max_position_embeddings, w an attention's `distance_embedding.weight`, `[2M - 1, head_dim]`.
-The encoding of the same names here counts j - i, so it has the rows of w in reverse.
+v4 adds q_i · w[i - j + M - 1] to the product of query i and key j before it is scaled (relative_key), and
+k_j · w[i - j + M - 1] as well (relative_key_query). M is max_position_embeddings, w `[2M - 1, head_dim]` the
+`distance_embedding.weight` of an attention. The encoding of the same names here counts j - i, so it has the rows of w in
+reverse.
 """
 
 import os
@@ -63,9 +64,9 @@ def from_v4(
 ) -> Any:
     """A Transformers v4 model with position_embedding_type "relative_key" or "relative_key_query", with v4's outputs.
 
-    Transformers 5 ignores that setting, drops the checkpoint's vectors of distances and computes something else. Here they become
-    the encoding of the same name, in a model of class `PosEnc<HostClass>`, which trains, saves and reloads as any patched model.
-    `unpatch` has nothing to bring back: v4 didn't use the table of absolute positions that is in such a checkpoint.
+    Transformers 5 ignores that setting, drops the checkpoint's vectors of distances and computes something else. Here they
+    become the encoding of the same name, in a model of class `PosEnc<HostClass>`, which trains, saves and reloads as any
+    patched model. `unpatch` has nothing to bring back: v4 didn't use the absolute positions that are in such a checkpoint.
 
     Args:
         path_or_id: folder or Hub id of a checkpoint with safetensors.
@@ -96,8 +97,8 @@ def from_v4(
     config.__class__ = cls.config_class
     specs.write(config, spec)
     given = {"dtype": dtype, "device_map": device_map, "attn_implementation": attn_implementation}
-    # Without the derived class's own from_pretrained, which takes a stock checkpoint for one to be patched, but with its refusal
-    # of pickles.
+    # Not the derived class's own from_pretrained, which takes a stock checkpoint for one to be patched. Its refusal of pickles
+    # acts here, too.
     model, info = super(EncodingModelMixin, cls).from_pretrained(
         path_or_id,
         config=config,
@@ -133,8 +134,8 @@ def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
         raise ValueError(f"{path}: Transformers 5 has {model_type!r} with its relative positions: load it with from_pretrained")
     if kind not in V4_RELATIVE:
         raise ValueError(
-            f"{path} has position_embedding_type={shown(kind)}, and from_v4 is for {' and '.join(map(repr, V4_RELATIVE))}: load "
-            "it with from_pretrained"
+            f"{path} has position_embedding_type={shown(kind)}, and from_v4 is for {' and '.join(map(repr, V4_RELATIVE))}: "
+            "load it with from_pretrained"
         )
     if model_type not in SERVED:
         raise HostRefused(
@@ -195,8 +196,8 @@ def _check_loaded(path: Any, kind: str, info: Any) -> None:
     if wrong := sorted(info["mismatched_keys"]):
         name, found, wanted = wrong[0]
         raise ValueError(
-            f"{path}: {_in_v4(name)} has the shape {tuple(found)}, and its config describes {tuple(wanted)} (v4 has vectors for "
-            "2 * max_position_embeddings - 1 distances): restore the config.json that was saved with it"
+            f"{path}: {_in_v4(name)} has the shape {tuple(found)}, and its config describes {tuple(wanted)} (v4 has vectors "
+            "for 2 * max_position_embeddings - 1 distances): restore the config.json that was saved with it"
         )
     if missing := sorted(name for name in info["missing_keys"] if "posenc." in name):
         raise ValueError(

@@ -95,7 +95,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
 
 
 def _refuse_lost(stacks: Iterable[structure.Structure], spec: PositionSpec) -> None:
-    """Raises ValueError for the encoding that a model had in Transformers v4: it would get random vectors in place of its own."""
+    """Raises ValueError for the encoding that a model had in Transformers v4: its vectors would be random ones now."""
     for found in stacks:
         kind = specs.lost_in_v5(found.stack.config)
         if kind and any(part is encoding_class(kind) for each in spec.every for part in each.parts.values()):
@@ -127,8 +127,8 @@ def to_stock(model: Any, stock: Any) -> Any:
     host, submodel, where = spec.host, spec.submodel, spec.where
     if host is None:
         raise ValueError(
-            "this model was made from scratch with its encoding, or by from_v4, not patched (its config has no 'host'), so there "
-            "are no positions of the host's to go back to: "
+            "this model was made from scratch with its encoding, or by from_v4, not patched (its config has no 'host'), so "
+            "there are no positions of the host's to go back to: "
             f"make a {stock.__name__} instead"
         )
     if not host.kept:
