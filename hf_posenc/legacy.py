@@ -132,6 +132,12 @@ def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
     kind, model_type = saved.get("position_embedding_type", "absolute"), saved.get("model_type")
     if model_type in NATIVE:
         raise ValueError(f"{path}: Transformers 5 has {model_type!r} with its relative positions: load it with from_pretrained")
+    parts = {name: part.get("position_embedding_type") for name, part in saved.items() if isinstance(part, dict)}
+    if part := next((name for name, inner in parts.items() if inner in V4_RELATIVE), None):
+        raise HostRefused(
+            f"{path} has position_embedding_type={parts[part]!r} in its {part}, and models made of several aren't compared with "
+            "v4's outputs (docs/v4.md): run it with Transformers 4.57"
+        )
     if kind not in V4_RELATIVE:
         raise ValueError(
             f"{path} has position_embedding_type={shown(kind)}, and from_v4 is for {' and '.join(map(repr, V4_RELATIVE))}: "

@@ -14,13 +14,13 @@ import argparse
 import json
 import shutil
 import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,9 @@ def main() -> None:
         from benchmarks.v4 import environment  # needs Transformers 5
 
         command = [environment(given.v4_env.resolve()), __file__, "--output_dir", given.output_dir]
-        sys.exit(subprocess.run([str(part) for part in command], check=False).returncode)
+        subprocess.run([str(part) for part in command], check=True)
+        compare(given.output_dir)
+        return
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     print(f"Transformers {transformers.__version__}, torch {torch.__version__}")
@@ -82,6 +84,37 @@ def main() -> None:
         write(given.output_dir / name, cls, changes)
     size = sum(file.stat().st_size for file in given.output_dir.rglob("*") if file.is_file())
     print(f"{len(FAMILIES)} checkpoints, {size / 1000:.0f} kB")
+
+
+def compare(output_dir: Path) -> None:
+    """Prints how far the outputs are from v4's as Transformers 5 loads the checkpoints, and as hf_posenc does."""
+    import hf_posenc  # needs Transformers 5
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    print(
+        f"Transformers {transformers.__version__}: greatest difference of outputs, by from_pretrained and by hf_posenc.from_v4:"
+    )
+    for name, (cls, _) in FAMILIES.items():
+        host = getattr(transformers, cls)
+        tensors = load_file(output_dir / name / "expected.safetensors")
+        inputs = {key.removeprefix("inputs."): value for key, value in tensors.items() if key.startswith("inputs.")}
+        for kind in KINDS:
+            with tempfile.TemporaryDirectory() as copy:
+                folder = shutil.copytree(output_dir / name, copy, dirs_exist_ok=True)
+                config = json.loads((Path(folder) / "config.json").read_text())
+                (Path(folder) / "config.json").write_text(json.dumps({**config, "position_embedding_type": kind}))
+                found = [f"{differing(host.from_pretrained(folder), inputs, tensors[f'{kind}.output']):.1e}"]
+                try:
+                    found.append(f"{differing(hf_posenc.from_v4(folder, host), inputs, tensors[f'{kind}.output']):.1e}")
+                except hf_posenc.HostRefused:
+                    found.append("refused")
+            print(f"  {name:22}{kind:20}{', '.join(found)}")
+
+
+@torch.no_grad()
+def differing(model: Any, inputs: dict[str, Tensor], expected: Tensor) -> float:
+    return float((run(model.eval(), inputs) - expected).abs().max())
 
 
 def write(folder: Path, cls: str, changes: dict[str, Any]) -> None:
@@ -152,7 +185,7 @@ def reading(model: Any) -> dict[str, Tensor]:
 
 def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """The first output, zero where there is padding: `[B, L, V]`, `[B, L, D]`, or a pooled `[B, D]`."""
-    more = {"use_cache": False} if model.config.is_decoder else {}
+    more = {"use_cache": False} if getattr(model.config, "is_decoder", False) else {}
     output = model(**inputs, **more)[0]
     return output * inputs["attention_mask"][..., None] if output.ndim == 3 else output
 

@@ -281,6 +281,16 @@ def test_inspect_says_that_it_is_ignored_until_it_is_not(saved, tmp_path):
     assert "from_v4" in note and "wrong" not in note
 
 
+def test_parts_of_a_model(saved):
+    """A model of an encoder and a decoder, whose own config says nothing of it."""
+    encoder, decoder = (transformers.BertConfig.from_pretrained(saved(name)) for name in ("bert", "bert-decoder"))
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    model = transformers.EncoderDecoderModel(config)
+    assert "from_v4" in hf_posenc.inspect(hf_posenc.patch(model, "alibi")).ignored[0]
+    with pytest.raises(ValueError, match=r"hf_posenc\.from_v4"):
+        hf_posenc.patch(model, "relative_key")
+
+
 # What is refused.
 
 
@@ -365,6 +375,8 @@ def test_families_and_classes(saved):
         hf_posenc.from_v4(saved("roberta", "relative_key", model_type="lilt"))
     with pytest.raises(ValueError, match="'wav2vec2-bert' with its relative positions: load it with from_pretrained"):
         hf_posenc.from_v4(saved("roberta", "relative_key_query", model_type="wav2vec2-bert"))
+    with pytest.raises(hf_posenc.HostRefused, match="position_embedding_type='relative_key' in its text_config"):
+        hf_posenc.from_v4(saved("electra", "absolute", text_config={"position_embedding_type": "relative_key"}))
     folder = saved("bert")
     with pytest.raises(ValueError, match="RobertaModel is not for a 'bert' model"):
         hf_posenc.from_v4(folder, transformers.RobertaModel)
