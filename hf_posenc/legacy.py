@@ -81,7 +81,12 @@ def from_v4(
             safetensors, a class for other models.
         HostRefused: a ValueError for a model type of which the outputs aren't proven to be v4's.
     """
-    source = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    source: dict[str, Any] = {
+        "revision": revision,
+        "token": token,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+    }
     kind = _checked_kind(path_or_id, PreTrainedConfig.get_config_dict(path_or_id, subfolder=subfolder, **source)[0])
     files = [os.path.join(subfolder, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
     if not any(has_file(path_or_id, file, **source) for file in files):
@@ -135,8 +140,8 @@ def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
     parts = {name: part.get("position_embedding_type") for name, part in saved.items() if isinstance(part, dict)}
     if part := next((name for name, inner in parts.items() if inner in V4_RELATIVE), None):
         raise HostRefused(
-            f"{path} has position_embedding_type={parts[part]!r} in its {part}, and models made of several aren't compared with "
-            "v4's outputs (docs/v4.md): run it with Transformers 4.57"
+            f"{path} has position_embedding_type={parts[part]!r} in its {part}, and models made of several aren't compared "
+            "with v4's outputs (docs/v4.md): run it with Transformers 4.57"
         )
     if kind not in V4_RELATIVE:
         raise ValueError(
@@ -225,11 +230,9 @@ def _in_v4(name: str) -> str:
 def _as_ours(model: Any, kind: str) -> None:
     """Make the vectors that were loaded those of our encoding, which counts in the other direction."""
     after_scaling = type(model.config).host_class.model_type in AFTER_SCALING
+    tables: list[Any] = [module.weight for module in model.modules() if type(module) is encoding_class(kind)]
     with torch.no_grad():
-        for module in model.modules():
-            if type(module) is encoding_class(kind):
-                if module.weight.is_meta:
-                    raise ValueError(
-                        "device_map leaves weights on disk: load the model, save it, then load that with device_map"
-                    )
-                module.weight.copy_(module.weight.flip(0) * (module.weight.shape[-1] ** 0.5 if after_scaling else 1))
+        for table in tables:
+            if table.is_meta:
+                raise ValueError("device_map leaves weights on disk: load the model, save it, then load that with device_map")
+            table.copy_(table.flip(0) * (table.shape[-1] ** 0.5 if after_scaling else 1))

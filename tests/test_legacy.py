@@ -286,9 +286,9 @@ def test_parts_of_a_model(saved):
     encoder, decoder = (transformers.BertConfig.from_pretrained(saved(name)) for name in ("bert", "bert-decoder"))
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     model = transformers.EncoderDecoderModel(config)
-    assert "from_v4" in hf_posenc.inspect(hf_posenc.patch(model, "alibi")).ignored[0]
+    assert "from_v4" in hf_posenc.inspect(model.encoder).ignored[0]
     with pytest.raises(ValueError, match=r"hf_posenc\.from_v4"):
-        hf_posenc.patch(model, "relative_key")
+        hf_posenc.patch(model, "relative_key", submodel="encoder")
 
 
 # What is refused.

@@ -58,7 +58,7 @@ def load_v4(model: str, max_length: int | None) -> Any:
     """A checkpoint of Transformers v4 with relative positions, as `load` gives models."""
     sentences = _load_sentences(model)
     if sentences is not None:
-        return changed_within(sentences, lambda stock: _from_v4(stock.name_or_path, type(stock), max_length))
+        return changed_within(sentences, lambda stock: _from_v4(str(stock.name_or_path), type(stock), max_length))
     return _from_v4(model, architecture(AutoConfig.from_pretrained(model)) or AutoModel, max_length)
 
 
