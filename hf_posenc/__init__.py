@@ -17,6 +17,7 @@ from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
 from hf_posenc.encodings import meant as _meant  # noqa: E402
 from hf_posenc.extension import extend  # noqa: E402
 from hf_posenc.hub import push_to_hub  # noqa: E402
+from hf_posenc.legacy import from_v4  # noqa: E402
 from hf_posenc.patching import patch, unpatch  # noqa: E402
 from hf_posenc.sources import HostRefused  # noqa: E402
 
@@ -28,6 +29,7 @@ __all__ = [
     "TokenPositionEmbedding",
     "convert",
     "extend",
+    "from_v4",
     "inspect",
     "list_encodings",
     "model_card",

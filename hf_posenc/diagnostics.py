@@ -18,7 +18,7 @@ from hf_posenc import attention, structure
 from hf_posenc.embedding import PositionEmbedding
 from hf_posenc.patching import holds_a_model
 from hf_posenc.sources import HostRefused
-from hf_posenc.spec import Calibration
+from hf_posenc.spec import Calibration, lost_in_v5
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Rep
         },
         max_length=stack.posenc.geometry.max_length,
         host_kept=bool(spec.host and spec.host.kept),
-        ignored=_ignored(config),
+        ignored=_ignored(model),
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
         where={name: there.type for name in spec.where if (there := spec.acting(name)) is not None},
@@ -203,6 +203,10 @@ def _stock_report(model: PreTrainedModel) -> Report:
     try:
         stacks = structure.find_all(model)
     except HostRefused as refused:
+        if refused.reason == structure.UNKNOWN and (
+            ignored := _ignored(model)
+        ):  # ESM without its vectors knows no order at all
+            return Report(type(model).__name__, "none", {}, {}, None, False, ignored)
         if not refused.submodels:
             raise
         base = "model" if model.base_model is model else f"model.{model.base_model_prefix}"
@@ -221,13 +225,17 @@ def _stock_report(model: PreTrainedModel) -> Report:
         enters=enters,
         max_length=min(lengths, default=None),
         host_kept=False,
-        ignored=_ignored(model.config),
+        ignored=_ignored(model),
         stays=_stays((path, {**found.others, **found.fronts}) for path, found in stacks.items()),
     )
 
 
-def _ignored(config: Any) -> tuple[str, ...]:
-    kind = getattr(config, "position_embedding_type", "absolute")
-    if kind in (None, "absolute"):
-        return ()
-    return (f"position_embedding_type={kind!r}: Transformers v5 runs such a model with absolute positions, which is wrong",)
+def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
+    kinds = dict.fromkeys(lost_in_v5(each.config) for each in model.modules() if isinstance(each, PreTrainedModel))
+    wrong = "" if hasattr(model.config, "position_spec") else ", so its outputs are wrong"
+    return tuple(
+        f"position_embedding_type={kind!r}: Transformers 5 drops the vectors of distances that this model was trained "
+        f"with{wrong}; hf_posenc.from_v4 loads them"
+        for kind in kinds
+        if kind is not None
+    )

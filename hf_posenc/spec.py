@@ -36,6 +36,9 @@ LENGTH_FIELD = "max_position_embeddings"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 """A model's id on the Hub. A path with one folder looks the same."""
 
+V4_RELATIVE = ("relative_key", "relative_key_query")
+"""Values of `position_embedding_type` in configs of Transformers v4. Transformers 5 ignores them and the vectors they name."""
+
 SUBMODEL = re.compile(r"\w+(\.\w+)*", re.ASCII)
 
 Layers = str | tuple[int, ...]
@@ -46,6 +49,12 @@ def length_of(config: Any) -> Any:
     """What a config's length field says. None for configs without one, or that answer -1 for no limit (XLNet)."""
     value = getattr(config, LENGTH_FIELD, None)
     return None if value == -1 and isinstance(getattr(type(config), LENGTH_FIELD, None), property) else value
+
+
+def lost_in_v5(config: Any) -> str | None:
+    """The kind of relative positions that the model of a config was made with in v4 and has lost; None for all others."""
+    kind = getattr(config, "position_embedding_type", None)
+    return kind if kind in V4_RELATIVE else None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ SEVERAL_MODELS = "made of several models"
 MIXES = frozenset(["attention_mask", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"])
 """Arguments of modules that look at several tokens."""
 
+UNKNOWN = "no source of position that is known"
+"""The reason of a refusal."""
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -281,7 +284,7 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
     if left:
         raise HostRefused(
             f"{type(model).__name__} has no source of position that is known, for {min(left)}",
-            "no source of position that is known",
+            UNKNOWN,
         )
     return found
 

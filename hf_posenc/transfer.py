@@ -22,7 +22,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from hf_posenc import attention, structure
 from hf_posenc import spec as specs
-from hf_posenc.encodings import PositionEncoding, exclusively, mark, marked_as_loaded, placed, refill
+from hf_posenc.encodings import PositionEncoding, encoding_class, exclusively, mark, marked_as_loaded, placed, refill
 from hf_posenc.sources import Silenced, silenced_names
 from hf_posenc.spec import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 
@@ -64,6 +64,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     """
     inner = model if spec.submodel is None else structure.submodel(model, spec.submodel)
     stacks = list(structure.find_all(inner, spec.where).values())
+    _refuse_lost(stacks, spec)
     if spec.max_length is None:
         acting = [(found, spec.acting(found.role) if spec.where else spec) for found in stacks]
         sized = [found for found, own in acting if own and own.encoding.needs_max_length(found.geometry(None, own.inject))]
@@ -93,6 +94,18 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     return patched
 
 
+def _refuse_lost(stacks: Iterable[structure.Structure], spec: PositionSpec) -> None:
+    """Raises ValueError for the encoding that a model had in Transformers v4: its vectors would be random ones now."""
+    for found in stacks:
+        kind = specs.lost_in_v5(found.stack.config)
+        if kind and any(part is encoding_class(kind) for each in spec.every for part in each.parts.values()):
+            raise ValueError(
+                f"this model's config has position_embedding_type={kind!r} of Transformers v4, and Transformers 5 dropped the "
+                "vectors that its checkpoint has for that, so new ones would be random: load it with "
+                "hf_posenc.from_v4(path_or_id, auto_class); if it has none, del config.position_embedding_type"
+            )
+
+
 def _copy_positions(found: structure.Structure, stack: Any) -> None:
     """The host's learned positions: into what keeps them, and into an encoding that starts from them."""
     table = next((table for source in found.sources if (table := source.table()) is not None), None)
@@ -114,8 +127,8 @@ def to_stock(model: Any, stock: Any) -> Any:
     host, submodel, where = spec.host, spec.submodel, spec.where
     if host is None:
         raise ValueError(
-            "this model was made from scratch with its encoding, not patched (its config has no 'host'), so there are no "
-            "positions of the host's to go back to: "
+            "this model was made from scratch with its encoding, or by from_v4, not patched (its config has no 'host'), so "
+            "there are no positions of the host's to go back to: "
             f"make a {stock.__name__} instead"
         )
     if not host.kept:

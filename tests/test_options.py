@@ -740,7 +740,7 @@ ORDER = [
     {"install", "transfer"},
     {"loading"},
     {"modeling"},
-    {"patching"},
+    {"patching", "legacy"},
     {"extension"},
     {"diagnostics"},
     {"conversion"},

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, has_file
 
 import hf_posenc
@@ -16,6 +16,9 @@ from hf_posenc import saving
 from hf_posenc.cards import architecture
 from hf_posenc.cli import console
 from hf_posenc.diagnostics import Report
+from hf_posenc.encodings import canonical, encoding_class, shown
+from hf_posenc.patching import changed_within
+from hf_posenc.spec import V4_RELATIVE
 
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -33,6 +36,35 @@ def load(model: str) -> Any:
     """A model of sentence-transformers, where that package is installed, or else one of Transformers."""
     sentences = _load_sentences(model)
     return load_model(model) if sentences is None else sentences
+
+
+def asks_for_its_own(model: str, encoding: dict[str, Any]) -> bool:
+    """Whether an encoding is the one that a checkpoint of Transformers v4 has vectors for, which Transformers 5 drops.
+
+    Raises ValueError where it is that one with other options.
+    """
+    kind = PreTrainedConfig.get_config_dict(model)[0].get("position_embedding_type")
+    if kind not in V4_RELATIVE or encoding_class(encoding.get("type")) is not encoding_class(kind):
+        return False
+    if encoding.keys() != {"type"} or canonical(encoding) != canonical(kind):
+        raise ValueError(
+            f"{model} has the vectors of {kind!r} from Transformers v4, with which {shown(encoding)} doesn't go: give {kind}, "
+            "without options"
+        )
+    return True
+
+
+def load_v4(model: str, max_length: int | None) -> Any:
+    """A checkpoint of Transformers v4 with relative positions, as `load` gives models."""
+    sentences = _load_sentences(model)
+    if sentences is not None:
+        return changed_within(sentences, lambda stock: _from_v4(str(stock.name_or_path), type(stock), max_length))
+    return _from_v4(model, architecture(AutoConfig.from_pretrained(model)) or AutoModel, max_length)
+
+
+def _from_v4(model: str, cls: Any, max_length: int | None) -> PreTrainedModel:
+    with _reading_weights(model):
+        return hf_posenc.from_v4(model, cls, max_length=max_length)
 
 
 def load_model(model: str) -> PreTrainedModel:

@@ -9,7 +9,7 @@ import typer
 
 import hf_posenc
 from hf_posenc.cli import app, console
-from hf_posenc.cli.folders import SENTENCE_CLASSES, Overwrite, check_output_dir, load, save
+from hf_posenc.cli.folders import SENTENCE_CLASSES, Overwrite, asks_for_its_own, check_output_dir, load, load_v4, save
 
 Encoding = Annotated[str, typer.Argument(help='A name, a composition "a+b", or JSON with "type".')]
 MaxLength = Annotated[int | None, typer.Option(help="The longest input in tokens; default: see hf_posenc.patch.")]
@@ -46,12 +46,22 @@ def patch(
 
     [bold]hf-posenc patch bert-base-uncased alibi --max-length 2048 --output-dir bert-alibi[/]
 
+    A checkpoint of Transformers v4 with relative_key or relative_key_query gets that encoding with its own vectors, which
+    Transformers 5 drops.
+
     [bold]hf-posenc patch bert-base-uncased sinusoidal+alibi --option sinusoidal__base=5000 --output-dir both[/]
 
     [bold]hf-posenc patch openai/clip-vit-base-patch32 alibi --submodel text_model --output-dir clip-alibi[/]
     """
     check_output_dir(output_dir, overwrite)
     chosen = given_encoding(encoding, option or [])
+    if asks_for_its_own(model, chosen):
+        others = {"--layers": layers, "--submodel": submodel, "--where": where, "--inject": inject != "input" or None}
+        if meant := [name for name, value in others.items() if value is not None]:
+            raise ValueError(f"{meant[0]} can't be given for the relative positions that {model} has: leave it out")
+        save(load_v4(model, max_length), model, output_dir)
+        console.print("These are the checkpoint's own vectors of distances: its outputs are those of Transformers v4.")
+        return
     some = {} if layers is None else {"layers": option_value(layers)}
     patched = hf_posenc.patch(
         load(model),

@@ -1,0 +1,438 @@
+"""`from_v4`: checkpoints that Transformers 4.57 saved (scripts/v4_checkpoints.py) give its outputs and gradients."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import hf_posenc
+from attacks.hub_server import TOKEN, Commit, Repo, serve
+from conftest import ROOT, assert_apart, assert_close, assert_equal, backends, run_python, stock
+from hf_posenc.cli import app
+
+DATA = ROOT / "tests" / "v4"
+FAMILIES = sorted(path.name for path in DATA.iterdir())
+KINDS = ("relative_key", "relative_key_query")
+UNSERVED = ("esm", "relative_key_query")
+CASES = [(family, kind) for family in FAMILIES for kind in KINDS if (family, kind) != UNSERVED]
+TABLE = "distance_embedding.weight"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """(family, kind) -> a copy of the folder that v4 saved."""
+
+    def copied(family, kind="relative_key", **changes):
+        folder = tmp_path / f"{family}-{kind}"
+        shutil.copytree(DATA / family, folder, ignore=shutil.ignore_patterns("expected*"))
+        change(folder, position_embedding_type=kind, **changes)
+        return folder
+
+    return copied
+
+
+def change(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def model_class(folder):
+    return getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+
+
+def expected(family, kind):
+    """Inputs, output, and name -> gradient in v4."""
+    file = DATA / family / "expected.safetensors"
+    tensors, sizes = (
+        load_file(file),
+        {name: each.shape for name, each in load_file(DATA / family / "model.safetensors").items()},
+    )
+    with safe_open(file, framework="pt") as opened:
+        names = json.loads(opened.metadata()["gradients"])
+    parts = tensors[f"{kind}.gradients"].split([sizes[name].numel() for name in names])
+    gradients = {name: part.view(sizes[name]) for name, part in zip(names, parts, strict=True)}
+    inputs = {name.removeprefix("inputs."): each for name, each in tensors.items() if name.startswith("inputs.")}
+    return inputs, tensors[f"{kind}.output"], gradients
+
+
+def output_of(model, inputs):
+    """As the script has it: the first output, zero where there is padding."""
+    more = {"use_cache": False} if getattr(model.config, "is_decoder", False) else {}
+    output = model(**inputs, **more)[0]
+    return output * inputs["attention_mask"][..., None] if output.ndim == 3 else output
+
+
+def gradients_of(model, names):
+    """By v4's names, and for v4's rows: it counts distances from key to query, and ALBERT's vectors are not scaled."""
+    parameters, found = dict(model.named_parameters(remove_duplicate=False)), {}
+    for name in names:
+        if name.endswith(TABLE):
+            path = name.removesuffix(TABLE)
+            parameter = parameters.get(f"{path}posenc.weight", parameters.get(f"{path}posenc.shaw.weight"))
+            longer = parameter.shape[-1] ** 0.5 if isinstance(model, transformers.AlbertPreTrainedModel) else 1
+            found[name] = parameter.grad.flip(0) * longer
+        elif name not in parameters:
+            found[name] = parameters[name.replace("embeddings.position_embeddings", "posenc.learned")].grad
+        else:
+            found[name] = parameters[name].grad
+    return found
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_outputs_and_gradients_are_those_of_v4(saved, family, kind):
+    folder = saved(family, kind)
+    model = hf_posenc.from_v4(folder, model_class(folder))
+    assert type(model).__name__ == f"PosEnc{model_class(folder).__name__}" and not model.training
+    inputs, output, gradients = expected(family, kind)
+    for implementation in backends(model):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        actual = output_of(model, inputs)
+        torch.testing.assert_close(actual, output, rtol=0, atol=1e-5)
+        (actual * torch.arange(actual.numel()).mul(0.7).cos().view_as(actual)).sum().backward()
+        assert_close(gradients_of(model, gradients), gradients, rtol=1e-5)
+    assert sum(name.endswith(TABLE) for name in gradients) == 1 + (family not in ("albert", "bros"))
+
+
+def test_the_absolute_table_counts_where_v4_added_it_alone(saved):
+    """BERT's, which v4 didn't use, isn't in the model; bert-generation's is."""
+    names = {name for name, _ in hf_posenc.from_v4(saved("bert")).named_parameters()}
+    assert not any("position_embeddings" in name or "learned" in name for name in names)
+    model = hf_posenc.from_v4(saved("bert-generation"))
+    assert model.config.position_encoding["type"] == "learned+shaw"
+    assert_equal(
+        model.posenc.learned.weight,
+        load_file(DATA / "bert-generation" / "model.safetensors")["bert.embeddings.position_embeddings.weight"],
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decoder_with_a_cache(saved, kind):
+    """v4's steps by single tokens. (4.57 is wrong where several tokens enter with a cache: this is right there, too.)"""
+    folder = saved("bert-decoder", kind)
+    model = hf_posenc.from_v4(folder, transformers.BertLMHeadModel)
+    inputs, output, _ = expected("bert-decoder", kind)
+    states, ids = inputs["encoder_hidden_states"][:1], inputs["input_ids"][:1]
+    whole = model(ids, encoder_hidden_states=states, use_cache=True).logits
+    torch.testing.assert_close(whole, output[:1], rtol=0, atol=1e-5)
+    for sizes in ([1] * 10, [4, 1, 5]):
+        past, parts = None, []
+        for part in ids.split(sizes, dim=1):
+            found = model(part, encoder_hidden_states=states, past_key_values=past, use_cache=True)
+            past = found.past_key_values
+            parts.append(found.logits)
+        steps = load_file(DATA / "bert-decoder" / "expected.safetensors")[f"{kind}.steps"]
+        torch.testing.assert_close(torch.cat(parts, dim=1), steps, rtol=0, atol=1e-5)
+
+
+# Classes and checkpoints of other forms.
+
+
+def test_auto_classes(saved):
+    folder = saved("bert")
+    inputs, output, _ = expected("bert", "relative_key")
+    for auto in (transformers.AutoModelForMaskedLM, transformers.BertForMaskedLM, hf_posenc.PosEncBertForMaskedLM):
+        model = hf_posenc.from_v4(folder, auto)
+        assert type(model) is hf_posenc.PosEncBertForMaskedLM
+        torch.testing.assert_close(output_of(model, inputs), output, rtol=0, atol=1e-5)
+    base = hf_posenc.from_v4(str(folder))
+    assert type(base) is hf_posenc.PosEncBertModel
+    assert_close(base(**inputs)[0], model.bert(**inputs)[0])
+
+
+def test_a_head_on_a_checkpoint_of_the_bare_model(saved):
+    """Names without the prefix, as in a folder of BertModel's."""
+    folder = saved("bert")
+    weights = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("bert."): each for name, each in weights.items() if name.startswith("bert.")}
+    save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    inputs, _, _ = expected("bert", "relative_key")
+    model = hf_posenc.from_v4(folder, transformers.AutoModelForSequenceClassification).eval()
+    assert_close(model.bert(**inputs)[0], hf_posenc.from_v4(DATA / "bert")(**inputs)[0])
+
+
+def test_shards_and_arguments_of_loading(saved):
+    folder = saved("bert")
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    index = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    inputs, output, _ = expected("bert", "relative_key")
+    model = hf_posenc.from_v4(
+        folder.parent,
+        transformers.AutoModelForMaskedLM,
+        subfolder=folder.name,
+        attn_implementation="eager",
+        device_map="cpu",
+        local_files_only=True,
+    )
+    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(output_of(model, inputs), output, rtol=0, atol=1e-5)
+    half = hf_posenc.from_v4(folder, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+
+
+def test_the_length_is_what_v4_took(saved):
+    """For RoBERTa that is one less than its config says here, and two in the models of the Hub."""
+    model = hf_posenc.from_v4(saved("roberta"))
+    ids = torch.randint(4, 12, (1, 30), generator=torch.Generator().manual_seed(0))
+    assert hf_posenc.inspect(model).max_length == 10 and model(ids[:, :10])[0].isfinite().all()
+    with pytest.raises(ValueError, match="11"):
+        model(ids[:, :11])
+    assert hf_posenc.inspect(hf_posenc.from_v4(DATA / "roberta", max_length=30)).max_length == 30
+    longer = hf_posenc.extend(model, 30)
+    assert longer(ids)[0].isfinite().all()
+    assert_close(longer(ids[:, :10])[0], model(ids[:, :10])[0])
+
+
+def test_from_the_hub(tmp_path):
+    files = {file.name: file.read_bytes() for file in (DATA / "bert").iterdir()}
+    pickled = {"config.json": files["config.json"], "pytorch_model.bin": b"\x80\x04."}
+    code = """
+import os, sys
+os.environ.update(HF_ENDPOINT=sys.argv[1], HF_TOKEN=sys.argv[2], HF_HOME=sys.argv[3])
+os.environ.update(HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1")
+import torch, hf_posenc
+from transformers import AutoModelForMaskedLM
+from safetensors.torch import load_file
+given = load_file(sys.argv[4])
+model = hf_posenc.from_v4("me/old", AutoModelForMaskedLM, revision="v4")
+rows = given["inputs.input_ids"][:1]
+print(float((model(rows)[0] - given["relative_key.output"][:1]).abs().max()) < 1e-5)
+print(hf_posenc.inspect("me/pickled").ignored)
+try:
+    hf_posenc.from_v4("me/pickled")
+except ValueError as error:
+    print(error)
+"""
+    with serve() as hub:
+        hub.repos["me/old"] = Repo()
+        hub.repos["me/old"].branches["v4"] = [Commit("old", files)]
+        hub.repos["me/pickled"] = Repo()
+        hub.repos["me/pickled"].commits.append(Commit("older", pickled))
+        said = run_python(code, hub.endpoint, TOKEN, tmp_path, DATA / "bert" / "expected.safetensors", fresh=True).splitlines()
+    assert said[0] == "True" and "relative_key" in said[1] and "me/pickled has no model.safetensors" in said[2]
+
+
+# What becomes of the model.
+
+
+@pytest.mark.parametrize(("family", "kind"), [("bert", "relative_key_query"), ("bert-generation", "relative_key")])
+def test_trained_saved_and_loaded(saved, tmp_path, family, kind):
+    folder = saved(family, kind)
+    model = hf_posenc.from_v4(folder, model_class(folder)).train()
+    inputs, _, _ = expected(family, kind)
+    tables = {name: each.clone() for name, each in model.named_parameters() if "posenc" in name}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        losses.append(torch.nn.functional.cross_entropy(output_of(model, inputs).flatten(0, 1), inputs["input_ids"].flatten()))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[2] < losses[0] and tables
+    for name, before in tables.items():
+        assert_apart(model.get_parameter(name), before, by=1e-6)
+    model.eval().save_pretrained(tmp_path / "new")
+    names = load_file(tmp_path / "new" / "model.safetensors").keys()
+    assert not any("distance_embedding" in name for name in names) and set(tables) <= set(names)
+    torch.save((inputs, output_of(model, inputs)), tmp_path / "expected.pt")
+    code = """
+import sys, torch, transformers, hf_posenc
+inputs, expected = torch.load(sys.argv[2])
+auto = transformers.AutoModelForCausalLM if "generation" in sys.argv[3] else transformers.AutoModelForMaskedLM
+model = auto.from_pretrained(sys.argv[1])
+more = {"use_cache": False} if "generation" in sys.argv[3] else {}
+print(torch.equal(model(**inputs, **more)[0] * inputs["attention_mask"][..., None], expected), hf_posenc.inspect(model).ignored)
+"""
+    assert run_python(code, tmp_path / "new", tmp_path / "expected.pt", family).split("\n")[0] == "True ()"
+
+
+def test_unpatch_has_nothing_to_bring_back(saved):
+    with pytest.raises(ValueError, match="made from scratch with its encoding, or by from_v4"):
+        hf_posenc.unpatch(hf_posenc.from_v4(saved("bert")))
+
+
+def test_inspect_says_that_it_is_ignored_until_it_is_not(saved, tmp_path):
+    for family in ("bert", "esm", "roberta"):
+        folder = saved(family)
+        (note,) = hf_posenc.inspect(folder).ignored
+        assert "'relative_key'" in note and "from_v4" in note and "wrong" in note
+        assert hf_posenc.inspect(model_class(folder).from_pretrained(folder)).ignored == (note,)
+        model = hf_posenc.from_v4(folder)
+        assert hf_posenc.inspect(model).ignored == ()
+        model.save_pretrained(tmp_path / "new" / family)
+        assert hf_posenc.inspect(tmp_path / "new" / family).ignored == ()
+    esm = json.loads((tmp_path / "new" / "esm" / "config.json").read_text())
+    assert esm["position_embedding_type"] == "absolute"
+    alibi = hf_posenc.patch(transformers.AutoModel.from_pretrained(DATA / "bert"), "alibi")
+    (note,) = hf_posenc.inspect(alibi).ignored
+    assert "from_v4" in note and "wrong" not in note
+
+
+def test_parts_of_a_model(saved):
+    """A model of an encoder and a decoder, whose own config says nothing of it."""
+    encoder, decoder = (transformers.BertConfig.from_pretrained(saved(name)) for name in ("bert", "bert-decoder"))
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    model = transformers.EncoderDecoderModel(config)
+    assert "from_v4" in hf_posenc.inspect(model.encoder).ignored[0]
+    with pytest.raises(ValueError, match=r"hf_posenc\.from_v4"):
+        hf_posenc.patch(model, "relative_key", submodel="encoder")
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("encoding", ["relative_key", "relative_key_query", "shaw", "sinusoidal+shaw"])
+def test_vectors_that_are_lost_are_not_replaced_by_random_ones(saved, encoding):
+    folder = saved("bert")
+    model = transformers.AutoModelForMaskedLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"hf_posenc\.from_v4"):
+        hf_posenc.patch(model, encoding)
+    with pytest.raises(ValueError, match=r"hf_posenc\.from_v4"):
+        hf_posenc.PosEncBertForMaskedLM.from_pretrained(folder, position_encoding=encoding)
+    hf_posenc.patch(model, "alibi")
+    del model.config.position_embedding_type
+    hf_posenc.patch(model, encoding)
+
+
+def test_a_model_without_its_vectors_is_no_original(saved):
+    model = transformers.AutoModel.from_pretrained(saved("bert"))
+    batches = [{"input_ids": torch.full((30, 8), 5)}]
+    with pytest.raises(ValueError, match="no original to calibrate against"):
+        hf_posenc.convert(model, "t5", texts=batches)
+
+
+def test_what_is_no_such_checkpoint(saved, tmp_path):
+    folder = saved("bert", "absolute")
+    with pytest.raises(ValueError, match="position_embedding_type='absolute', and from_v4 is for 'relative_key' and"):
+        hf_posenc.from_v4(folder)
+    change(folder, position_embedding_type=["relative_key"])
+    with pytest.raises(ValueError, match="position_embedding_type="):
+        hf_posenc.from_v4(folder)
+    stock("bert").save_pretrained(tmp_path / "stock")
+    with pytest.raises(ValueError, match="position_embedding_type='absolute'"):
+        hf_posenc.from_v4(tmp_path / "stock")
+    hf_posenc.from_v4(DATA / "bert").save_pretrained(tmp_path / "new")
+    with pytest.raises(ValueError, match=r"already: load it with AutoModel\.from_pretrained"):
+        hf_posenc.from_v4(tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        hf_posenc.from_v4(tmp_path / "empty")
+
+
+def test_tables_that_are_missing_or_of_other_sizes(saved):
+    folder = saved("bert")
+    weights = load_file(folder / "model.safetensors")
+    name = f"bert.encoder.layer.1.attention.self.{TABLE}"
+
+    def changed(**more):
+        save_file({**weights, **more}, folder / "model.safetensors", metadata={"format": "pt"})
+
+    table = weights.pop(name)
+    changed()
+    with pytest.raises(ValueError, match=rf"has no {name}.*take the checkpoint that v4 saved"):
+        hf_posenc.from_v4(folder, transformers.BertForMaskedLM)
+    for other in (table[:-2], table[:, :2], table[:-1]):
+        changed(**{name: other.contiguous()})
+        with pytest.raises(ValueError, match=rf"{name} has the shape \({len(other)}, {other.shape[1]}\), .*\(19, 4\)"):
+            hf_posenc.from_v4(folder, transformers.BertForMaskedLM)
+    changed(**{name: table, name.replace("attention", "crossattention"): table.clone()})
+    with pytest.raises(ValueError, match=r"crossattention.*no self-attention of that name"):
+        hf_posenc.from_v4(folder, transformers.BertForMaskedLM)
+    changed(**{name: table, name.replace("layer.1", "layer.7"): table.clone()})
+    with pytest.raises(ValueError, match=r"layer\.7.*no self-attention of that name"):
+        hf_posenc.from_v4(folder, transformers.BertForMaskedLM)
+
+
+def test_pickles(saved):
+    folder = saved("bert")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no model\.safetensors, and other weights are pickles.*Transformers v4"):
+        hf_posenc.from_v4(folder)
+    index = {"metadata": {}, "weight_map": {"bert.embeddings.word_embeddings.weight": "pytorch_model.bin"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="not a safetensors file and was not opened"):
+        hf_posenc.from_v4(folder)
+
+
+def test_families_and_classes(saved):
+    with pytest.raises(hf_posenc.HostRefused, match="its keys not"):
+        hf_posenc.from_v4(saved(*UNSERVED))
+    with pytest.raises(hf_posenc.HostRefused, match=r"'lilt' model.*docs/v4\.md"):
+        hf_posenc.from_v4(saved("roberta", "relative_key", model_type="lilt"))
+    with pytest.raises(ValueError, match="'wav2vec2-bert' with its relative positions: load it with from_pretrained"):
+        hf_posenc.from_v4(saved("roberta", "relative_key_query", model_type="wav2vec2-bert"))
+    with pytest.raises(hf_posenc.HostRefused, match="position_embedding_type='relative_key' in its text_config"):
+        hf_posenc.from_v4(saved("electra", "absolute", text_config={"position_embedding_type": "relative_key"}))
+    folder = saved("bert")
+    with pytest.raises(ValueError, match="RobertaModel is not for a 'bert' model"):
+        hf_posenc.from_v4(folder, transformers.RobertaModel)
+    with pytest.raises(ValueError, match="AutoModelForSpeechSeq2Seq has no class for a 'bert' model"):
+        hf_posenc.from_v4(folder, transformers.AutoModelForSpeechSeq2Seq)
+    with pytest.raises(ValueError, match="auto_class='AutoModel'"):
+        hf_posenc.from_v4(folder, "AutoModel")
+    with pytest.raises(ValueError, match="max_length=0"):
+        hf_posenc.from_v4(folder, max_length=0)
+    with pytest.raises(ValueError, match="has vectors for 10 positions, too: leave it out"):
+        hf_posenc.from_v4(saved("bert-generation"), max_length=20)
+
+
+# The command.
+
+
+def run(*arguments, code=0):
+    done = CliRunner().invoke(app, [*map(str, arguments)])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command(saved, tmp_path, kind):
+    folder = saved("bert", kind)
+    assert "ignored" in run("inspect", folder)
+    shown = run("patch", folder, kind, "--output-dir", tmp_path / "new")
+    assert "own vectors" in shown and "ignored" not in shown and "ignored" not in run("inspect", tmp_path / "new")
+    inputs, output, _ = expected("bert", kind)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "new")
+    torch.testing.assert_close(output_of(model, inputs), output, rtol=0, atol=1e-5)
+    other = next(each for each in KINDS if each != kind)
+    for arguments in ([other], [kind, "--option", "max_distance=3"], [kind, "--layers", "0"], ["sinusoidal+shaw"]):
+        shown = run("patch", folder, *arguments, "--output-dir", tmp_path / "none", code=1)
+        assert "Error" in shown and not (tmp_path / "none").exists()
+    run("patch", folder, "alibi", "--output-dir", tmp_path / "alibi")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_the_command_on_sentence_transformers(minilm, tmp_path):
+    """A folder of sentence-transformers with such a model in it."""
+    folder = tmp_path / "sentences"
+    shutil.copytree(minilm, folder)
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    rows, head_dim = 2 * config["max_position_embeddings"] - 1, config["hidden_size"] // config["num_attention_heads"]
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(config["num_hidden_layers"]):
+        weights[f"encoder.layer.{layer}.attention.self.{TABLE}"] = torch.randn(rows, head_dim, generator=generator)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    change(folder, position_embedding_type="relative_key")
+    from sentence_transformers import SentenceTransformer
+
+    run("patch", folder, "relative_key", "--output-dir", tmp_path / "new")
+    model = SentenceTransformer(str(tmp_path / "new"), device="cpu")
+    assert type(model[0].model) is hf_posenc.PosEncBertModel and model.max_seq_length == config["max_position_embeddings"]
+    own = hf_posenc.from_v4(folder)
+    text = model.tokenize(["a short one"])
+    assert_close(model[0].model(**text)[0], own(**text)[0])
