@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import remote_code, saving
-from hf_posenc.encodings import PositionEncoding, is_marked, mark, refill
+from hf_posenc.encodings import PositionEncoding, StoredTensor, is_marked, mark, names_in, portable, refill
 from hf_posenc.spec import PositionSpec, merged
 from hf_posenc.user_code import is_ours
 
@@ -61,6 +61,12 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
                 (folder / name).write_text(text, encoding="utf-8")
             return super().save_pretrained(str(folder), *args, **_named(kwargs, save_directory))
 
+    def to_dict(self) -> dict[str, Any]:
+        written = super().to_dict()
+        if self.position_encoding is not None:
+            written["position_encoding"] = portable(written["position_encoding"])
+        return written
+
     def _auto_classes(self) -> dict[str, str]:
         """Auto class -> the class it loads."""
         raise NotImplementedError
@@ -76,6 +82,12 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         saving.refuse_interrupted(config_dict)
+        saved = config_dict.get("position_encoding")
+        if portable(saved) != saved:
+            raise ValueError(
+                "position_encoding names a file of a machine, and nothing was opened: what a checkpoint needs is in its own "
+                'weights. Set "file" to null in its config.json, or give it as a keyword argument'
+            )
         if "position_encoding" in kwargs:
             encoding = merged(config_dict.get("position_encoding"), kwargs.pop("position_encoding"))
             config_dict = {**config_dict, "position_encoding": encoding}
@@ -136,7 +148,11 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
             if re.search(r"[/\\:]", name):
                 raise ValueError(f"the index of this checkpoint names {name!r}, which is no file of its own folder")
         _refuse_mixed(checkpoint_files or (), model.config.position_encoding)
-        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        info, *others = PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, *args, **kwargs
+        )
+        _restore(model, checkpoint_files or (), info)
+        return info, *others
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         if not self.should_save_on_this_rank(is_main_process) or kwargs.get("distributed_checkpoint"):
@@ -154,7 +170,39 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
     def _label(self, folder: Path) -> None:
         for path in folder.glob("*.safetensors"):
             if LABEL not in _metadata(path):
-                _label(path, json.dumps(self.config.position_encoding, sort_keys=True))
+                _label(path, json.dumps(portable(self.config.position_encoding), sort_keys=True))
+
+
+def _restore(model: Any, files: Iterable[str], info: Any) -> None:
+    """Let encodings take what they read from the files of a checkpoint by themselves, and correct what is reported of it."""
+    places: dict[str, str] = {}
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
+    for path, module in model.named_modules():
+        if not isinstance(module, PositionEncoding):
+            continue
+
+        def find(name: str, path: str = path) -> StoredTensor | None:
+            if not places:
+                places.update({key: file for file in files for key in names_in(file)})
+            key = _key(f"{path}.{name}", places)
+            if key is None:
+                return None
+            info.unexpected_keys.difference_update((key, f"{path}.{name}"))
+            return StoredTensor(places[key], key)
+
+        for name, tensor in module.restore(find).items():
+            placed = tensor.to(device)
+            mark(placed)
+            setattr(module, name, placed)
+            info.missing_keys.discard(f"{path}.{name}")
+
+
+def _key(name: str, keys: Iterable[str]) -> str | None:
+    """The key of a tensor in files whose model may be one within this, or around it."""
+    tail = name[name.index("posenc") :]
+    alike = [key for key in keys if f".{key}".endswith(f".{tail}")]
+    near = [key for key in alike if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")]
+    return next(iter(near or alike), None) if len(near or alike) == 1 else None
 
 
 def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> dict[str, Any]:

@@ -84,6 +84,13 @@ class Composition(PositionEncoding):
         return {name: part.settled(geometry, options[name]) for name, part in cls.parts.items()}
 
     @classmethod
+    def portable(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: cls.parts[name].portable(value) if name in cls.parts and isinstance(value, dict) else value
+            for name, value in options.items()
+        }
+
+    @classmethod
     def acts_by(cls) -> tuple[str, ...]:
         theirs = {verb for part in cls.parts.values() for verb in part.acts_by()}
         return tuple(verb for verb in super().acts_by() if verb in theirs)
