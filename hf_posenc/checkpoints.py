@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 from safetensors import safe_open
 from torch import nn
@@ -158,6 +159,10 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         if not self.should_save_on_this_rank(is_main_process) or kwargs.get("distributed_checkpoint"):
             super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # nothing, or this rank's part
         else:
+            if tables := _stored(self):  # written by _label: in memory they might not have room
+                given, *args = args or (kwargs.pop("state_dict", None),)
+                state = self.state_dict() if given is None else given
+                args = ({name: tensor for name, tensor in state.items() if name not in tables}, *args)
             with saving.replaced(save_directory) as folder:
                 super().save_pretrained(folder, is_main_process, *args, **_named(kwargs, save_directory))
                 self._label(folder)
@@ -168,9 +173,17 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     def _label(self, folder: Path) -> None:
-        for path in folder.glob("*.safetensors"):
-            if LABEL not in _metadata(path):
-                _label(path, json.dumps(portable(self.config.position_encoding), sort_keys=True))
+        label = json.dumps(portable(self.config.position_encoding), sort_keys=True)
+        paths = [path for path in sorted(folder.glob("*.safetensors")) if LABEL not in _metadata(path)]
+        present = {name for path in paths for name in names_in(path)}
+        tables = {name: table for name, table in _stored(self).items() if name not in present}
+        for index, path in enumerate(paths):
+            _label(path, label, {} if index else tables)
+        for index_file in folder.glob("*.safetensors.index.json") if paths else ():
+            listed = json.loads(index_file.read_text(encoding="utf-8"))
+            listed["weight_map"] |= dict.fromkeys(tables, paths[0].name)
+            listed["metadata"]["total_size"] += sum(table.size for table in tables.values())
+            index_file.write_text(json.dumps(listed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _restore(model: Any, files: Iterable[str], info: Any) -> None:
@@ -210,8 +223,16 @@ def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> di
     return {"repo_id": Path(save_directory).absolute().name, **kwargs}
 
 
-def _label(path: Path, encoding: str) -> None:
-    """Write the encoding into the metadata of a weight file.
+def _stored(model: Any) -> dict[str, StoredTensor]:
+    """The tensors of a model that are in files, by their names in its state_dict; none where adapters alone are saved."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return {}
+    encodings = {path: module for path, module in model.named_modules() if isinstance(module, PositionEncoding)}
+    return {f"{path}.{name}": table for path, module in encodings.items() for name, table in module.stored().items()}
+
+
+def _label(path: Path, encoding: str, tables: dict[str, StoredTensor]) -> None:
+    """Write the encoding into the metadata of a weight file, and tables from other files beside its tensors.
 
     Transformers accepts no metadata, and safetensors writes several entries in a random order, so that equal models would
     give different files. The format: https://huggingface.co/docs/safetensors.
@@ -219,13 +240,37 @@ def _label(path: Path, encoding: str) -> None:
     labelled = path.with_suffix(".labelled")
     with path.open("rb") as file, labelled.open("wb") as copy:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.setdefault("__metadata__", {})[LABEL] = encoding
-        text = json.dumps(header, separators=(",", ":")).encode()
+        start, metadata = file.tell(), {**header.pop("__metadata__", {}), LABEL: encoding}
+        sources = {name: entry["data_offsets"] for name, entry in header.items()}
+        for name, table in tables.items():
+            header[name] = {"dtype": table.dtype, "shape": [*table.shape], "data_offsets": [0, table.size]}
+        names, end = sorted(header, key=lambda name: (-_width(header[name]), *sources.get(name, ()))), 0
+        for name in names:
+            begin, end = end, end + header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
+            header[name] = {**header[name], "data_offsets": [begin, end]}
+        text = json.dumps({"__metadata__": metadata, **{name: header[name] for name in names}}, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % 64)
         copy.write(len(text).to_bytes(8, "little") + text)
-        shutil.copyfileobj(file, copy, length=2**24)
+        for name in names:
+            if name in tables:
+                tables[name].copy_to(copy)
+            else:
+                file.seek(start + sources[name][0])
+                _copy(file, copy, sources[name][1] - sources[name][0])
     shutil.copymode(path, labelled)
     os.replace(labelled, path)
+
+
+def _width(entry: dict[str, Any]) -> int:
+    """The bytes of a value. Where wider ones come first, as safetensors writes them, all lie at multiples of their width."""
+    begin, end = entry["data_offsets"]
+    return (end - begin) // max(1, math.prod(entry["shape"]))
+
+
+def _copy(file: BinaryIO, copy: BinaryIO, size: int) -> None:
+    while size and (piece := file.read(min(size, 2**24))):
+        copy.write(piece)
+        size -= len(piece)
 
 
 def _metadata(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -203,6 +203,10 @@ class PositionEncoding(nn.Module):
         """
         return {}
 
+    def stored(self) -> dict[str, StoredTensor]:
+        """Tensors of the state_dict, by name, that are in files and are copied from there when a model is saved."""
+        return {}
+
     def check_values(self) -> None:
         """Raises ValueError where values are missing that this class can't make, when a model is made that needs them."""
 

@@ -33,8 +33,8 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
             float16 or bfloat16. A config.json never names it.
 
     A trained table becomes a frozen one when it is loaded:
-    `from_pretrained(folder, position_encoding={"type": "learned", "storage": "int8"})`, or "memory-mapped"; the latter becomes a
-    trained one, which is in memory, by "float32".
+    `from_pretrained(folder, position_encoding={"type": "learned", "storage": "int8"})`, or "memory-mapped". The latter
+    becomes a trained one, in memory, by "float32".
     """
 
     title = "Learned absolute position embeddings"
@@ -141,6 +141,9 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
         values, steps = zip(*(to_int8(rows) for _, rows in table.blocks()), strict=True)
         return {"values": torch.cat(values), "steps": torch.cat(steps)}
 
+    def stored(self) -> dict[str, StoredTensor]:
+        return {} if self.table is None else {"weight": self.table}
+
     def check_values(self) -> None:
         if self.storage == MAPPED:
             self._stored()
@@ -148,8 +151,8 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
     def _stored(self) -> StoredTensor:
         if self.table is None:
             raise ValueError(
-                "learned.storage='memory-mapped' needs the file of its table: give file='…', a safetensors file with one tensor "
-                f"{[*self.shape]}; or load a model that was saved with one by from_pretrained"
+                "learned.storage='memory-mapped' needs the file of its table: give file='…', a safetensors file with one "
+                f"tensor {[*self.shape]}; or load a model that was saved with one by from_pretrained"
             )
         return self.table
 
@@ -178,8 +181,8 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
     def _fitting(self, table: StoredTensor) -> StoredTensor:
         if table.shape != self.shape:
             raise ValueError(
-                f"the table in {table.path} is {[*table.shape]}, and {[*self.shape]} is needed, max_length and hidden_size: give "
-                f"max_length={table.shape[0]}, or another table"
+                f"the table in {table.path} is {[*table.shape]}, and {[*self.shape]} is needed, max_length and hidden_size: "
+                f"give max_length={table.shape[0]}, or another table"
             )
         return table
 

@@ -10,7 +10,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ LONGEST_HEADER = 100_000_000
 """Bytes of the header of a safetensors file, by its specification."""
 BLOCK = 256
 """Rows that are read from a file, or rounded to int8, at a time."""
+
+PIECE = 2**24
+"""Bytes that are copied at a time."""
 
 
 def names_in(path: str | os.PathLike[str]) -> list[str]:
@@ -49,7 +52,7 @@ class StoredTensor:
                 raise ValueError(f"{name!r} is {dtype} {[*self.shape]}, and a table is a matrix of {', '.join(DTYPES)}")
             if shape is not None and self.shape != shape:
                 raise ValueError(f"{name!r} is {[*self.shape]}, and was {[*shape]} when this model was made")
-            self._end = start + end
+            self.dtype, self._begin, self._end = dtype, start + begin, start + end
             if begin < 0 or end - begin != math.prod(self.shape) * DTYPES[dtype].itemsize:
                 raise ValueError(f"its header gives {name!r} another size than its shape has")
             with open(path, "rb") as file:
@@ -88,6 +91,19 @@ class StoredTensor:
                 torch.index_select(self.tensor, 0, flat[start : start + BLOCK], out=found[start : start + BLOCK])
                 self._forget()
         return found.view(*indices.shape, self.shape[1])
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self._end - self._begin
+
+    def copy_to(self, file: BinaryIO) -> None:
+        """Write its bytes, a piece at a time."""
+        view = memoryview(self._map)
+        for start in range(self._begin, self._end, PIECE):
+            self._check_length()
+            file.write(view[start : min(start + PIECE, self._end)])
+            self._forget()
 
     def _check_length(self) -> None:
         if self._map.size() < self._end:
