@@ -149,6 +149,12 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
             if re.search(r"[/\\:]", name):
                 raise ValueError(f"the index of this checkpoint names {name!r}, which is no file of its own folder")
         _refuse_mixed(checkpoint_files or (), model.config.position_encoding)
+        if tables := _stored(model):
+            (table, *_) = tables.values()
+            raise ValueError(
+                f"{table.path} was given for {', '.join(tables)}, and this checkpoint has its table in its own weights; leave "
+                "the file out, or patch the stock model with it"
+            )
         info, *others = PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
         )

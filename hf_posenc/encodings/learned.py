@@ -122,17 +122,12 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
         """A memory-mapped table from the model's own file; rows of int8 from a table that was trained."""
         if self.storage == "float32" or (self.storage == "int8" and not self.values.is_meta):
             return {}
-        if self.file is not None:
-            raise ValueError(
-                f"learned.file={self.file!r}: this checkpoint has its table in its own weights; leave file out, or patch the "
-                "stock model with it"
-            )
         stored = find("weight")
         if self.storage == MAPPED:
             if stored is None:
                 raise ValueError(
-                    f"learned.storage={MAPPED!r}: this checkpoint has no 'posenc.weight' in its files, so its table is missing: "
-                    "load it with the storage that it was saved with"
+                    f"learned.storage={MAPPED!r}: this checkpoint has no 'posenc.weight' in its files, so its table is "
+                    "missing: load it with the storage that it was saved with"
                 )
             self.table = self._fitting(stored)
         if self.storage == MAPPED or stored is None:
