@@ -185,7 +185,8 @@ def test_models_come_back_in_a_new_process(tmp_path):
     ):
         model = hf_posenc.patch(stock("bert", "ForMaskedLM"), given)
         own = getattr(model.base_model.posenc, "learned", model.base_model.posenc)
-        for part, path in ((model, name), (model.base_model, f"{name}-body")):
+        bodies = ((model.base_model, f"{name}-body"),) if name == "shards" else ()
+        for part, path in ((model, name), *bodies):
             part.save_pretrained(tmp_path / "first" / path, **arguments)
             output, held = first(part(tokens())).detach(), own.state_dict()
             held = {key: value.clone() for key, value in held.items() if not key.startswith("host.")}
