@@ -166,9 +166,9 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
             super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # nothing, or this rank's part
         else:
             if tables := _stored(self):  # written by _label: in memory they might not have room
-                given, *args = args or (kwargs.pop("state_dict", None),)
+                given, *others = args or (kwargs.pop("state_dict", None),)
                 state = self.state_dict() if given is None else given
-                args = ({name: tensor for name, tensor in state.items() if name not in tables}, *args)
+                args = ({name: tensor for name, tensor in state.items() if name not in tables}, *others)
             with saving.replaced(save_directory) as folder:
                 super().save_pretrained(folder, is_main_process, *args, **_named(kwargs, save_directory))
                 self._label(folder)
