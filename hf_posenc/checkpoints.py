@@ -2,20 +2,21 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import remote_code, saving
-from hf_posenc.encodings import PositionEncoding, is_marked, mark, refill
+from hf_posenc.encodings import PositionEncoding, StoredTensor, is_marked, mark, names_in, portable, refill
 from hf_posenc.spec import PositionSpec, merged
 from hf_posenc.user_code import is_ours
 
@@ -61,6 +62,12 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
                 (folder / name).write_text(text, encoding="utf-8")
             return super().save_pretrained(str(folder), *args, **_named(kwargs, save_directory))
 
+    def to_dict(self) -> dict[str, Any]:
+        written = super().to_dict()
+        if self.position_encoding is not None:
+            written["position_encoding"] = portable(written["position_encoding"])
+        return written
+
     def _auto_classes(self) -> dict[str, str]:
         """Auto class -> the class it loads."""
         raise NotImplementedError
@@ -76,6 +83,12 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         saving.refuse_interrupted(config_dict)
+        saved = config_dict.get("position_encoding")
+        if portable(saved) != saved:
+            raise ValueError(
+                "position_encoding names a file of a machine, and nothing was opened: what a checkpoint needs is in its own "
+                'weights. Set "file" to null in its config.json, or give it as a keyword argument'
+            )
         if "position_encoding" in kwargs:
             encoding = merged(config_dict.get("position_encoding"), kwargs.pop("position_encoding"))
             config_dict = {**config_dict, "position_encoding": encoding}
@@ -136,12 +149,26 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
             if re.search(r"[/\\:]", name):
                 raise ValueError(f"the index of this checkpoint names {name!r}, which is no file of its own folder")
         _refuse_mixed(checkpoint_files or (), model.config.position_encoding)
-        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        if tables := _stored(model):
+            (table, *_) = tables.values()
+            raise ValueError(
+                f"{table.path} was given for {', '.join(tables)}, and this checkpoint has its table in its own weights; leave "
+                "the file out, or patch the stock model with it"
+            )
+        info, *others = PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, *args, **kwargs
+        )
+        _restore(model, checkpoint_files or (), info)
+        return info, *others
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         if not self.should_save_on_this_rank(is_main_process) or kwargs.get("distributed_checkpoint"):
             super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # nothing, or this rank's part
         else:
+            if tables := _stored(self):  # written by _label: in memory they might not have room
+                given, *others = args or (kwargs.pop("state_dict", None),)
+                state = self.state_dict() if given is None else given
+                args = ({name: tensor for name, tensor in state.items() if name not in tables}, *others)
             with saving.replaced(save_directory) as folder:
                 super().save_pretrained(folder, is_main_process, *args, **_named(kwargs, save_directory))
                 self._label(folder)
@@ -152,9 +179,49 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     def _label(self, folder: Path) -> None:
-        for path in folder.glob("*.safetensors"):
-            if LABEL not in _metadata(path):
-                _label(path, json.dumps(self.config.position_encoding, sort_keys=True))
+        label = json.dumps(portable(self.config.position_encoding), sort_keys=True)
+        paths = [path for path in sorted(folder.glob("*.safetensors")) if LABEL not in _metadata(path)]
+        present = {name for path in paths for name in names_in(path)}
+        tables = {name: table for name, table in _stored(self).items() if name not in present}
+        for index, path in enumerate(paths):
+            _label(path, label, {} if index else tables)
+        for index_file in folder.glob("*.safetensors.index.json") if paths else ():
+            listed = json.loads(index_file.read_text(encoding="utf-8"))
+            listed["weight_map"] |= dict.fromkeys(tables, paths[0].name)
+            listed["metadata"]["total_size"] += sum(table.size for table in tables.values())
+            index_file.write_text(json.dumps(listed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _restore(model: Any, files: Iterable[str], info: Any) -> None:
+    """Let encodings take what they read from the files of a checkpoint by themselves, and correct what is reported of it."""
+    places: dict[str, str] = {}
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
+    for path, module in model.named_modules():
+        if not isinstance(module, PositionEncoding):
+            continue
+
+        def find(name: str, path: str = path) -> StoredTensor | None:
+            if not places:
+                places.update({key: file for file in files for key in names_in(file)})
+            key = _key(f"{path}.{name}", places)
+            if key is None:
+                return None
+            info.unexpected_keys.difference_update((key, f"{path}.{name}"))
+            return StoredTensor(places[key], key)
+
+        for name, tensor in module.restore(find).items():
+            placed = tensor.to(device)
+            mark(placed)
+            setattr(module, name, placed)
+            info.missing_keys.discard(f"{path}.{name}")
+
+
+def _key(name: str, keys: Iterable[str]) -> str | None:
+    """The key of a tensor in files whose model may be one within this, or around it."""
+    tail = name[name.index("posenc") :]
+    alike = [key for key in keys if f".{key}".endswith(f".{tail}")]
+    near = [key for key in alike if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")]
+    return next(iter(near or alike), None) if len(near or alike) == 1 else None
 
 
 def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -162,8 +229,16 @@ def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> di
     return {"repo_id": Path(save_directory).absolute().name, **kwargs}
 
 
-def _label(path: Path, encoding: str) -> None:
-    """Write the encoding into the metadata of a weight file.
+def _stored(model: Any) -> dict[str, StoredTensor]:
+    """The tensors of a model that are in files, by their names in its state_dict; none where adapters alone are saved."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return {}
+    encodings = {path: module for path, module in model.named_modules() if isinstance(module, PositionEncoding)}
+    return {f"{path}.{name}": table for path, module in encodings.items() for name, table in module.stored().items()}
+
+
+def _label(path: Path, encoding: str, tables: dict[str, StoredTensor]) -> None:
+    """Write the encoding into the metadata of a weight file, and tables from other files beside its tensors.
 
     Transformers accepts no metadata, and safetensors writes several entries in a random order, so that equal models would
     give different files. The format: https://huggingface.co/docs/safetensors.
@@ -171,13 +246,37 @@ def _label(path: Path, encoding: str) -> None:
     labelled = path.with_suffix(".labelled")
     with path.open("rb") as file, labelled.open("wb") as copy:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.setdefault("__metadata__", {})[LABEL] = encoding
-        text = json.dumps(header, separators=(",", ":")).encode()
+        start, metadata = file.tell(), {**header.pop("__metadata__", {}), LABEL: encoding}
+        sources = {name: entry["data_offsets"] for name, entry in header.items()}
+        for name, table in tables.items():
+            header[name] = {"dtype": table.dtype, "shape": [*table.shape], "data_offsets": [0, table.size]}
+        names, end = sorted(header, key=lambda name: (-_width(header[name]), *sources.get(name, ()))), 0
+        for name in names:
+            begin, end = end, end + header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
+            header[name] = {**header[name], "data_offsets": [begin, end]}
+        text = json.dumps({"__metadata__": metadata, **{name: header[name] for name in names}}, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % 64)
         copy.write(len(text).to_bytes(8, "little") + text)
-        shutil.copyfileobj(file, copy, length=2**24)
+        for name in names:
+            if name in tables:
+                tables[name].copy_to(copy)
+            else:
+                file.seek(start + sources[name][0])
+                _copy(file, copy, sources[name][1] - sources[name][0])
     shutil.copymode(path, labelled)
     os.replace(labelled, path)
+
+
+def _width(entry: dict[str, Any]) -> int:
+    """The bytes of a value. Where wider ones come first, as safetensors writes them, all lie at multiples of their width."""
+    begin, end = entry["data_offsets"]
+    return (end - begin) // max(1, math.prod(entry["shape"]))
+
+
+def _copy(file: BinaryIO, copy: BinaryIO, size: int) -> None:
+    while size and (piece := file.read(min(size, 2**24))):
+        copy.write(piece)
+        size -= len(piece)
 
 
 def _metadata(path: str | os.PathLike[str]) -> dict[str, str]:

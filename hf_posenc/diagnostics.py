@@ -16,6 +16,7 @@ from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
 from hf_posenc import attention, structure
 from hf_posenc.embedding import PositionEmbedding
+from hf_posenc.encodings import options_of, portable, without_values
 from hf_posenc.patching import holds_a_model
 from hf_posenc.sources import HostRefused
 from hf_posenc.spec import Calibration, lost_in_v5
@@ -107,7 +108,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Rep
     model = _unwrapped(model) if isinstance(model, nn.Module) else _without_weights(model)
     config = model.config
     if isinstance(model, PositionEmbedding):
-        options = {name: value for name, value in config.position_encoding.items() if name != "type"}
+        options = options_of(portable(config.position_encoding))
         kind = config.position_encoding["type"]
         return Report(type(model).__name__, kind, options, {"embed": ("posenc",)}, config.max_length, False, ())
     stacks = {name: module for name, module in model.named_modules() if structure.is_patched(module)}
@@ -124,7 +125,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Rep
     return Report(
         model_class=type(model).__name__,
         encoding=spec.type,
-        options=dict(spec.options),
+        options=spec.encoding.portable(dict(spec.options)),
         enters={
             verb: tuple(
                 f"{name}.{path}".lstrip(".") for name, stack in stacks.items() for path in stack._posenc_entrances.get(verb, ())
@@ -172,7 +173,7 @@ def _without_weights(source: Any) -> PreTrainedModel:
         source = AutoConfig.from_pretrained(source)
     if not isinstance(source, PreTrainedConfig):
         raise ValueError(f"a model is needed, or the config, folder or Hub id of one, not {source!r}")
-    with init_empty_weights():
+    with init_empty_weights(), without_values():
         if type(source) in MODEL_MAPPING:
             return AutoModel.from_config(source)
         # EncoderDecoderModel and its like are in no list of the Auto classes.

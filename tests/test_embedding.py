@@ -345,7 +345,13 @@ def test_incomplete_file(tmp_path):
 
 def test_config_is_checked_and_canonical():
     config = AutoConfig.for_model("posenc-embedding", position_encoding="absolute", hidden_size=D, max_length=5)
-    assert config.position_encoding == {"type": "learned", "init": "normal", "std": 0.02}
+    assert config.position_encoding == {
+        "type": "learned",
+        "init": "normal",
+        "std": 0.02,
+        "storage": "float32",
+        "file": None,
+    }
     layer = AutoModel.from_config(config)
     assert type(layer) is hf_posenc.PositionEmbedding and layer.posenc.weight.shape == (5, D)
     with pytest.raises(ValueError, match="'sinusoidal' has no option 'theta'"):

@@ -28,6 +28,7 @@ PUSH = """
 import sys, json, torch, hf_posenc
 from pathlib import Path
 from huggingface_hub import HfApi, hf_hub_download
+from safetensors.torch import save_file
 from transformers import AutoModel, BertTokenizer
 from conftest import patched, randomize, stock, tokens
 
@@ -67,6 +68,10 @@ push(heads, "me/heads")
 push(patched("bert", "window"), "me/window")
 layer = hf_posenc.PositionEmbedding("sinusoidal", hidden_size=8, max_length=16)
 results["me/layer"] = [hf_posenc.push_to_hub(layer, "me/layer").oid]
+table = folder / "table.safetensors"
+save_file({"table": torch.randn(24, 32)}, table)
+push(hf_posenc.patch(stock("bert"), "learned", storage="memory-mapped", file=str(table)), "me/mapped")
+table.unlink()
 
 alibi, rope = patched("bert", "alibi"), patched("bert", "rope")
 push(alibi, "me/by-hand")
@@ -164,7 +169,7 @@ from conftest import tokens
 
 folder, results, more = Path(sys.argv[1]), {}, {}
 for name in (
-    "model", "unlimited", "stock", "heads", "layer", "licence", "shards", "by-hand", "own-method", "measured"
+    "model", "unlimited", "stock", "heads", "layer", "licence", "shards", "by-hand", "own-method", "measured", "mapped"
 ):
     card = Path(hf_hub_download(f"me/{name}", "README.md")).read_text()
     written = {}
@@ -342,6 +347,7 @@ def test_another_process_loads_the_same_model_as_the_card_says(pushed):
         "stock": "BertModel",
         "heads": "PosEncGPT2DoubleHeadsModel",
         "layer": "PositionEmbedding",
+        "mapped": "PosEncBertModel",
         "licence": "PosEncBertModel",
         "shards": "PosEncBertModel",
         "by-hand": "PosEncBertModel",

@@ -23,6 +23,7 @@ from hf_posenc.sources import Source
 from hf_posenc.spec import PositionSpec
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
+LEARNED = {"init": "normal", "std": 0.02, "storage": "float32", "file": None}
 
 
 pytestmark = pytest.mark.usefixtures("own_registry")
@@ -57,8 +58,8 @@ def test_list_encodings():
         ),
         ("counter", {"type": "counter"}),
         ("normalized", {"type": "normalized"}),
-        ("absolute", {"type": "learned", "init": "normal", "std": 0.02}),
-        ({"type": "learnable", "std": 1}, {"type": "learned", "init": "normal", "std": 1.0}),
+        ("absolute", {"type": "learned", **LEARNED}),
+        ({"type": "learnable", "std": 1}, {"type": "learned", **LEARNED, "std": 1.0}),
         ({"type": "rotary", "layout": "interleaved"}, {"type": "rope", "theta": 10000.0, "layout": "interleaved"}),
         ({"type": "logn", "trained_length": 9}, {"type": "logn", "trained_length": 9, "scale": "fixed"}),
         ("relative", {"type": "relative", "max_distance": 128, "per_layer": False}),
@@ -491,7 +492,7 @@ def test_an_encoding_is_an_ordinary_module():
 
 # Compositions.
 
-LEARNED, SHAW = {"init": "normal", "std": 0.02}, {"max_distance": 128, "terms": "keys", "per_layer": True}
+SHAW = {"max_distance": 128, "terms": "keys", "per_layer": True}
 BOTH, ALIBI = {**SHAW, "terms": "keys+queries"}, {"slopes": "fixed", "sides": "symmetric", "per_layer": False}
 
 
@@ -801,7 +802,7 @@ def test_encodings_know_nothing_of_hosts(path):
     assert not others
 
 
-FOUNDATION = ["options", "context", "base", "composition", "registry", "building"]
+FOUNDATION = ["options", "storage", "context", "base", "composition", "registry", "building"]
 """The modules of encodings/ that are no encodings. Each imports from those to its left alone."""
 
 

@@ -46,6 +46,7 @@ def encodings(draw, name, dtype=torch.float64, **sizes):
     geometry = Geometry(D, H, E, LONGEST, causal, **{"trained_length": 8, **sizes})
     try:
         encoding = kind(geometry, **kind.settled(geometry, kind.checked_options(options)))
+        encoding.check_values()
     except ValueError:  # options that contradict each other, or need a file
         assume(False)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))

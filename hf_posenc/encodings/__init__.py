@@ -13,6 +13,7 @@ from hf_posenc.encodings.building import (
     marked_as_loaded,
     placed,
     refill,
+    without_values,
 )
 from hf_posenc.encodings.context import PositionContext, counted, positions_of
 from hf_posenc.encodings.options import (
@@ -31,7 +32,9 @@ from hf_posenc.encodings.registry import (
     encoding_class,
     list_encodings,
     options_of,
+    portable,
 )
+from hf_posenc.encodings.storage import StoredTensor, names_in
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -41,6 +44,7 @@ __all__ = [
     "Geometry",
     "PositionContext",
     "PositionEncoding",
+    "StoredTensor",
     "build",
     "build_within_limits",
     "canonical",
@@ -57,10 +61,13 @@ __all__ = [
     "mark",
     "marked_as_loaded",
     "meant",
+    "names_in",
     "options_of",
     "placed",
+    "portable",
     "positions_of",
     "refill",
     "refuse_oversized",
     "shown",
+    "without_values",
 ]

@@ -5,15 +5,16 @@ Shapes: B batch, L tokens, Q queries, K keys, H heads, D hidden_size, E head_dim
 
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import checked_value, listed, meant, shown
+from hf_posenc.encodings.options import Local, checked_value, listed, meant, shown
+from hf_posenc.encodings.storage import StoredTensor
 
 RESERVED = {
     "type",
@@ -205,6 +206,21 @@ class PositionEncoding(nn.Module):
     def adopt(self, table: Tensor | None) -> None:
         """Copy values from the host's own position table, `[rows, D]`, if it has one; called after `reset_parameters`."""
 
+    def restore(self, find: Callable[[str], StoredTensor | None]) -> dict[str, Tensor]:
+        """Take from a checkpoint what Transformers can't load as it is; called after it has loaded the others.
+
+        find: the tensor that the checkpoint has under a name within this module, in its file, if any. One that was found isn't
+        reported as unexpected. Returns values for tensors of this module, by name.
+        """
+        return {}
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """Tensors of the state_dict, by name, that are in files and are copied from there when a model is saved."""
+        return {}
+
+    def check_values(self) -> None:
+        """Raises ValueError where values are missing that this class can't make, when a model is made that needs them."""
+
     def rows(self, distance: Tensor) -> Tensor | None:
         """The row of parameters that serves each signed distance, `[N] -> [N]` integers; None where no row is of a distance."""
         return None
@@ -242,6 +258,16 @@ class PositionEncoding(nn.Module):
     def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
         """Checked options, with those written out that default to the trained length, which a config may lose (`extend`)."""
         return options
+
+    @classmethod
+    def portable(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Options for a file, without those that say something of this machine (`Local`)."""
+        local = {
+            name
+            for name, kind in cls.option_types().items()
+            if get_origin(kind) is Annotated and any(isinstance(extra, Local) for extra in get_args(kind)[1:])
+        }
+        return {name: getattr(cls, name) if name in local else value for name, value in options.items()}
 
     @classmethod
     def acts_by(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:

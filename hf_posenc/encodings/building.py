@@ -23,6 +23,8 @@ Encodings = list[PositionEncoding | None]
 LOADED = "_is_hf_initialized"
 """Transformers' mark on tensors and modules that need no initial value."""
 _GLOBALS = threading.RLock()
+_HERE = threading.local()
+"""Whether models that this thread makes get no values."""
 EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 
@@ -91,8 +93,11 @@ def is_marked(thing: Tensor | nn.Module) -> bool:
 
 def refill(encodings: Iterable[PositionEncoding]) -> None:
     """Give tensors that were allocated anew the values that their classes give them. Those marked as loaded are left alone."""
+    encodings = list(encodings)
+    for encoding in encodings if getattr(_HERE, "values", True) else ():
+        encoding.check_values()
     # An encoding within another is filled first, since the other may have changed it.
-    waiting = [e for e in reversed(list(encodings)) if not all(map(is_marked, _tensors(e).values()))]
+    waiting = [e for e in reversed(encodings) if not all(map(is_marked, _tensors(e).values()))]
     with torch.no_grad():
         for encoding, fresh in zip(waiting, with_values(lambda: [each.anew() for each in waiting]), strict=True):
             values = _tensors(fresh)
@@ -100,6 +105,16 @@ def refill(encodings: Iterable[PositionEncoding]) -> None:
                 if name in values and not is_marked(tensor):
                     tensor.copy_(values[name])
                 mark(tensor)
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Models made meanwhile are only looked at, so that values which can't be made may be missing."""
+    before, _HERE.values = getattr(_HERE, "values", True), False
+    try:
+        yield
+    finally:
+        _HERE.values = before
 
 
 @contextlib.contextmanager

@@ -1,14 +1,18 @@
 """Learned absolute position embeddings: https://arxiv.org/abs/1705.03122, https://arxiv.org/abs/1810.04805"""
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import Above, Local
 from hf_posenc.encodings.sinusoidal import sinusoids
+from hf_posenc.encodings.storage import BLOCK, StoredTensor, names_in, to_int8
+
+MAPPED = "memory-mapped"
 
 
 class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable")):
@@ -19,6 +23,18 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
         init: "normal" (std below), "sinusoidal", or "host": the rows of the host's own table; rows beyond it, and all
             rows of a model without pretrained weights, start as "normal".
         std: standard deviation of "normal" (0.02 as in BERT; 1.0 is `torch.randn`).
+        storage: "float32": trained, in the model's dtype. The two others are frozen, and trained with nothing else:
+            "int8": PE(p) = step[p] · values[p], values in -127 … 127 and a float32 step for each row, D + 4 bytes a row. Made
+            from `init`; a value is off by half a step at most.
+            "memory-mapped": the rows stay in a file and take memory while they are read, so that a table of gigabytes opens at
+            once. It is no part of what a model moves, casts or counts; it stays on the CPU, and what is read goes to the device
+            of the positions. Saved with the model, it is read from the model's own safetensors file when that is loaded.
+        file: of "memory-mapped", once, for a new model: a safetensors file with one tensor `[max_length, D]`, of float32,
+            float16 or bfloat16. A config.json never names it.
+
+    A trained table becomes a frozen one when it is loaded:
+    `from_pretrained(folder, position_encoding={"type": "learned", "storage": "int8"})`, or "memory-mapped". The latter
+    becomes a trained one, in memory, by "float32".
     """
 
     title = "Learned absolute position embeddings"
@@ -26,46 +42,166 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
 
     init: Literal["normal", "sinusoidal", "host"] = "normal"
     std: Annotated[float, Above(0)] = 0.02
+    storage: Literal["float32", "int8", "memory-mapped"] = "float32"
+    file: Annotated[str | None, Local()] = None
+
+    if TYPE_CHECKING:
+        values: Tensor
+        steps: Tensor
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
         if geometry.max_length is None:
             raise ValueError("'learned' has one row for each position: give max_length, the number of rows")
-        self.weight = nn.Parameter(torch.empty(geometry.max_length, geometry.hidden_size))
+        self.shape = geometry.max_length, geometry.hidden_size
+        if self.file is not None:
+            self._refuse_beside_file()
+        if self.storage == "float32":
+            self.weight = nn.Parameter(torch.empty(self.shape))
+        elif self.storage == "int8":
+            self.register_buffer("values", torch.empty(self.shape, dtype=torch.int8))
+            self.register_buffer("steps", torch.empty(self.shape[0], 1, dtype=torch.float32))
+        self.table = None if self.file is None else self._fitting(StoredTensor(self.file, self._only_name()))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.init == "sinusoidal":
-            rows, size = self.weight.shape
-            with torch.no_grad():
-                self.weight.copy_(sinusoids(torch.arange(rows, device=self.weight.device), size, base=10000.0))
-        else:
+        if self.storage == "float32" and self.init != "sinusoidal":
             nn.init.normal_(self.weight, std=self.std)
+        elif self.storage != MAPPED:
+            for start in range(0, self.shape[0], BLOCK):
+                self._write(start, self._initial(start, min(start + BLOCK, self.shape[0])))
+
+    def _initial(self, start: int, stop: int) -> Tensor:
+        device = next(iter((*self.parameters(), *self.buffers()))).device
+        if self.init == "sinusoidal":
+            return sinusoids(torch.arange(start, stop, device=device), self.shape[1], base=10000.0)
+        return torch.randn(stop - start, self.shape[1], device=device) * self.std
+
+    def _write(self, start: int, rows: Tensor) -> None:
+        place = slice(start, start + len(rows))
+        with torch.no_grad():
+            if self.storage == "int8":
+                for own, made in zip((self.values, self.steps), to_int8(rows), strict=True):
+                    own[place].copy_(made)
+            else:
+                self.weight[place].copy_(rows)
 
     def adopt(self, table: Tensor | None) -> None:
-        if self.init == "host":
+        if self.init == "host" and self.storage != MAPPED:
             if table is None:
                 raise ValueError("learned.init='host': this host has no position table: choose init='normal' or 'sinusoidal'")
-            if table.shape[1] != self.weight.shape[1]:
+            if table.shape[1] != self.shape[1]:
                 raise ValueError(
                     f"learned.init='host': the host's table has {table.shape[1]} columns, but vectors of "
-                    f"{self.weight.shape[1]} are added here: choose init='normal' or 'sinusoidal'"
+                    f"{self.shape[1]} are added here: choose init='normal' or 'sinusoidal'"
                 )
-            rows = min(len(table), len(self.weight))
-            with torch.no_grad():
-                self.weight[:rows].copy_(table[:rows])
+            for start in range(0, min(len(table), self.shape[0]), BLOCK):
+                self._write(start, table[start : min(start + BLOCK, self.shape[0])].detach())
 
     @classmethod
     def needs_max_length(cls, geometry: Geometry) -> bool:
         return True
 
     def embed(self, positions: Tensor) -> Tensor:
+        indices = positions.cpu() if self.storage == MAPPED else positions
         # Reading values would synchronize a GPU and break a traced graph, where only the shapes are checked.
-        if positions.device.type == "cpu" and not torch.compiler.is_compiling() and positions.numel():
-            low, high = positions.aminmax()
-            if low < 0 or high >= len(self.weight):
+        if indices.device.type == "cpu" and not torch.compiler.is_compiling() and indices.numel():
+            low, high = indices.aminmax()
+            if low < 0 or high >= self.shape[0]:
                 raise ValueError(
-                    f"position_ids from {int(low)} to {int(high)} don't fit a learned table of {len(self.weight)} rows: "
+                    f"position_ids from {int(low)} to {int(high)} don't fit a learned table of {self.shape[0]} rows: "
                     "pass ids below that, or patch the stock model with a larger max_length and train that"
                 )
-        return F.embedding(positions, self.weight)
+        if self.storage == "int8":
+            return self.values[indices].to(self.steps.dtype) * self.steps[indices]
+        if self.storage == MAPPED:
+            return self._stored().rows(indices).to(positions.device)
+        return F.embedding(indices, self.weight)
+
+    def restore(self, find: Callable[[str], StoredTensor | None]) -> dict[str, Tensor]:
+        """A memory-mapped table from the model's own file; rows of int8 from a table that was trained."""
+        if self.storage == "float32" or (self.storage == "int8" and not self.values.is_meta):
+            return {}
+        stored = find("weight")
+        if self.storage == MAPPED:
+            if stored is None:
+                raise ValueError(
+                    f"learned.storage={MAPPED!r}: this checkpoint has no 'posenc.weight' in its files, so its table is "
+                    "missing: load it with the storage that it was saved with"
+                )
+            self.table = self._fitting(stored)
+        if self.storage == MAPPED or stored is None:
+            return {}
+        table = self._fitting(stored)
+        values, steps = zip(*(to_int8(rows) for _, rows in table.blocks()), strict=True)
+        return {"values": torch.cat(values), "steps": torch.cat(steps)}
+
+    def stored(self) -> dict[str, StoredTensor]:
+        return {} if self.table is None else {"weight": self.table}
+
+    def check_values(self) -> None:
+        if self.storage == MAPPED:
+            self._stored()
+
+    def _stored(self) -> StoredTensor:
+        if self.table is None:
+            raise ValueError(
+                "learned.storage='memory-mapped' needs the file of its table: give file='…', a safetensors file with one "
+                f"tensor {[*self.shape]}; or load a model that was saved with one by from_pretrained"
+            )
+        return self.table
+
+    def _refuse_beside_file(self) -> None:
+        if self.storage != MAPPED:
+            raise ValueError(
+                f"learned.file={self.file!r} with storage={self.storage!r}: a file is mapped, storage='memory-mapped'; leave "
+                "file out for a table in memory"
+            )
+        kind = type(self)
+        for name, value in (("init", self.init), ("std", self.std)):
+            if value != getattr(kind, name):
+                raise ValueError(
+                    f"learned.{name}={value!r} with file={self.file!r}: the values are the file's; leave {name} out"
+                )
+
+    def _only_name(self) -> str:
+        names = names_in(str(self.file))
+        if len(names) != 1:
+            raise ValueError(
+                f"learned.file={self.file!r} has {len(names)} tensors: give a file with one, the table; "
+                "safetensors.torch.save_file({'weight': table}, path) writes it"
+            )
+        return names[0]
+
+    def _fitting(self, table: StoredTensor) -> StoredTensor:
+        if table.shape != self.shape:
+            raise ValueError(
+                f"the table in {table.path} is {[*table.shape]}, and {[*self.shape]} is needed, max_length and hidden_size: "
+                f"give max_length={table.shape[0]}, or another table"
+            )
+        return table
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Casts of a model leave the steps in float32."""
+        steps = self._buffers.get("steps")
+        super()._apply(fn, recurse)
+        if steps is not None and self.steps.dtype != steps.dtype:
+            self.steps = steps.to(self.steps.device)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.table is not None:
+            destination[f"{prefix}weight"] = self.table.tensor
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A memory-mapped table is never written to: the one that is given has to be the same."""
+        key = f"{prefix}weight"
+        if self.table is None or key not in state_dict:
+            return super()._load_from_state_dict(state_dict, prefix, *args)
+        given, errors = state_dict[key], args[-1]
+        same = given.shape == self.shape and all(given[place].equal(rows) for place, rows in self.table.blocks())
+        if not same:
+            errors.append(f"{key} is another table than the memory-mapped one, which is frozen: load it with from_pretrained")
+        others = {name: value for name, value in state_dict.items() if name != key}
+        return super()._load_from_state_dict(others, prefix, *args)

@@ -25,6 +25,11 @@ class Above:
     bound: float
 
 
+@dataclass(frozen=True)
+class Local:
+    """Marks an option that says something of this machine, such as the path of a file: it isn't saved."""
+
+
 def checked_value(name: str, value: Any, annotation: Any) -> Any:
     """The value, in the annotated type (ints become floats, lists tuples). Raises ValueError with what is allowed."""
     for candidate in _readings(value):

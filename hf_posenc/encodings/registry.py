@@ -74,3 +74,13 @@ def canonical(encoding: Any, layered: Collection[str] = ()) -> dict[str, Any]:
 def options_of(encoding: dict[str, Any]) -> dict[str, Any]:
     """A canonical dict without its type."""
     return {key: value for key, value in encoding.items() if key != "type"}
+
+
+def portable(encoding: Any) -> Any:
+    """`position_encoding` for a file, without options that say something of this machine; anything malformed as it is."""
+    if not isinstance(encoding, dict) or not isinstance(encoding.get("type"), str):
+        return encoding
+    kept = {"type": encoding["type"], **encoding_class(encoding["type"]).portable(options_of(encoding))}
+    if isinstance(where := encoding.get("where"), dict):
+        kept["where"] = {name: portable(each) for name, each in where.items()}
+    return kept
