@@ -1,4 +1,4 @@
-"""DeBERTa's disentangled attention: https://arxiv.org/abs/2006.03654"""
+"""Disentangled attention: https://arxiv.org/abs/2006.03654, https://arxiv.org/abs/2111.09543"""
 
 import math
 from typing import Annotated, Literal

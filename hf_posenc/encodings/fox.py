@@ -1,4 +1,4 @@
-"""The Forgetting Transformer's forget gates: https://arxiv.org/abs/2503.02130"""
+"""Forgetting Transformer: https://arxiv.org/abs/2503.02130"""
 
 import math
 from typing import Any
