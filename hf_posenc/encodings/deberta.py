@@ -57,12 +57,13 @@ class DeBERTa(PositionEncoding, type="deberta"):
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         keys = key.shape[2]
-        # Tokens without gaps between them are no further apart than their number.
-        reach = min(self.span, context.first_key + keys) if context.consecutive else self.span
-        steps = context.cached(
-            (self.type, self.buckets, self.max_distance, keys, context.first_key),
-            lambda: self._bucket(context.distances(keys)),
-        )
+        # Tokens without gaps between them are no further apart than their number, which would make a traced graph one for it.
+        reach = min(self.span, keys) if context.consecutive and not torch.compiler.is_compiling() else self.span
+        if context.first_keys:  # layers may hold different keys
+            steps = self._bucket(context.distances(keys))
+        else:
+            options = self.buckets, self.max_distance
+            steps = context.cached((self.type, *options), lambda: self._bucket(context.distances(keys)))
         bias: Tensor | float = 0.0
         if self.relative_keys is not None:
             bias = _products(query, self.relative_keys, -steps, reach)

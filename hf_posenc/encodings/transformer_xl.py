@@ -1,6 +1,7 @@
 """Transformer-XL's relative positions: https://arxiv.org/abs/1901.02860"""
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
             distance = torch.arange(1 - queries, keys + 1, device=query.device) + (first - context.past)
             return torch.cat(self._waves(-distance), dim=-1)
 
-        vectors = context.cached((self.type, self.base, keys, first), compute).to(query.dtype) @ weight.transpose(1, 2)
+        vectors = self._once("distances", compute, context).to(query.dtype) @ weight.transpose(1, 2)
         products = query @ vectors.transpose(1, 2)  # [B, H, Q, Q + K], of which query i's keys begin at column Q - 1 - i
         width = queries + keys - 1
         rows = products.flatten(2)[..., queries - 1 : queries - 1 + queries * width].unflatten(2, (queries, width))
@@ -69,11 +70,14 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
         def compute() -> tuple[Tensor, ...]:
             return *self._waves(context.positions), torch.cat(self._waves(context.key_positions(keys)), dim=-1)
 
-        found = context.cached((self.type, self.base, "positions", keys, context.first_key), compute)
-        sines, cosines, waves = (each[:, None].to(query.dtype) for each in found)
+        sines, cosines, waves = (each[:, None].to(query.dtype) for each in self._once("positions", compute, context))
         of_sines, of_cosines = (query @ weight).chunk(2, dim=-1)
         turned = [of_cosines * sines - of_sines * cosines, of_sines * sines + of_cosines * cosines]
         return torch.cat(turned, dim=-1) @ waves.transpose(2, 3)
+
+    def _once(self, what: str, compute: Callable[[], Any], context: PositionContext) -> Any:
+        """Computed once for all layers, unless they may hold different keys."""
+        return compute() if context.first_keys else context.cached((self.type, self.base, what), compute)
 
     def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Sines and cosines of integers `[...]`, `[..., D / 2]` each, in float64."""
