@@ -114,7 +114,8 @@ def remember(cache: Cache, batch: int, context: PositionContext) -> None:
     if keys is None:
         if getattr(layer, POSITIONS, None) is None and (torch.compiler.is_compiling() or not context.start.any()):
             return
-        keys = context.key_positions(cache.get_seq_length())
+        # Padding behind a row's last token has the position of that token, as it has where a mask is counted.
+        keys = torch.minimum(context.key_positions(cache.get_seq_length()), context.positions[:, -1:])
     setattr(layer, POSITIONS, keys.expand(batch, -1))
     if not torch.compiler.is_compiling():
         layer.__class__ = _remembering(type(layer))

@@ -173,6 +173,23 @@ class PositionContext:
 
         return self.cached(("keys", length, self.first_key), make)
 
+    def counted_keys(self, queries: int, keys: int, encoding: str) -> tuple[Tensor, Tensor]:
+        """For sums over the keys between two tokens of a text: which index among the keys each query has, `[Q]`, and which keys
+        to count, `[1 or B, K]`.
+
+        A key counts where its position is above that of the key before it, unlike padding behind a prompt. The first token of
+        a text doesn't: it is behind no other.
+
+        Raises ValueError for a cache that has dropped keys from between those it holds.
+        """
+        if isinstance(self.past, int) and keys < (there := self.past + queries - self.first_key):
+            raise ValueError(
+                f"{encoding!r} counts all keys between two tokens, and of {there} this cache gives out {keys}: take one that "
+                "keeps them all, such as DynamicCache, or an encoding by distance"
+            )
+        index = torch.arange(queries, device=self.positions.device) + (self.past - self.first_key)
+        return index, F.pad(self.key_positions(keys).diff() > 0, (1, 0))
+
     def distances(self, keys: int) -> Tensor:
         """`[1 or B, Q, K]`: key position - query position."""
         return self.key_positions(keys)[:, None, :] - self.positions[:, :, None]

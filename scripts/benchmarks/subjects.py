@@ -31,12 +31,13 @@ def _registered() -> list[str]:
 
 
 def encodings(group: Group, settings: Settings) -> list[str]:
-    """The encodings of a group: `none`, then every one that is registered. Raises ValueError for unknown names."""
+    """The encodings of a group: `none`, then every one that its host can have. Raises ValueError for unknown names."""
     check(settings)
     return [
         name
         for name in _registered()
         if (not group.encodings or name in group.encodings) and (not settings.encodings or name in settings.encodings)
+        if group.host != "bert" or not hf_posenc.list_encodings()[name].causal_only
     ]
 
 

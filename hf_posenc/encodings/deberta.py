@@ -1,0 +1,107 @@
+"""Disentangled attention: https://arxiv.org/abs/2006.03654, https://arxiv.org/abs/2111.09543"""
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext
+from hf_posenc.encodings.options import Above
+
+
+class DeBERTa(PositionEncoding, type="deberta"):
+    """scores[h, i, j] = (q_i · k_j + q_i · kr[h, δ(i, j)] + k_j · qr[h, δ(j, i)]) · scaling (He et al., 2021, equation 4), with
+    δ(i, j) = clip(i - j, -s, s - 1) + s for a span of s distances on either side.
+
+    In the paper kr = P W_k,r and qr = P W_q,r: one table P for all layers, and two matrices for each. Here each layer has the
+    products themselves, `relative_keys` and `relative_queries`, `[H, 2s, E]`. The authors' code takes qr[δ(i, j)]: the same
+    rows in reverse. The paper divides all terms by √(3E), since they are three; here they have the host's scaling, mostly
+    1/√E, so that the q · k of a trained host stay as they were. A model trained from scratch begins with scores √3 times as
+    large as the paper's. Distances are clipped, so any length works.
+
+    Options:
+        terms: "c2p" (content to position, q · kr), "p2c" (position to content, k · qr) or both.
+        max_distance: s, if there are no buckets; with buckets the distance from which all share the last one.
+        buckets: s of DeBERTa-v2 and v3 (position_buckets, https://arxiv.org/abs/2111.09543), 0 for none: distances up to half
+            of it have vectors of their own, further ones share them, more and more logarithmically. Even, below max_distance.
+    """
+
+    title = "Disentangled attention"
+    paper = ("https://arxiv.org/abs/2006.03654", "https://arxiv.org/abs/2111.09543")
+    relative = True
+
+    terms: Literal["c2p", "p2c", "c2p+p2c"] = "c2p+p2c"
+    max_distance: Annotated[int, Above(0)] = 512
+    buckets: Annotated[int, Above(-1)] = 0
+    per_layer = True
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        if self.buckets and (self.buckets % 2 or not 2 < self.buckets < self.max_distance):
+            raise ValueError(
+                f"deberta.buckets={self.buckets}, deberta.max_distance={self.max_distance}: allowed are 0 buckets, or an even "
+                "number of them, from 4 up, and a distance above it"
+            )
+        self.span = self.buckets or self.max_distance
+        for name in ("c2p", "p2c"):
+            shape = geometry.num_attention_heads, 2 * self.span, geometry.head_dim
+            rows = nn.Parameter(torch.empty(shape)) if name in self.terms else None
+            self.register_parameter("relative_keys" if name == "c2p" else "relative_queries", rows)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for rows in self.parameters():
+            nn.init.normal_(rows, std=0.02)
+
+    def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        keys = key.shape[2]
+        # Tokens without gaps between them are no further apart than their number, which would make a traced graph one for it.
+        reach = min(self.span, keys) if context.consecutive and not torch.compiler.is_compiling() else self.span
+        if context.first_keys:  # layers may hold different keys
+            steps = self._bucket(context.distances(keys))
+        else:
+            options = self.buckets, self.max_distance
+            steps = context.cached((self.type, *options), lambda: self._bucket(context.distances(keys)))
+        bias: Tensor | float = 0.0
+        if self.relative_keys is not None:
+            bias = _products(query, self.relative_keys, -steps, reach)
+        if self.relative_queries is not None:
+            bias = bias + _products(key, self.relative_queries, steps.transpose(1, 2), reach).transpose(2, 3)
+        return bias * context.scaling
+
+    def distance_vectors(self, distance: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        steps = self._bucket(distance)
+        rows = ((self.relative_keys, -steps), (self.relative_queries, steps))
+        return tuple(None if table is None else table[:, _clipped(each, self.span)] for table, each in rows)  # type: ignore[return-value]
+
+    def rows(self, distance: Tensor) -> Tensor:
+        return self._bucket(distance).clamp(-self.span, self.span) + self.span
+
+    def _bucket(self, distance: Tensor) -> Tensor:
+        """Signed distances, of which those beyond half of the buckets are counted logarithmically."""
+        if not self.buckets:
+            return distance
+        half, steps = self.buckets // 2, distance.abs()
+        # float32 and rounded up as in DeBERTa-v2, for the same buckets as its trained weights.
+        ratio = (steps.clamp(min=half).float() / half).log() / torch.tensor(
+            math.log((self.max_distance - 1) / half), dtype=torch.float32, device=distance.device
+        )
+        far = (ratio * (half - 1)).ceil().long() + half
+        return torch.where(steps <= half, distance, far * distance.sign())
+
+
+def _clipped(steps: Tensor, span: int) -> Tensor:
+    """The row of each distance in a table of 2 · span rows."""
+    return steps.clamp(-span, span - 1) + span
+
+
+def _products(states: Tensor, table: Tensor, steps: Tensor, reach: int) -> Tensor:
+    """Products of states `[B, H, L, E]` and the rows of `table` given by `steps` `[1 or B, L, M]`: `[B, H, L, M]`.
+
+    reach: no distance is greater, so that only the rows up to it are multiplied.
+    """
+    span = table.shape[1] // 2
+    products = states @ table[:, span - reach : span + reach].to(states.dtype).transpose(1, 2)
+    return products.gather(-1, _clipped(steps, reach)[:, None].expand(*states.shape[:3], -1))

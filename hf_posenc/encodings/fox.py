@@ -1,0 +1,59 @@
+"""Forgetting Transformer: https://arxiv.org/abs/2503.02130"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext
+
+LASTING = 16.0, 1024.0
+"""After so many tokens the first and the last head have forgotten all but 1/e, before anything is learned."""
+
+
+class FoX(PositionEncoding, type="fox"):
+    """bias[h, i, j] = log f_(j+1) + … + log f_i, added to the scaled scores: what each token behind j leaves of it (Lin et al.,
+    2025).
+
+    In the paper the forget gate f_t = sigmoid(w_h · x_t + b_h) comes from the layer's input x_t. Here it comes from the head's
+    key, f_t = sigmoid(w_h · k_t + b_h), because keys are what every cache holds. So no encoding that rotates can act in the
+    same layer. Each layer has its own w (`weight`, `[H, E]`) and b (`bias`, `[H]`), which starts such that the heads forget
+    between 1/16 and 1/1024 with each token. For decoders alone. A token counts where its position is above that of the token
+    before it: padding doesn't, and ids given by hand have to rise within a text. Any length.
+    """
+
+    title = "Forgetting Transformer"
+    paper = ("https://arxiv.org/abs/2503.02130",)
+    relative = True
+    causal_only = True
+
+    per_layer = True
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        self.weight = nn.Parameter(torch.empty(geometry.num_attention_heads, geometry.head_dim))
+        self.bias = nn.Parameter(torch.empty(geometry.num_attention_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        rates = 1 / torch.logspace(*map(math.log2, LASTING), len(self.bias), base=2.0)  # type: ignore[call-overload]
+        with torch.no_grad():
+            self.bias.copy_(-rates.expm1().log())
+
+    @classmethod
+    def conflict(cls, other: Any) -> str | None:
+        if "rotate" in other.acts_by():
+            return f"gates of {cls.type!r} come from keys, and would change with the angle to which {other.type!r} turns these"
+        return None
+
+    def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        index, counts = context.counted_keys(query.shape[2], key.shape[2], self.type)
+        precise = torch.promote_types(query.dtype, torch.float32)
+        logits = (key.to(precise) * self.weight[:, None].to(precise)).sum(-1) + self.bias[:, None].to(precise)
+        # Of 1e5 tokens, the differences of float32 sums would be off by hundredths.
+        sums = (F.logsigmoid(logits).double() * counts[:, None]).cumsum(-1)  # [B, H, K]
+        return (sums[..., index, None] - sums[..., None, :]).to(precise).clamp(max=0)

@@ -1,0 +1,87 @@
+"""Transformer-XL's relative positions: https://arxiv.org/abs/1901.02860"""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext
+from hf_posenc.encodings.options import Above
+
+
+class TransformerXL(PositionEncoding, type="transformer_xl"):
+    """scores[h, i, j] = ((q_i + u_h) · k_j + (q_i + v_h) · W_h R_(i-j)) · scaling (Dai et al., 2019, section 3.3).
+
+    R_p = [sin(p ω_0), sin(p ω_1), …, cos(p ω_0), cos(p ω_1), …] with ω_n = base^(-2n / D), D the hidden size, or one less where
+    that is odd. Each layer has its own W (`weight`, `[H, E, D]`), u and v (`content` and `position`, `[H, E]`). The paper's
+    model is causal; in encoders i - j is negative for keys behind the query. Any length.
+
+    Options:
+        base: of the frequencies.
+    """
+
+    title = "Transformer-XL's relative positions"
+    paper = ("https://arxiv.org/abs/1901.02860",)
+    relative = True
+
+    base: Annotated[float, Above(1)] = 10000.0
+    per_layer = True
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        heads, size = geometry.num_attention_heads, geometry.head_dim
+        self.weight = nn.Parameter(torch.empty(heads, size, geometry.hidden_size // 2 * 2))
+        self.content = nn.Parameter(torch.empty(heads, size))
+        self.position = nn.Parameter(torch.empty(heads, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        weight, content, position = (each.to(query.dtype) for each in (self.weight, self.content, self.position))
+        query = query + position[:, None]
+        # A single query needs the vectors of as many distances as there are keys; its own product with W costs less.
+        by_distance = self._by_distance if context.consecutive and query.shape[2] > 1 else self._by_position
+        bias = by_distance(query, weight, key.shape[2], context) + (content[:, None] @ key.transpose(2, 3))
+        return bias * context.scaling
+
+    def _by_distance(self, query: Tensor, weight: Tensor, keys: int, context: PositionContext) -> Tensor:
+        """q · W R, `[B, H, Q, K]`, from one vector W R for each distance of consecutive tokens."""
+        queries, first = query.shape[2], context.first_key
+
+        def compute() -> Tensor:
+            # Those of a column more than there are, for the shape below.
+            distance = torch.arange(1 - queries, keys + 1, device=query.device) + (first - context.past)
+            return torch.cat(self._waves(-distance), dim=-1)
+
+        vectors = self._once("distances", compute, context).to(query.dtype) @ weight.transpose(1, 2)
+        products = query @ vectors.transpose(1, 2)  # [B, H, Q, Q + K], of which query i's keys begin at column Q - 1 - i
+        width = queries + keys - 1
+        rows = products.flatten(2)[..., queries - 1 : queries - 1 + queries * width].unflatten(2, (queries, width))
+        return rows[..., :keys]
+
+    def _by_position(self, query: Tensor, weight: Tensor, keys: int, context: PositionContext) -> Tensor:
+        """The same for any positions: Wᵀq turned by the query's angles, times sines and cosines of the key's."""
+
+        def compute() -> tuple[Tensor, ...]:
+            return *self._waves(context.positions), torch.cat(self._waves(context.key_positions(keys)), dim=-1)
+
+        sines, cosines, waves = (each[:, None].to(query.dtype) for each in self._once("positions", compute, context))
+        of_sines, of_cosines = (query @ weight).chunk(2, dim=-1)
+        turned = [of_cosines * sines - of_sines * cosines, of_sines * sines + of_cosines * cosines]
+        return torch.cat(turned, dim=-1) @ waves.transpose(2, 3)
+
+    def _once(self, what: str, compute: Callable[[], Any], context: PositionContext) -> Any:
+        """Computed once for all layers, unless they may hold different keys."""
+        return compute() if context.first_keys else context.cached((self.type, self.base, what), compute)
+
+    def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Sines and cosines of integers `[...]`, `[..., D / 2]` each, in float64."""
+        size = self.geometry.hidden_size // 2 * 2
+        exponents = torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / size
+        angles = positions.double()[..., None] / self.base**exponents
+        return angles.sin(), angles.cos()
