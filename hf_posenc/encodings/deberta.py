@@ -30,7 +30,7 @@ class DeBERTa(PositionEncoding, type="deberta"):
 
     title = "Disentangled attention"
     paper = ("https://arxiv.org/abs/2006.03654", "https://arxiv.org/abs/2111.09543")
-    relative = True
+    translation_invariant = True
 
     terms: Literal["c2p", "p2c", "c2p+p2c"] = "c2p+p2c"
     max_distance: Annotated[int, Above(0)] = 512

@@ -27,7 +27,7 @@ class FoX(PositionEncoding, type="fox"):
 
     title = "Forgetting Transformer"
     paper = ("https://arxiv.org/abs/2503.02130",)
-    relative = True
+    translation_invariant = True
     causal_only = True
 
     per_layer = True
