@@ -84,6 +84,10 @@ class Composition(PositionEncoding):
         return {name: part.settled(geometry, options[name]) for name, part in cls.parts.items()}
 
     @classmethod
+    def rotates_anew(cls, options: dict[str, Any]) -> bool:
+        return any(part.rotates_anew(options.get(name, {})) for name, part in cls.parts.items())
+
+    @classmethod
     def acts_by(cls) -> tuple[str, ...]:
         theirs = {verb for part in cls.parts.values() for verb in part.acts_by()}
         return tuple(verb for verb in super().acts_by() if verb in theirs)
