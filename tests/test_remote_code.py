@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModel, BertModel
 
 import hf_posenc
-from conftest import HOSTS, ROOT, VARIANTS, by_structure, first, patched, run_python, tokens
+from conftest import HOSTS, ROOT, VARIANTS, by_structure, first, patched, run_python, suits, tokens
 from hf_posenc import remote_code
 from hf_posenc.modeling import auto_classes
 
@@ -91,7 +91,8 @@ def bare(own, tmp_path_factory):
     """What a process without hf_posenc saw of models that were saved here, and the folder they are in."""
     folder, models = tmp_path_factory.mktemp("bare"), of_hosts(HOSTS_APART)
     for encoding in (*VARIANTS, "own-window+learned"):
-        models[f"bert-{encoding.replace('+', '-and-')}"] = patched("bert", encoding, "ForMaskedLM"), padded()
+        host = "bert" if suits("bert", encoding) else "gpt2"
+        models[f"{host}-{encoding.replace('+', '-and-')}"] = patched(host, encoding, HOSTS[host].head), padded()
     each = patched("bert", {"type": "relative+alibi", "relative__per_layer": True, "alibi__slopes": "learned"})
     models["bert-per-layer"] = each, padded()
     layer = hf_posenc.PositionEmbedding("learned", hidden_size=8, max_length=16).eval()

@@ -26,7 +26,10 @@ TAKEN: dict[str, tuple[str, ...]] = {
 ALL = {rule: (*needed, *TAKEN.get(rule, ())) for rule, needed in NEEDED.items()}
 BY_LENGTH = ("dynamic", "longrope")
 """Rules whose frequencies depend on the length of the text."""
-RAMPS = {"yarn": {"beta_slow": 1.0, "beta_fast": 32.0}, "llama3": {"low_freq_factor": None, "high_freq_factor": None}}
+RAMPS: dict[str, dict[str, Any]] = {
+    "yarn": {"beta_slow": 1.0, "beta_fast": 32.0},
+    "llama3": {"low_freq_factor": None, "high_freq_factor": None},
+}
 """Rule -> the parameters between which it passes from one frequency to another, the lower one first, and their defaults."""
 
 
