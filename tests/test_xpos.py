@@ -134,6 +134,23 @@ def test_the_last_position_of_each_dtype(dtype, last):
         assert ("bfloat16 or float32" in str(error.value)) == (dtype == torch.float16)
 
 
+def test_elsewhere_the_number_of_tokens_counts():
+    """Where values can't be read without waiting: those cached before them, too, but not twice."""
+    encoding = make()
+
+    def turn(new, past=0):
+        states = torch.zeros(1, 1, new, SIZE, dtype=torch.float16, device="meta")
+        context = context_of(encoding, torch.arange(new, device="meta")[None], past)
+        encoding.rotate(states, None, context)
+        keys = torch.zeros(1, 1, new + past, SIZE, dtype=torch.float16, device="meta")
+        return encoding.rotate(None, keys, context.for_keys(new + past))[1]
+
+    assert turn(1700).shape == (1, 1, 1700, SIZE) and turn(100, past=1600).shape == (1, 1, 1700, SIZE)
+    for new, past in ((1701, 0), (1, 1700)):
+        with pytest.raises(ValueError, match="position 1700 is beyond 1699"):
+            turn(new, past)
+
+
 def test_range_grows_with_its_options():
     assert make(scale_base=5120.0)._last(torch.float16) >= 16_990 and make(gamma=10.0)._last(torch.float16) > 20_000
 
