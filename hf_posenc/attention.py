@@ -189,7 +189,9 @@ def attend(
     context = context.for_attention(scaling, getattr(module, "layer_idx", None))
     encodings = acting(module, context)
     paged = kwargs.get("cache") is not None
-    if reason := refusal(implementation, encodings) or (refusal_of_pages(encodings) if paged else None):
+    if reason := refusal(implementation, encodings) or (
+        refusal_of_pages(encodings, any(each.rotates_anew(each._options) for each in encodings)) if paged else None
+    ):
         raise ValueError(reason)
     query, key = rotated(module, query, key, context, keys_are_rotated)
     own = kwargs.get("position_bias")
@@ -257,8 +259,13 @@ def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_hea
     return context.framed(total.expand(wanted).mT, dims=1).mT
 
 
-def refusal_of_pages(encodings: Iterable[PositionEncoding | type[PositionEncoding]]) -> str | None:
-    """Why continuous batching can't carry encodings, or None."""
+def refusal_of_pages(encodings: Iterable[PositionEncoding | type[PositionEncoding]], rotate_anew: bool) -> str | None:
+    """Why continuous batching can't carry encodings, or None. rotate_anew: whether one rotates all keys at every step."""
+    if rotate_anew:
+        return (
+            "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, rotated, and this "
+            "encoding rotates all of them anew at every step: use model.generate with a padded batch"
+        )
     if any(map(on_scores, encodings)):
         return (
             "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, to which no bias by "

@@ -46,7 +46,8 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         ],
     )
     at_input = spec.inject == "input"
-    store_rotated, rotated = _cached_keys_are_final(structure), _acted_in(spec, parts, "rotate")
+    store_rotated = _cached_keys_are_final(structure) and not encoding.rotates_anew(options)
+    rotated = _acted_in(spec, parts, "rotate")
     for source in structure.sources:
         source.silence(stack, adds_vectors=at_input)
     for (path, module), posenc in zip(structure.attentions.items(), owned, strict=True):

@@ -198,9 +198,12 @@ class PosEncModelMixin(EncodingModelMixin):
                     raise ValueError(reason)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As of Transformers. Raises ValueError for encodings that bias, whose distances a paged cache can't tell."""
+        """As of Transformers. Raises ValueError for encodings that bias, whose distances a paged cache can't tell, or that
+        rotate all keys anew."""
+        every = self.config.position_spec.every
         if reason := attention.refusal_of_pages(
-            part for spec in self.config.position_spec.every for part in spec.parts.values()
+            (part for spec in every for part in spec.parts.values()),
+            any(spec.encoding.rotates_anew(dict(spec.options)) for spec in every),
         ):
             raise ValueError(reason)
         return super().init_continuous_batching(*args, **kwargs)

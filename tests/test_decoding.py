@@ -9,7 +9,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from transformers.cache_utils import DynamicLayer
 
 from conftest import ALL_WAYS, CAUSAL, ENCODINGS, HOSTS, OFFSET, assert_close, first, pairs, patched, tokens
-from hf_posenc.encodings import rope
+from hf_posenc.encodings import rotation
 from oracles import in_pieces
 
 every_pair = pytest.mark.parametrize(("host", "encoding"), pairs(hosts=CAUSAL))
@@ -36,13 +36,13 @@ def test_cached_decoding(host, encoding, side, static):
 def test_a_decode_step_rotates_one_key(monkeypatch):
     model = patched("gpt2", "rope", "LMHeadModel", n_positions=1200)
     rotated = []
-    turn = rope._Rotation.apply
+    turn = rotation.Rotation.apply
 
     def counted(states, *others):
         rotated.append(states.shape[2])
         return turn(states, *others)
 
-    monkeypatch.setattr(rope._Rotation, "apply", counted)
+    monkeypatch.setattr(rotation.Rotation, "apply", counted)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(tokens(1, 1024), past_key_values=cache)

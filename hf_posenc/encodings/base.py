@@ -291,6 +291,12 @@ class PositionEncoding(nn.Module):
         return None
 
     @classmethod
+    def rotates_anew(cls, options: dict[str, Any]) -> bool:
+        """Whether the rotation of a key changes as its text grows: a cache then stores keys as they are, and all of them are
+        rotated at every step."""
+        return False
+
+    @classmethod
     def tells_vectors(cls) -> bool:
         """Whether `distance_vectors` tells all that `score_bias` does: no subclass has changed the latter alone."""
         last = next(base for base in cls.__mro__ if {"distance_vectors", "score_bias"} & {*vars(base)})
@@ -328,7 +334,9 @@ class PositionEncoding(nn.Module):
 
     @classmethod
     def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """All options with their defaults. Raises ValueError for an unknown name, a wrong type or range."""
+        """All options with their defaults; a class may leave out those that change nothing so.
+
+        Raises ValueError for an unknown name, a wrong type or range."""
         allowed = cls.option_types()
         if unknown := sorted(set(options) - set(allowed)):
             names = ", ".join(f"{shown(name)}{meant(name, (*allowed, *BESIDE))}" for name in unknown[:4])

@@ -88,6 +88,10 @@ class Composition(PositionEncoding):
         return {name: part.settled(geometry, options[name]) for name, part in cls.parts.items()}
 
     @classmethod
+    def rotates_anew(cls, options: dict[str, Any]) -> bool:
+        return any(part.rotates_anew(options.get(name, {})) for name, part in cls.parts.items())
+
+    @classmethod
     def portable(cls, options: dict[str, Any]) -> dict[str, Any]:
         return {
             name: cls.parts[name].portable(value) if name in cls.parts and isinstance(value, dict) else value

@@ -38,6 +38,7 @@ class PositionContext:
     chosen: `[B, K]`, the positions of the patches that are left, where others were taken out.
     cut: number of images, or frames of videos, that were cut into patches in this forward pass.
     windows: whether attentions may see a part of the tokens, as those of a window, which are then counted by themselves.
+    newest: `[1 or B, L]`, the positions of the new tokens in a context of all keys (`for_keys`); else None.
     other: the encoding of a decoder's cross-attention, if it has one. other_mask: `[B, K]`, which of the encoder's states are
         shown there; None for all.
     """
@@ -57,6 +58,7 @@ class PositionContext:
     chosen: Tensor | None = None
     windows: bool = False
     cut: int = 1
+    newest: Tensor | None = None
     other: Any = None
     other_mask: Tensor | None = None
 
@@ -153,6 +155,12 @@ class PositionContext:
         return self.positions.shape[1] + sum(self.aside)
 
     @property
+    def lengths(self) -> Tensor:
+        """`[1 or B, 1]`, the number of tokens in each text up to the newest: its last position + 1."""
+        newest = self.positions if self.newest is None else self.newest
+        return F.pad(newest + 1, (1, 0)).amax(dim=-1, keepdim=True)  # the 0 in front is for empty inputs
+
+    @property
     def consecutive(self) -> bool:
         """Whether the distance of two tokens is that of their indices."""
         return self.keys is None
@@ -169,7 +177,7 @@ class PositionContext:
         """The context of all keys of an attention, those of a cache among them, as if they were the new tokens."""
 
         def make() -> "PositionContext":
-            return replace(self, positions=self.key_positions(length).clamp(min=0), computed={})
+            return replace(self, positions=self.key_positions(length).clamp(min=0), newest=self.positions, computed={})
 
         return self.cached(("keys", length, self.first_key), make)
 

@@ -1,26 +1,60 @@
-"""Rotary position embeddings: https://arxiv.org/abs/2104.09864"""
+"""Rotary position embeddings: https://arxiv.org/abs/2104.09864
 
+Shapes: B batch, L tokens, E head_dim, R the rotated features of each head.
+"""
+
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
+from hf_posenc.encodings.frequency_rules import BY_LENGTH, ORIGINAL, check_parameters, check_sizes, settled
 from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.rotation import rotated
 from hf_posenc.encodings.sinusoidal import frequencies
+
+Positive = Annotated[float, Above(0)]
 
 
 class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
-    """Each pair of features of a query or key at position p is rotated by p·theta^(-2i/E), so that the score of two
+    """Each pair of features (i of R/2) of a query or key at position p is rotated by p·theta^(-2i/R), so that the score of two
     tokens depends on their distance (Su et al., 2021, equation 15).
 
-    Angles are computed in float64 and cast last; any length.
+    Frequencies and angles are computed in float64 and cast last; any length.
 
     Options:
         theta: the base of the frequencies.
-        layout: which features form a pair, "half" (i and i + E/2, as in GPT-NeoX and Llama) or "interleaved"
+        layout: which features form a pair, "half" (i and i + R/2, as in GPT-NeoX and Llama) or "interleaved"
             (2i and 2i + 1, as in the paper and GPT-J).
+        partial_rotary_factor: the part of a head's E features that is rotated, R = int(E·factor), the first ones (GPT-NeoX,
+            GPT-J, Phi). Of "proportional": the part of the pairs.
+        rope_type: the rule that changes the frequencies f_i, as Transformers has it, which computes them
+            (`ROPE_INIT_FUNCTIONS`). Its parameters are options by Transformers' names:
+
+            "linear"        f_i / factor.
+            "dynamic"       theta grows with n, the length of the text, above L (https://arxiv.org/abs/2306.15595, NTK):
+                            theta·(factor·n/L - factor + 1)^(R/(R-2)).
+            "yarn"          f_i / factor for low frequencies, f_i for high ones, a ramp over the pairs between, from those that
+                            turn `beta_fast` times in L tokens to those that turn `beta_slow` times (whole pairs with
+                            `truncate`) (https://arxiv.org/abs/2309.00071).
+            "longrope"      f_i / short_factor_i up to n = L, f_i / long_factor_i above (https://arxiv.org/abs/2402.13753).
+            "llama3"        the same with a ramp over frequencies, from `high_freq_factor` turns to `low_freq_factor`
+                            (https://arxiv.org/abs/2407.21783).
+            "proportional"  p-RoPE: the lowest frequencies are 0, the others keep their spacing over all of E
+                            (https://arxiv.org/abs/2410.06205); `factor` divides them.
+
+        original_max_position_embeddings: L; None takes the longest input that the host's own positions were made for.
+        attention_factor, mscale, mscale_all_dim: of "yarn" and "longrope", by what cosines and sines are multiplied; None
+            takes what the rule makes of `factor` (of "longrope" without one: the host's length / L).
+
+    n is the last position of a row + 1, so that padding and other rows change nothing; of several texts in one row that of the
+    longest. With "dynamic" and "longrope" keys enter a cache as they are and all are rotated by the length at every step. In
+    decoders, what later layers cached of a text before it grew over L was still computed with the frequencies before: from
+    there on cached decoding is no longer the forward pass over the whole.
     """
 
     title = "Rotary position embeddings"
@@ -29,77 +63,116 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
 
     theta: Annotated[float, Above(1)] = 10000.0
     layout: Literal["half", "interleaved"] = "half"
+    partial_rotary_factor: Positive = 1.0
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"] = "default"
+    factor: Positive | None = None
+    original_max_position_embeddings: Annotated[int, Above(1)] | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    truncate: bool | None = None
+    short_factor: tuple[Positive, ...] | None = None
+    long_factor: tuple[Positive, ...] | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
-        if geometry.head_dim % 2:
-            raise ValueError(
-                f"'rope' turns pairs of features, but this host's head_dim is {geometry.head_dim}, an odd number: "
-                "choose an encoding which embeds or biases"
-            )
+        size, rule, part = geometry.head_dim, self.rope_type, self.partial_rotary_factor
+        self._size = size if rule == "proportional" else int(size * part)
+        self._given = {**self.settled(geometry, self._options), "rope_theta": self.theta, "partial_rotary_factor": part}
+        check_sizes(self.type, rule, self._given, part, size, self._size)
+        self._steps: tuple[tuple[float, ...], ...] = ()
+        self._magnitude = 1.0
+        if self.rope_type not in ("default", "dynamic"):
+            original = self._given.get(ORIGINAL)
+            lengths = (original, original + 1) if original and self.rope_type == "longrope" else (original,)
+            with torch.device("cpu"):
+                found = [self._computed(length) for length in lengths]
+            self._steps, self._magnitude = tuple(tuple(steps.tolist()) for steps, _ in found), found[0][1]
+
+    @classmethod
+    def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Without those that are as by default, but for theta and layout: no rule takes all of them."""
+        checked = super().checked_options(options)
+        check_parameters(cls.type, checked)
+        return {name: value for name, value in checked.items() if name in ("theta", "layout") or value != getattr(cls, name)}
+
+    @classmethod
+    def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
+        return settled(options, geometry.trained_length)
+
+    @classmethod
+    def rotates_anew(cls, options: dict[str, Any]) -> bool:
+        return options.get("rope_type", cls.rope_type) in BY_LENGTH
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
         def turned(states: Tensor | None) -> Tensor | None:
             if states is None:
                 return None
-            cos, sin = context.cached((self, "cos_sin", states.dtype), lambda: self._cos_sin(context.positions, states.dtype))
-            if torch.compiler.is_compiling():  # which fuses the products by itself
-                return _joined(states, cos, sin, self.layout)
-            return _Rotation.apply(states, cos, sin, self.layout)
+            cos, sin = context.cached((self, "cos_sin", states.dtype), lambda: self._cos_sin(context, states.dtype))
+            return rotated(states, cos, sin, self.layout)
 
         return turned(query), turned(key)
 
-    def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`[1 or B, 1, L, E/2]` each."""
-        steps = frequencies(self.geometry.head_dim, self.theta, positions.device)
-        angles = positions.double()[:, None, :, None] * steps
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._options.items())
+
+    def _cos_sin(self, context: PositionContext, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`[1 or B, 1, L, R/2]` each."""
+        angles = context.positions.double()[:, None, :, None] * self._frequencies(context)
+        cos, sin = angles.cos(), angles.sin()
+        if self._magnitude != 1:
+            cos, sin = cos * self._magnitude, sin * self._magnitude
+        return cos.to(dtype), sin.to(dtype)
+
+    def _frequencies(self, context: PositionContext) -> Tensor:
+        """`[R/2]`, or of each text `[1 or B, 1, 1, R/2]`: float64, radians per position."""
+        device = context.positions.device
+        if self.rope_type == "default":
+            return frequencies(self._size, self.theta, device)
+        if self.rope_type == "dynamic":
+            return self._computed(context.lengths.double())[0][:, None, None]
+        steps = torch.tensor(self._steps, dtype=torch.float64, device=device)
+        if len(steps) == 1:
+            return steps[0]
+        short, long = steps
+        return torch.where(context.lengths[:, None, None] > self._given[ORIGINAL], long, short)
+
+    def _computed(self, length: Any) -> tuple[Tensor, float]:
+        """The frequencies `[R/2]` of Transformers' rule for a length, or `[B, R/2]` for lengths `[B, 1]`; the factor on cosines
+        and sines."""
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        size = self.geometry.head_dim
+        device = length.device if isinstance(length, Tensor) else torch.device("cpu")
+        config = _Config(self._given, size, size, 1, self._given.get(ORIGINAL))
+        with _InFloat64():
+            return ROPE_INIT_FUNCTIONS[self.rope_type](config, device, length)  # type: ignore[arg-type]
 
 
-def _halves(states: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """The first and the second features of all pairs, `[..., E/2]` each, views."""
-    if layout == "half":
-        first, second = states.chunk(2, dim=-1)
-        return first, second
-    return states[..., 0::2], states[..., 1::2]
+@dataclass(frozen=True)
+class _Config:
+    """What Transformers' rules read of a config."""
+
+    rope_parameters: dict[str, Any]
+    head_dim: int
+    hidden_size: int
+    num_attention_heads: int
+    max_position_embeddings: int | None
+
+    def standardize_rope_params(self) -> None:
+        """They are as they should be."""
 
 
-def _joined(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    first, second = _halves(states, layout)
-    turned = first * cos - second * sin, second * cos + first * sin
-    return torch.cat(turned, dim=-1) if layout == "half" else torch.stack(turned, dim=-1).flatten(-2)
+class _InFloat64(TorchFunctionMode):
+    """Transformers' rules ask for float32, by whose rounding a frequency is off by 6e-8, and an angle at position 1e6 by 0.06.
+    Within, they get float64."""
 
-
-class _Rotation(torch.autograd.Function):
-    """States `[..., L, E]`, each pair turned by its angle. For gradients, which are turned back, the angles alone are kept."""
-
-    @staticmethod
-    def forward(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-        result = torch.empty_like(states)
-        (first, second), (to_first, to_second) = _halves(states, layout), _halves(result, layout)
-        # Two passes over each half: sums of products, and both joined, would take five.
-        torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=to_second).addcmul_(first, sin)
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, cos, sin, ctx.layout = inputs
-        ctx.save_for_backward(cos, sin)
-        ctx.save_for_forward(cos, sin)
-
-    @staticmethod
-    def jvp(ctx: Any, of_states: Tensor, *_: None) -> Tensor:
-        return _Rotation.apply(of_states, *ctx.saved_tensors, ctx.layout)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _Rotation.apply(upstream, cos, -sin, ctx.layout), None, None, None
-
-    @staticmethod
-    def vmap(info: Any, axes: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        *tensors, layout = inputs
-        # All have as many axes, of which those in front may be 1.
-        pairs = zip(tensors, axes, strict=False)
-        return _Rotation.apply(*(each[None] if axis is None else each.movedim(axis, 0) for each, axis in pairs), layout), 0
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return (torch.Tensor.double if function is torch.Tensor.float else function)(*args, **kwargs)

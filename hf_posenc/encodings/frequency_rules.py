@@ -1,0 +1,102 @@
+"""Which parameters the frequency rules of rotary positions take, and the errors about them."""
+
+from typing import Any
+
+from hf_posenc.encodings.options import listed, shown
+
+ORIGINAL = "original_max_position_embeddings"
+NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
+}
+"""Rule -> the parameters that it needs."""
+TAKEN: dict[str, tuple[str, ...]] = {
+    "dynamic": (ORIGINAL,),
+    "yarn": (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": (ORIGINAL, "factor", "attention_factor"),
+    "llama3": (ORIGINAL,),
+    "proportional": ("factor",),
+}
+"""Rule -> those that it takes besides."""
+ALL = {rule: (*needed, *TAKEN.get(rule, ())) for rule, needed in NEEDED.items()}
+BY_LENGTH = ("dynamic", "longrope")
+"""Rules whose frequencies depend on the length of the text."""
+RAMPS: dict[str, dict[str, Any]] = {
+    "yarn": {"beta_slow": 1.0, "beta_fast": 32.0},
+    "llama3": {"low_freq_factor": None, "high_freq_factor": None},
+}
+"""Rule -> the parameters between which it passes from one frequency to another, the lower one first, and their defaults."""
+
+
+def check_parameters(kind: str, options: dict[str, Any]) -> None:
+    """Raises ValueError for options of an encoding `kind` that contradict each other, or that their rule doesn't take."""
+    rule = options["rope_type"]
+    for name in dict.fromkeys(name for names in ALL.values() for name in names):
+        if options[name] is not None and name not in ALL[rule]:
+            others = " or ".join(repr(other) for other, names in ALL.items() if name in names)
+            raise ValueError(
+                f"{kind}.{name}={shown(options[name])}: rope_type={rule!r} takes {listed(ALL[rule]) or 'none of these'}; leave "
+                f"it out, or take rope_type={others}"
+            )
+    if missing := [name for name in NEEDED[rule] if options[name] is None]:
+        raise ValueError(
+            f"{kind}.rope_type={rule!r} needs {listed(missing)}: give {', '.join(f'{name}=…' for name in missing)}"
+        )
+    if (part := options["partial_rotary_factor"]) > 1:
+        raise ValueError(f"{kind}.partial_rotary_factor={part}: allowed is the part of the features that is rotated, up to 1")
+    if (options["mscale"] is None) != (options["mscale_all_dim"] is None):
+        raise ValueError(f"{kind}: mscale and mscale_all_dim act together alone: give both or none, or attention_factor")
+    if rule in RAMPS:
+        low, high = ((name, options[name] or default) for name, default in RAMPS[rule].items())
+        if low[1] >= high[1]:
+            raise ValueError(f"{kind}.{low[0]}={low[1]}: allowed is a number below {high[0]}={high[1]}, between them is a ramp")
+
+
+def settled(options: dict[str, Any], trained: int | None) -> dict[str, Any]:
+    """Checked options with those that default to the longest input that the host's own positions were made for, if known."""
+    rule = options.get("rope_type", "default")
+    if ORIGINAL not in ALL[rule] or trained is None:
+        return options
+    filled = {ORIGINAL: trained, **options}
+    if rule == "longrope" and not {"factor", "attention_factor"} & {*options}:
+        filled["factor"] = trained / filled[ORIGINAL]
+    return filled
+
+
+def check_sizes(kind: str, rule: str, parameters: dict[str, Any], part: float, head_dim: int, rotated: int) -> None:
+    """Raises ValueError for parameters that don't suit a head's features, or where nothing tells a length that they lack.
+
+    part: of the head's features that are to be rotated. rotated: how many are.
+    """
+    pairs = int(part * head_dim // 2) if rule == "proportional" else rotated // 2
+    least = 2 if rule == "dynamic" else 1  # it raises theta to R/(R - 2)
+    if rotated % 2 or pairs < least:
+        found = "an odd number" if rotated % 2 else f"fewer than {2 * least}"
+        even, remedy = max(2 * least, rotated - rotated % 2), "choose an encoding which embeds or biases"
+        if even <= head_dim and (rule != "proportional" or not rotated % 2):
+            remedy = f"take partial_rotary_factor={min(1.0, round((even + 0.5) / head_dim, 4))}, or {remedy}"
+        raise ValueError(
+            f"{kind!r} turns pairs of features, but this host's head_dim is {head_dim}, of which partial_rotary_factor={part} "
+            f"rotates {rotated if rotated % 2 else 2 * pairs}, {found}: {remedy}"
+        )
+    for name in ("short_factor", "long_factor"):
+        if name in parameters and len(parameters[name]) != pairs:
+            raise ValueError(
+                f"{kind}.{name} has {len(parameters[name])} values, for {pairs} rotated pairs in this host's heads: give one "
+                "for each"
+            )
+    if ORIGINAL in ALL[rule] and ORIGINAL not in parameters:
+        raise ValueError(
+            f"{kind}.{ORIGINAL}=None: this host's own positions tell no length that they were made for, which "
+            f"rope_type={rule!r} starts from, so give one: {ORIGINAL}=2048"
+        )
+    if rule == "longrope" and not {"factor", "attention_factor"} & {*parameters}:
+        raise ValueError(
+            f"{kind}.rope_type='longrope' needs 'factor' or 'attention_factor' here, where this host's own positions tell no "
+            f"length: give factor=…, the longest length divided by {ORIGINAL}"
+        )

@@ -1,0 +1,74 @@
+"""Turns pairs of features, for encodings that rotate.
+
+Shapes: L tokens, E head_dim, R the rotated features, the first of each head.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """States `[..., L, E]` whose first R features are turned in pairs, by cosines and sines `[..., L, R/2]`; others stay.
+
+    layout: which features form a pair, "half" (i and i + R/2) or "interleaved" (2i and 2i + 1).
+    """
+    if torch.compiler.is_compiling():  # which fuses the products by itself
+        return _joined(states, cos, sin, layout)
+    return Rotation.apply(states, cos, sin, layout)
+
+
+def _halves(states: Tensor, size: int, layout: str) -> tuple[Tensor, Tensor]:
+    """The first and the second features of all pairs, `[..., R/2]` each, views. size: R."""
+    if size < states.shape[-1]:
+        states = states[..., :size]
+    if layout == "half":
+        first, second = states.chunk(2, dim=-1)
+        return first, second
+    return states[..., 0::2], states[..., 1::2]
+
+
+def _joined(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    size = 2 * cos.shape[-1]
+    first, second = _halves(states, size, layout)
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = torch.cat(turned, dim=-1) if layout == "half" else torch.stack(turned, dim=-1).flatten(-2)
+    return joined if size == states.shape[-1] else torch.cat([joined, states[..., size:]], dim=-1)
+
+
+class Rotation(torch.autograd.Function):
+    """`rotated`. For gradients, which are turned back, the angles alone are kept."""
+
+    @staticmethod
+    def forward(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+        result, size = torch.empty_like(states), 2 * cos.shape[-1]
+        (first, second), (to_first, to_second) = _halves(states, size, layout), _halves(result, size, layout)
+        # Two passes over each half: sums of products, and both joined, would take five.
+        torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+        if size < states.shape[-1]:
+            result[..., size:] = states[..., size:]
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, cos, sin, ctx.layout = inputs
+        ctx.save_for_backward(cos, sin)
+        ctx.save_for_forward(cos, sin)
+
+    @staticmethod
+    def jvp(ctx: Any, of_states: Tensor, *_: None) -> Tensor:
+        return Rotation.apply(of_states, *ctx.saved_tensors, ctx.layout)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return Rotation.apply(upstream, cos, -sin, ctx.layout), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, axes: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        *tensors, layout = inputs
+        # All have as many axes, of which those in front may be 1.
+        pairs = zip(tensors, axes, strict=False)
+        return Rotation.apply(*(each[None] if axis is None else each.movedim(axis, 0) for each, axis in pairs), layout), 0

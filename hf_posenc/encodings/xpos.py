@@ -1,0 +1,105 @@
+"""xPos, rotary positions with exponential decay: https://arxiv.org/abs/2212.10554
+
+Shapes: B batch, L tokens, E head_dim.
+"""
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext
+from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.rotation import rotated
+from hf_posenc.encodings.sinusoidal import frequencies
+
+HEADROOM = 256.0
+"""What is left of a dtype's range at the last position: features of queries down to 1/256 keep all digits, and the products
+of queries with later keys, which a mask hides, are finite up to about 1000."""
+
+
+class XPos(PositionEncoding, type="xpos"):
+    """Pair i of E/2 features at position p is rotated by p·theta^(-2i/E), and scaled by zeta_i^(p/scale_base) in queries and by
+    its inverse in keys, with zeta_i = (2i/E + gamma)/(1 + gamma): its part of a score shrinks by zeta_i^(distance/scale_base),
+    the part of fast rotations most (Sun et al., 2022, section 3).
+
+    For decoders, where no key is ahead of its query. The paper counts positions from the middle of a text, which leaves scores
+    the same; here they count from its start, so that keys in a cache hold for any length.
+
+    Factors grow with positions. Positions are refused where the factors would leave the range of the states' dtype: by default
+    above 33,427 in float32 and bfloat16, above 1,699 in float16. On a GPU, where reading positions would wait for it, the
+    number of tokens counts, padding included; position ids that jump give NaN there. In half precision the scaling is computed
+    in float32. Angles and factors are float64, cast last.
+
+    Options:
+        theta: the base of the frequencies.
+        layout: which features form a pair, "half" (i and i + E/2) or "interleaved" (2i and 2i + 1, as in the authors' code).
+        gamma: a larger one shrinks scores less.
+        scale_base: the distance over which a score's pair i shrinks by zeta_i.
+    """
+
+    title = "xPos, rotary positions with exponential decay"
+    paper = ("https://arxiv.org/abs/2212.10554",)
+    translation_invariant = True
+    causal_only = True
+
+    theta: Annotated[float, Above(1)] = 10000.0
+    layout: Literal["half", "interleaved"] = "half"
+    gamma: Annotated[float, Above(0)] = 0.4
+    scale_base: Annotated[float, Above(0)] = 512.0
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        if geometry.head_dim % 2:
+            raise ValueError(
+                f"{self.type!r} turns pairs of features, but this host's head_dim is {geometry.head_dim}, an odd number: "
+                "choose an encoding which embeds or biases, or rope, which can rotate a part of them"
+            )
+
+    def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
+        return self._turned(query, context, 1), self._turned(key, context, -1)
+
+    def _turned(self, states: Tensor | None, context: PositionContext, sign: int) -> Tensor | None:
+        """Rotated and scaled by zeta^(sign·p/scale_base)."""
+        if states is None:
+            return None
+        dtype = torch.promote_types(states.dtype, torch.float32)
+
+        def factors() -> tuple[Tensor, Tensor]:
+            self._refuse_overflow(context, states.dtype)
+            return self._factors(context.positions, sign, dtype)
+
+        cos, sin = context.cached((self, sign, states.dtype), factors)
+        return rotated(states.to(dtype), cos, sin, self.layout).to(states.dtype)
+
+    def _factors(self, positions: Tensor, sign: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Scaled cosines and sines, `[1 or B, 1, L, E/2]` each."""
+        size, places = self.geometry.head_dim, positions.double()[:, None, :, None]
+        angles = places * frequencies(size, self.theta, positions.device)
+        zeta = (torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / size + self.gamma) / (1 + self.gamma)
+        scale = zeta ** (sign * places / self.scale_base)
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+    def _last(self, dtype: torch.dtype) -> int:
+        """The last position whose factors fit a dtype."""
+        range_of = torch.finfo(dtype)
+        room = min(math.log(range_of.max), -math.log(range_of.tiny)) - math.log(HEADROOM)
+        return int(room * self.scale_base / math.log1p(1 / self.gamma))
+
+    def _refuse_overflow(self, context: PositionContext, dtype: torch.dtype) -> None:
+        """Raises ValueError for positions whose factors don't fit the dtype."""
+        positions = context.positions
+        if torch.compiler.is_compiling() or not positions.numel():
+            return
+        past = context.past if isinstance(context.past, int) and context.newest is None else 0
+        # Reading values would synchronize a GPU.
+        farthest = int(positions.max()) if positions.device.type == "cpu" else past + positions.shape[1] - 1
+        if farthest > (last := self._last(dtype)):
+            raise ValueError(
+                f"position {farthest} is beyond {last}, the last one whose factors {self.type!r} can represent in {dtype} with "
+                f"scale_base={self.scale_base} and gamma={self.gamma}: give shorter inputs"
+                + (", or run the model in bfloat16 or float32" if dtype == torch.float16 else "")
+                + ", or train with a larger scale_base"
+            )
