@@ -21,7 +21,7 @@ class Sinusoidal2D(PositionEncoding, type="sinusoidal_2d"):
         base: the wavelengths of each half grow from 2π to base^((D-4)/D)·2π.
         layout: "interleaved" (sine on even, cosine on odd columns of each half, as in DETR) or "concatenated" (all sines, then
             all cosines, as in MAE).
-        first: which half is in front, that of the "row" (DETR) or of the "column" (MAE).
+        first: which half is in front, that of the "row" (DETR) or of the "column" (MAE's own code).
     """
 
     title = "Sinusoidal embeddings of rows and columns"
