@@ -16,7 +16,8 @@ from transformers import AutoModel
 import hf_posenc
 from conftest import assert_apart, assert_close, assert_equal, randomize, randomize_encoding
 from conftest import stock as text_model
-from hf_posenc.encodings import Geometry, PositionContext, encoding_class
+from hf_posenc import probe
+from hf_posenc.encodings import Geometry, PositionContext, base, encoding_class
 from test_vision import MODELS, ORDER, PATCHES, SIZES, images, in_order, patched, patches_in_order, states, stock, with_vectors
 
 CELLS = [(row, column) for row in range(4) for column in range(4)]
@@ -344,6 +345,37 @@ def test_training():
         assert_close(gradients[1], gradients[0])
 
 
+# Encodings of one's own.
+
+
+def test_frames_rows_and_columns(own_registry):
+    """VideoMAE cuts its patches out of two frames each."""
+
+    class Volume(hf_posenc.PositionEncoding, type="volume"):
+        axes = 3
+
+        def embed(self, positions):
+            frames, rows, columns = positions.unbind(-1)
+            return torch.nn.functional.one_hot(frames * 100 + rows * 10 + columns, 200)[..., :32].double()
+
+    model, video = stock("VideoMAE", **SIZES, num_frames=4, tubelet_size=2), drawn(1, 4, 3, 32, 32)
+    new, seen = hf_posenc.patch(model, "volume"), []
+    new.posenc.register_forward_pre_hook(lambda module, args: seen.append(args))
+    assert states(new, video).shape == (1, 32, 32)
+    (verb, positions), *_ = seen
+    assert verb == "embed" and positions[0].tolist() == [[frame, *cell] for frame in range(2) for cell in CELLS]
+    with pytest.raises(ValueError, match="'volume' takes 3 coordinates of each token.* a token has 2"):
+        hf_posenc.patch(stock("vit"), "volume")
+
+
+@pytest.mark.parametrize("name", ["sinusoidal_2d", "rope_2d"])
+def test_code_that_is_saved_is_called_with_cells(name):
+    geometry = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "axes": 2}
+    seen = probe.observe(base, encoding_class(name), {"options": {}, "geometry": geometry}, 0)
+    calls = [digest for call, digest in seen.items() if call.startswith(("embed", "rotate"))]
+    assert len(calls) == 12 and not any(digest.startswith("raises") for digest in calls)
+
+
 # What has no grid.
 
 
@@ -352,7 +384,7 @@ def test_models_without_a_grid(encoding):
     for model in (text_model("bert"), text_model("gpt2")):
         before = {name: parameter.clone() for name, parameter in model.named_parameters()}
         with pytest.raises(
-            ValueError, match="_2d' takes 2 coordinates of each token, a row and a column, .* a token has 1: take"
+            ValueError, match="_2d' takes 2 coordinates of each token, row and column, .* a token has 1: take"
         ):
             hf_posenc.patch(model, encoding)
         assert_equal(dict(model.named_parameters()), before)

@@ -146,9 +146,10 @@ class PositionEncoding(nn.Module):
                 "for a decoder's own attention, or another encoding"
             )
         if self.axes not in (1, geometry.axes):
+            coordinates = " and ".join(("frame", "row", "column")[-self.axes :])
             raise ValueError(
-                f"{self.type!r} takes {self.axes} coordinates of each token, a row and a column, and here a token has "
-                f"{geometry.axes}: take it for a model of images whose patches lie in a grid, or another encoding"
+                f"{self.type!r} takes {self.axes} coordinates of each token, {coordinates}, and here a token has "
+                f"{geometry.axes}: take it for a model of images or videos whose patches lie in such a grid, or another encoding"
             )
         self.geometry = geometry
         self._options = self.checked_options(options)

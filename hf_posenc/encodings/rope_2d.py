@@ -32,7 +32,7 @@ class RoPE2D(PositionEncoding, type="rope_2d"):
     title = "Rotary embeddings of rows and columns"
     paper = ("https://arxiv.org/abs/2403.13298",)
     axes: ClassVar[int] = 2
-    relative = True
+    translation_invariant = True
 
     frequencies: Literal["axial", "mixed"] = "axial"
     theta: Annotated[float, Above(1)] = 100.0

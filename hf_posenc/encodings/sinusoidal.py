@@ -34,7 +34,7 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
     base: Annotated[float, Above(1)] = 10000.0
     layout: Literal["interleaved", "concatenated"] = "interleaved"
     scale: float | Literal["learned"] = 1.0
-    bases: tuple[Annotated[float, Above(1)], ...] = ()
+    bases: tuple[Annotated[float, Above(1)], ...] | None = None
     frequencies: Literal["fixed", "learned", "dynamic"] = "fixed"
     trained_length: Annotated[int, Above(1)] | None = None
 
@@ -43,8 +43,8 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
         pairs, dynamic = (geometry.hidden_size + 1) // 2, self.frequencies == "dynamic"
         if self.bases and self.base != type(self).base:
             raise ValueError(f"sinusoidal.base={self.base:g} and sinusoidal.bases={self.bases} contradict each other: give one")
-        if len(self.bases) > pairs:
-            raise ValueError(f"sinusoidal.bases={self.bases}: hidden_size={geometry.hidden_size} has room for {pairs} at most")
+        if self.bases is not None and not 0 < len(self.bases) <= pairs:
+            raise ValueError(f"sinusoidal.bases={self.bases}: hidden_size={geometry.hidden_size} has room for 1 to {pairs}")
         if self.trained_length and not dynamic:
             raise ValueError(
                 f"sinusoidal.trained_length={self.trained_length} has no use with frequencies={self.frequencies!r}: leave it "
