@@ -20,7 +20,8 @@ class Entry:
     learned: whether it has trained parameters: "yes", "no", or the options by which it gets some, as `slopes='learned'`.
     relative: whether only the distances of tokens count.
     any_length: whether it is defined at all positions: "yes", "no" (`max_length` of them) or "in encoders".
-    stacks: "all", or "decoders" for what is defined for attention to earlier tokens alone.
+    stacks: "all", "decoders" for what is defined for attention to earlier tokens alone, "images" for what takes their patches'
+        rows and columns.
     parameters: their number at BERT-base's size (512 positions) by default; per_layer: in each layer.
     """
 
@@ -70,7 +71,7 @@ def entry(kind: type[PositionEncoding]) -> Entry:
         learned="yes" if default else " or ".join(ways) or "no",
         relative=kind.is_relative(),
         any_length="no" if all(bounded) else "in encoders" if any(bounded) else "yes",
-        stacks="decoders" if kind.causal_only else "all",
+        stacks="decoders" if kind.causal_only else "images" if kind.axes > 1 else "all",
         parameters=default or 0,
         per_layer=kind.per_layer,
         papers=kind.paper,
@@ -103,7 +104,7 @@ def _written(option: str, said: dict[str, Any]) -> str:
 
 
 def _fitting(kind: type[PositionEncoding]) -> Geometry:
-    return replace(BERT_BASE, is_causal=kind.causal_only)
+    return replace(BERT_BASE, is_causal=kind.causal_only, axes=kind.axes)
 
 
 def _named(annotation: Any) -> list[Any]:

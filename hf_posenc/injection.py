@@ -58,7 +58,7 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
     here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
 
     def compute() -> Tensor:
-        terms = (encoding("embed", context.positions) for encoding in here)
+        terms = (encoding("embed", context.coordinates(encoding.axes)) for encoding in here)
         total: Any = sum(vectors for vectors in terms if vectors is not None)
         vectors = total.to(hidden.dtype)
         if any(context.aside):

@@ -83,10 +83,9 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     if structure.tokens is None:
         if projection := patch_projection(structure.modules):
             stack.get_submodule(projection).register_forward_hook(see_patches)
-        for source in structure.sources:
-            if source.verb == "rotate" and "position_ids" in argument_names(source.module):
-                see = partial(see_images, argument_names(source.module))
-                source.module.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
+        for source in structure.tellers_of_cells:
+            see = partial(see_images, argument_names(source.module))
+            source.module.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
     for module in stack.modules():
         if hasattr(module, "random_masking"):
             module.random_masking = partial(follow_masking, module.random_masking)

@@ -166,6 +166,7 @@ class ForwardPass:
             aside=self.aside,
             images=_images(call),
             chosen=_chosen(call),
+            cells=_cells(call),
             windows=self.windows,
         )
 
@@ -230,12 +231,16 @@ def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
 
 def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Pre-hook of a rotary module of rows and columns, `[L, 2]`: where both are 0, an image begins that is packed with others
-    in one row of tokens."""
+    in one row of tokens. Those of a window, or of the only image, say nothing of where the tokens lie among all."""
     ids, context = Call(names, args, kwargs)["position_ids"], CURRENT.context
-    if context is not None and not context.images and ids.ndim == 2 and ids.shape[-1] == 2:
+    if context is None or ids.ndim != 2 or ids.shape[-1] != 2:
+        return
+    if not context.images:
         first = (ids == 0).all(-1).nonzero()[:, 0].tolist()
         if first[:1] == [0]:
             context.images = tuple(end - start for start, end in itertools.pairwise([*first, len(ids)]))
+    if not context.windows and not (context.grid and context.images == (math.prod(context.grid),)):
+        context.cells = ids[None]
 
 
 def _images(call: Call) -> tuple[int, ...]:
@@ -249,6 +254,12 @@ def _chosen(call: Call) -> Tensor | None:
     """`[B, L]`, the positions of patches in a batch of images of several sizes: each image's own are counted row by row."""
     shown = call["patch_attention_mask"]
     return None if shown is None else counted(shown.flatten(1)).clamp(min=0)
+
+
+def _cells(call: Call) -> Tensor | None:
+    """`[1, L, 2]`, the row and column of each patch in such a batch: smaller images are padded on the right and below."""
+    shown = call["patch_attention_mask"]
+    return None if shown is None else torch.ones_like(shown[0]).nonzero()[None]
 
 
 def follow_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

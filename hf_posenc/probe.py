@@ -199,8 +199,10 @@ def _calls(base: ModuleType, module: Any, geometry: Any) -> Iterator[tuple[str, 
         context = base.PositionContext(module, positions, past, torch.zeros(1, 1, dtype=torch.long), keys_at)
         new, keys = positions.shape[1], positions.shape[1] + past
         query = torch.randn(2, heads, new, width, generator=generator)
+        if module.axes > 1:
+            context.cells = torch.stack([positions // 7**power % 7 for power in reversed(range(module.axes))], dim=-1)
         if "embed" in verbs:
-            yield f"embed {name}", partial(module.embed, positions)
+            yield f"embed {name}", partial(module.embed, context.coordinates(module.axes))
         if "rotate" in verbs:
             key = torch.randn(2, groups or heads, new, width, generator=generator)
             yield f"rotate {name}", partial(module.rotate, query, key, context)

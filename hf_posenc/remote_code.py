@@ -92,6 +92,7 @@ def _geometry(cls: Any, config: Any) -> Geometry:
         max_length=config.position_encoding.get("max_length") or getattr(config, "max_length", None),
         num_key_value_heads=size("num_key_value_heads", heads),
         trained_length=size("max_position_embeddings", 512),
+        axes=cls.axes,
     )
     if geometry.max_length is None and cls.needs_max_length(geometry):
         return replace(geometry, max_length=size("max_position_embeddings", 512))

@@ -15,9 +15,10 @@ from hf_posenc import written_out
 from hf_posenc.calls import TOKENS, argument_names, reads_tokens
 from hf_posenc.declarations import names_in
 from hf_posenc.encodings import Geometry
-from hf_posenc.sources import HostRefused, Source, sees_order, signs_of_position
+from hf_posenc.sources import HostRefused, Source, patch_projection, sees_order, signs_of_position
 from hf_posenc.sources.convolutions import is_convolution
 from hf_posenc.sources.declared import declared_in
+from hf_posenc.sources.grids import cuts_into_windows
 from hf_posenc.sources.source import HOSTS_PAGE, OWN_PAGE, is_transformers
 from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves, mixes_its_parts
 from hf_posenc.spec import LENGTH_FIELD
@@ -81,6 +82,21 @@ class Structure:
     def offset(self) -> int:
         """The position id of the first token."""
         return next((source.offset for source in self.sources if source.offset is not None), 0)
+
+    @property
+    def tellers_of_cells(self) -> tuple[Source, ...]:
+        """The sources in a model of images that are given the row and column of each patch."""
+        taking = (each for each in self.sources if each.verb == "rotate" and "position_ids" in argument_names(each.module))
+        return tuple(taking) if self.tokens is None else ()
+
+    @property
+    def axes(self) -> int:
+        """How many coordinates a token has: of a patch as many as the convolution that cuts it out. Of patches that lie by
+        windows, not row by row, the number in that order alone."""
+        path = patch_projection(self.modules)
+        if self.tokens is not None or cuts_into_windows(self.modules) or path is None:
+            return 1
+        return 2 if self.tellers_of_cells or isinstance(self.modules[path], nn.Conv2d) else 3
 
     @property
     def claimed(self) -> set[str]:
@@ -202,6 +218,7 @@ class Structure:
             num_key_value_heads=heads // groups if groups else heads,
             trained_length=self.trained_length,
             value_head_dim=of_values if isinstance(of_values, int) and of_values != head_dim else 0,
+            axes=self.axes,
         )
 
 

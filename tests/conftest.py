@@ -134,8 +134,10 @@ ROTARY = [name for name, host in HOSTS.items() if not host.tables]
 WRITTEN_OUT = [name for name, host in HOSTS.items() if host.written_out]
 
 REGISTERED = hf_posenc.list_encodings()
-ENCODINGS = tuple(REGISTERED)
-"""Every encoding, by name."""
+GRIDS = tuple(name for name, kind in REGISTERED.items() if kind.axes > 1)
+"""Encodings of rows and columns, which no host here has."""
+ENCODINGS = tuple(name for name in REGISTERED if name not in GRIDS)
+"""Every other encoding, by name."""
 CORE = ("alibi", "counter", "learned", "logn", "none", "normalized", "relative", "rope", "shaw", "sinusoidal", "t5")
 """Those that run on more than one host in `make test`."""
 ALL_WAYS = "sinusoidal+rope+relative+shaw"
@@ -157,9 +159,9 @@ def slow(*values):
 
 
 def suits(host, encoding):
-    """Whether an encoding can act in a host: not one for decoders in an encoder."""
-    parts = (REGISTERED[part] for part in encoding.split("+") if part in REGISTERED)
-    return HOSTS[host].causal or not any(part.causal_only for part in parts)
+    """Whether an encoding can act in a host: not one for decoders in an encoder, nor one for images."""
+    parts = [REGISTERED[part] for part in encoding.split("+") if part in REGISTERED]
+    return not any(part.axes > 1 or (part.causal_only and not HOSTS[host].causal) for part in parts)
 
 
 def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=False):

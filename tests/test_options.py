@@ -36,12 +36,23 @@ def define(code, module="a_notebook"):
     return namespace
 
 
+SINUSOIDAL = {
+    "type": "sinusoidal",
+    "base": 10000.0,
+    "layout": "interleaved",
+    "scale": 1.0,
+    "bases": None,
+    "frequencies": "fixed",
+    "trained_length": None,
+}
+
+
 # Names.
 
 
 def test_list_encodings():
     listed = hf_posenc.list_encodings()
-    assert tuple(name for name, cls in listed.items() if cls.__module__.startswith("hf_posenc.")) == ENCODINGS
+    assert tuple(name for name, cls in listed.items() if cls.__module__.startswith("hf_posenc.") and cls.axes == 1) == ENCODINGS
     for name, cls in listed.items():
         assert issubclass(cls, hf_posenc.PositionEncoding) and cls.type == name and cls.__doc__
 
@@ -66,7 +77,8 @@ def test_list_encodings():
         ("kerple", {"type": "kerple", "kernel": "log", "per_layer": False}),
         ({"type": "sandwich", "base": 3}, {"type": "sandwich", "size": 128, "base": 3.0, "per_layer": False}),
         ("t5", {"type": "t5", "num_buckets": 32, "max_distance": 128, "per_layer": False}),
-        ("sinusoidal", {"type": "sinusoidal", "base": 10000.0, "layout": "interleaved", "scale": 1.0}),
+        ("sinusoidal", SINUSOIDAL),
+        ({"type": "sinusoidal", "bases": [10, 100.0]}, {**SINUSOIDAL, "bases": (10.0, 100.0)}),
     ],
 )
 def test_canonical(given, expected):
@@ -136,7 +148,9 @@ def test_acts_by_of_an_own_encoding():
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_unknown_option(name):
     allowed = encoding_class(name).option_types()
-    with pytest.raises(ValueError, match=rf"'{name}' has no option 'bass'( \(did you mean 'base'\?\))?, 'wrong'; it") as error:
+    with pytest.raises(
+        ValueError, match=rf"'{name}' has no option 'bass'( \(did you mean 'bases?'\?\))?, 'wrong'; it"
+    ) as error:
         canonical({"type": name, "wrong": 1, "bass": 2})
     assert all(repr(option) in str(error.value) for option in allowed)
     if not allowed:
@@ -687,7 +701,7 @@ def test_options_and_modules_by_part():
 
 
 def test_names_of_two_words():
-    for name in ("two_words", "two-words", "sinusoidal_2d", "A1"):
+    for name in ("two_words", "two-words", "words_2d", "A1"):
         define(f"class Own{name.replace('-', 'x')}(PositionEncoding, type={name!r}): ...")
         assert canonical(f"{name}+alibi") == {"type": f"{name}+alibi", name: {}, "alibi": ALIBI}
         assert build(canonical(f"alibi+{name}"), GEOMETRY).type == f"alibi+{name}"

@@ -47,6 +47,7 @@ class Geometry:
     num_key_value_heads: key and value heads of grouped-query attention; without it, as many as num_attention_heads.
     trained_length: the longest input in tokens that the host's own positions were made for; None where nothing tells it.
     value_head_dim: the size of each head's values where it is another than head_dim, as in latent attention; else 0.
+    axes: how many coordinates a token has: 1 in a text, 2 (row, column) in an image, 3 (frame, row, column) in a video.
     """
 
     hidden_size: int
@@ -57,6 +58,7 @@ class Geometry:
     num_key_value_heads: int = 0
     trained_length: int | None = None
     value_head_dim: int = 0
+    axes: int = 1
 
 
 class PositionEncoding(nn.Module):
@@ -96,6 +98,8 @@ class PositionEncoding(nn.Module):
     `distance_bias` alone."""
     causal_only: ClassVar[bool] = False
     """Whether it is defined for attention to earlier tokens alone, so that other stacks refuse it."""
+    axes: ClassVar[int] = 1
+    """How many coordinates of a token it takes: 1, or those of `Geometry.axes`, so that other stacks refuse it."""
     geometry: Geometry
     _options: Mapping[str, Any] | None = None
 
@@ -145,6 +149,12 @@ class PositionEncoding(nn.Module):
                 f"{self.type!r} is defined for attention to earlier tokens alone, and here tokens see later ones, too: take it "
                 "for a decoder's own attention, or another encoding"
             )
+        if self.axes not in (1, geometry.axes):
+            coordinates = " and ".join(("frame", "row", "column")[-self.axes :])
+            raise ValueError(
+                f"{self.type!r} takes {self.axes} coordinates of each token, {coordinates}, and here a token has "
+                f"{geometry.axes}: take it for a model of images or videos whose patches lie in such a grid, or another encoding"
+            )
         self.geometry = geometry
         self._options = checked = self.checked_options(options)
         for name, value in checked.items():
@@ -168,7 +178,7 @@ class PositionEncoding(nn.Module):
         return type(self)(self.geometry, **(self._options or {}))
 
     def embed(self, positions: Tensor) -> Tensor | None:
-        """Vectors to add to token embeddings: `[..., L]` integers -> `[..., L, D]`."""
+        """Vectors to add to token embeddings: `[..., L]` integers (of two `axes`, `[..., L, 2]`) -> `[..., L, D]`."""
         return None
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:

@@ -34,6 +34,7 @@ class PositionContext:
         are in no positions, and are neither rotated nor biased.
     grid: the patches of an image by row and column (of a video by frame, row and column); their positions are 0, 1, … in that
         order, row by row. Empty where the tokens are of something else, or nothing tells.
+    cells: `[1 or B, L, axes]`, the row and column of each token where positions in the grid don't tell them.
     images: number of tokens of each of several images that are packed in one row. Each has positions of its own.
     chosen: `[B, K]`, the positions of the patches that are left, where others were taken out.
     cut: number of images, or frames of videos, that were cut into patches in this forward pass.
@@ -54,6 +55,7 @@ class PositionContext:
     first_key: int = 0
     aside: tuple[int, int] = (0, 0)
     grid: tuple[int, ...] = ()
+    cells: Tensor | None = None
     images: tuple[int, ...] = ()
     chosen: Tensor | None = None
     windows: bool = False
@@ -69,7 +71,8 @@ class PositionContext:
         def make() -> "PositionContext":
             positions, start = positions_of(keys, 0, self.other_mask, self.positions.device)
             there = torch.arange(keys, device=positions.device)[None] - start
-            return replace(self, encoding=self.other, past=0, start=start, keys=there, computed={}, first_keys=())
+            there_alone = {"computed": {}, "first_keys": (), "grid": (), "cells": None}
+            return replace(self, encoding=self.other, past=0, start=start, keys=there, **there_alone)
 
         return self.cached(("across", keys), make)
 
@@ -99,7 +102,7 @@ class PositionContext:
             index = torch.arange(length - beside if whole else length, device=device)[None]
             placed = replace(self, positions=index + self.past, start=index.new_zeros(1, 1), computed={})
             if not whole:
-                return replace(placed, aside=(0, 0), grid=(), images=(), chosen=None)
+                return replace(placed, aside=(0, 0), grid=(), cells=self._cells_of_one(length), images=(), chosen=None)
             if self.chosen is not None:
                 return replace(placed, positions=self.chosen, keys=self.chosen)
             if len(self.images) > 1:
@@ -117,6 +120,31 @@ class PositionContext:
                 "one, or raise the promise: hf_posenc.extend(model, max_length=…)"
             )
         return context
+
+    def _cells_of_one(self, length: int) -> Tensor | None:
+        """The cells of an image of `length` tokens among those packed in one row; None if several could be meant."""
+        if self.cells is None or self.cells.shape[1] != sum(self.images):
+            return None
+        first, *others = (each for each in self.cells.split(self.images, dim=1) if each.shape[1] == length)
+        return first if all(torch.equal(first, other) for other in others) else None
+
+    def coordinates(self, axes: int) -> Tensor:
+        """The positions for an encoding of so many `axes`: `[1 or B, L]` of one, `[1 or B, L, axes]` of more.
+
+        Raises ValueError where it isn't known which cell of which grid each token is of.
+        """
+        if axes == 1:
+            return self.positions
+        length, patches, cells = self.positions.shape[1], math.prod(self.grid), self.cells
+        if cells is None and len(self.grid) == axes and length <= patches and self.images in ((), (patches,)):
+            return self.cached("cells", lambda: torch.stack(torch.unravel_index(self.positions, self.grid), dim=-1))
+        if cells is None or cells.shape[1:] != (length, axes):
+            raise ValueError(
+                f"an encoding takes {axes} coordinates of each of {length} tokens, and the grid in which these lie isn't known "
+                "here, as of windows, of frames, of several images in one row: take an encoding of one coordinate, as "
+                "'sinusoidal' or 'rope'"
+            )
+        return cells
 
     def of_positions(self, states: Tensor | None, dim: int = 2) -> Tensor | None:
         """The part of states that has positions: all but the tokens aside."""

@@ -27,7 +27,8 @@ def check(settings: Settings) -> None:
 
 
 def _registered() -> list[str]:
-    return [NONE, *(name for name in hf_posenc.list_encodings() if name != NONE)]
+    """The encodings that the hosts here take, which have one coordinate for each token."""
+    return [NONE, *(name for name, kind in hf_posenc.list_encodings().items() if name != NONE and kind.axes == 1)]
 
 
 def encodings(group: Group, settings: Settings) -> list[str]:
