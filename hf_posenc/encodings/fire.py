@@ -1,5 +1,6 @@
 """Functional interpolation for relative positions: https://arxiv.org/abs/2310.04418"""
 
+import math
 from typing import Annotated
 
 import torch
@@ -24,8 +25,8 @@ class FIRE(PositionEncoding, type="fire"):
     negative: f(-ψ(j - i) / …), values in [-1, 1]. In cross-attention n_i is the greater of i and the encoder's last position.
     Position ids given by hand count as they are: of texts packed in one row of an encoder, n_i is the longest one's.
 
-    All layers share the parameters (the paper's FIRE-S); the paper's FIRE is per_layer=True. c and L are their starts times
-    exp(log_factors) `[2]`, limited to e^±60, and so positive for all values.
+    All layers share the parameters (the paper's FIRE-S); the paper's FIRE is per_layer=True. The logarithms of c and L are what
+    is learned, so that both are positive for all values; they count as -60 to 60.
 
     Options:
         c: the start of c; ψ is linear up to distances of about 1/c.
@@ -42,14 +43,16 @@ class FIRE(PositionEncoding, type="fire"):
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
-        self.log_factors = nn.Parameter(torch.empty(2))
+        self.logarithms = nn.Parameter(torch.empty(2))
         self.hidden_weight, self.hidden_bias = (nn.Parameter(torch.empty(self.width)) for _ in range(2))
         self.weight = nn.Parameter(torch.empty(geometry.num_attention_heads, self.width))
         self.bias = nn.Parameter(torch.empty(geometry.num_attention_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.log_factors)
+        with torch.no_grad():
+            for place, start in enumerate((self.c, self.threshold)):
+                self.logarithms[place] = math.log(start)
         # As torch.nn.Linear begins; the last bias shifts all scores of a head alike.
         for parameter in (self.hidden_weight, self.hidden_bias):
             nn.init.uniform_(parameter, -1.0, 1.0)
@@ -64,8 +67,7 @@ class FIRE(PositionEncoding, type="fire"):
 
     def _bias(self, queries: int, keys: int, context: PositionContext) -> Tensor:
         """`[1 or B, H, Q, K]`, in float32 or better."""
-        starts = torch.tensor([self.c, self.threshold], dtype=torch.float64, device=self.log_factors.device)
-        c, length = starts * self.log_factors.double().clamp(-60, 60).exp()
+        c, length = self.logarithms.double().clamp(-60, 60).exp()
         whole = torch.log1p(c * torch.maximum(length, self._longest(keys, context).double()))  # [1 or B, 1 or Q]
 
         def ratio(distance: Tensor) -> Tensor:

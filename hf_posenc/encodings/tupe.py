@@ -63,15 +63,13 @@ class TUPE(PositionEncoding, type="tupe"):
         self._check(here, keys)
         # Keys beyond the table are padding, which the mask hides.
         places = there.clamp(0, len(self.weight) - 1)
+        queries = self._projected(here, self.query_weight)
         if here.shape[1] < self.geometry.head_dim:
             # Of a few queries, as those behind a cache: no projection of all keys.
-            queries = self._heads(F.linear(F.embedding(here, self.weight), self.query_weight))
             queries = queries @ self.key_weight.unflatten(0, (-1, self.geometry.head_dim))  # [1 or B, H, Q, D]
             vectors = F.embedding(places, self.weight)[:, None]
         else:
-            table = self.weight[: keys + context.first_key] if context.consecutive else self.weight
-            queries = self._heads(F.embedding(here, F.linear(table, self.query_weight)))
-            vectors = self._heads(F.embedding(places, F.linear(table, self.key_weight)))
+            vectors = self._projected(places, self.key_weight)
         bias = queries @ vectors.transpose(-1, -2) * (2 * self.geometry.head_dim) ** -0.5
         if self.untie_cls:
             of_cls, to_cls = self.theta[:, :, None, None].to(bias.dtype)
@@ -79,8 +77,12 @@ class TUPE(PositionEncoding, type="tupe"):
             bias = torch.where(here[:, None, :, None] == 0, of_cls, bias)
         return bias
 
-    def _heads(self, vectors: Tensor) -> Tensor:
-        """`[1 or B, L, H·E] -> [1 or B, H, L, E]`."""
+    def _projected(self, positions: Tensor, projection: Tensor) -> Tensor:
+        """The vectors of positions, `[1 or B, L] -> [1 or B, H, L, E]`."""
+        if positions.numel() < len(self.weight):
+            vectors = F.linear(F.embedding(positions, self.weight), projection)
+        else:
+            vectors = F.embedding(positions, F.linear(self.weight, projection))
         return vectors.unflatten(-1, (-1, self.geometry.head_dim)).transpose(1, 2)
 
     def _check(self, positions: Tensor, keys: int) -> None:
