@@ -20,10 +20,11 @@ class FIRE(PositionEncoding, type="fire"):
     """bias[h, i, j] = f_h(ψ(i - j) / ψ(max(L, n_i))), ψ(x) = log(c x + 1), added to the scaled scores (Li et al., 2023,
     equation 8). f is an MLP with ReLU, 1 -> width -> H, evaluated in float32 or better; c, L and f are learned. Any length.
 
-    In causal stacks n_i is the query's position i, as in the paper, so that f is asked for values in [0, 1] alone. Tokens of an
+    In causal stacks n_i is the query's position i, as in the paper, so that f is asked for values in [0, 1]. Tokens of an
     encoder see later ones, too: there n_i is the last position of the text, padding aside, and keys behind the query count
     negative: f(-ψ(j - i) / …), values in [-1, 1]. In cross-attention n_i is the greater of i and the encoder's last position.
-    Position ids given by hand count as they are: of texts packed in one row of an encoder, n_i is the longest one's.
+    Position ids given by hand count as they are: of texts packed in one row of an encoder, n_i is the longest one's. Keys
+    further away than n_i, in a causal stack those it hides, are taken to be as far.
 
     All layers share the parameters (the paper's FIRE-S); the paper's FIRE is per_layer=True. The logarithms of c and L are what
     is learned, so that both are positive for all values; they count as -60 to 60.
@@ -71,7 +72,7 @@ class FIRE(PositionEncoding, type="fire"):
         whole = torch.log1p(c * torch.maximum(length, self._longest(keys, context).double()))  # [1 or B, 1 or Q]
 
         def ratio(distance: Tensor) -> Tensor:
-            return -distance.sign() * torch.log1p(c * distance.abs().double()) / whole[..., None]
+            return (-distance.sign() * torch.log1p(c * distance.abs().double()) / whole[..., None]).clamp(-1, 1)
 
         if self.geometry.is_causal or not context.consecutive:
             return self._mlp(ratio(context.distances(keys)))
