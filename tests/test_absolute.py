@@ -12,6 +12,7 @@ import math
 import pytest
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, EncoderDecoderCache
 
 import hf_posenc
@@ -319,6 +320,23 @@ def test_tupe_formula(positions, keys, rows, untie_cls):
     expected = tupe(parameters, positions, there, untie_cls)
     actual = bias_of(encoding, context_of(encoding, positions, keys), len(there[0]))
     assert_same(encoding, actual, parameters, expected)
+
+
+@pytest.mark.parametrize(
+    ("positions", "length", "rows", "most"),
+    [
+        ([[500]], 501, 512, 501 * D * H + 2 * D * H * E),  # the other way, all keys are projected: 501 · D · H · E
+        ([list(range(20))] * 30, 20, 20, 2 * 20 * D * H * E + 30 * 20 * 20 * H * E),  # the table once, not 30 texts
+        ([list(range(20))], 20, 10**5, 2 * 20 * D * H * E + 20 * 20 * H * E),  # 20 rows of a long table
+    ],
+    ids=["a cache", "texts", "a long table"],
+)
+def test_tupe_multiplies_no_more_than_it_has_to(positions, length, rows, most):
+    encoding = make("tupe", max_length=rows)
+    keys = None if len(positions) > 1 else [list(range(length))]
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        bias_of(encoding, context_of(encoding, positions, keys), length)
+    assert counter.get_total_flops() <= 2 * most
 
 
 def test_tupe_start():

@@ -12,8 +12,8 @@ from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext, positions_of
 from hf_posenc.encodings.options import Above
 
-CHUNK = 2**22
-"""Maximum number of hidden values of the MLP at once: 16 MB in float32, where all pairs of 2048 tokens would take 512 MB."""
+CHUNK = 2**20
+"""Maximum number of hidden values of the MLP at once: 4 MB in float32, where all pairs of 2048 tokens would take 512 MB."""
 
 
 class FIRE(PositionEncoding, type="fire"):
