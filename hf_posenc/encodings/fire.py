@@ -64,7 +64,8 @@ class FIRE(PositionEncoding, type="fire"):
         keys = key.shape[2]
         if self.is_trained() or self.per_layer:
             return self._bias(query.shape[2], keys, context)
-        return context.cached((self, keys, context.first_key), lambda: self._bias(query.shape[2], keys, context))
+        known = (self, context.first_key, None if torch.compiler.is_compiling() else keys)  # traced sizes can't be told apart
+        return context.cached(known, lambda: self._bias(query.shape[2], keys, context))
 
     def _bias(self, queries: int, keys: int, context: PositionContext) -> Tensor:
         """`[1 or B, H, Q, K]`, in float32 or better."""
@@ -111,7 +112,7 @@ class FIRE(PositionEncoding, type="fire"):
         each: list[Tensor] = [self.hidden_weight, self.hidden_bias, self.weight, self.bias]
         hidden_weight, hidden_bias, weight, bias = (parameter.to(self._kind)[..., None] for parameter in each)
         with torch.autocast(ratio.device.type, enabled=False):
-            hidden = torch.relu(ratio.to(self._kind).flatten(1)[:, None] * hidden_weight + hidden_bias)
+            hidden = torch.addcmul(hidden_bias, ratio.to(self._kind).flatten(1)[:, None], hidden_weight).relu_()
             return (weight[..., 0] @ hidden + bias).unflatten(-1, ratio.shape[1:])
 
     @property

@@ -18,8 +18,8 @@ class Fourier(PositionEncoding, type="fourier"):
 
     All W and b are learned; W_r, the `frequencies` `[features / 2, 1]`, starts from N(0, γ^-2). Then r(x) · r(y) is about
     exp(-(x - y)² / 2γ²) / 2: positions up to about γ apart are alike, and those further than 3γ have nothing in common. With
-    integer positions x = scale · 0, 1, 2, … and the defaults, r of neighbours differ by 0.1 of their length. All in float64,
-    cast last, so that angles are exact at any position. Any length.
+    integer positions x = scale · 0, 1, 2, … and the defaults, r of neighbours differ by 0.1 of their length. Angles are
+    computed in float64 and so exact at any position, the rest in float32 or better. Any length.
 
     Options:
         features: number of cosines and sines together; even.
@@ -67,5 +67,8 @@ class Fourier(PositionEncoding, type="fourier"):
         coordinates = positions[..., None] if self.dimensions == 1 else positions
         angles = F.linear(coordinates.double() * self.scale, self.frequencies.double())
         features = torch.cat([angles.cos(), angles.sin()], dim=-1) * self.features**-0.5
-        hidden = F.gelu(F.linear(features, self.hidden_weight.double(), self.hidden_bias.double()))
-        return F.linear(hidden, self.weight.double(), self.bias.double())
+        kind = torch.promote_types(self.weight.dtype, torch.float32)
+        each: list[Tensor] = [self.hidden_weight, self.hidden_bias, self.weight, self.bias]
+        hidden_weight, hidden_bias, weight, bias = (parameter.to(kind) for parameter in each)
+        with torch.autocast(positions.device.type, enabled=False):
+            return F.linear(F.gelu(F.linear(features.to(kind), hidden_weight, hidden_bias)), weight, bias)

@@ -55,7 +55,8 @@ class TUPE(PositionEncoding, type="tupe"):
         keys = key.shape[2]
         if self.is_trained() or self.per_layer:
             return self._bias(keys, context)
-        return context.cached((self, keys, context.first_key), lambda: self._bias(keys, context))
+        known = (self, context.first_key, None if torch.compiler.is_compiling() else keys)  # traced sizes can't be told apart
+        return context.cached(known, lambda: self._bias(keys, context))
 
     def _bias(self, keys: int, context: PositionContext) -> Tensor:
         """`[1 or B, H, Q, K]`."""
@@ -64,8 +65,8 @@ class TUPE(PositionEncoding, type="tupe"):
         # Keys beyond the table are padding, which the mask hides.
         places = there.clamp(0, len(self.weight) - 1)
         queries = self._projected(here, self.query_weight)
-        if here.shape[1] < self.geometry.head_dim:
-            # Of a few queries, as those behind a cache: no projection of all keys.
+        if here.shape[1] == 1:
+            # Behind a cache all keys would be projected for one query; this takes H + 1 products of a matrix and a vector.
             queries = queries @ self.key_weight.unflatten(0, (-1, self.geometry.head_dim))  # [1 or B, H, Q, D]
             vectors = F.embedding(places, self.weight)[:, None]
         else:
@@ -79,7 +80,8 @@ class TUPE(PositionEncoding, type="tupe"):
 
     def _projected(self, positions: Tensor, projection: Tensor) -> Tensor:
         """The vectors of positions, `[1 or B, L] -> [1 or B, H, L, E]`."""
-        if positions.numel() < len(self.weight):
+        # A traced graph is for all lengths.
+        if torch.compiler.is_compiling() or positions.numel() < len(self.weight):
             vectors = F.linear(F.embedding(positions, self.weight), projection)
         else:
             vectors = F.embedding(positions, F.linear(self.weight, projection))
