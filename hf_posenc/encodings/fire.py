@@ -1,5 +1,6 @@
 """Functional interpolation for relative positions: https://arxiv.org/abs/2310.04418"""
 
+import functools
 import math
 from typing import Annotated
 
@@ -100,8 +101,8 @@ class FIRE(PositionEncoding, type="fire"):
             return self._layers(ratio)
         parts = ratio.split(rows, dim=1)
         if torch.is_grad_enabled():
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            return torch.cat([checkpoint(self._layers, part, **options) for part in parts], dim=2)
+            again = functools.partial(checkpoint, self._layers, use_reentrant=False, preserve_rng_state=False)
+            return torch.cat([again(part) for part in parts], dim=2)
         size = (ratio.shape[0], len(self.bias), *ratio.shape[1:])
         whole = torch.empty(size, dtype=self._kind, device=ratio.device)
         for part, place in zip(parts, whole.split(rows, dim=2), strict=True):
