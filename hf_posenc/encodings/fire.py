@@ -1,0 +1,121 @@
+"""Functional interpolation for relative positions: https://arxiv.org/abs/2310.04418"""
+
+import functools
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext, positions_of
+from hf_posenc.encodings.options import Above
+
+CHUNK = 2**20
+"""Maximum number of hidden values of the MLP at once: 4 MB in float32, where all pairs of 2048 tokens would take 512 MB."""
+
+
+class FIRE(PositionEncoding, type="fire"):
+    """bias[h, i, j] = f_h(ψ(i - j) / ψ(max(L, n_i))), ψ(x) = log(c x + 1), added to the scaled scores (Li et al., 2023,
+    equation 8). f is an MLP with ReLU, 1 -> width -> H, evaluated in float32 or better; c, L and f are learned. Any length.
+
+    In causal stacks n_i is the query's position i, as in the paper, so that f is asked for values in [0, 1]. Tokens of an
+    encoder see later ones, too: there n_i is the last position of the text, padding aside, and keys behind the query count
+    negative: f(-ψ(j - i) / …), values in [-1, 1]. In cross-attention n_i is the greater of i and the encoder's last position.
+    Position ids given by hand count as they are: of texts packed in one row of an encoder, n_i is the longest one's. Keys
+    further away than n_i, in a causal stack those it hides, are taken to be as far.
+
+    All layers share the parameters (the paper's FIRE-S); the paper's FIRE is per_layer=True. The logarithms of c and L are what
+    is learned, so that both are positive for all values; they count as -60 to 60.
+
+    Options:
+        c: the start of c; ψ is linear up to distances of about 1/c.
+        threshold: the start of L. Up to it a bias depends on the distance alone.
+        width: number of hidden values of f.
+    """
+
+    title = "Functional interpolation for relative positions"
+    paper = ("https://arxiv.org/abs/2310.04418",)
+
+    c: Annotated[float, Above(0)] = 0.1
+    threshold: Annotated[float, Above(0)] = 512.0
+    width: Annotated[int, Above(0)] = 32
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        self.logarithms = nn.Parameter(torch.empty(2))
+        self.hidden_weight, self.hidden_bias = (nn.Parameter(torch.empty(self.width)) for _ in range(2))
+        self.weight = nn.Parameter(torch.empty(geometry.num_attention_heads, self.width))
+        self.bias = nn.Parameter(torch.empty(geometry.num_attention_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for place, start in enumerate((self.c, self.threshold)):
+                self.logarithms[place] = math.log(start)
+        # As torch.nn.Linear begins; the last bias shifts all scores of a head alike.
+        for parameter in (self.hidden_weight, self.hidden_bias):
+            nn.init.uniform_(parameter, -1.0, 1.0)
+        nn.init.uniform_(self.weight, -(self.width**-0.5), self.width**-0.5)
+        nn.init.zeros_(self.bias)
+
+    def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        keys = key.shape[2]
+        if self.is_trained() or self.per_layer:
+            return self._bias(query.shape[2], keys, context)
+        known = (self, context.first_key, None if torch.compiler.is_compiling() else keys)  # traced sizes can't be told apart
+        return context.cached(known, lambda: self._bias(query.shape[2], keys, context))
+
+    def _bias(self, queries: int, keys: int, context: PositionContext) -> Tensor:
+        """`[1 or B, H, Q, K]`, in float32 or better."""
+        c, length = self.logarithms.double().clamp(-60, 60).exp()
+        whole = torch.log1p(c * torch.maximum(length, self._longest(keys, context).double()))  # [1 or B, 1 or Q]
+
+        def ratio(distance: Tensor) -> Tensor:
+            return (-distance.sign() * torch.log1p(c * distance.abs().double()) / whole[..., None]).clamp(-1, 1)
+
+        if self.geometry.is_causal or not context.consecutive:
+            return self._mlp(ratio(context.distances(keys)))
+        # One normalizer for all queries: a value for each distance suffices.
+        device = context.positions.device
+        by_distance = self._mlp(ratio(torch.arange(1 - queries, keys, device=device) + context.first_key - context.past))
+        index = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+        return by_distance[:, :, 0, index + (queries - 1)]
+
+    def _longest(self, keys: int, context: PositionContext) -> Tensor:
+        """n_i, `[1 or B, 1 or Q]`."""
+        positions = context.positions
+        if self.geometry.is_causal:
+            return positions
+        if context.encoding is context.other:  # cross-attention, in which a cached decoder has its new queries alone
+            there, _ = positions_of(keys, 0, context.other_mask, positions.device)
+            return torch.maximum(positions, there.amax(dim=-1, keepdim=True))
+        return F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True)  # the 0 in front is for empty inputs
+
+    def _mlp(self, ratio: Tensor) -> Tensor:
+        """f, `[R, Q, K] -> [R, H, Q, K]`, in chunks of queries, whose hidden values are not kept for the backward pass."""
+        rows = max(1, CHUNK // max(1, ratio.shape[0] * ratio.shape[2] * self.width))
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or ratio.shape[1] <= rows:
+            return self._layers(ratio)
+        parts = ratio.split(rows, dim=1)
+        if torch.is_grad_enabled():
+            again = functools.partial(checkpoint, self._layers, use_reentrant=False, preserve_rng_state=False)
+            return torch.cat([again(part) for part in parts], dim=2)
+        size = (ratio.shape[0], len(self.bias), *ratio.shape[1:])
+        whole = torch.empty(size, dtype=self._kind, device=ratio.device)
+        for part, place in zip(parts, whole.split(rows, dim=2), strict=True):
+            place.copy_(self._layers(part))
+        return whole
+
+    def _layers(self, ratio: Tensor) -> Tensor:
+        each: list[Tensor] = [self.hidden_weight, self.hidden_bias, self.weight, self.bias]
+        hidden_weight, hidden_bias, weight, bias = (parameter.to(self._kind)[..., None] for parameter in each)
+        with torch.autocast(ratio.device.type, enabled=False):
+            hidden = torch.addcmul(hidden_bias, ratio.to(self._kind).flatten(1)[:, None], hidden_weight).relu_()
+            return (weight[..., 0] @ hidden + bias).unflatten(-1, ratio.shape[1:])
+
+    @property
+    def _kind(self) -> torch.dtype:
+        return torch.promote_types(self.weight.dtype, torch.float32)

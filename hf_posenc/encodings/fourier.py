@@ -1,0 +1,74 @@
+"""Learnable Fourier features: https://arxiv.org/abs/2106.02795"""
+
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.options import Above
+
+GELU_POWER = 0.425
+"""The mean of GELU(z)² over z from N(0, 1)."""
+
+
+class Fourier(PositionEncoding, type="fourier"):
+    """PE(x) = W_2 GELU(W_1 r(x) + b_1) + b_2, r(x) = [cos(W_r x), sin(W_r x)] / √features (Li et al., 2021, section 3.2).
+
+    All W and b are learned; W_r, the `frequencies` `[features / 2, 1]`, starts from N(0, γ^-2). Then r(x) · r(y) is about
+    exp(-(x - y)² / 2γ²) / 2: positions up to about γ apart are alike, and those further than 3γ have nothing in common. With
+    integer positions x = scale · 0, 1, 2, … and the defaults, r of neighbours differ by 0.1 of their length. Angles are
+    computed in float64 and so exact at any position, the rest in float32 or better. Any length.
+
+    Options:
+        features: number of cosines and sines together; even.
+        width: number of hidden values.
+        gamma: γ, in units of scaled positions; smaller ones set neighbours further apart.
+        scale: a factor on positions: 1 / 512 takes those of 512 tokens to [0, 1), where γ has to be as much smaller. With it
+            an optimizer's steps, which are as large for all parameters, change angles less.
+        std: standard deviation of the vectors' entries at the start, about.
+    """
+
+    title = "Learnable Fourier features"
+    paper = ("https://arxiv.org/abs/2106.02795",)
+
+    dimensions: ClassVar[int] = 1
+    """Number of coordinates of a position. A subclass with more is given `[..., L, dimensions]`."""
+
+    features: Annotated[int, Above(0)] = 384
+    width: Annotated[int, Above(0)] = 32
+    gamma: Annotated[float, Above(0)] = 10.0
+    scale: Annotated[float, Above(0)] = 1.0
+    std: Annotated[float, Above(0)] = 0.02
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        if self.features % 2:
+            raise ValueError(
+                f"fourier.features={self.features}: allowed is an even number, as each frequency has a cosine and a sine: take "
+                f"{self.features + 1}"
+            )
+        self.frequencies = nn.Parameter(torch.empty(self.features // 2, self.dimensions))
+        self.hidden_weight = nn.Parameter(torch.empty(self.width, self.features))
+        self.hidden_bias = nn.Parameter(torch.empty(self.width))
+        self.weight = nn.Parameter(torch.empty(geometry.hidden_size, self.width))
+        self.bias = nn.Parameter(torch.empty(geometry.hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.frequencies, std=1 / self.gamma)
+        nn.init.normal_(self.hidden_weight, std=2**0.5)  # r has the length √½: hidden values begin as N(0, 1)
+        nn.init.normal_(self.weight, std=self.std * (GELU_POWER * self.width) ** -0.5)
+        for bias in (self.hidden_bias, self.bias):
+            nn.init.zeros_(bias)
+
+    def embed(self, positions: Tensor) -> Tensor:
+        coordinates = positions[..., None] if self.dimensions == 1 else positions
+        angles = F.linear(coordinates.double() * self.scale, self.frequencies.double())
+        features = torch.cat([angles.cos(), angles.sin()], dim=-1) * self.features**-0.5
+        kind = torch.promote_types(self.weight.dtype, torch.float32)
+        each: list[Tensor] = [self.hidden_weight, self.hidden_bias, self.weight, self.bias]
+        hidden_weight, hidden_bias, weight, bias = (parameter.to(kind) for parameter in each)
+        with torch.autocast(positions.device.type, enabled=False):
+            return F.linear(F.gelu(F.linear(features.to(kind), hidden_weight, hidden_bias)), weight, bias)

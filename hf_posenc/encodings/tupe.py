@@ -1,0 +1,101 @@
+"""Untied positional encoding: https://arxiv.org/abs/2006.15595"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import PositionContext
+
+
+class TUPE(PositionEncoding, type="tupe"):
+    """bias[h, i, j] = (p_i U_Q[h]) · (p_j U_K[h]) / √(2E), added to the scaled scores: positions correlate with positions
+    alone, by a table p `[max_length, D]` and projections U of their own (Ke et al., 2021, equation 7). All layers share them.
+
+    The paper divides the products of contents by √(2E), too, in place of √E; here a host's own scaling stays as it was trained.
+    The authors' code normalizes p (LayerNorm) before it is projected; here, as in the paper, p is taken as it is. p starts from
+    N(0, 1) and U from N(0, 1/4D), so that biases begin with a standard deviation of about 0.2. TUPE-R, the paper's variant with
+    relative positions, is the composition "tupe+t5".
+
+    Options:
+        untie_cls: position 0 is taken for [CLS], whose place means nothing: all scores of its query get theta[0, h] in place
+            of the products, and those of the other queries with its key theta[1, h] (the paper's section 3.2). In a
+            composition the other part's bias stays there, where the paper replaces it, too. For hosts whose texts begin with
+            [CLS]: the class token of an image has no position here, and a bias of 0 without this option.
+    """
+
+    title = "Untied positional encoding"
+    paper = ("https://arxiv.org/abs/2006.15595",)
+
+    untie_cls: bool = False
+
+    def __init__(self, geometry: Geometry, **options: object) -> None:
+        super().__init__(geometry, **options)
+        if geometry.max_length is None:
+            raise ValueError("'tupe' has one row for each position: give max_length, the number of rows")
+        rows, size, heads = geometry.max_length, geometry.hidden_size, geometry.num_attention_heads
+        self.weight = nn.Parameter(torch.empty(rows, size))
+        self.query_weight, self.key_weight = (nn.Parameter(torch.empty(heads * geometry.head_dim, size)) for _ in range(2))
+        if self.untie_cls:
+            self.theta = nn.Parameter(torch.empty(2, heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        for projection in (self.query_weight, self.key_weight):
+            nn.init.normal_(projection, std=0.5 * self.geometry.hidden_size**-0.5)
+        if self.untie_cls:
+            nn.init.zeros_(self.theta)
+
+    @classmethod
+    def needs_max_length(cls, geometry: Geometry) -> bool:
+        return True
+
+    def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        keys = key.shape[2]
+        if self.is_trained() or self.per_layer:
+            return self._bias(keys, context)
+        known = (self, context.first_key, None if torch.compiler.is_compiling() else keys)  # traced sizes can't be told apart
+        return context.cached(known, lambda: self._bias(keys, context))
+
+    def _bias(self, keys: int, context: PositionContext) -> Tensor:
+        """`[1 or B, H, Q, K]`."""
+        here, there = context.positions, context.key_positions(keys)
+        self._check(here, keys)
+        # Keys beyond the table are padding, which the mask hides.
+        places = there.clamp(0, len(self.weight) - 1)
+        queries = self._projected(here, self.query_weight)
+        if here.shape[1] == 1:
+            # Behind a cache all keys would be projected for one query; this takes H + 1 products of a matrix and a vector.
+            queries = queries @ self.key_weight.unflatten(0, (-1, self.geometry.head_dim))  # [1 or B, H, Q, D]
+            vectors = F.embedding(places, self.weight)[:, None]
+        else:
+            vectors = self._projected(places, self.key_weight)
+        bias = queries @ vectors.transpose(-1, -2) * (2 * self.geometry.head_dim) ** -0.5
+        if self.untie_cls:
+            of_cls, to_cls = self.theta[:, :, None, None].to(bias.dtype)
+            bias = torch.where(there[:, None, None, :] == 0, to_cls, bias)
+            bias = torch.where(here[:, None, :, None] == 0, of_cls, bias)
+        return bias
+
+    def _projected(self, positions: Tensor, projection: Tensor) -> Tensor:
+        """The vectors of positions, `[1 or B, L] -> [1 or B, H, L, E]`."""
+        # A traced graph is for all lengths.
+        if torch.compiler.is_compiling() or positions.numel() < len(self.weight):
+            vectors = F.linear(F.embedding(positions, self.weight), projection)
+        else:
+            vectors = F.embedding(positions, F.linear(self.weight, projection))
+        return vectors.unflatten(-1, (-1, self.geometry.head_dim)).transpose(1, 2)
+
+    def _check(self, positions: Tensor, keys: int) -> None:
+        """Raises ValueError for positions beyond the table."""
+        rows = len(self.weight)
+        high = keys - 1
+        # Reading values would synchronize a GPU and break a traced graph, where only the shapes are checked.
+        if positions.device.type == "cpu" and not torch.compiler.is_compiling() and positions.numel():
+            high = max(high, int(positions.max()))
+        if high >= rows:
+            raise ValueError(
+                f"positions up to {high} don't fit the {rows} rows of 'tupe': give a shorter input, or position_ids below "
+                "that, or patch the stock model with a larger max_length and train that"
+            )
