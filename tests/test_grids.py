@@ -383,9 +383,7 @@ def test_code_that_is_saved_is_called_with_cells(name):
 def test_models_without_a_grid(encoding):
     for model in (text_model("bert"), text_model("gpt2")):
         before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-        with pytest.raises(
-            ValueError, match="_2d' takes 2 coordinates of each token, row and column, .* a token has 1: take"
-        ):
+        with pytest.raises(ValueError, match="_2d' takes 2 coordinates of each token, row and column, .* a token has 1: take"):
             hf_posenc.patch(model, encoding)
         assert_equal(dict(model.named_parameters()), before)
     with pytest.raises(ValueError, match="a token has 3"):

@@ -153,7 +153,7 @@ class PositionEncoding(nn.Module):
             coordinates = " and ".join(("frame", "row", "column")[-self.axes :])
             raise ValueError(
                 f"{self.type!r} takes {self.axes} coordinates of each token, {coordinates}, and here a token has "
-                f"{geometry.axes}: take it for a model of images or videos whose patches lie in such a grid, or another encoding"
+                f"{geometry.axes}: take it for a model of images or videos whose patches lie in such a grid, or take another"
             )
         self.geometry = geometry
         self._options = checked = self.checked_options(options)
