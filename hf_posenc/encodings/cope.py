@@ -26,7 +26,7 @@ class CoPE(PositionEncoding, type="cope"):
 
     title = "Contextual position encoding"
     paper = ("https://arxiv.org/abs/2405.18719",)
-    relative = True
+    translation_invariant = True
     causal_only = True
 
     max_position: Annotated[int, Above(1)] = 64

@@ -24,7 +24,7 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
 
     title = "Transformer-XL's relative positions"
     paper = ("https://arxiv.org/abs/1901.02860",)
-    relative = True
+    translation_invariant = True
 
     base: Annotated[float, Above(1)] = 10000.0
     per_layer = True
