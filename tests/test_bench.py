@@ -19,12 +19,16 @@ from benchmarks import attention, comparing, grid, measuring, report, results, s
 from benchmarks.grid import Group, Settings
 from benchmarks.memory import Peak
 from benchmarks.ratios import ratio
-from conftest import ENCODINGS, ROOT, assert_close
+from conftest import ENCODINGS, ROOT, assert_close, suits
 
 PAGE, KEPT = ROOT / "docs" / "speed.md", ROOT / "scripts" / "results"
 FEW = Settings(rounds=2, warmup=1, threads=1)
 SMALL = {"layers": 1, "heads": 2}
 KINDS = ("forward", "train", "decode", "attention", "attention-train")
+
+
+def suited(host):
+    return [name for name in ENCODINGS if suits(host, name)]
 
 
 def runs(calls, name):
@@ -153,7 +157,8 @@ def test_every_registered_encoding_is_measured(monkeypatch):
             return -distance.abs()[None].float()
 
     names = subjects.encodings(Group("forward", 12, **SMALL), FEW)
-    assert names[0] == "none" and sorted(names) == sorted([*ENCODINGS, "later-one"])
+    assert names[0] == "none" and sorted(names) == sorted([*suited("bert"), "later-one"])
+    assert sorted(subjects.encodings(Group("decode", 12, host="gpt2"), FEW)) == sorted([*ENCODINGS, "later-one"])
     record = measuring.measure(Group("forward", 12, **SMALL), Settings(rounds=2, threads=1, encodings=("alibi", "later-one")))
     assert [*record["subjects"]] == ["stock", "alibi", "later-one"]
     assert record["subjects"]["later-one"]["acts_by"] == ["distance_bias"]
@@ -167,7 +172,7 @@ def test_a_record(kind):
     group = Group(kind, 12, **SMALL, host="gpt2" if kind == "decode" else "bert")
     record = measuring.measure(group, FEW)
     assert json.loads(json.dumps(record)) == record and record["rounds"] == 2 and record["length"] == 12
-    names = {"stock", *ENCODINGS}
+    names = {"stock", *suited(group.host)}
     assert {*record["subjects"]} == names | ({attention.V4} if kind.startswith("attention") else set())
     for name, each in record["subjects"].items():
         assert each.get("milliseconds", 0) > 0 and each["peak_mb"] >= 0, each

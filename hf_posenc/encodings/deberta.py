@@ -45,10 +45,9 @@ class DeBERTa(PositionEncoding, type="deberta"):
                 "number of them, from 4 up, and a distance above it"
             )
         self.span = self.buckets or self.max_distance
-        for name in ("c2p", "p2c"):
-            shape = geometry.num_attention_heads, 2 * self.span, geometry.head_dim
-            rows = nn.Parameter(torch.empty(shape)) if name in self.terms else None
-            self.register_parameter("relative_keys" if name == "c2p" else "relative_queries", rows)
+        shape = geometry.num_attention_heads, 2 * self.span, geometry.head_dim
+        self.relative_keys = nn.Parameter(torch.empty(shape)) if "c2p" in self.terms else None
+        self.relative_queries = nn.Parameter(torch.empty(shape)) if "p2c" in self.terms else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

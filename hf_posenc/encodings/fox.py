@@ -47,7 +47,7 @@ class FoX(PositionEncoding, type="fox"):
     @classmethod
     def conflict(cls, other: Any) -> str | None:
         if "rotate" in other.acts_by():
-            return f"gates of {cls.type!r} come from keys, and would change with the angle to which {other.type!r} turns these"
+            return f"the gates of {cls.type!r} come from keys, and {other.type!r} may change these by their positions"
         return None
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
