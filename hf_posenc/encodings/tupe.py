@@ -66,12 +66,12 @@ class TUPE(PositionEncoding, type="tupe"):
         places = there.clamp(0, len(self.weight) - 1)
         queries = self._projected(here, self.query_weight)
         if here.shape[1] == 1:
-            # Behind a cache all keys would be projected for one query; this takes H + 1 products of a matrix and a vector.
-            queries = queries @ self.key_weight.unflatten(0, (-1, self.geometry.head_dim))  # [1 or B, H, Q, D]
-            vectors = F.embedding(places, self.weight)[:, None]
+            # Behind a cache all keys would be projected for one query; this multiplies the query by the projection instead.
+            queries = queries @ self.key_weight.unflatten(0, (-1, self.geometry.head_dim))  # [1 or B, H, 1, D]
+            products = (queries[:, :, 0] @ F.embedding(places, self.weight).transpose(1, 2))[:, :, None]
         else:
-            vectors = self._projected(places, self.key_weight)
-        bias = queries @ vectors.transpose(-1, -2) * (2 * self.geometry.head_dim) ** -0.5
+            products = queries @ self._projected(places, self.key_weight).transpose(2, 3)
+        bias = products * (2 * self.geometry.head_dim) ** -0.5
         if self.untie_cls:
             of_cls, to_cls = self.theta[:, :, None, None].to(bias.dtype)
             bias = torch.where(there[:, None, None, :] == 0, to_cls, bias)
