@@ -101,7 +101,7 @@ class PositionEncoding(nn.Module):
     axes: ClassVar[int] = 1
     """How many coordinates of a token it takes: 1, or those of `Geometry.axes`, so that other stacks refuse it."""
     geometry: Geometry
-    _options: Mapping[str, Any] | None = None
+    _options: dict[str, Any] | None = None
 
     def __init_subclass__(
         cls, type: str | None = None, aliases: tuple[str, ...] | dict[str, dict[str, Any]] = (), **kwargs: Any

@@ -71,8 +71,8 @@ class PositionContext:
         def make() -> "PositionContext":
             positions, start = positions_of(keys, 0, self.other_mask, self.positions.device)
             there = torch.arange(keys, device=positions.device)[None] - start
-            there_alone = {"computed": {}, "first_keys": (), "grid": (), "cells": None}
-            return replace(self, encoding=self.other, past=0, start=start, keys=there, **there_alone)
+            here = replace(self, first_keys=(), grid=(), cells=None)  # without what isn't the other stack's
+            return replace(here, encoding=self.other, past=0, start=start, keys=there, computed={})
 
         return self.cached(("across", keys), make)
 

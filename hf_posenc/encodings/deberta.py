@@ -1,7 +1,8 @@
 """Disentangled attention: https://arxiv.org/abs/2006.03654, https://arxiv.org/abs/2111.09543"""
 
+import functools
 import math
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,10 @@ class DeBERTa(PositionEncoding, type="deberta"):
     buckets: Annotated[int, Above(-1)] = 0
     per_layer = True
 
+    if TYPE_CHECKING:
+        relative_keys: nn.Parameter | None
+        relative_queries: nn.Parameter | None
+
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
         if self.buckets and (self.buckets % 2 or not 2 < self.buckets < self.max_distance):
@@ -63,12 +68,12 @@ class DeBERTa(PositionEncoding, type="deberta"):
         else:
             options = self.buckets, self.max_distance
             steps = context.cached((self.type, *options), lambda: self._bucket(context.distances(keys)))
-        bias: Tensor | float = 0.0
+        terms = []
         if self.relative_keys is not None:
-            bias = _products(query, self.relative_keys, -steps, reach)
+            terms.append(_products(query, self.relative_keys, -steps, reach))
         if self.relative_queries is not None:
-            bias = bias + _products(key, self.relative_queries, steps.transpose(1, 2), reach).transpose(2, 3)
-        return bias * context.scaling
+            terms.append(_products(key, self.relative_queries, steps.transpose(1, 2), reach).transpose(2, 3))
+        return functools.reduce(torch.add, terms) * context.scaling
 
     def distance_vectors(self, distance: Tensor) -> tuple[Tensor | None, Tensor | None]:
         steps = self._bucket(distance)

@@ -1,7 +1,7 @@
 """Fourier position embeddings: https://arxiv.org/abs/2412.17739"""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,10 @@ class FoPE(PositionEncoding, type="fope"):
     trained_length: Annotated[int, Above(1)] | None = None
     coefficients: Literal["fixed", "learned"] = "fixed"
     gain: float = 0.3
+
+    if TYPE_CHECKING:
+        cosines: Tensor
+        sines: Tensor
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
