@@ -1,7 +1,7 @@
 """Disentangled attention: https://arxiv.org/abs/2006.03654, https://arxiv.org/abs/2111.09543"""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class DeBERTa(PositionEncoding, type="deberta"):
         else:
             options = self.buckets, self.max_distance
             steps = context.cached((self.type, *options), lambda: self._bucket(context.distances(keys)))
-        bias: Tensor | float = 0.0
+        bias: Any = 0.0
         if self.relative_keys is not None:
             bias = _products(query, self.relative_keys, -steps, reach)
         if self.relative_queries is not None:
@@ -102,5 +102,8 @@ def _products(states: Tensor, table: Tensor, steps: Tensor, reach: int) -> Tenso
     reach: no distance is greater, so that only the rows up to it are multiplied.
     """
     span = table.shape[1] // 2
+    if steps.shape[2] == 1:  # a decoding step: of all rows, each key needs that of its distance to the one query
+        vectors = table.to(states.dtype)[:, _clipped(steps, span)[..., 0]].transpose(0, 1)
+        return (states * vectors).sum(-1, keepdim=True)
     products = states @ table[:, span - reach : span + reach].to(states.dtype).transpose(1, 2)
     return products.gather(-1, _clipped(steps, reach)[:, None].expand(*states.shape[:3], -1))
