@@ -107,5 +107,8 @@ def _products(states: Tensor, table: Tensor, steps: Tensor, reach: int) -> Tenso
     reach: no distance is greater, so that only the rows up to it are multiplied.
     """
     span = table.shape[1] // 2
+    if steps.shape[2] == 1:  # a decoding step: of all rows, each key needs that of its distance to the one query
+        vectors = table.to(states.dtype)[:, _clipped(steps, span)[..., 0]].transpose(0, 1)
+        return (states * vectors).sum(-1, keepdim=True)
     products = states @ table[:, span - reach : span + reach].to(states.dtype).transpose(1, 2)
     return products.gather(-1, _clipped(steps, reach)[:, None].expand(*states.shape[:3], -1))
