@@ -190,7 +190,7 @@ def attend(
     encodings = acting(module, context)
     paged = kwargs.get("cache") is not None
     if reason := refusal(implementation, encodings) or (
-        refusal_of_pages(encodings, any(each.rotates_anew(each._options) for each in encodings)) if paged else None
+        refusal_of_pages(encodings, any(each.rotates_anew(dict(each._options or {})) for each in encodings)) if paged else None
     ):
         raise ValueError(reason)
     query, key = rotated(module, query, key, context, keys_are_rotated)

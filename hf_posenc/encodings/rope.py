@@ -82,7 +82,11 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
         super().__init__(geometry, **options)
         size, rule, part = geometry.head_dim, self.rope_type, self.partial_rotary_factor
         self._size = size if rule == "proportional" else int(size * part)
-        self._given = {**self.settled(geometry, self._options), "rope_theta": self.theta, "partial_rotary_factor": part}
+        self._given = {
+            **self.settled(geometry, dict(self._options or {})),
+            "rope_theta": self.theta,
+            "partial_rotary_factor": part,
+        }
         check_sizes(self.type, rule, self._given, part, size, self._size)
         self._steps: tuple[tuple[float, ...], ...] = ()
         self._magnitude = 1.0
@@ -118,7 +122,7 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
         return turned(query), turned(key)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self._options.items())
+        return ", ".join(f"{name}={value!r}" for name, value in (self._options or {}).items())
 
     def _cos_sin(self, context: PositionContext, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`[1 or B, 1, L, R/2]` each."""
