@@ -402,6 +402,9 @@ def test_windows():
         assert states(patched(model, "sinusoidal_2d"), images()).isfinite().all()
         with pytest.raises(ValueError, match="the grid in which these lie isn't known here, as of windows"):
             patched(model, "rope_2d")(images())
+    window = replace(context_of(made("rope_2d")), positions=torch.arange(4)[None], images=(4,))
+    with pytest.raises(ValueError, match="of each of 4 tokens"):
+        window.coordinates(2)
 
 
 def test_frames():
