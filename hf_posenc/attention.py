@@ -193,7 +193,10 @@ def attend(
         refusal_of_pages(encodings, any(each.rotates_anew(each._options or {}) for each in encodings)) if paged else None
     ):
         raise ValueError(reason)
+    width = query.shape[-1]
     query, key = rotated(module, query, key, context, keys_are_rotated)
+    if query.shape[-1] != width:
+        kwargs["scaling"] = scaling  # else it would be taken from the new width
     own = kwargs.get("position_bias")
     if isinstance(own, float):  # the host's own bias, silenced
         own = kwargs["position_bias"] = None

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import torch
 
 from hf_posenc.encodings import Geometry, PositionEncoding, described, list_encodings
+from hf_posenc.encodings.building import with_values
 
 BERT_BASE = Geometry(768, 12, 64, max_length=512, trained_length=512)
 """The sizes for which parameters are counted."""
@@ -118,9 +119,17 @@ def _named(annotation: Any) -> list[Any]:
 
 def _parameters(kind: type[PositionEncoding], geometry: Geometry, options: dict[str, Any]) -> int | None:
     """How many an encoding with these options trains; None where they need others beside them."""
+
+    def built() -> list[PositionEncoding | None]:
+        return [kind(geometry, **kind.checked_options(options))]
+
     try:
-        with torch.device("meta"):
-            built = kind(geometry, **kind.checked_options(options))
+        try:
+            with torch.device("meta"):
+                (made,) = built()
+        except (RuntimeError, NotImplementedError):  # of a class that reads values of tensors
+            (made,) = with_values(built)
     except ValueError:
         return None
-    return sum(parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
+    assert made is not None
+    return sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)

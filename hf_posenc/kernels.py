@@ -46,6 +46,11 @@ def on_scores(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
     return biases(encoding) or "value_bias" in encoding.acts_by()
 
 
+def _by_content(encoding: PositionEncoding) -> bool:
+    """Whether its bias depends on queries or keys."""
+    return "score_bias" in encoding.acts_by() and encoding.reads_content
+
+
 def way_for(
     encodings: Sequence[PositionEncoding],
     query: Tensor,
@@ -415,7 +420,7 @@ def biased_mask(
         bias = score_bias(biasing, query, key, context)
         return mask if bias is None else _merged(bias.to(query.dtype), mask, causal, context)
 
-    if any(encoding.is_trained() or encoding.per_layer or "score_bias" in encoding.acts_by() for encoding in biasing):
+    if any(encoding.is_trained() or encoding.per_layer or _by_content(encoding) for encoding in biasing):
         return compute()
     wanted = (biasing, causal, query.dtype, query.shape[2], key.shape[2], context.first_key)
     # Masks are compared by identity: hosts hand the same one to all layers of a kind.

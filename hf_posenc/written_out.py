@@ -353,6 +353,7 @@ class Product(TorchFunctionMode):
             return self._weighed(weights, value)
         mask = biased_mask(attention.acting(self.module, context), query, key, attn_mask, context, is_causal)
         causal = is_causal and mask is None
+        kwargs["scale"] = scaling  # an encoding may have changed the width that it would be taken from
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **kwargs)
 
     def _projected(

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from transformers import FalconConfig, FalconForCausalLM
 
 import hf_posenc
-from conftest import assert_close, first, patched, stock, tokens
+from conftest import assert_close, first, patched, randomize, randomize_encoding, stock, tokens
 from hf_posenc.encodings import Geometry, PositionContext, encoding_class
 from oracles import in_pieces
 
@@ -160,6 +161,41 @@ def test_a_static_cache():
     model, ids = patched("llama", "pope", "ForCausalLM"), tokens(2, 6)
     generated = model.generate(ids, max_new_tokens=5, do_sample=False, cache_implementation="static")
     assert torch.equal(generated, model.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+def test_the_scaling_stays_that_of_the_hosts_width():
+    """Falcon's attention leaves it to SDPA to take it from the width of queries."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61, "alibi": False}
+    model = randomize(FalconForCausalLM(FalconConfig(**sizes, bos_token_id=1, eos_token_id=2))).eval()
+    model = randomize_encoding(hf_posenc.patch(model, "pope"))
+    outputs = []
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        outputs.append(first(model(tokens())))
+    assert_close(outputs[1], outputs[0])
+
+
+@pytest.mark.parametrize(
+    ("encoding", "reason"),
+    [
+        ("pope+rope", "'pope' takes magnitudes of the features as they are, which 'rope' turns"),
+        ("pope+shaw", "'pope' makes queries and keys twice as wide as the vectors that 'shaw' multiplies them by"),
+        ("fox+rope", "the gates of 'fox' come from keys"),
+    ],
+)
+def test_what_cannot_act_in_one_layer(encoding, reason):
+    one, other = encoding.split("+")
+    for name in (encoding, f"{other}+{one}"):
+        with pytest.raises(ValueError, match=f"can't act in one layer: {reason}.*layers of its own .*__layers=…"):
+            hf_posenc.patch(stock("gpt2"), name)
+    layered = {f"{one}__layers": [0], f"{other}__layers": [1]}
+    assert first(hf_posenc.patch(stock("gpt2"), encoding, **layered)(tokens())).isfinite().all()
+
+
+@pytest.mark.parametrize("encoding", ["pope+alibi", "pope+logn", "fox+logn", "tupe+pope", "fire+pope"])
+def test_what_can(encoding):
+    model, ids = patched("gpt2", encoding), tokens(2, 12)
+    assert_close(in_pieces(model, ids, (5, 11)), first(model(ids)))
 
 
 def test_fope_in_a_model_acts_as_its_own_rotation_would():

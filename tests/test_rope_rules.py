@@ -385,6 +385,7 @@ def test_traces_as_one_graph(options):
 
 @pytest.mark.slow
 @needs_inductor
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # which inductor imports
 @torch.no_grad()
 def test_compiles():
     new = hf_posenc.patch(llama(), "rope", rope_type="dynamic", factor=3.0, partial_rotary_factor=0.75)

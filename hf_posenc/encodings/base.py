@@ -98,6 +98,10 @@ class PositionEncoding(nn.Module):
     `distance_bias` alone."""
     causal_only: ClassVar[bool] = False
     """Whether it is defined for attention to earlier tokens alone, so that other stacks refuse it."""
+    reads_content: ClassVar[bool] = True
+    """Whether its `score_bias` depends on queries and keys; one of positions alone is the same in all layers that share it."""
+    turns_keys: ClassVar[bool] = True
+    """Whether its `rotate` changes keys as well as queries."""
     axes: ClassVar[int] = 1
     """How many coordinates of a token it takes: 1, or those of `Geometry.axes`, so that other stacks refuse it."""
     geometry: Geometry

@@ -38,6 +38,7 @@ class FIRE(PositionEncoding, type="fire"):
 
     title = "Functional interpolation for relative positions"
     paper = ("https://arxiv.org/abs/2310.04418",)
+    reads_content = False
 
     c: Annotated[float, Above(0)] = 0.1
     threshold: Annotated[float, Above(0)] = 512.0

@@ -1,6 +1,11 @@
-"""Which parameters the frequency rules of rotary positions take, and the errors about them."""
+"""The frequency rules of rotary positions, as Transformers has them: parameters, errors about these, frequencies."""
 
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hf_posenc.encodings.options import listed, shown
 
@@ -100,3 +105,39 @@ def check_sizes(kind: str, rule: str, parameters: dict[str, Any], part: float, h
             f"{kind}.rope_type='longrope' needs 'factor' or 'attention_factor' here, where this host's own positions tell no "
             f"length: give factor=…, the longest length divided by {ORIGINAL}"
         )
+
+
+def computed(rule: str, parameters: dict[str, Any], head_dim: int, length: Any) -> tuple[Tensor, float]:
+    """The frequencies `[R/2]` of Transformers' rule for a length, or `[B, R/2]` for lengths `[B, 1]`; the factor on cosines and
+    sines. float64, radians per position."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    device = length.device if isinstance(length, Tensor) else torch.device("cpu")
+    config = _Config(parameters, head_dim, head_dim, 1, parameters.get(ORIGINAL))
+    with _InFloat64():
+        return ROPE_INIT_FUNCTIONS[rule](config, device, length)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Config:
+    """What Transformers' rules read of a config."""
+
+    rope_parameters: dict[str, Any]
+    head_dim: int
+    hidden_size: int
+    num_attention_heads: int
+    max_position_embeddings: int | None
+
+    def standardize_rope_params(self) -> None:
+        """They are as they should be."""
+
+
+class _InFloat64(TorchFunctionMode):
+    """Transformers' rules ask for float32, by whose rounding a frequency is off by 6e-8, and an angle at position 1e6 by 0.06.
+    Within, they get float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return (torch.Tensor.double if function is torch.Tensor.float else function)(*args, **kwargs)

@@ -30,6 +30,7 @@ class LogN(PositionEncoding, type="logn"):
 
     title = "Scores scaled by log n"
     paper = ("https://kexue.fm/archives/8823", "https://arxiv.org/abs/2202.12172", "https://arxiv.org/abs/2501.19399")
+    turns_keys = False
 
     trained_length: Annotated[int, Above(1)] | None = None
     scale: Literal["fixed", "learned"] = "fixed"

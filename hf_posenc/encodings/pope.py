@@ -1,6 +1,6 @@
 """Polar coordinate position embeddings: https://arxiv.org/abs/2509.10534"""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,14 @@ class PoPE(PositionEncoding, type="pope"):
     def reset_parameters(self) -> None:
         if self.phase:
             nn.init.zeros_(self.weight)
+
+    @classmethod
+    def conflict(cls, other: Any) -> str | None:
+        if "rotate" in other.acts_by() and other.turns_keys:
+            return f"{cls.type!r} takes magnitudes of the features as they are, which {other.type!r} turns"
+        if "score_bias" in other.acts_by() and other.reads_content:
+            return f"{cls.type!r} makes queries and keys twice as wide as the vectors that {other.type!r} multiplies them by"
+        return None
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
         angles = context.cached((self, "angles"), lambda: self._angles(context.positions))

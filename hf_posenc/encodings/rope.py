@@ -3,16 +3,14 @@
 Shapes: B batch, L tokens, E head_dim, R the rotated features of each head.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.frequency_rules import BY_LENGTH, ORIGINAL, check_parameters, check_sizes, settled
+from hf_posenc.encodings.frequency_rules import BY_LENGTH, ORIGINAL, check_parameters, check_sizes, computed, settled
 from hf_posenc.encodings.options import Above
 from hf_posenc.encodings.rotation import rotated
 from hf_posenc.encodings.sinusoidal import frequencies
@@ -90,7 +88,7 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
             original = self._given.get(ORIGINAL)
             lengths = (original, original + 1) if original and self.rope_type == "longrope" else (original,)
             with torch.device("cpu"):
-                found = [self._computed(length) for length in lengths]
+                found = [computed(self.rope_type, self._given, size, length) for length in lengths]
             self._steps, self._magnitude = tuple(tuple(steps.tolist()) for steps, _ in found), found[0][1]
 
     @classmethod
@@ -134,45 +132,9 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
         if self.rope_type == "default":
             return frequencies(self._size, self.theta, device)
         if self.rope_type == "dynamic":
-            return self._computed(context.lengths.double())[0][:, None, None]
+            return computed(self.rope_type, self._given, self.geometry.head_dim, context.lengths.double())[0][:, None, None]
         steps = torch.tensor(self._steps, dtype=torch.float64, device=device)
         if len(steps) == 1:
             return steps[0]
         short, long = steps
         return torch.where(context.lengths[:, None, None] > self._given[ORIGINAL], long, short)
-
-    def _computed(self, length: Any) -> tuple[Tensor, float]:
-        """The frequencies `[R/2]` of Transformers' rule for a length, or `[B, R/2]` for lengths `[B, 1]`; the factor on cosines
-        and sines."""
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        size = self.geometry.head_dim
-        device = length.device if isinstance(length, Tensor) else torch.device("cpu")
-        config = _Config(self._given, size, size, 1, self._given.get(ORIGINAL))
-        with _InFloat64():
-            return ROPE_INIT_FUNCTIONS[self.rope_type](config, device, length)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class _Config:
-    """What Transformers' rules read of a config."""
-
-    rope_parameters: dict[str, Any]
-    head_dim: int
-    hidden_size: int
-    num_attention_heads: int
-    max_position_embeddings: int | None
-
-    def standardize_rope_params(self) -> None:
-        """They are as they should be."""
-
-
-class _InFloat64(TorchFunctionMode):
-    """Transformers' rules ask for float32, by whose rounding a frequency is off by 6e-8, and an angle at position 1e6 by 0.06.
-    Within, they get float64."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return (torch.Tensor.double if function is torch.Tensor.float else function)(*args, **kwargs)

@@ -26,6 +26,7 @@ class TUPE(PositionEncoding, type="tupe"):
 
     title = "Untied positional encoding"
     paper = ("https://arxiv.org/abs/2006.15595",)
+    reads_content = False
 
     untie_cls: bool = False
 
