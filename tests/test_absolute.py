@@ -399,10 +399,10 @@ def test_untied_options_in_decoding(kind):
 # Fourier features.
 
 
-def fourier(parameters, coordinates, scale=1.0):
+def fourier(parameters, position, scale=1.0):
     """PE of one position, a list of D numbers, in plain float64."""
     frequencies, hidden = parameters["frequencies"], []
-    angles = [sum(row[m] * coordinates[m] * scale for m in range(len(coordinates))) for row in frequencies]
+    angles = [frequency * position * scale for (frequency,) in frequencies]
     size = 2 * len(frequencies)
     features = [value / math.sqrt(size) for value in [*(a.cos() for a in angles), *(a.sin() for a in angles)]]
     for weights, bias in zip(parameters["hidden_weight"], parameters["hidden_bias"], strict=True):
@@ -417,17 +417,8 @@ def fourier(parameters, coordinates, scale=1.0):
 def test_fourier_formula(positions, scale):
     encoding = make("fourier", features=6, width=4, scale=scale)
     parameters = doubles(encoding)
-    expected = stacked([fourier(parameters, [position], scale) for position in positions])
+    expected = stacked([fourier(parameters, position, scale) for position in positions])
     assert_same(encoding, encoding("embed", torch.tensor(positions)), parameters, expected)
-
-
-def test_fourier_of_two_coordinates():
-    """For subclasses with rows and columns."""
-    one = make("fourier", features=6, width=4)
-    two = type("Two", (type(one),), {"dimensions": 2})(one.geometry, features=6, width=4)
-    places, parameters = [[0, 3], [2, 1], [5, 5]], doubles(two)
-    expected = stacked([fourier(parameters, place) for place in places])
-    assert_same(two, two("embed", torch.tensor([places]))[0], parameters, expected)
 
 
 @pytest.mark.parametrize("gamma", [3.0, 10.0, 100.0])

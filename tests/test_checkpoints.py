@@ -170,7 +170,7 @@ def test_a_checkpoint_from_before_these_options(tmp_path):
     model = patched("bert", "alibi")
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    later = {"inject", "slopes", "per_layer"}
+    later = {"inject", "slopes", "sides", "per_layer"}
     old = {key: value for key, value in config["position_encoding"].items() if key not in later}
     assert set(old) == {"type", "max_length", "host"}
     (tmp_path / "config.json").write_text(json.dumps({**config, "position_encoding": old}))

@@ -39,6 +39,7 @@ def test_options_of_a_composition_are_saved(tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())["position_encoding"]
     rope, alibi = {"theta": 50.0, "layout": "interleaved"}, {"slopes": "fixed", "sides": "symmetric", "per_layer": False}
     host = saved.pop("host")
+    options["sinusoidal"] |= {"bases": None, "frequencies": "fixed", "trained_length": None}
     assert host["kept"] and saved == {
         "type": "sinusoidal+rope+alibi", **options, "rope": rope, "alibi": alibi, "inject": "input", "max_length": 9
     }  # fmt: skip

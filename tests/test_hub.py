@@ -397,7 +397,7 @@ def test_the_card_is_made_from_the_model(pushed):
         "`PosEncBertModel`",
         "`sinusoidal`: `base=10000.0`",
         "<https://arxiv.org/abs/1706.03762>",
-        "- position encoding `alibi`: `slopes='fixed'`, `per_layer=False`, <https://arxiv.org/abs/2108.12409>\n",
+        "- position encoding `alibi`: `slopes='fixed'`, `sides='symmetric'`, `per_layer=False`, <https://arxiv.org/abs/2108.12409>\n",
         "`distance_bias` at `encoder.layer.0.attention.self` and 1 more",
         "longest input: 64 tokens",
         "hf_posenc.unpatch(model)",

@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from datetime import timedelta
 from itertools import permutations
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
@@ -81,6 +81,10 @@ def right(annotation):
         return right(arguments[0])
     if origin in (Union, UnionType):
         return st.one_of(map(right, arguments))
+    if origin is tuple:
+        return st.lists(right(arguments[0]), max_size=8)
+    if annotation in (bool, str, NoneType):
+        return {bool: st.booleans(), str: st.text(max_size=20), NoneType: st.none()}[annotation]
     return {Literal: st.sampled_from(arguments or [None]), None: LENGTHS if annotation is int else st.floats(1.01, 1e9)}[origin]
 
 

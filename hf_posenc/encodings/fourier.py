@@ -1,6 +1,6 @@
 """Learnable Fourier features: https://arxiv.org/abs/2106.02795"""
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,6 @@ class Fourier(PositionEncoding, type="fourier"):
     title = "Learnable Fourier features"
     paper = ("https://arxiv.org/abs/2106.02795",)
 
-    dimensions: ClassVar[int] = 1
-    """Number of coordinates of a position. A subclass with more is given `[..., L, dimensions]`."""
-
     features: Annotated[int, Above(0)] = 384
     width: Annotated[int, Above(0)] = 32
     gamma: Annotated[float, Above(0)] = 10.0
@@ -49,7 +46,7 @@ class Fourier(PositionEncoding, type="fourier"):
                 f"fourier.features={self.features}: allowed is an even number, as each frequency has a cosine and a sine: take "
                 f"{self.features + 1}"
             )
-        self.frequencies = nn.Parameter(torch.empty(self.features // 2, self.dimensions))
+        self.frequencies = nn.Parameter(torch.empty(self.features // 2, 1))
         self.hidden_weight = nn.Parameter(torch.empty(self.width, self.features))
         self.hidden_bias = nn.Parameter(torch.empty(self.width))
         self.weight = nn.Parameter(torch.empty(geometry.hidden_size, self.width))
@@ -64,8 +61,7 @@ class Fourier(PositionEncoding, type="fourier"):
             nn.init.zeros_(bias)
 
     def embed(self, positions: Tensor) -> Tensor:
-        coordinates = positions[..., None] if self.dimensions == 1 else positions
-        angles = F.linear(coordinates.double() * self.scale, self.frequencies.double())
+        angles = F.linear(positions[..., None].double() * self.scale, self.frequencies.double())
         features = torch.cat([angles.cos(), angles.sin()], dim=-1) * self.features**-0.5
         kind = torch.promote_types(self.weight.dtype, torch.float32)
         each: list[Tensor] = [self.hidden_weight, self.hidden_bias, self.weight, self.bias]
