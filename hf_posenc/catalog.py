@@ -1,11 +1,14 @@
 """What the tables of encodings say: made from the classes alone, for `hf-posenc list` and docs/encodings.md."""
 
+import itertools
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 
-from hf_posenc.encodings import Geometry, PositionEncoding, described, list_encodings
+from hf_posenc.encodings import Geometry, PositionEncoding, described, encoding_class, list_encodings
 from hf_posenc.encodings.building import with_values
 
 BERT_BASE = Geometry(768, 12, 64, max_length=512, trained_length=512)
@@ -84,8 +87,18 @@ def entries() -> dict[str, Entry]:
     return {name: entry(kind) for name, kind in list_encodings().items()}
 
 
+def conflicts(names: Collection[str]) -> dict[tuple[str, str], str]:
+    """The pairs of these encodings that can't act in one layer, with the reason."""
+    found = {}
+    for one, other in itertools.combinations(names, 2):
+        kinds = encoding_class(one), encoding_class(other)
+        if why := kinds[0].conflict(kinds[1]) or kinds[1].conflict(kinds[0]):
+            found[one, other] = why
+    return found
+
+
 def as_markdown() -> str:
-    """The table of docs/encodings.md, of the encodings that come with this package."""
+    """The tables of docs/encodings.md, of the encodings that come with this package."""
     own = {name: entry(kind) for name, kind in list_encodings().items() if kind.__module__.startswith("hf_posenc.")}
     headings = ["name", *next(iter(own.values())).facts(), "options", "paper"]
     lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
@@ -97,6 +110,9 @@ def as_markdown() -> str:
         )
         facts = [f"`{fact}`" if "=" in fact else fact for fact in row.facts().values()]
         lines.append(f"| {' | '.join([f'{names}: {row.title}', *facts, options or '–', papers or '–'])} |")
+    refused, pairs = conflicts(own), math.comb(len(own), 2)
+    lines += ["", f'Any two can act in one layer (`patch(model, "rope+alibi")`), but for {len(refused)} of {pairs} pairs:', ""]
+    lines += ["| refused | because |", "|---|---|", *(f"| `{one}+{other}` | {why} |" for (one, other), why in refused.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -3,8 +3,10 @@
 Shapes: B batch, L tokens, Q queries, K keys, H heads, E head_dim, D hidden_size.
 """
 
+import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -14,7 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from conftest import ENCODINGS
-from hf_posenc import kernels
+from hf_posenc import catalog, kernels
 from hf_posenc.encodings import Geometry, PositionContext, canonical, encoding_class, options_of
 
 H, E, D = 2, 8, 16
@@ -232,3 +234,36 @@ def test_options_are_checked(name):
                 assert option in str(error)
             else:  # any text, say
                 assert accepted[option] is None or isinstance(accepted[option], str | tuple), (option, wrong)
+
+
+PAIRS = list(itertools.combinations(ENCODINGS, 2))
+
+
+@pytest.mark.parametrize("first", ENCODINGS)
+def test_any_two_act_together_or_are_refused(first):
+    """As decoders have them: the last row of cached scores is that of all, and vectors are those of both parts."""
+    refused = catalog.conflicts(ENCODINGS)
+    for pair in (pair for pair in PAIRS if pair[0] == first):
+        name = "+".join(pair)
+        if pair in refused:
+            with pytest.raises(ValueError, match=f"can't act in one layer: {re.escape(refused[pair])}"):
+                canonical(name)
+            continue
+        geometry = Geometry(D, H, E, LONGEST, is_causal=True, trained_length=8)
+        whole = encoding_class(name)(geometry, **options_of(canonical(name))).double()
+        query, key = states(1, H, 9, E), states(1, H, 9, E, seed=1)
+        every = scores(whole, query, key, context_of(whole, 9))
+        close(scores(whole, query[:, :, -1:], key, context_of(whole, 1, past=8)), every[:, :, -1:])
+        assert every.isfinite().all()
+        parts = [part("embed", torch.arange(5)) for part in whole.named_parts().values()]
+        added = [part for part in parts if part is not None]
+        assert (whole("embed", torch.arange(5)) is None) == (not added)
+        if added:
+            close(whole("embed", torch.arange(5)).double(), sum(added).double())
+
+
+def test_refused_pairs():
+    """Counted, so that a new one is noticed; docs/encodings.md lists them."""
+    refused = catalog.conflicts(ENCODINGS)
+    assert {"fox", "pope", "xpos"} == {name for name in ENCODINGS if sum(name in pair for pair in refused) > 3}
+    assert len(refused) == 15 and len(PAIRS) > 250

@@ -4,7 +4,7 @@ Shapes: B batch, L tokens, E head_dim.
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,6 +57,14 @@ class XPos(PositionEncoding, type="xpos"):
                 f"{self.type!r} turns pairs of features, but this host's head_dim is {geometry.head_dim}, an odd number: "
                 "choose an encoding which embeds or biases, or rope, which can rotate a part of them"
             )
+
+    @classmethod
+    def conflict(cls, other: Any) -> str | None:
+        if "score_bias" in other.acts_by() and other.reads_content:
+            return (
+                f"{cls.type!r} scales queries and keys by their positions, and so would scale what {other.type!r} makes of each"
+            )
+        return None
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
         return self._turned(query, context, 1), self._turned(key, context, -1)
