@@ -30,7 +30,9 @@ KINDS = ("forward", "train", "decode", "attention", "attention-train")
 def suited(host):
     """Those that a host takes, other tests' own among them."""
     return sorted(
-        name for name, kind in hf_posenc.list_encodings().items() if kind.axes == 1 and (host == "gpt2" or not kind.causal_only)
+        name
+        for name, kind in hf_posenc.list_encodings().items()
+        if kind.axes <= (2 if host == "vit" else 1) and (host == "gpt2" or not kind.causal_only)
     )
 
 
@@ -169,12 +171,14 @@ def test_every_registered_encoding_is_measured(monkeypatch):
         subjects.encodings(Group("forward", 12), Settings(encodings=("alibo",)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_record(kind):
+@pytest.mark.parametrize(
+    ("kind", "host"), [*((kind, "gpt2" if kind == "decode" else "bert") for kind in KINDS), ("forward", "vit")]
+)
+def test_a_record(kind, host):
     """Of every subject time, ratios to stock and none, peak memory; it can be written as JSON and shown."""
-    group = Group(kind, 12, **SMALL, host="gpt2" if kind == "decode" else "bert")
+    group = Group(kind, 9, **SMALL, host=host)
     record = measuring.measure(group, FEW)
-    assert json.loads(json.dumps(record)) == record and record["rounds"] == 2 and record["length"] == 12
+    assert json.loads(json.dumps(record)) == record and record["rounds"] == 2 and record["length"] == 9
     names = {"stock", *suited(group.host)}
     assert {*record["subjects"]} == names | ({attention.V4} if kind.startswith("attention") else set())
     for name, each in record["subjects"].items():

@@ -78,7 +78,8 @@ ON_CPU = (
         for length, batch, layers, heads in ((128, 4, 3, 12), (512, 1, 3, 12), (2048, 1, 3, 12), (8192, 1, 1, 4))
     ),
     Group("forward", 512, batch=2, padded=True),
-    Group("forward", 2048, host="gpt2"),
+    *(Group("forward", length, host="gpt2") for length in (512, 2048)),
+    Group("forward", 576, host="vit"),
     *(Group("train", length, batch=batch, layers=layers) for length, batch, layers in ((128, 4, 3), (512, 1, 3), (2048, 1, 1))),
     *(Group("train", length, layers=layers, dtype=HALF) for length, layers in ((512, 3), (2048, 1))),
     Group("train", 512, dropout=0.1),

@@ -13,6 +13,7 @@ LEGEND = (
     "ms: the median. x stock, x none: throughput as a ratio to theirs, taken within rounds; below 1 is slower than they are, "
     "above 1 faster; [its 95 % interval]. Targets say what they compare: throughput, time or memory."
 )
+HOSTS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "vit": "ViT"}
 MODELS = ("forward", "train", "decode", "attention", "attention-train")
 """Kinds of groups that have every encoding."""
 DRAWN = ("forward", "train", "attention")
@@ -43,7 +44,7 @@ def title(name: str, group: Record) -> str:
     """What a group is, in a line."""
     if "layers" not in group:
         return f"{name}: {group['what']}"
-    host = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama"}[group["host"]]
+    host = HOSTS[group["host"]]
     shape = f"{group['layers']} layer{'s' * (group['layers'] > 1)} x {group['heads']} heads, {group['dtype']}"
     more = [f"batch {group['batch']} x {group['length']}" if group["kind"] != "decode" else f"{group['length']} tokens cached"]
     more += ["half of the rows a quarter padded"] * bool(group.get("padded"))
@@ -220,7 +221,7 @@ def _head(group: Record) -> str:
     dtype = {"float32": "fp32", "bfloat16": "bf16"}[group["dtype"]]
     shape = f"{group['batch']} x {group['length']}" if group["batch"] > 1 else f"{group['length']}"
     more = [part for part in ("padded", "dropout") if group.get(part)]
-    host = [] if group["host"] == "bert" else [{"gpt2": "GPT-2", "llama": "Llama"}[group["host"]]]
+    host = [] if group["host"] == "bert" else [HOSTS[group["host"]]]
     small = [f"{group['heads']} heads"] if group["heads"] != 12 else []
     return ", ".join([*host, shape, dtype, *small, *more])
 

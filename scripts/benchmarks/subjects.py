@@ -3,12 +3,23 @@
 Shapes: B batch, L tokens.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedModel,
+    ViTConfig,
+    ViTModel,
+)
 
 import hf_posenc
 from benchmarks.comparing import NONE
@@ -16,6 +27,8 @@ from benchmarks.grid import Group, Settings
 
 VOCABULARY = 1000
 """Small: looking tokens up is no part of what positions cost."""
+PATCH = 16
+"""Pixels of a patch of ViT's, along each side."""
 Maker = Callable[[], PreTrainedModel]
 
 
@@ -27,8 +40,7 @@ def check(settings: Settings) -> None:
 
 
 def _registered() -> list[str]:
-    """The encodings that the hosts here take, which have one coordinate for each token."""
-    return [NONE, *(name for name, kind in hf_posenc.list_encodings().items() if name != NONE and kind.axes == 1)]
+    return [NONE, *(name for name in hf_posenc.list_encodings() if name != NONE)]
 
 
 def encodings(group: Group, settings: Settings) -> list[str]:
@@ -38,8 +50,13 @@ def encodings(group: Group, settings: Settings) -> list[str]:
         name
         for name in _registered()
         if (not group.encodings or name in group.encodings) and (not settings.encodings or name in settings.encodings)
-        if group.host != "bert" or not hf_posenc.list_encodings()[name].causal_only
+        if _takes(group.host, hf_posenc.list_encodings()[name])
     ]
+
+
+def _takes(host: str, kind: type[hf_posenc.PositionEncoding]) -> bool:
+    """Whether a host can have an encoding: for decoders alone, or of rows and columns."""
+    return kind.axes in (1, 2 if host == "vit" else 1) and (host in ("gpt2", "llama") or not kind.causal_only)
 
 
 def stock(group: Group, settings: Settings, **changes: Any) -> PreTrainedModel:
@@ -61,6 +78,10 @@ def stock(group: Group, settings: Settings, **changes: Any) -> PreTrainedModel:
         kept = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), group.dropout)
         kept |= {"bos_token_id": None, "eos_token_id": None}
         model = GPT2Model(GPT2Config(**{**sizes, **kept, **changes}))
+    elif group.host == "vit":
+        kept = {"image_size": PATCH * math.isqrt(group.length), "patch_size": PATCH, "hidden_dropout_prob": group.dropout}
+        sizes = {name: size for name, size in sizes.items() if name not in ("vocab_size", "max_position_embeddings")}
+        model = ViTModel(ViTConfig(**{**sizes, "intermediate_size": 4 * group.hidden_size, **kept, **changes}))
     else:
         model = LlamaModel(LlamaConfig(**{**sizes, "intermediate_size": 4 * group.hidden_size, **changes}))
     model.set_attn_implementation("sdpa")
@@ -97,8 +118,12 @@ def scores_content(model: Any) -> bool:
 
 
 def inputs(group: Group, settings: Settings) -> dict[str, Tensor]:
-    """`input_ids` `[B, L]`, and with padding an `attention_mask`."""
+    """`input_ids` `[B, L]`, and with padding an `attention_mask`; images of so many patches for ViT."""
     generator = torch.Generator().manual_seed(settings.seed)
+    if group.host == "vit":
+        size = PATCH * math.isqrt(group.length)
+        images = torch.randn(group.batch, 3, size, size, generator=generator)
+        return {"pixel_values": images.to(device=settings.device, dtype=getattr(torch, group.dtype))}
     ids = torch.randint(0, VOCABULARY, (group.batch, group.length), generator=generator)
     made = {"input_ids": ids}
     if group.padded:
