@@ -127,12 +127,21 @@ def acting(module: nn.Module, context: PositionContext) -> list[PositionEncoding
 
 
 def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
-    """Queries and new keys, rotated by all that acts in this attention; those of tokens aside stay as they are."""
-    turned, turned_key = context.of_positions(query), context.of_positions(key)
+    """Queries and new keys, rotated by all that acts in this attention; those of tokens aside stay as they are, or, where an
+    encoding changes the width, are as at position 0."""
+    turned = _turned(module, context.of_positions(query), context.of_positions(key), context)
+    given = [(new, old) for new, old in zip(turned, (query, key), strict=True) if new is not None]
+    if any(context.aside) and given and given[0][0].shape[-1] != given[0][1].shape[-1]:
+        length = given[0][1].shape[2]
+        query, key = _turned(module, query, key, context.at_zero(length))
+    return context.put_back(turned[0], query), context.put_back(turned[1], key)
+
+
+def _turned(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
     for encoding in acting(module, context):
         if "rotate" in encoding.acts_by():
-            turned, turned_key = encoding("rotate", turned, turned_key, context)
-    return context.put_back(turned, query), context.put_back(turned_key, key)
+            query, key = encoding("rotate", query, key, context)
+    return query, key
 
 
 def rotated(module: nn.Module, query: Any, key: Any, context: PositionContext, keys_are_rotated: bool) -> tuple[Any, Any]:

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from transformers import FalconConfig, FalconForCausalLM
+from transformers import FalconConfig, FalconForCausalLM, ViTConfig, ViTModel
 
 import hf_posenc
 from conftest import assert_close, first, patched, randomize, randomize_encoding, stock, tokens
+from hf_posenc.attention import PARTS, rotate
 from hf_posenc.encodings import Geometry, PositionContext, encoding_class
 from oracles import in_pieces
 
@@ -173,6 +174,24 @@ def test_the_scaling_stays_that_of_the_hosts_width():
         model.set_attn_implementation(implementation)
         outputs.append(first(model(tokens())))
     assert_close(outputs[1], outputs[0])
+
+
+def test_tokens_aside_are_at_position_0():
+    """ViT's class token, whose queries and keys become as wide as those of patches."""
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8, image_size=32, patch_size=16
+    )
+    torch.manual_seed(0)
+    model = randomize_encoding(hf_posenc.patch(randomize(ViTModel(config)).eval(), "pope"))
+    module = next(module for module in model.modules() if hasattr(module, PARTS))
+    query, key = random(1, 4, 5, 8).float(), random(1, 4, 5, 8, seed=1).float()
+    context = PositionContext(model.posenc, torch.arange(4)[None], 0, torch.zeros(1, 1, dtype=torch.long), aside=(1, 0))
+    turned, turned_key = rotate(module, query, key, context)
+    whole = PositionContext(model.posenc, torch.tensor([[0, 0, 1, 2, 3]]), 0, torch.zeros(1, 1, dtype=torch.long))
+    expected, expected_key = model.posenc("rotate", query, key, whole)
+    assert_close(turned, expected)
+    assert_close(turned_key, expected_key)
+    assert first(model(torch.randn(1, 3, 32, 32))).isfinite().all()
 
 
 @pytest.mark.parametrize(

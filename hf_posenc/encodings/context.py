@@ -154,11 +154,16 @@ class PositionContext:
         return states.narrow(dim, before, states.shape[dim] - before - behind)
 
     def put_back(self, changed: Tensor | None, states: Tensor | None) -> Tensor | None:
-        """States `[B, H, L, E]` with `changed` in place of those that have positions."""
+        """States `[B, H, L, E]` with `changed` in place of those that have positions, behind and before others as wide."""
         if changed is None or states is None or not any(self.aside):
             return changed
         before, behind = self.aside
         return torch.cat([states[:, :, :before], changed, states[:, :, states.shape[2] - behind :]], dim=2)
+
+    def at_zero(self, length: int) -> "PositionContext":
+        """The context of `length` tokens which are all at position 0."""
+        positions = self.positions.new_zeros(1, length)
+        return replace(self, positions=positions, aside=(0, 0), grid=(), images=(), cells=None, chosen=None, computed={})
 
     def framed(self, values: Tensor, dims: int) -> Tensor:
         """Values of positions with zeros for the tokens aside, along the last dimensions `[..., L]` or `[..., Q, K]`."""
