@@ -59,7 +59,12 @@ def test_half_precision(host, encoding):
         assert first(patched(host, encoding)(tokens())).isfinite().all()
 
 
-COMPILED = [(host, ALL_WAYS) for host in ("bert", "gpt2", "mpnet", "modernbert")] + [("bert", "learned+alibi+t5+counter")]
+COMPILED = [
+    ("bert", ALL_WAYS),
+    ("mpnet", ALL_WAYS),
+    ("bert", "learned+counter+t5+fire+tupe+fope+sandwich"),
+    ("gpt2", "fourier+rope+alibi+cope+deberta+transformer_xl+kerple"),
+]
 
 
 @pytest.mark.parametrize(
