@@ -117,7 +117,7 @@ def as_markdown() -> str:
 
 
 def _written(option: str, said: dict[str, Any]) -> str:
-    return f"{option}={said['default']!r}" if "default" in said else option
+    return option if said.get("default") is None else f"{option}={said['default']!r}"
 
 
 def _fitting(kind: type[PositionEncoding]) -> Geometry:

@@ -217,6 +217,8 @@ def _within_reach(columns: Columns, query: Tensor, key: Tensor, scaling: float, 
 
 def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
     """Raises ValueError for a bias other than `[1 or H, ...]`."""
+    if bias.ndim < 2:
+        raise ValueError(f"distance_bias of {encoding.type!r} gave {tuple(bias.shape)}: give [H, N], or [1, N] for all heads")
     if bias.shape[0] not in (1, heads):
         raise ValueError(
             f"the {encoding.type!r} encoding has a bias for each of {bias.shape[0]} heads, of which this attention has "
@@ -377,6 +379,7 @@ def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context:
     bias = encoding("distance_bias", distance)
     if bias is None:
         return None
+    _check_heads(encoding, bias, len(bias))
     if torch.compiler.is_compiling():
         # unfold takes its length as a plain int, which would make a traced graph one for this length only.
         index = torch.arange(keys, device=distance.device) - torch.arange(queries, device=distance.device)[:, None]

@@ -81,6 +81,11 @@ def from_v4(
             safetensors, a class for other models.
         HostRefused: a ValueError for a model type of which the outputs aren't proven to be v4's.
     """
+    if not isinstance(path_or_id, (str, os.PathLike)):
+        raise ValueError(
+            f"from_v4 takes a folder or a Hub id, not a {type(path_or_id).__name__}: a model that Transformers 5 has loaded has "
+            "lost its vectors of distances"
+        )
     source: dict[str, Any] = {
         "revision": revision,
         "token": token,

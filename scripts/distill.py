@@ -203,8 +203,12 @@ def load_teacher(
         # Loaded separately: a patched model shares its parameters with the model that it was made from.
         found = sentences.load(name) if arguments.teacher else modules
         teacher = AutoModel.from_pretrained(name, dtype=torch.float32) if found is None else found[0].model
-        if hasattr(teacher.config, "position_encoding"):
+        if hf_posenc.inspect(teacher).host_kept:
             raise ValueError("it is patched: a teacher has the positions that it was trained with")
+        if ignored := hf_posenc.inspect(teacher).ignored:
+            raise ValueError(
+                f"its outputs are wrong. {ignored[0]}, and `hf-posenc patch {name} relative_key` saves it as a teacher"
+            )
         known = (AutoTokenizer.from_pretrained(name) if found is None else found.tokenizer).get_vocab()
         if known != tokenizer.get_vocab():
             raise ValueError(f"its tokenizer knows other tokens ({len(known)}) than the student's ({len(tokenizer)})")

@@ -436,3 +436,10 @@ def test_the_command_on_sentence_transformers(minilm, tmp_path):
     own = hf_posenc.from_v4(folder)
     text = model.tokenize(["a short one"])
     assert_close(model[0].model(**text)[0], own(**text)[0])
+
+
+def test_a_model_instead_of_its_folder():
+    with pytest.raises(
+        ValueError, match="from_v4 takes a folder or a Hub id, not a BertModel: a model that Transformers 5 has"
+    ):
+        hf_posenc.from_v4(stock("bert"))

@@ -256,6 +256,35 @@ def test_distance_vectors_alone_would_never_act(own_registry):
     assert "test-idle" not in hf_posenc.PositionEncoding.registered
 
 
+def test_a_misspelt_verb(own_registry):
+    with pytest.raises(ValueError, match=r"Idle.distances_bias is called by nothing \(did you mean 'distance_bias'\?\)"):
+
+        class Idle(hf_posenc.PositionEncoding, type="test-idle"):
+            def distances_bias(self, distance):
+                return distance[None]
+
+    with pytest.raises(ValueError, match="Idle.conflict is a str: give a classmethod that takes another class"):
+
+        class Idle(hf_posenc.PositionEncoding, type="test-idle"):  # noqa: F811
+            conflict = "rope"
+
+    assert "test-idle" not in hf_posenc.PositionEncoding.registered
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_bias_of_one_axis(own_registry, implementation):
+    class Flat(hf_posenc.PositionEncoding, type="test-flat"):
+        def distance_bias(self, distance):
+            return -distance.abs().float()
+
+    model = hf_posenc.patch(stock("bert"), "test-flat")
+    model.set_attn_implementation(implementation)
+    with pytest.raises(
+        ValueError, match=r"distance_bias of 'test-flat' gave \(21,\): give \[H, N\], or \[1, N\] for all heads"
+    ):
+        model(tokens(1, 11))
+
+
 class Odd(hf_posenc.PositionEncoding, type="test-odd"):
     """What a module of torch may hold, well and badly."""
 

@@ -75,7 +75,10 @@ def tiny(tmp_path_factory):
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     (path / "vocab.txt").write_text("\n".join([*special, *WORDS]))
     (path / "few.txt").write_text("\n".join([*special, "a"]))
-    for name in ("model", "patched", "narrow"):
+    stock("bert").save_pretrained(path / "v4")
+    config = json.loads((path / "v4" / "config.json").read_text())
+    (path / "v4" / "config.json").write_text(json.dumps({**config, "position_embedding_type": "relative_key"}))
+    for name in ("model", "patched", "narrow", "v4"):
         BertTokenizer(str(path / "vocab.txt")).save_pretrained(path / name)
     BertTokenizer(str(path / "few.txt")).save_pretrained(path / "words")
     (path / "texts.txt").write_text("\n".join(" ".join(WORDS[i : i + 12]) for i in range(40)))
@@ -216,6 +219,7 @@ def test_distill_refuses(launch, tiny, tmp_path, arguments, words):
     ("teacher", "more", "words"),
     [
         ("patched", (), "patched: it is patched: a teacher has the positions that it was trained with"),
+        ("v4", (), "v4: its outputs are wrong. position_embedding_type='relative_key': Transformers 5 drops"),
         ("narrow", (), "narrow: its hidden states are 16 wide, the student's 32"),
         ("words", (), "words: its tokenizer knows other tokens (6) than the student's"),
         ("reranker", (), "reranker is a CrossEncoder of sentence-transformers"),

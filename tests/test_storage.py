@@ -313,7 +313,7 @@ def test_a_state_dict_has_the_table_and_another_one_is_refused(tmp_path):
 
 
 def test_training_goes_on_around_frozen_tables(tmp_path):
-    for given in (INT8, {**MAPPED, "file": filed(tmp_path, table(LENGTH))}):
+    for given in ({**INT8, "init": "host"}, {**MAPPED, "file": filed(tmp_path, table(LENGTH))}):
         model = hf_posenc.patch(stock("bert", "ForMaskedLM"), given).train()
         before = model.base_model.posenc("embed", torch.arange(LENGTH)).clone()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -324,6 +324,13 @@ def test_training_goes_on_around_frozen_tables(tmp_path):
 
 
 # Bad input.
+
+
+def test_rows_that_are_frozen_are_not_random():
+    with pytest.raises(
+        ValueError, match="learned.storage='int8' freezes its rows, and init='normal' draws them at random: give"
+    ):
+        hf_posenc.patch(stock("bert"), INT8)
 
 
 @pytest.mark.parametrize(

@@ -223,3 +223,14 @@ def test_bad_options(options, said):
 def test_odd_head_dim():
     with pytest.raises(ValueError, match="head_dim is 7, an odd number: choose an encoding which embeds or biases, or rope"):
         make(7)
+
+
+def test_a_promise_beyond_what_factors_can_say():
+    with pytest.raises(
+        ValueError, match="max_length=50000: with scale_base=512.0 and gamma=0.4 'xpos' goes up to position 33427"
+    ):
+        hf_posenc.patch(stock("gpt2"), "xpos", max_length=50000)
+    assert (
+        hf_posenc.patch(stock("gpt2"), "xpos", max_length=50000, scale_base=1024.0).config.position_encoding["max_length"]
+        == 50000
+    )

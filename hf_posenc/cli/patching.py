@@ -63,8 +63,10 @@ def patch(
         console.print("These are the checkpoint's own vectors of distances: its outputs are those of Transformers v4.")
         return
     some = {} if layers is None else {"layers": option_value(layers)}
+    original = load(model)
+    ignored = hf_posenc.inspect(original).ignored
     patched = hf_posenc.patch(
-        load(model),
+        original,
         chosen,
         max_length=max_length,
         submodel=submodel,
@@ -75,7 +77,13 @@ def patch(
     )
     save(patched, model, output_dir)
     lost = "A trained model has lost its sense of order now: fine-tune it"
-    if submodel is not None or type(patched).__name__ in SENTENCE_CLASSES[1:]:  # scripts/distill.py takes no others
+    if ignored:
+        console.print(
+            f"{lost}. Its original computes wrong under Transformers 5; `hf-posenc patch {model} relative_key` saves one that "
+            "is right, and can teach this one (scripts/distill.py --teacher).",
+            markup=False,
+        )
+    elif submodel is not None or type(patched).__name__ in SENTENCE_CLASSES[1:]:  # scripts/distill.py takes no others
         console.print(f"{lost}.")
     else:
         console.print(f"{lost}, or distil it from its original:")

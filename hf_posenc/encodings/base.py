@@ -33,6 +33,9 @@ RESERVED = {
 """Names that neither an encoding nor an option may have."""
 
 
+VERBS = ("embed", "rotate", "distance_bias", "score_bias", "value_bias")
+
+
 BESIDE = ("inject", "keep_host", "layers", "max_length", "where")
 """The arguments of `patch` that stand beside an encoding's options."""
 
@@ -139,6 +142,15 @@ class PositionEncoding(nn.Module):
             raise ValueError(
                 f"{cls.__qualname__} defines distance_vectors without score_bias, the verb by which it acts: define that too"
             )
+        if not callable(getattr(cls, "conflict", None)):
+            raise ValueError(
+                f"{cls.__qualname__}.conflict is a {cls.conflict.__class__.__name__}: give a classmethod that takes another class "
+                "and returns why both can't act in one layer, or None"
+            )
+        methods = [name for name, value in vars(cls).items() if callable(value) and not hasattr(PositionEncoding, name)]
+        for name in methods if not cls.acts_by() else ():
+            if hint := meant(name, VERBS):
+                raise ValueError(f"{cls.__qualname__}.{name} is called by nothing{hint}")
         checked_value(f"{cls.__qualname__}.title", cls.title, str)
         checked_value(f"{cls.__qualname__}.paper", cls.paper, tuple[str, ...])
         # Running a notebook cell again replaces its class, under all names that it had.
@@ -287,8 +299,7 @@ class PositionEncoding(nn.Module):
     def acts_by(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
         """The verbs that this class overrides, a subset of embed, rotate, distance_bias, score_bias, value_bias; given checked
         options, those by which it acts under them."""
-        verbs = ("embed", "rotate", "distance_bias", "score_bias", "value_bias")
-        return tuple(verb for verb in verbs if getattr(cls, verb) is not getattr(PositionEncoding, verb))
+        return tuple(verb for verb in VERBS if getattr(cls, verb) is not getattr(PositionEncoding, verb))
 
     def needs_weights(self) -> bool:
         """Whether it acts by `value_bias`, for which attention has to compute its weights."""

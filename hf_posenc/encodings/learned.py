@@ -25,7 +25,7 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
         std: standard deviation of "normal" (0.02 as in BERT; 1.0 is `torch.randn`).
         storage: "float32": trained, in the model's dtype. The two others are frozen, and trained with nothing else:
             "int8": PE(p) = step[p] · values[p], values in -127 … 127 and a float32 step for each row, D + 4 bytes a row. Made
-            from `init`; a value is off by half a step at most.
+            from `init`, "host" or "sinusoidal"; a value is off by half a step at most.
             "memory-mapped": the rows stay in a file and take memory while they are read, so that a table of gigabytes opens at
             once. It is no part of what a model moves, casts or counts; it stays on the CPU, and what is read goes to the device
             of the positions. Saved with the model, it is read from the model's own safetensors file when that is loaded.
@@ -87,6 +87,11 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
                 self.weight[place].copy_(rows)
 
     def adopt(self, table: Tensor | None) -> None:
+        if self.storage == "int8" and self.init == "normal":
+            raise ValueError(
+                "learned.storage='int8' freezes its rows, and init='normal' draws them at random: give init='host' or "
+                "'sinusoidal', or train a table in float32 and load it with storage='int8'"
+            )
         if self.init == "host" and self.storage != MAPPED:
             if table is None:
                 raise ValueError("learned.init='host': this host has no position table: choose init='normal' or 'sinusoidal'")

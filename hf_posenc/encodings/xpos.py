@@ -58,6 +58,12 @@ class XPos(PositionEncoding, type="xpos"):
                 "choose an encoding which embeds or biases, or rope, which can rotate a part of them"
             )
 
+        if geometry.max_length is not None and geometry.max_length - 1 > (last := self._last(torch.float32)):
+            raise ValueError(
+                f"max_length={geometry.max_length}: with scale_base={self.scale_base} and gamma={self.gamma} {self.type!r} goes up "
+                f"to position {last} in float32 and bfloat16: give a smaller one, or a larger scale_base"
+            )
+
     @classmethod
     def conflict(cls, other: Any) -> str | None:
         if "score_bias" in other.acts_by() and other.reads_content:
