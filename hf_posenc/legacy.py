@@ -83,8 +83,8 @@ def from_v4(
     """
     if not isinstance(path_or_id, (str, os.PathLike)):
         raise ValueError(
-            f"from_v4 takes a folder or a Hub id, not a {type(path_or_id).__name__}: a model that Transformers 5 has loaded has "
-            "lost its vectors of distances"
+            f"from_v4 takes a folder or a Hub id, not a {type(path_or_id).__name__}: a model that Transformers 5 has loaded "
+            "has lost its vectors of distances"
         )
     source: dict[str, Any] = {
         "revision": revision,

@@ -263,7 +263,7 @@ def test_a_misspelt_verb(own_registry):
             def distances_bias(self, distance):
                 return distance[None]
 
-    with pytest.raises(ValueError, match="Idle.conflict is a str: give a classmethod that takes another class"):
+    with pytest.raises(ValueError, match="Idle.conflict is a str: give a classmethod that takes another"):
 
         class Idle(hf_posenc.PositionEncoding, type="test-idle"):  # noqa: F811
             conflict = "rope"

@@ -227,7 +227,7 @@ def test_odd_head_dim():
 
 def test_a_promise_beyond_what_factors_can_say():
     with pytest.raises(
-        ValueError, match="max_length=50000: with scale_base=512.0 and gamma=0.4 'xpos' goes up to position 33427"
+        ValueError, match="max_length=50000: 'xpos' with scale_base=512.0 and gamma=0.4 goes up to position 33427"
     ):
         hf_posenc.patch(stock("gpt2"), "xpos", max_length=50000)
     assert (

@@ -144,8 +144,8 @@ class PositionEncoding(nn.Module):
             )
         if not callable(getattr(cls, "conflict", None)):
             raise ValueError(
-                f"{cls.__qualname__}.conflict is a {cls.conflict.__class__.__name__}: give a classmethod that takes another class "
-                "and returns why both can't act in one layer, or None"
+                f"{cls.__qualname__}.conflict is a {cls.conflict.__class__.__name__}: give a classmethod that takes another "
+                "class and returns why both can't act in one layer, or None"
             )
         methods = [name for name, value in vars(cls).items() if callable(value) and not hasattr(PositionEncoding, name)]
         for name in methods if not cls.acts_by() else ():
