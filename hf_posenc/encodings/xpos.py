@@ -60,8 +60,8 @@ class XPos(PositionEncoding, type="xpos"):
 
         if geometry.max_length is not None and geometry.max_length - 1 > (last := self._last(torch.float32)):
             raise ValueError(
-                f"max_length={geometry.max_length}: {self.type!r} with scale_base={self.scale_base} and gamma={self.gamma} goes "
-                f"up to position {last} in float32 and bfloat16: give a smaller one, or a larger scale_base"
+                f"max_length={geometry.max_length}: {self.type!r} with scale_base={self.scale_base} and gamma={self.gamma} "
+                f"goes up to position {last} in float32 and bfloat16: give a smaller one, or a larger scale_base"
             )
 
     @classmethod
