@@ -63,7 +63,9 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
             if not is_transformers(type(module)):
                 attention.keep_own_eager(module)
             module.config = attention.AttentionConfigView(module.config, branches)  # type: ignore[assignment]
-        if store_rotated and path in rotated:
+        # An attention that is written out counts on keys of its own size where it takes them from a cache.
+        widened = written_out.row_of(module) and any(spec.parts[part].widens for part in parts[path])
+        if store_rotated and path in rotated and not widened:
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
     entrances = {
         verb: _add_vectors(structure, spec, parts) if verb == "embed" else _acted_in(spec, parts, verb)

@@ -209,13 +209,14 @@ class Structure:
         head_dim = next((size for size in sizes if size), None)
         of_values = getattr(attention, "v_head_dim", None)  # of latent attention
         groups = getattr(attention, "num_key_value_groups", None)
+        own_groups = getattr(attention, "num_kv_heads", None)  # Falcon's number of key heads
         return Geometry(
             hidden_size=width or config.hidden_size,
             num_attention_heads=heads,
             head_dim=head_dim or config.hidden_size // heads,
             max_length=max_length,
-            is_causal=_is_causal(attention),
-            num_key_value_heads=heads // groups if groups else heads,
+            is_causal=_is_causal(attention) or _masks_the_future(self.stack),
+            num_key_value_heads=heads // groups if groups else own_groups if isinstance(own_groups, int) else heads,
             trained_length=self.trained_length,
             value_head_dim=of_values if isinstance(of_values, int) and of_values != head_dim else 0,
             axes=self.axes,
@@ -249,6 +250,21 @@ def _is_list_of_parts(path: str, modules: Mapping[str, nn.Module], attentions: C
 
 def _is_causal(attention: Any) -> bool:
     return any(getattr(attention, name, False) for name in ("is_causal", "is_decoder")) or written_out.is_causal(attention)
+
+
+def _masks_the_future(stack: Any) -> bool:
+    """Whether a stack hides later tokens by the mask that it makes, of which its attentions don't know (CLIP's text model)."""
+    config = stack.config
+    if getattr(config, "causal", False) is True:  # XLM, Flaubert
+        return True
+    classes = [cls for cls in type(stack).__mro__ if issubclass(cls, PreTrainedModel) and cls is not PreTrainedModel]
+    functions = (inspect.unwrap(value) for cls in classes for value in vars(cls).values() if inspect.isfunction(value))
+    names = {name for function in functions for name in function.__code__.co_names}
+    if "create_causal_mask" not in names:
+        return False
+    if "create_bidirectional_mask" in names:
+        return bool(getattr(config, "is_decoder", False))
+    return not getattr(config, "use_bidirectional_attention", False)
 
 
 def is_patched(module: nn.Module) -> bool:

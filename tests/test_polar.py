@@ -197,7 +197,7 @@ def test_tokens_aside_are_at_position_0():
 @pytest.mark.parametrize(
     ("encoding", "reason"),
     [
-        ("pope+rope", "'pope' takes magnitudes of the features as they are, which 'rope' turns"),
+        ("pope+rope", "'pope' takes magnitudes of the features as they are, which 'rope' changes"),
         ("pope+shaw", "'pope' makes queries and keys twice as wide as the vectors that 'shaw' multiplies them by"),
         ("fox+rope", "the gates of 'fox' come from keys"),
     ],
@@ -211,7 +211,7 @@ def test_what_cannot_act_in_one_layer(encoding, reason):
     assert first(hf_posenc.patch(stock("gpt2"), encoding, **layered)(tokens())).isfinite().all()
 
 
-@pytest.mark.parametrize("encoding", ["pope+alibi", "pope+logn", "fox+logn", "tupe+pope", "fire+pope"])
+@pytest.mark.parametrize("encoding", ["pope+alibi", "fox+logn", "tupe+pope", "fire+pope"])
 def test_what_can(encoding):
     model, ids = patched("gpt2", encoding), tokens(2, 12)
     assert_close(in_pieces(model, ids, (5, 11)), first(model(ids)))

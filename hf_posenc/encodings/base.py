@@ -105,6 +105,8 @@ class PositionEncoding(nn.Module):
     """Whether its `score_bias` depends on queries and keys; one of positions alone is the same in all layers that share it."""
     turns_keys: ClassVar[bool] = True
     """Whether its `rotate` changes keys as well as queries."""
+    widens: ClassVar[bool] = False
+    """Whether its `rotate` changes the number of features of queries and keys."""
     axes: ClassVar[int] = 1
     """How many coordinates of a token it takes: 1, or those of `Geometry.axes`, so that other stacks refuse it."""
     geometry: Geometry

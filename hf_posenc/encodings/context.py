@@ -39,7 +39,8 @@ class PositionContext:
     chosen: `[B, K]`, the positions of the patches that are left, where others were taken out.
     cut: number of images, or frames of videos, that were cut into patches in this forward pass.
     windows: whether attentions may see a part of the tokens, as those of a window, which are then counted by themselves.
-    newest: `[1 or B, L]`, the positions of the new tokens in a context of all keys (`for_keys`); else None.
+    newest: `[1 or B, L]`, the positions that tell the length of a text, where those of this context don't: of the new tokens in a
+        context of all keys (`for_keys`), of the other stack's states in one of cross-attention; else None.
     other: the encoding of a decoder's cross-attention, if it has one. other_mask: `[B, K]`, which of the encoder's states are
         shown there; None for all.
     """
@@ -72,7 +73,7 @@ class PositionContext:
             positions, start = positions_of(keys, 0, self.other_mask, self.positions.device)
             there = torch.arange(keys, device=positions.device)[None] - start
             here = replace(self, first_keys=(), grid=(), cells=None)  # without what isn't the other stack's
-            return replace(here, encoding=self.other, past=0, start=start, keys=there, computed={})
+            return replace(here, encoding=self.other, past=0, start=start, keys=there, newest=positions, computed={})
 
         return self.cached(("across", keys), make)
 
@@ -210,7 +211,8 @@ class PositionContext:
         """The context of all keys of an attention, those of a cache among them, as if they were the new tokens."""
 
         def make() -> "PositionContext":
-            return replace(self, positions=self.key_positions(length).clamp(min=0), newest=self.positions, computed={})
+            newest = self.positions if self.newest is None else self.newest
+            return replace(self, positions=self.key_positions(length).clamp(min=0), newest=newest, computed={})
 
         return self.cached(("keys", length, self.first_key), make)
 

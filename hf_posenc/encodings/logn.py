@@ -4,7 +4,6 @@ import math
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
@@ -57,16 +56,14 @@ class LogN(PositionEncoding, type="logn"):
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
         if query is None:
             return None, key
-        growth = context.cached((self, "growth"), lambda: self._growth(context.positions))
+        growth = context.cached((self, "growth"), lambda: self._growth(context))
         if self.scale == "learned":
             growth = growth * self.factor[:, None, None]
         return query * (1 + growth).to(query.dtype), key
 
-    def _growth(self, positions: Tensor) -> Tensor:
+    def _growth(self, context: PositionContext) -> Tensor:
         """max(0, log n / log T - 1), `[1 or B, 1, L or 1, 1]`, float64."""
-        if not self.geometry.is_causal:
-            positions = F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True)  # the 0 in front is for empty inputs
-        lengths = (positions + 1).double()[:, None, :, None]
+        lengths = (context.positions + 1 if self.geometry.is_causal else context.lengths).double()[:, None, :, None]
         return (lengths.log() / math.log(self._length) - 1).clamp(min=0)
 
     @property

@@ -29,6 +29,7 @@ class PoPE(PositionEncoding, type="pope"):
     title = "Polar coordinate position embeddings"
     paper = ("https://arxiv.org/abs/2509.10534",)
     translation_invariant = True
+    widens = True
 
     theta: Annotated[float, Above(1)] = 10000.0
     phase: bool = True
@@ -45,8 +46,8 @@ class PoPE(PositionEncoding, type="pope"):
 
     @classmethod
     def conflict(cls, other: Any) -> str | None:
-        if "rotate" in other.acts_by() and other.turns_keys:
-            return f"{cls.type!r} takes magnitudes of the features as they are, which {other.type!r} turns"
+        if "rotate" in other.acts_by():
+            return f"{cls.type!r} takes magnitudes of the features as they are, which {other.type!r} changes"
         if "score_bias" in other.acts_by() and other.reads_content:
             return f"{cls.type!r} makes queries and keys twice as wide as the vectors that {other.type!r} multiplies them by"
         return None
