@@ -10,6 +10,7 @@ import typer
 import hf_posenc
 from hf_posenc.cli import app, console
 from hf_posenc.cli.folders import SENTENCE_CLASSES, Overwrite, asks_for_its_own, check_output_dir, load, load_v4, save
+from hf_posenc.spec import lost_in_v5
 
 Encoding = Annotated[str, typer.Argument(help='A name, a composition "a+b", or JSON with "type".')]
 MaxLength = Annotated[int | None, typer.Option(help="The longest input in tokens; default: see hf_posenc.patch.")]
@@ -64,7 +65,7 @@ def patch(
         return
     some = {} if layers is None else {"layers": option_value(layers)}
     original = load(model)
-    ignored = hf_posenc.inspect(original).ignored
+    wrong = any(lost_in_v5(getattr(module, "config", None)) for module in original.modules())
     patched = hf_posenc.patch(
         original,
         chosen,
@@ -77,7 +78,7 @@ def patch(
     )
     save(patched, model, output_dir)
     lost = "A trained model has lost its sense of order now: fine-tune it"
-    if ignored:
+    if wrong:
         console.print(
             f"{lost}. Its original computes wrong under Transformers 5; `hf-posenc patch {model} relative_key` saves one that "
             "is right, and can teach this one (scripts/distill.py --teacher).",

@@ -39,8 +39,8 @@ class PositionContext:
     chosen: `[B, K]`, the positions of the patches that are left, where others were taken out.
     cut: number of images, or frames of videos, that were cut into patches in this forward pass.
     windows: whether attentions may see a part of the tokens, as those of a window, which are then counted by themselves.
-    newest: `[1 or B, L]`, the positions that tell the length of a text, where those of this context don't: of the new tokens in a
-        context of all keys (`for_keys`), of the other stack's states in one of cross-attention; else None.
+    newest: `[1 or B, L]`, the positions that tell the length of a text, where those of this context don't: of the new tokens in
+        a context of all keys (`for_keys`), of the other stack's states in one of cross-attention; else None.
     other: the encoding of a decoder's cross-attention, if it has one. other_mask: `[B, K]`, which of the encoder's states are
         shown there; None for all.
     """
