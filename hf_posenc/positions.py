@@ -297,6 +297,13 @@ def _padding_of(asked: Asked, shape: Sequence[int], past: int | Tensor) -> Tenso
     return mask if fits else None
 
 
+def _behind_shown(keys: Tensor, shown: Tensor) -> Tensor:
+    """Positions of keys `[B, K]`, those of padding between shown keys being that of the shown one before it."""
+    index = torch.arange(keys.shape[1], device=keys.device)
+    last = torch.where(shown.to(keys.device), index, -1).cummax(-1).values
+    return torch.where(last < 0, keys, keys.gather(1, last.clamp(min=0)))
+
+
 def _counted_anew(ids: Tensor, padding: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
     """Ids that a model has made for the stack in it, `[1 or B, L]`, such that they count what its mask shows.
 
@@ -369,6 +376,8 @@ def _positions(
         there = torch.arange(int(past), device=device)[None] if seen is None else seen[:, :past]
         there = there if remembered is None else remembered.to(device)
         keys = torch.cat([there.expand(batch, -1), new.expand(batch, -1)], dim=1)
+        if ids is not None and mask is not None and mask.shape[1] >= keys.shape[1]:
+            keys = _behind_shown(keys, mask[:, : keys.shape[1]] != 0)
     # Ids given by hand hold for padding, too: `generate` begins behind the padding of a right-padded prompt.
     start, rises = _rising(keys, None if mask is None or ids is not None else mask[:, : keys.shape[1]] != 0)
     return new.clamp(min=0), start, None if rises else keys

@@ -452,3 +452,21 @@ def test_each_layer_has_its_own(kind):
     own = {name for name, _ in patched("gpt2", kind).named_parameters() if "posenc" in name}
     shared = {name for name, _ in hf_posenc.patch(stock("gpt2"), kind, per_layer=False).named_parameters() if "posenc" in name}
     assert len(own) == 2 * len(shared) > 0 and all(name.startswith("posenc.") for name in shared)
+
+
+@pytest.mark.parametrize("encoding", ["cope", "fox"])
+@pytest.mark.parametrize("of_padding", [0, 3, 4])
+@torch.no_grad()
+def test_padding_between_a_prefix_and_tokens_is_not_counted(encoding, of_padding):
+    """Whatever ids it has: prefix tuning and `generate` give it the next token's, or others."""
+    model, prefix, text = patched("gpt2", encoding), tokens(1, 4), tokens(1, 5, seed=1)
+    expected = first(model(torch.cat([prefix, text], dim=1)))[:, 4:]
+    cache = DynamicCache(config=model.config)
+    model(prefix, past_key_values=cache)
+    ids, mask = torch.cat([torch.zeros(1, 2, dtype=torch.long), text], dim=1), torch.tensor([[1] * 4 + [0] * 2 + [1] * 5])
+    positions = torch.tensor([[of_padding] * 2 + [4, 5, 6, 7, 8]])
+    found = [first(model(ids[:, :5], attention_mask=mask[:, :9], position_ids=positions[:, :5], past_key_values=cache))[:, 2:]]
+    for i in range(5, 7):
+        more = {"attention_mask": mask[:, : i + 5], "position_ids": positions[:, i : i + 1]}
+        found.append(first(model(ids[:, i : i + 1], past_key_values=cache, **more)))
+    assert_close(torch.cat(found, dim=1), expected)

@@ -18,6 +18,8 @@ from attacks.subjects import Subject, padded, subject, tokens
 TEXTS = [tokens(14, 1), tokens(11, 2), tokens(9, 3)]
 PREFIX = 4
 """Tokens of a prefix in prefix tuning."""
+COUNTING = ("cope", "fox")
+"""Encodings that count the tokens which lie between two, so that ids without tokens between them say nothing to them."""
 JUMPS = torch.tensor([0, 1, 2, 3, 9, 10, 14, 15, 16, 20])
 
 
@@ -41,6 +43,8 @@ def cases(settings: Settings) -> Iterator[Case]:
     for attack, run in attacks.items():
         for host in ("gpt2", "llama"):
             for encoding in settings.encodings:
+                if encoding in COUNTING and ("jump" in attack or attack == "generate, right-padded batch"):
+                    continue
                 yield Case(attack, host, encoding, no_grad(on, run, host, encoding))
 
 

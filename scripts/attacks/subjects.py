@@ -46,7 +46,8 @@ OWN = "attack-"
 
 def encodings() -> tuple[str, ...]:
     """All names that a model is attacked with."""
-    return (ITSELF, *(name for name in hf_posenc.list_encodings() if not name.startswith(OWN)), *COMPOSITIONS)
+    ours = (name for name, kind in hf_posenc.list_encodings().items() if not name.startswith(OWN) and kind.axes == 1)
+    return (ITSELF, *ours, *COMPOSITIONS)
 
 
 @dataclass(frozen=True)
