@@ -439,6 +439,7 @@ class Window(hf_posenc.PositionEncoding, type="window-of-a-file"):
 """
 
 
+@pytest.mark.slow
 def test_encodings_of_a_module(tmp_path):
     """They are measured, in the process that measures; other contents of the file are other results."""
     (tmp_path / "my_windows.py").write_text(WINDOW)

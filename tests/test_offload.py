@@ -13,6 +13,7 @@ from conftest import ALL_WAYS, assert_equal, first, pairs, patched, stock, token
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 every_pair = pytest.mark.parametrize(("host", "encoding"), pairs(on=("bert",), once=True))
+few_pairs = pytest.mark.parametrize(("host", "encoding"), pairs(on=(), once=True))
 
 
 @every_pair
@@ -32,7 +33,7 @@ def test_offloaded(host, encoding, tmp_path):
             assert_equal(first(offloaded(tokens())), expected)
 
 
-@every_pair
+@few_pairs
 @torch.no_grad()
 def test_a_device_map(host, encoding, tmp_path):
     """By the sizes that are left, and by names: the encoding or all else on disk."""
