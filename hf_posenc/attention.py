@@ -104,11 +104,11 @@ class KeyRotatingCache:
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rotated: Any
         _, rotated = rotate(self.module, None, key, self.context)
-        if rotated.shape[-1] == key.shape[-1]:
-            return self.cache.update(rotated, value, *args, **kwargs)
         try:
             return self.cache.update(rotated, value, *args, **kwargs)
         except RuntimeError as error:
+            if rotated.shape[-1] == key.shape[-1]:
+                raise
             raise ValueError(
                 f"this encoding makes keys of {rotated.shape[-1]} features, and the cache holds some of another size, which "
                 "came from elsewhere (prefix tuning): take an encoding that keeps the size of keys"

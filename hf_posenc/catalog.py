@@ -57,12 +57,6 @@ class Entry:
 def entry(kind: type[PositionEncoding]) -> Entry:
     geometry = _fitting(kind)
     default = _parameters(kind, geometry, {})
-    ways = [
-        f"{option}={value!r}"
-        for option, annotation in kind.option_types().items()
-        for value in _named(annotation)
-        if _parameters(kind, geometry, {option: value})
-    ]
     bounded = [kind.needs_max_length(replace(geometry, is_causal=causal)) for causal in (False, True)]
     return Entry(
         title=kind.title,
@@ -72,7 +66,7 @@ def entry(kind: type[PositionEncoding]) -> Entry:
             option: ({"default": getattr(kind, option)} if hasattr(kind, option) else {}) | {"allowed": described(annotation)}
             for option, annotation in kind.option_types().items()
         },
-        learned="yes" if default else " or ".join(ways) or "no",
+        learned="yes" if default else " or ".join(_ways_to_learn(kind, geometry)) or "no",
         relative=kind.is_relative(),
         any_length="no" if all(bounded) else "in encoders" if any(bounded) else "yes",
         stacks="decoders" if kind.causal_only else "images" if kind.axes > 1 else "all",
@@ -120,17 +114,29 @@ def _written(option: str, said: dict[str, Any]) -> str:
     return option if said.get("default") is None else f"{option}={said['default']!r}"
 
 
+def _ways_to_learn(kind: type[PositionEncoding], geometry: Geometry) -> list[str]:
+    """The options, one by one, by which an encoding without parameters gets some."""
+    return [
+        f"{option}={value!r}"
+        for option, annotation in kind.option_types().items()
+        for value in named_values(annotation)
+        if _parameters(kind, geometry, {option: value})
+    ]
+
+
 def _fitting(kind: type[PositionEncoding]) -> Geometry:
     return replace(BERT_BASE, is_causal=kind.causal_only, axes=kind.axes)
 
 
-def _named(annotation: Any) -> list[Any]:
+def named_values(annotation: Any) -> list[Any]:
     """The values that an annotation names one by one."""
     if get_origin(annotation) is Annotated:
-        return _named(get_args(annotation)[0])
+        return named_values(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
-    return [value for inner in get_args(annotation) for value in _named(inner)]
+    if annotation is bool:
+        return [False, True]
+    return [value for inner in get_args(annotation) for value in named_values(inner)]
 
 
 def _parameters(kind: type[PositionEncoding], geometry: Geometry, options: dict[str, Any]) -> int | None:

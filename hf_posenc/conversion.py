@@ -78,10 +78,11 @@ def convert(
             f"this model has the {model.config.position_spec.type!r} encoding already, so it is no original: "
             "hf_posenc.convert(hf_posenc.unpatch(model), …), or `hf-posenc unpatch` first"
         )
-    if kind := next((kind for each in model.modules() if (kind := specs.lost_in_v5(getattr(each, "config", None)))), None):
+    if kinds := specs.lost_within(model):
         raise ValueError(
-            f"position_embedding_type={kind!r} in this model's config: Transformers 5 dropped the vectors of distances that it "
-            "was trained with, so it is no original to calibrate against: hf_posenc.from_v4(path_or_id, auto_class) loads them"
+            f"position_embedding_type={kinds[0]!r} in this model's config: Transformers 5 dropped the vectors of distances "
+            "that it was trained with, so it is no original to calibrate against: hf_posenc.from_v4(path_or_id, auto_class) "
+            "loads them"
         )
     # What is made in inference mode could not be trained, and tensors here lie beside the model's or on the CPU.
     device: Any = model.device

@@ -19,7 +19,7 @@ from hf_posenc.embedding import PositionEmbedding
 from hf_posenc.encodings import options_of, portable, without_values
 from hf_posenc.patching import holds_a_model
 from hf_posenc.sources import HostRefused
-from hf_posenc.spec import Calibration, lost_in_v5
+from hf_posenc.spec import Calibration, lost_within
 
 
 @dataclass(frozen=True)
@@ -232,11 +232,9 @@ def _stock_report(model: PreTrainedModel) -> Report:
 
 
 def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
-    kinds = dict.fromkeys(lost_in_v5(each.config) for each in model.modules() if isinstance(each, PreTrainedModel))
     wrong = "" if hasattr(model.config, "position_spec") else ", so its outputs are wrong"
     return tuple(
         f"position_embedding_type={kind!r}: Transformers 5 drops the vectors of distances that this model was trained "
         f"with{wrong}; hf_posenc.from_v4 loads them"
-        for kind in kinds
-        if kind is not None
+        for kind in lost_within(model)
     )

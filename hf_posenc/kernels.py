@@ -217,8 +217,6 @@ def _within_reach(columns: Columns, query: Tensor, key: Tensor, scaling: float, 
 
 def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
     """Raises ValueError for a bias other than `[1 or H, ...]`."""
-    if bias.ndim < 2:
-        raise ValueError(f"distance_bias of {encoding.type!r} gave {tuple(bias.shape)}: give [H, N], or [1, N] for all heads")
     if bias.shape[0] not in (1, heads):
         raise ValueError(
             f"the {encoding.type!r} encoding has a bias for each of {bias.shape[0]} heads, of which this attention has "
@@ -355,11 +353,19 @@ def _sum_of_values(encodings: Sequence[PositionEncoding], distance: Tensor, head
     """Biases `[1 or H, N]` of all these encodings that depend on distance alone."""
     total = None
     for encoding in encodings:
-        values = encoding("distance_bias", distance) if "distance_bias" in encoding.acts_by() else None
+        values = _by_distance(encoding, distance) if "distance_bias" in encoding.acts_by() else None
         if values is not None:
             _check_heads(encoding, values, heads)
             total = values if total is None else total + values
     return total
+
+
+def _by_distance(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
+    """The bias `[1 or H, N]` of an encoding for distances `[N]`. Raises ValueError for one of another number of axes."""
+    bias = encoding("distance_bias", distance)
+    if bias is not None and bias.ndim < 2:
+        raise ValueError(f"distance_bias of {encoding.type!r} gave {tuple(bias.shape)}: give [H, N], or [1, N] for all heads")
+    return bias
 
 
 def _distances(queries: int, keys: int, context: PositionContext) -> Tensor:
@@ -376,10 +382,9 @@ def _distance_bias(encoding: PositionEncoding, queries: int, keys: int, context:
 def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
     """`[1, H, Q, K]` from one value for each of the Q + K - 1 distances."""
     distance = _distances(queries, keys, context)
-    bias = encoding("distance_bias", distance)
+    bias = _by_distance(encoding, distance)
     if bias is None:
         return None
-    _check_heads(encoding, bias, len(bias))
     if torch.compiler.is_compiling():
         # unfold takes its length as a plain int, which would make a traced graph one for this length only.
         index = torch.arange(keys, device=distance.device) - torch.arange(queries, device=distance.device)[:, None]
@@ -393,7 +398,7 @@ def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context:
 def _general_bias(encoding: PositionEncoding, keys: int, context: PositionContext) -> Tensor | None:
     """`[1 or B, H, Q, K]` for positions which jump: packed sequences, ids given by hand."""
     distance = context.distances(keys)
-    bias = encoding("distance_bias", distance.flatten())
+    bias = _by_distance(encoding, distance.flatten())
     return None if bias is None else bias.unflatten(-1, distance.shape).movedim(0, 1)
 
 

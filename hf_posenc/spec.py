@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_type_hints
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_posenc.encodings import (
@@ -55,6 +56,12 @@ def lost_in_v5(config: Any) -> str | None:
     """The kind of relative positions that the model of a config was made with in v4 and has lost; None for all others."""
     kind = getattr(config, "position_embedding_type", None)
     return kind if kind in V4_RELATIVE else None
+
+
+def lost_within(model: nn.Module) -> list[str]:
+    """Those of a model and of all that it is made of."""
+    kinds = dict.fromkeys(lost_in_v5(getattr(module, "config", None)) for module in model.modules())
+    return [kind for kind in kinds if kind is not None]
 
 
 @dataclass(frozen=True)

@@ -257,14 +257,20 @@ def _masks_the_future(stack: Any) -> bool:
     config = stack.config
     if getattr(config, "causal", False) is True:  # XLM, Flaubert
         return True
-    classes = [cls for cls in type(stack).__mro__ if issubclass(cls, PreTrainedModel) and cls is not PreTrainedModel]
-    functions = (inspect.unwrap(value) for cls in classes for value in vars(cls).values() if inspect.isfunction(value))
-    names = {name for function in functions for name in function.__code__.co_names}
+    names = _named_in(stack.__class__)
     if "create_causal_mask" not in names:
         return False
     if "create_bidirectional_mask" in names:
         return bool(getattr(config, "is_decoder", False))
     return not getattr(config, "use_bidirectional_attention", False)
+
+
+@functools.cache
+def _named_in(stack: Any) -> frozenset[str]:
+    """The names that the methods of a stack's own classes use."""
+    classes = [cls for cls in stack.__mro__ if issubclass(cls, PreTrainedModel) and cls is not PreTrainedModel]
+    functions = (inspect.unwrap(value) for cls in classes for value in vars(cls).values() if inspect.isfunction(value))
+    return frozenset(name for function in functions for name in function.__code__.co_names)
 
 
 def is_patched(module: nn.Module) -> bool:

@@ -203,11 +203,12 @@ def load_teacher(
         # Loaded separately: a patched model shares its parameters with the model that it was made from.
         found = sentences.load(name) if arguments.teacher else modules
         teacher = AutoModel.from_pretrained(name, dtype=torch.float32) if found is None else found[0].model
-        if hf_posenc.inspect(teacher).host_kept:
+        report = hf_posenc.inspect(teacher)
+        if report.host_kept:
             raise ValueError("it is patched: a teacher has the positions that it was trained with")
-        if ignored := hf_posenc.inspect(teacher).ignored:
+        if report.ignored:
             raise ValueError(
-                f"its outputs are wrong. {ignored[0]}, and `hf-posenc patch {name} relative_key` saves it as a teacher"
+                f"its outputs are wrong. {report.ignored[0]}, and `hf-posenc patch {name} relative_key` saves it as a teacher"
             )
         known = (AutoTokenizer.from_pretrained(name) if found is None else found.tokenizer).get_vocab()
         if known != tokenizer.get_vocab():
@@ -219,7 +220,7 @@ def load_teacher(
             ours, theirs = modules.get_embedding_dimension(), found.get_embedding_dimension()
             if ours != theirs:
                 raise ValueError(f"its embeddings have {theirs} dimensions, the student's {ours}")
-        usable = hf_posenc.inspect(teacher).max_length
+        usable = report.max_length
         if usable is not None and usable < arguments.text_length:
             raise ValueError(f"its usable length is {usable} tokens: lower --text_length {arguments.text_length}")
     except (OSError, ValueError) as error:

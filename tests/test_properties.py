@@ -8,7 +8,7 @@ import json
 import math
 import re
 from dataclasses import replace
-from typing import Annotated, Literal, get_args, get_origin
+from typing import get_origin
 
 import pytest
 import torch
@@ -27,22 +27,11 @@ ABSOLUTE = [name for name in ENCODINGS if name not in RELATIVE and {*encoding_cl
 examples = settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
-def values(annotation):
-    """Values of an option by which an encoding becomes another one: those of a Literal, and both of a bool."""
-    if get_origin(annotation) is Annotated:
-        return values(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    if annotation is bool:
-        return [False, True]
-    return [value for inner in get_args(annotation) for value in values(inner)]
-
-
 @st.composite
 def encodings(draw, name, dtype=torch.float64, **sizes):
     """An encoding with options and parameters drawn, for an encoder or a decoder."""
     kind = encoding_class(name)
-    choices = {option: values(annotation) for option, annotation in kind.option_types().items()}
+    choices = {option: catalog.named_values(annotation) for option, annotation in kind.option_types().items()}
     options = {option: draw(st.sampled_from(chosen)) for option, chosen in choices.items() if chosen and draw(st.booleans())}
     causal = kind.causal_only or draw(st.booleans())
     geometry = Geometry(D, H, E, LONGEST, causal, **{"trained_length": 8, **sizes})

@@ -10,7 +10,7 @@ import typer
 import hf_posenc
 from hf_posenc.cli import app, console
 from hf_posenc.cli.folders import SENTENCE_CLASSES, Overwrite, asks_for_its_own, check_output_dir, load, load_v4, save
-from hf_posenc.spec import lost_in_v5
+from hf_posenc.spec import lost_within
 
 Encoding = Annotated[str, typer.Argument(help='A name, a composition "a+b", or JSON with "type".')]
 MaxLength = Annotated[int | None, typer.Option(help="The longest input in tokens; default: see hf_posenc.patch.")]
@@ -65,7 +65,7 @@ def patch(
         return
     some = {} if layers is None else {"layers": option_value(layers)}
     original = load(model)
-    wrong = any(lost_in_v5(getattr(module, "config", None)) for module in original.modules())
+    wrong = lost_within(original)
     patched = hf_posenc.patch(
         original,
         chosen,

@@ -281,6 +281,11 @@ def positions_of(length: int, past: int | Tensor, attention_mask: Tensor | None,
     return torch.minimum(index.clamp(min=first), last) - first, first
 
 
+def last_of(positions: Tensor) -> Tensor:
+    """The last position of each text, `[..., L]` -> `[..., 1]`; 0 for an empty one."""
+    return F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True)
+
+
 def counted(attention_mask: Tensor) -> Tensor:
     """Positions that count only what a mask `[B, K]` shows: -1 before the first such token, then those of the last one.
 

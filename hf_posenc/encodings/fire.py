@@ -5,12 +5,11 @@ import math
 from typing import Annotated
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.context import PositionContext, positions_of
+from hf_posenc.encodings.context import PositionContext, last_of, positions_of
 from hf_posenc.encodings.options import Above
 
 CHUNK = 2**20
@@ -93,7 +92,7 @@ class FIRE(PositionEncoding, type="fire"):
         if context.encoding is context.other:  # cross-attention, in which a cached decoder has its new queries alone
             there, _ = positions_of(keys, 0, context.other_mask, positions.device)
             return torch.maximum(positions, there.amax(dim=-1, keepdim=True))
-        return F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True)  # the 0 in front is for empty inputs
+        return last_of(positions)
 
     def _mlp(self, ratio: Tensor) -> Tensor:
         """f, `[R, Q, K] -> [R, H, Q, K]`, in chunks of queries, whose hidden values are not kept for the backward pass."""

@@ -4,11 +4,13 @@ import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.rotation import joined
 from hf_posenc.encodings.sinusoidal import frequencies
 
 
@@ -91,9 +93,7 @@ class FoPE(PositionEncoding, type="fope"):
         """States `[B, H, L, E]`; cos, sin: `[1 or B, heads of keys, L, W]`."""
         if states is None:
             return None
-        groups = states.shape[1] // cos.shape[1]
-        cos, sin = (each.to(states.dtype).repeat_interleave(groups, dim=1) for each in (cos, sin))
-        halves = states.chunk(2, dim=-1)
-        first, second = (half[..., : self._turning] for half in halves)
-        still = [half[..., self._turning :] for half in halves]
-        return torch.cat([first * cos - second * sin, still[0], second * cos + first * sin, still[1]], dim=-1)
+        groups, still = states.shape[1] // cos.shape[1], self.geometry.head_dim // 2 - self._turning
+        waves = F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))
+        cos, sin = (each.to(states.dtype).repeat_interleave(groups, dim=1) for each in waves)
+        return joined(states, cos, sin, "half")

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import last_of
 
 
 class Normalized(PositionEncoding, type="normalized"):
@@ -24,6 +25,6 @@ class Normalized(PositionEncoding, type="normalized"):
         if self.geometry.is_causal and self.geometry.max_length is not None:
             last = positions.new_tensor(self.geometry.max_length - 1)
         else:
-            last = F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True)  # the 0 in front is for empty inputs
+            last = last_of(positions)
         fraction = positions.double() / last.clamp(min=1)
         return F.pad(fraction[..., None], (0, self.geometry.hidden_size - 1))

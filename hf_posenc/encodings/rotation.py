@@ -15,7 +15,7 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     layout: which features form a pair, "half" (i and i + R/2) or "interleaved" (2i and 2i + 1).
     """
     if torch.compiler.is_compiling():  # which fuses the products by itself
-        return _joined(states, cos, sin, layout)
+        return joined(states, cos, sin, layout)
     return Rotation.apply(states, cos, sin, layout)
 
 
@@ -29,7 +29,8 @@ def _halves(states: Tensor, size: int, layout: str) -> tuple[Tensor, Tensor]:
     return states[..., 0::2], states[..., 1::2]
 
 
-def _joined(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+def joined(states: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """The same by plain products, through which gradients reach cosines and sines, too."""
     size = 2 * cos.shape[-1]
     first, second = _halves(states, size, layout)
     turned = first * cos - second * sin, second * cos + first * sin

@@ -3,10 +3,10 @@
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import last_of
 from hf_posenc.encodings.options import Above
 
 
@@ -89,7 +89,7 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
         if self.geometry.is_causal and self.geometry.max_length is not None:
             length = positions.new_tensor([self.geometry.max_length])
         else:
-            length = F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True) + 1  # the 0 in front is for empty inputs
+            length = last_of(positions) + 1
         powers = torch.cat([torch.linspace(0, 1, len(each), dtype=torch.float64, device=device) for each in steps])
         return torch.cat(steps) * (self._trained / length.clamp(min=self._trained).double())[..., None] ** powers
 
