@@ -1,5 +1,6 @@
 """`inspect`: a report on how a model knows word order."""
 
+import copy
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,7 @@ class Report:
     """The result of `inspect`.
 
     encoding: canonical name; for a stock model what its own positions amount to ("learned", MPNet's "learned+t5").
-    options: the encoding's options.
+    options: the encoding's options; of a stock model with rotary positions its `rope_parameters`.
     enters: where positions enter, as dotted paths of modules, by verb.
     layers: encoding, or part of a composition -> the numbers of the layers it acts in; empty where it acts in all.
     max_length: the longest usable input in tokens; None: no limit.
@@ -222,7 +223,7 @@ def _stock_report(model: PreTrainedModel) -> Report:
     return Report(
         model_class=type(model).__name__,
         encoding="+".join(sorted({source.encoding for found in stacks.values() for source in found.sources})) or "none",
-        options={},
+        options=copy.deepcopy(getattr(model.config, "rope_parameters", None) or {}),
         enters=enters,
         max_length=min(lengths, default=None),
         host_kept=False,

@@ -150,7 +150,7 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
             raise ValueError(f"past_length={past_length}: allowed is an integer from 0")
         if limit is not None and total > limit:
             sized = self.posenc.needs_max_length(self.posenc.geometry)
-            longer = "make a longer layer, and train it" if sized else "hf_posenc.extend(layer, max_length=…)"
+            longer = f"hf_posenc.extend(layer, max_length=…{', method=…' if sized else ''})"
             raise ValueError(f"{total} positions are more than max_length={limit}: crop the input, or {longer}")
         if position_ids is None:
             if mask is not None and mask.ndim != 4 and mask.shape not in ((1, total), (batch, total)):

@@ -1,9 +1,8 @@
-"""extend: a patched model for longer inputs, with everything that it has learned."""
+"""extend: a model for longer inputs, with everything that it has learned."""
 
 import copy
 import functools
 from dataclasses import replace
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +10,21 @@ from torch import nn
 
 from hf_posenc import spec as specs
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding
-from hf_posenc.encodings import Geometry, PositionEncoding, checked_max_length, encoding_class, marked_as_loaded, refill
+from hf_posenc.encodings import (
+    Extension,
+    Geometry,
+    PositionEncoding,
+    checked_max_length,
+    encoding_class,
+    listed,
+    marked_as_loaded,
+    meant,
+    options_of,
+    refill,
+    shown,
+)
+from hf_posenc.encodings.stretching import DYNAMIC, LINEAR, STATIC
+from hf_posenc.longer_hosts import ROTARY, extended_host
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within, holds_a_model, refuse
 from hf_posenc.spec import LENGTH_FIELD
@@ -19,110 +32,209 @@ from hf_posenc.structure import is_patched
 from hf_posenc.transfer import refuse_wrapped, share, shell
 
 M = TypeVar("M", bound=nn.Module)
+METHODS = tuple(dict.fromkeys((*STATIC, DYNAMIC, *ROTARY)))
+"""The methods of `extend`."""
+TABLES = (*STATIC, DYNAMIC)
+CHOICE = f"for learned tables {listed(TABLES)}; for rotary positions {listed(ROTARY)}"
 
 
-def extend(model: M, max_length: int | None) -> M:
-    """The same model for inputs of up to `max_length` tokens; all parameters are shared with `model`, as in `patch`.
+def extend(model: M, max_length: int | None, method: str | None = None, **settings: Any) -> M:
+    """The same model for inputs of up to `max_length` tokens; all other parameters are shared with `model`, as in `patch`.
 
-    For encodings that are defined at every position, so that `max_length` is a promise and not a size. `model` itself stays
-    usable and unchanged. The config's length field follows, and `unpatch` works as before.
+    `model` itself stays usable and unchanged. Its tokenizer has to follow: `tokenizer.model_max_length = max_length` (the
+    command `hf-posenc extend` sees to it, and so does a SentenceTransformer).
+
+    Without a method it is a promise: for a patched model whose encoding is defined at every position, so that `max_length` is
+    no size. The config's length field follows, and `unpatch` works as before. With a method positions change:
+
+    Learned tables, of a stock model (BERT, RoBERTa, GPT-2, OPT, BART; the result is a model of the same class, which loads
+    without this package), or of the `learned` encoding:
+        "linear"      both ends stay, all between are interpolated.
+        "cubic"       the same by cubic convolution.
+        "tiled"       copies of the table behind one another; "recurrent" is another name for it.
+        "grouped"     neighbours share a row.
+        "keep_first"  the first `keep` rows (20) stay, the others are stretched (Long-CLIP).
+        "dynamic"     inputs up to the old length keep their positions bit-exactly, longer ones are stretched to their own
+                      length: a rule in the config, so that a stock model is patched with `learned`. Of an encoder and a decoder
+                      the encoder gets it; a decoder can't have it.
+
+    Rotary positions, of a stock model whose config has `rope_parameters` (the result is a stock model with others), or of the
+    `rope` encoding:
+        "linear" (position interpolation), "ntk", "dynamic" (NTK by the length of the text), "yarn", "longrope", "llama3":
+        Transformers' rules of these names, with factor = max_length / the old length unless it is given. Layers of sliding
+        windows that have rotations of their own keep them.
 
     Args:
-        model: a patched model, a SentenceTransformer with one, a `PositionEmbedding` or a `TokenPositionEmbedding`.
-        max_length: the new longest input in tokens, no shorter than before; None: no limit.
+        model: a model of Transformers, patched or not, a SentenceTransformer with one, a `PositionEmbedding` or a
+            `TokenPositionEmbedding`.
+        max_length: the new longest input in tokens, no shorter than before; None, without a method: no limit.
+        method: see above.
+        **settings: of the method: `keep` of "keep_first", `window` and `group` of "grouped", parameters of a rotary rule by
+            Transformers' names.
 
     Raises:
-        ValueError: the model isn't patched, its positions were made for its length (a learned table), or max_length is
-            shorter than before.
+        ValueError: positions that need a method, or don't know this one; a shorter length; a wrong setting.
+        HostRefused: a ValueError for a stock model whose positions can't be made longer.
     """
-    checked_max_length(max_length)
+    _check(max_length, method, settings)
     if holds_a_model(model):
-        return changed_within(model, functools.partial(extend, max_length=max_length))
+        change = functools.partial(extend, max_length=max_length, method=method, **settings)
+        return changed_within(model, change, longer=True)
     if isinstance(model, TokenPositionEmbedding):
         twin = copy.copy(model)
-        twin._modules = {**model._modules, "positions": extend(model.positions, max_length)}
+        twin._modules = {**model._modules, "positions": extend(model.positions, max_length, method, **settings)}
         return twin
     if isinstance(model, PositionEmbedding):
         refuse_wrapped(model, "extend")
-        return _extended_layer(model, max_length)
+        return _extended_layer(model, max_length, method, settings)
     refuse(model, "extend")
     if isinstance(model, PosEncModelMixin):
-        return _extended_model(model, max_length)
-    raise ValueError(
-        f"{type(model).__name__} is not patched, and its own positions can't be extended; this gives it others, which go on: "
-        f"hf_posenc.patch(model, 'alibi', max_length={max_length})"
-    )
+        return _extended_model(model, max_length, method, settings)
+    if method is None or max_length is None:
+        raise ValueError(
+            f"{type(model).__name__} is not patched, and its own positions need a method to go on, {CHOICE}: docs/longer.md "
+            f"says which; others go on by themselves: hf_posenc.patch(model, 'alibi', max_length={max_length})"
+        )
+    return extended_host(model, max_length, method, settings)
 
 
-def _extended_layer(layer: Any, max_length: int | None) -> Any:
-    config = copy.deepcopy(layer.config)
+def _check(max_length: int | None, method: str | None, settings: dict[str, Any]) -> None:
+    checked_max_length(max_length)
+    if method is not None and (not isinstance(method, str) or method not in METHODS):
+        raise ValueError(f"method={shown(method)}{meant(method, METHODS)}: allowed is {CHOICE}")
+    if method is not None and max_length is None:
+        raise ValueError(f"max_length=None with method={method!r}: give the new longest input in tokens")
+    for name, value in settings.items() if method is None else ():
+        raise ValueError(f"{name}={shown(value)}: settings belong to a method; allowed is {CHOICE}")
+
+
+def _extended_layer(layer: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
+    config, geometry = copy.deepcopy(layer.config), layer.posenc.geometry
+    kind, options = config.position_encoding["type"], options_of(config.position_encoding)
+    asked = _asked({kind: options}, geometry, config.max_length, max_length, method, settings)
     config.max_length = max_length
-    kind, anew = config.position_encoding["type"], "a new layer"
-    _check(kind, layer.posenc.geometry, layer.config.max_length, max_length, anew)
-    return _rebuilt(layer, config, kind, anew)
+    config.position_encoding = {"type": kind, **(_longer(kind, options, asked, geometry) or options)}
+    return _rebuilt(layer, config, asked)
 
 
-def _extended_model(model: Any, max_length: int | None) -> Any:
-    spec, anew = specs.read(model.config), "hf_posenc.patch(hf_posenc.unpatch(model), …, max_length=…)"
-    stack = next(filter(is_patched, model.modules()))
-    for each in spec.every:
-        _check(each.type, stack.posenc.geometry, spec.max_length, max_length, anew)
+def _extended_model(model: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
+    spec, stack = specs.read(model.config), next(filter(is_patched, model.modules()))
+    geometry = stack.posenc.geometry
+    asked = _asked(
+        {each.type: dict(each.options) for each in spec.every}, geometry, spec.max_length, max_length, method, settings
+    )
     config = copy.deepcopy(model.config)
     # The length field of a model made from scratch is the only thing that tells its trained length, and changes below.
-    options = spec.options if spec.host else spec.encoding.settled(stack.posenc.geometry, dict(spec.options))
-    specs.write(config, replace(spec, max_length=max_length, options=options))
+    options = dict(spec.options) if spec.host else spec.encoding.settled(geometry, dict(spec.options))
+    options = _longer(spec.type, options, asked, geometry) or options
+    others = {name: _longer_spec(each, asked, geometry) for name, each in spec.others.items()}
+    specs.write(config, replace(spec, max_length=max_length, options=options, others=others))
     rows = getattr(config, LENGTH_FIELD, None)
     if rows is not None and spec.replaces_all:  # as patch has it: the promise in the host's count, or the host's own length
         host = spec.host.rows if spec.host else rows
         setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack._posenc_pass.offset)
         config.check_size()
-    return _rebuilt(model, config, spec.type, anew)
+    return _rebuilt(model, config, asked)
 
 
-def _check(kind: str, geometry: Geometry, before: int | None, after: int | None, anew: str) -> None:
-    """Raises ValueError for an encoding whose positions are made for its length, and for a shorter length."""
-    parts = encoding_class(kind).component_classes()
-    if sized := [name for name, part in parts.items() if part.needs_max_length(geometry)]:
-        raise _made_for_its_length(sized[0], anew)
+def _asked(
+    kinds: dict[str, dict[str, Any]],
+    geometry: Geometry,
+    before: int | None,
+    after: int | None,
+    method: str | None,
+    settings: dict[str, Any],
+) -> Extension | None:
+    """What is asked of these encodings, type -> options; None for a promise alone.
+
+    Raises ValueError where it is no promise but a size, where none of them has this method, and for a shorter length.
+    """
+    if method is not None:
+        before = geometry.trained_length if before is None else before
+        if before is None:
+            raise ValueError(
+                f"method={method!r} starts from the length that positions were trained for, which nothing tells here: patch "
+                "with max_length, or give the rule to the encoding"
+            )
     if after is not None and (before is None or after < before):
-        now = "this model has no limit now" if before is None else f"give {before} or more, or None for no limit"
-        raise ValueError(f"max_length={after} would make the longest input shorter: {now}")
+        now = "this model has no limit now" if before is None else f"give {before} or more"
+        raise ValueError(
+            f"max_length={after} would make the longest input shorter: {now}{'' if method else ', or None for no limit'}"
+        )
+    asked = None if method is None else Extension(method, before or 0, after or 0, settings)
+    for kind, options in kinds.items():
+        for name, part in encoding_class(kind).component_classes().items():
+            given = encoding_class(kind).by_part(options)[name]
+            if part.needs_max_length(geometry) and (asked is None or part.extended(given, asked, geometry) is None):
+                raise _made_for_its_length(name, part.extended(given, Extension(LINEAR, 1, 1), geometry) is not None)
+    if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds.items()):
+        raise ValueError(
+            f"method={method!r} changes nothing in {' or '.join(map(repr, kinds))}: allowed is {CHOICE}; without a method, "
+            "extend raises the promise of encodings that go on by themselves"
+        )
+    return asked
 
 
-def _rebuilt(model: Any, config: Any, kind: str, anew: str) -> Any:
-    """A twin of the model with this config, built anew; its parameters and buffers are the model's own.
+def _longer(kind: str, options: dict[str, Any], asked: Extension | None, geometry: Geometry) -> dict[str, Any] | None:
+    """Options of an encoding as they were asked for; None where it has no such method."""
+    return None if asked is None else encoding_class(kind).extended(options, asked, geometry)
 
-    Raises ValueError where an encoding's tensors have other sizes then.
+
+def _longer_spec(spec: specs.PositionSpec, asked: Extension | None, geometry: Geometry) -> specs.PositionSpec:
+    options = _longer(spec.type, dict(spec.options), asked, geometry)
+    return spec if options is None else replace(spec, options=options)
+
+
+def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
+    """A twin of the model with this config, built anew; its parameters and buffers are the model's own, but for those that have
+    another size now.
+
+    Raises ValueError where an encoding doesn't say what these hold.
     """
     twin = shell(type(model), config)
-    if _encoding_tensors(twin) != _encoding_tensors(model):
-        raise _made_for_its_length(kind, anew)
+    ours, theirs = _within_encodings(twin), _within_encodings(model)
+    sizes, before = ({path: _sizes(each) for path, each in found.items()} for found in (ours, theirs))
+    if asked is None and sizes != before:
+        raise _made_for_its_length(config.position_encoding["type"])
     share(model, twin)
-    theirs: dict[str, Any] = dict(model.named_modules())
     shared: list[torch.Tensor] = []
-    for name, module in twin.named_modules():
-        if "posenc" not in name.split(".") or (other := theirs.get(name)) is None:
-            continue
-        module._parameters.update(other._parameters)
+    for path in ours.keys() & theirs.keys():
+        module, other = ours[path], theirs[path]
+        own = _sizes(module)
+        same = {name for name, size in _sizes(other).items() if own.get(name) == size}
+        module._parameters.update({name: value for name, value in other._parameters.items() if name in same})
         for key, buffer in other._buffers.items():
             # What isn't saved is computed anew, as it will be when the model is loaded: it may depend on max_length.
             computed = buffer is not None and key in other._non_persistent_buffers_set
-            module._buffers[key] = torch.empty_like(buffer) if computed else buffer
-            shared += [] if computed or buffer is None else [buffer]
+            if key in same or buffer is None:
+                module._buffers[key] = torch.empty_like(buffer) if computed else buffer
+                shared += [] if computed or buffer is None else [buffer]
+        if asked is not None and isinstance(module, PositionEncoding):
+            module.lengthen(other, asked)
         shared += [parameter for parameter in module._parameters.values() if parameter is not None]
+    left = (parameter for module in ours.values() for parameter in module._parameters.values())
+    if any(parameter is not None and parameter.is_meta for parameter in left):
+        raise _made_for_its_length(config.position_encoding["type"])
     with marked_as_loaded(shared):
         refill(module for module in twin.modules() if isinstance(module, PositionEncoding))
     return twin
 
 
-def _encoding_tensors(model: nn.Module) -> dict[str, torch.Size]:
-    """Name -> shape of the parameters and buffers of all encodings in a model."""
-    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name: tensor.shape for name, tensor in named if "posenc" in name.split(".")}
+def _within_encodings(model: nn.Module) -> dict[str, Any]:
+    """Path -> module of all encodings in a model, and of their parts."""
+    return {path: module for path, module in model.named_modules() if "posenc" in path.split(".")}
 
 
-def _made_for_its_length(kind: str, anew: str) -> ValueError:
+def _sizes(module: nn.Module) -> dict[str, torch.Size]:
+    """Name -> shape of a module's own parameters and buffers."""
+    held = {**module._parameters, **module._buffers}
+    return {name: tensor.shape for name, tensor in held.items() if tensor is not None}
+
+
+def _made_for_its_length(kind: str, stretches: bool = False) -> ValueError:
+    more = "more of them have to be trained anew: hf_posenc.patch(hf_posenc.unpatch(model), …, max_length=…)"
     return ValueError(
-        f"the positions of {kind!r} are made for its max_length, so more of them have to be trained anew: {anew}, or take an "
-        "encoding without a limit of its own"
+        f"the positions of {kind!r} are made for its max_length: "
+        f"{f'give a method by which a table is made longer, {listed(TABLES)}' if stretches else more}; or take an encoding "
+        "without a limit of its own"
     )

@@ -164,11 +164,12 @@ def holds_a_model(model: Any) -> bool:
     return isinstance(model, nn.Sequential) and len(model) > 0 and isinstance(getattr(model[0], "model", None), PreTrainedModel)
 
 
-def changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedModel]) -> Any:
+def changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedModel], longer: bool = False) -> Any:
     """A twin of a SentenceTransformer with its model changed and a tokenizer of its own; it shares all else.
 
     Its max_seq_length, which is its tokenizer's model_max_length, becomes the patched model's usable length: without a limit
-    Transformers' VERY_LARGE_INTEGER, so that no text is cut. `unpatch` cuts it down to the host's.
+    Transformers' VERY_LARGE_INTEGER, so that no text is cut. A stock model cuts it down to its own (`unpatch`), or, if it was
+    made longer, sets it to that.
     """
     first = outer[0]
     model = change(first.model)
@@ -184,10 +185,10 @@ def changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedMod
         holder.config_keys = [*type(first).config_keys, "max_seq_length"]
     else:
         vars(holder).pop("config_keys", None)
-        within = first.model.config.position_spec.submodel
+        within = first.model.config.position_spec.submodel if isinstance(first.model, PosEncModelMixin) else None
         stacks = find_all(model if within is None else submodel_of(model, within)).values()
         lengths = [found.usable_length for found in stacks if found.usable_length]
-        holder.max_seq_length = min([first.max_seq_length, *lengths])
+        holder.max_seq_length = min(lengths if longer else [first.max_seq_length, *lengths])
     # As sentence-transformers' own merge does: the given model's card doesn't describe this one.
     twin._model_card_text = None
     twin.model_card_data = twin.model_card_data_class(local_files_only=True)

@@ -410,7 +410,7 @@ def _check_length(stack: Any, length: int, past: Any, cache: Any) -> None:
     if total > limit:
         spec = stack._posenc_spec
         if spec.encoding.needs_max_length(stack.posenc.geometry):
-            longer = "; it has no positions beyond, and more of them would have to be trained"
+            longer = "; it has no positions beyond: hf_posenc.extend(model, max_length, method=…) makes a table longer"
         else:
             longer = ", or raise the promise: hf_posenc.extend(model, max_length=…)"
         raise ValueError(

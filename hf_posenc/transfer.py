@@ -4,7 +4,7 @@ import copy
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -201,16 +201,23 @@ def shell(cls: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
         return cls(config)
 
 
-def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
+def share(source: PreTrainedModel, target: PreTrainedModel, anew: Collection[str] = ()) -> None:
     """Give all parameters and buffers that the two have in common to `target`, with what can be set on a module.
+
+    anew: the paths of modules that stay as the target's config makes them, with parameters that it may have already. Where
+        there are any, numbers that follow the config (a scaling by the factor of rotary positions) stay the target's, too.
 
     Raises ValueError where `source` is no longer what its config describes.
     """
     theirs = dict(source.named_modules(remove_duplicate=False))
     silenced = tuple(f"{name}." for name, module in theirs.items() if isinstance(module, Silenced))
     lengths = specs.length_of(source.config), specs.length_of(target.config)
+    before = dict(shell(type(source), source.config, source.dtype).named_modules()) if anew else {}
     for name, module in target.named_modules():
         other = theirs.get(name)
+        if name in anew:
+            module.training = theirs[name].training
+            continue
         if name.startswith(silenced):
             continue  # a part of what was silenced there
         if "posenc" in name.split(".") or isinstance(module, Silenced) or isinstance(other, Silenced):
@@ -243,6 +250,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
             number = type(value) in (bool, int, float, str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
             # A length that follows the config's stays the target's.
             by_length = type(value) is int and (value, getattr(module, key, None)) == lengths
+            by_length |= name in before and _differs(getattr(before[name], key, None), getattr(module, key, None))
             if key == CHECKPOINT or (number and key[0] != "_" and not by_length):
                 setattr(module, key, value)
     if any(map(structure.is_patched, target.modules())):
@@ -255,6 +263,11 @@ def share(source: PreTrainedModel, target: PreTrainedModel) -> None:
     if hasattr(source, "generation_config"):
         target.generation_config = copy.deepcopy(source.generation_config)
     target.name_or_path = source.name_or_path
+
+
+def _differs(before: Any, after: Any) -> bool:
+    """Whether a number is another one by one config than by another."""
+    return type(before) in (int, float) and type(after) in (int, float) and before != after
 
 
 def _class_name(module: nn.Module) -> tuple[str, str]:

@@ -366,6 +366,7 @@ def test_config_is_checked_and_canonical():
         "init": "normal",
         "std": 0.02,
         "storage": "float32",
+        "trained_rows": None,
         "file": None,
     }
     layer = AutoModel.from_config(config)

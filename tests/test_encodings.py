@@ -574,8 +574,8 @@ def test_the_default_dtype_does_not_matter(kind):
 
 @pytest.mark.parametrize("kind", [*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+rope+t5"])
 def test_verbs_an_encoding_lacks_do_nothing(kind):
-    encoding = make(kind, max_length=10, is_causal=True)
-    query, key, context = random(1, 4, 2, 8), random(1, 4, 2, 8), context_of(encoding, torch.arange(2)[None])
+    encoding = make(kind, max_length=40, is_causal=True)
+    query, key, context = random(1, 4, 40, 8), random(1, 4, 40, 8), context_of(encoding, torch.arange(40)[None])
     verbs = {*encoding.acts_by()} - (set() if encoding.needs_weights() else {"value_bias"})
     results = {
         "embed": encoding.embed(torch.arange(3)),

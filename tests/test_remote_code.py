@@ -132,7 +132,7 @@ def test_saving_again_without_the_package_writes_the_same_folder(bare):
 def test_only_what_is_needed_is_saved(bare):
     _, folder = bare
     embedding = {"options", "context", "base", "composition", "registry", "building", "spec", "checkpoints", "embedding"}
-    embedding |= {"remote_code", "requirements", "saving", "storage", "user_code", "probe"}
+    embedding |= {"remote_code", "requirements", "saving", "storage", "stretching", "user_code", "probe"}
     sources = {path.stem for path in (ROOT / "hf_posenc/sources").glob("[!_]*.py")}
     common = (
         embedding

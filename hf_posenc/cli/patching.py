@@ -102,16 +102,26 @@ def _distillation(original: str, patched: Path) -> str:
 
 def given_encoding(given: str, options: list[str]) -> dict[str, Any]:
     encoding = _parsed(given) if given.startswith("{") else {"type": given}
+    settings = given_settings(options)
+    for name in settings:
+        if name in ("type", "max_length", "layers", "submodel", "where", "inject", "host"):
+            raise ValueError(f"--option {name}: {name!r} is no option of an encoding; see hf-posenc patch --help")
+        if name in encoding:
+            raise ValueError(f"--option {name}: {name!r} is given twice")
+    return {**encoding, **settings}
+
+
+def given_settings(options: list[str]) -> dict[str, Any]:
+    """The values of --option name=value, by name."""
+    settings: dict[str, Any] = {}
     for option in options:
         name, equals, value = option.partition("=")
         if not name or not equals:
             raise ValueError(f"--option {option!r}: give name=value")
-        if name in ("type", "max_length", "layers", "submodel", "where", "inject", "host"):
-            raise ValueError(f"--option {option!r}: {name!r} is no option of an encoding; see hf-posenc patch --help")
-        if name in encoding:
+        if name in settings:
             raise ValueError(f"--option {option!r}: {name!r} is given twice")
-        encoding[name] = option_value(value)
-    return encoding
+        settings[name] = option_value(value)
+    return settings
 
 
 def option_value(text: str) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import Local, checked_value, listed, meant, shown
 from hf_posenc.encodings.storage import StoredTensor
+from hf_posenc.encodings.stretching import Extension
 
 RESERVED = {
     "type",
@@ -233,6 +234,14 @@ class PositionEncoding(nn.Module):
 
     def adopt(self, table: Tensor | None) -> None:
         """Copy values from the host's own position table, `[rows, D]`, if it has one; called after `reset_parameters`."""
+
+    @classmethod
+    def extended(cls, options: dict[str, Any], asked: Extension, geometry: Geometry) -> dict[str, Any] | None:
+        """Checked options by which this encoding serves longer inputs in the way that was asked for; None where it can't."""
+        return None
+
+    def lengthen(self, shorter: Any, asked: Extension) -> None:
+        """Take the values of tensors that have other sizes here from a module that was made for shorter inputs."""
 
     def restore(self, find: Callable[[str], StoredTensor | None]) -> dict[str, Tensor]:
         """Take from a checkpoint what Transformers can't load as it is; called after it has loaded the others.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import meant, shown
+from hf_posenc.encodings.stretching import Extension
 
 
 class Composition(PositionEncoding):
@@ -86,6 +87,13 @@ class Composition(PositionEncoding):
     @classmethod
     def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
         return {name: part.settled(geometry, options[name]) for name, part in cls.parts.items()}
+
+    @classmethod
+    def extended(cls, options: dict[str, Any], asked: Extension, geometry: Geometry) -> dict[str, Any] | None:
+        longer = {name: part.extended(options[name], asked, geometry) for name, part in cls.parts.items()}
+        if all(found is None for found in longer.values()):
+            return None
+        return {name: options[name] if found is None else found for name, found in longer.items()}
 
     @classmethod
     def rotates_anew(cls, options: dict[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """The frequency rules of rotary positions, as Transformers has them: parameters, errors about these, frequencies."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hf_posenc.encodings.options import listed, shown
+from hf_posenc.encodings.stretching import Extension
 
 ORIGINAL = "original_max_position_embeddings"
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -36,6 +38,18 @@ RAMPS: dict[str, dict[str, Any]] = {
     "llama3": {"low_freq_factor": None, "high_freq_factor": None},
 }
 """Rule -> the parameters between which it passes from one frequency to another, the lower one first, and their defaults."""
+
+NTK = "ntk"
+"""The method of `extend` that gives a larger theta, once for all lengths."""
+EXTENDING: dict[str, dict[str, Any]] = {
+    "linear": {},
+    NTK: {},
+    "dynamic": {},
+    "yarn": {},
+    "longrope": {},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+"""The methods of `extend` for rotary positions -> what Llama 3.1 has for parameters that its rule needs."""
 
 
 def check_parameters(kind: str, options: dict[str, Any]) -> None:
@@ -71,6 +85,58 @@ def settled(options: dict[str, Any], trained: int | None) -> dict[str, Any]:
     if rule == "longrope" and not {"factor", "attention_factor"} & {*options}:
         filled["factor"] = trained / filled[ORIGINAL]
     return filled
+
+
+def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> dict[str, Any]:
+    """`rope_parameters` in the form of Transformers for longer inputs.
+
+    parameters: those in force. rotated: how many features of a head they turn.
+
+    "linear"    position interpolation (https://arxiv.org/abs/2306.15595): frequencies / s, s the new length / the trained one.
+    "ntk"       theta · s^(R/(R - 2)), which divides the lowest frequency by s and leaves the highest as it is.
+    others      Transformers' rules of these names with factor s; "longrope" needs its two lists of factors.
+
+    What was extended before by the same rule goes on from the length it was trained for.
+
+    Raises ValueError for another rule in force, a rule that this version of Transformers doesn't have, and settings that the
+    method doesn't take or lacks.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    method, settings, given = asked.method, dict(asked.settings), dict(parameters)
+    rule = given.pop("rope_type", "default")
+    if method == NTK:
+        asked.refuse_other_settings("factor")
+        if rule != "default":
+            raise _other_rule(rule, method)
+        if rotated < 4:
+            raise ValueError(f"method={method!r} takes theta to the power R/(R - 2), and R is {rotated} here: take 'linear'")
+        factor = settings.get("factor", asked.after / asked.before)
+        return {**given, "rope_type": rule, "rope_theta": given["rope_theta"] * factor ** (rotated / (rotated - 2))}
+    if method not in ROPE_INIT_FUNCTIONS:
+        raise ValueError(f"method={method!r}: this version of Transformers has {listed([*ROPE_INIT_FUNCTIONS])}")
+    if rule not in ("default", method):
+        raise _other_rule(rule, method)
+    asked.refuse_other_settings(*ALL[method])
+    before = given.get("factor") or 1.0
+    own: dict[str, Any] = {"factor": before * asked.after / asked.before} if "factor" in ALL[method] else {}
+    if ORIGINAL in ALL[method]:
+        own[ORIGINAL] = given.get(ORIGINAL) or round(asked.before / before)
+    defaults = {name: value for name, value in EXTENDING[method].items() if name not in given}
+    longer = {**given, **own, **defaults, **settings, "rope_type": method}
+    if missing := [name for name in NEEDED[method] if longer.get(name) is None]:
+        raise ValueError(
+            f"method={method!r} needs {listed(missing)}, found by a search on the model: give "
+            f"{', '.join(f'{name}=…' for name in missing)}"
+        )
+    return longer
+
+
+def _other_rule(rule: str, method: str) -> ValueError:
+    return ValueError(
+        f"method={method!r}: these positions follow rope_type={rule!r} already, and two rules don't add up: take "
+        f"method={rule!r}, or the model as it was before"
+    )
 
 
 def check_sizes(kind: str, rule: str, parameters: dict[str, Any], part: float, head_dim: int, rotated: int) -> None:

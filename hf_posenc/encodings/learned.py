@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.context import last_of
 from hf_posenc.encodings.options import Above, Local
 from hf_posenc.encodings.sinusoidal import sinusoids
 from hf_posenc.encodings.storage import BLOCK, StoredTensor, names_in, to_int8
+from hf_posenc.encodings.stretching import DYNAMIC, STATIC, Extension, fractions
 
 MAPPED = "memory-mapped"
 
@@ -29,6 +31,9 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
             "memory-mapped": the rows stay in a file and take memory while they are read, so that a table of gigabytes opens at
             once. It is no part of what a model moves, casts or counts; it stays on the CPU, and what is read goes to the device
             of the positions. Saved with the model, it is read from the model's own safetensors file when that is loaded.
+        trained_rows: N, of a table with fewer rows than max_length; for encoders. A text of n tokens up to N takes its rows as
+            they are. In a longer one position p is at p(N - 1)/(n - 1), between two rows their mean by distance: `extend` with
+            method="dynamic". n is the last position of a row + 1; of several texts in one row that of the longest.
         file: of "memory-mapped", once, for a new model: a safetensors file with one tensor `[max_length, D]`, of float32,
             float16 or bfloat16. A config.json never names it.
 
@@ -43,6 +48,7 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
     init: Literal["normal", "sinusoidal", "host"] = "normal"
     std: Annotated[float, Above(0)] = 0.02
     storage: Literal["float32", "int8", "memory-mapped"] = "float32"
+    trained_rows: Annotated[int, Above(1)] | None = None
     file: Annotated[str | None, Local()] = None
 
     if TYPE_CHECKING:
@@ -53,7 +59,8 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
         super().__init__(geometry, **options)
         if geometry.max_length is None:
             raise ValueError("'learned' has one row for each position: give max_length, the number of rows")
-        self.shape = geometry.max_length, geometry.hidden_size
+        self._check_rows(geometry.max_length)
+        self.shape = self.trained_rows or geometry.max_length, geometry.hidden_size
         if self.file is not None:
             self._refuse_beside_file()
         if self.storage == "float32":
@@ -107,20 +114,48 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
     def needs_max_length(cls, geometry: Geometry) -> bool:
         return True
 
+    @classmethod
+    def extended(cls, options: dict[str, Any], asked: Extension, geometry: Geometry) -> dict[str, Any] | None:
+        if asked.method == DYNAMIC:
+            asked.refuse_other_settings()
+            return {**options, "trained_rows": options["trained_rows"] or asked.before}
+        return options if asked.method in STATIC and options["trained_rows"] is None else None
+
+    def lengthen(self, shorter: Any, asked: Extension) -> None:
+        if self.storage != "float32":
+            raise ValueError(
+                f"learned.storage={self.storage!r}: these rows are frozen: load the model with storage='float32', extend it, "
+                "and load the result with this storage; or take method='dynamic', which leaves them as they are"
+            )
+        table = asked.stretched(shorter.weight.detach())
+        self.weight = nn.Parameter(table, requires_grad=shorter.weight.requires_grad)
+
     def embed(self, positions: Tensor) -> Tensor:
         indices = positions.cpu() if self.storage == MAPPED else positions
+        length, longer = self.geometry.max_length or 0, self.trained_rows is not None
         # Reading values would synchronize a GPU and break a traced graph, where only the shapes are checked.
         if indices.device.type == "cpu" and not torch.compiler.is_compiling() and indices.numel():
             low, high = indices.aminmax()
-            if low < 0 or high >= self.shape[0]:
+            if low < 0 or high >= length:
                 raise ValueError(
-                    f"position_ids from {int(low)} to {int(high)} don't fit a learned table of {self.shape[0]} rows: "
-                    "pass ids below that, or patch the stock model with a larger max_length and train that"
+                    f"position_ids from {int(low)} to {int(high)} don't fit a learned table of {length} rows: "
+                    "pass ids below that, or hf_posenc.extend(model, max_length, method=…)"
                 )
+            longer = longer and bool(high >= self.shape[0])
+        if longer:
+            below, part = fractions(indices, self.shape[0], (last_of(indices) + 1).clamp(min=self.shape[0]))
+            here, above = self._at(below), self._at((below + 1).clamp(max=self.shape[0] - 1))
+            vectors = torch.lerp(here, above, part[..., None].to(here))
+        else:
+            vectors = self._at(indices)
+        return vectors.to(positions.device)
+
+    def _at(self, indices: Tensor) -> Tensor:
+        """Rows of the table, `[..., L] -> [..., L, D]`."""
         if self.storage == "int8":
             return self.values[indices].to(self.steps.dtype) * self.steps[indices]
         if self.storage == MAPPED:
-            return self._stored().rows(indices).to(positions.device)
+            return self._stored().rows(indices)
         return F.embedding(indices, self.weight)
 
     def restore(self, find: Callable[[str], StoredTensor | None]) -> dict[str, Tensor]:
@@ -155,6 +190,16 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
                 f"tensor {[*self.shape]}; or load a model that was saved with one by from_pretrained"
             )
         return self.table
+
+    def _check_rows(self, length: int) -> None:
+        rows = self.trained_rows
+        if rows is not None and rows > length:
+            raise ValueError(f"learned.trained_rows={rows}: allowed are rows up to max_length={length}; or leave it out")
+        if rows is not None and self.geometry.is_causal:
+            raise ValueError(
+                f"learned.trained_rows={rows}: a decoder's cache keeps vectors of positions before the text has its length, so "
+                "none can be stretched by that: extend with a static method, such as 'linear'"
+            )
 
     def _refuse_beside_file(self) -> None:
         if self.storage != MAPPED:

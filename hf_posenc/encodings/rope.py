@@ -10,10 +10,20 @@ from torch import Tensor
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.frequency_rules import BY_LENGTH, ORIGINAL, check_parameters, check_sizes, computed, settled
+from hf_posenc.encodings.frequency_rules import (
+    BY_LENGTH,
+    EXTENDING,
+    ORIGINAL,
+    check_parameters,
+    check_sizes,
+    computed,
+    extended,
+    settled,
+)
 from hf_posenc.encodings.options import Above
 from hf_posenc.encodings.rotation import rotated
 from hf_posenc.encodings.sinusoidal import frequencies
+from hf_posenc.encodings.stretching import Extension
 
 Positive = Annotated[float, Above(0)]
 
@@ -101,6 +111,16 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
     @classmethod
     def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
         return settled(options, geometry.trained_length)
+
+    @classmethod
+    def extended(cls, options: dict[str, Any], asked: Extension, geometry: Geometry) -> dict[str, Any] | None:
+        if asked.method not in EXTENDING:
+            return None
+        rotated = int(geometry.head_dim * options.get("partial_rotary_factor", 1.0))
+        given = {name: value for name, value in options.items() if name != "theta"}
+        longer = extended({**given, "rope_theta": options["theta"]}, asked, rotated)
+        theta = longer.pop("rope_theta")
+        return cls.checked_options({**longer, "theta": theta})
 
     @classmethod
     def rotates_anew(cls, options: dict[str, Any]) -> bool:

@@ -75,6 +75,11 @@ class CountingTable(Table):
             return {}
         return {f"{self.path}.weight": (self.rows if self.more is None or rows is None else rows + self.more, self.width)}
 
+    @property
+    def learned_table(self) -> tuple[str, int] | None:
+        computed = hasattr(self.module, "create_weight")  # sinusoids, which aren't saved: Marian, Pegasus
+        return (f"{self.path}.weight", self.first) if "weight" in self.module._parameters and not computed else None
+
     def table(self) -> Tensor | None:
         table = _table(self.module)
         return None if table is None else table[self.first :]

@@ -25,6 +25,7 @@ class Rotary(Source):
     """
 
     encoding, verb, arguments = "rope", "rotate", ("position_embeddings",)
+    follows_rope_parameters = True
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
@@ -58,7 +59,11 @@ class Rotary(Source):
         replace(stack, self.path, self.module)
 
     def usable_length(self, config: Any) -> int | None:
-        return getattr(config, LENGTH_FIELD, None)
+        length = getattr(config, LENGTH_FIELD, None)
+        given = getattr(config, "rope_parameters", None) or {}
+        # Transformers takes the length field for the one that frequencies were trained for, and makes them for longer texts.
+        grows = [each for each in (given, *given.values()) if isinstance(each, dict) and each.get("rope_type") == "dynamic"]
+        return length if length is None or not grows else int(length * min(each.get("factor", 1) for each in grows))
 
 
 class AxialRotary(Source):

@@ -112,6 +112,14 @@ class Source(abc.ABC):
         """Key -> shape of the learned tensors that `unpatch` needs, for a host whose config says `rows`."""
         return {}
 
+    follows_rope_parameters: ClassVar[bool] = False
+    """Whether the module turns by `rope_parameters` of the config."""
+
+    @property
+    def learned_table(self) -> tuple[str, int] | None:
+        """Of a learned table `[rows, D]` of consecutive positions the key of its parameter, and the row of position 0."""
+        return None
+
     def table(self) -> Tensor | None:
         """The host's vectors of the positions from 0 on, `[rows, D]`, if it has them: an encoding may adopt them."""
         return None

@@ -73,6 +73,10 @@ class Table(Source):
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.weight": (len(self.module.weight) if rows is None else rows, self.width)}
 
+    @property
+    def learned_table(self) -> tuple[str, int] | None:
+        return f"{self.path}.weight", self.offset
+
     def table(self) -> Tensor | None:
         return self.module.weight[self.offset :]
 
