@@ -105,12 +105,12 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
 
     method, settings, given = asked.method, dict(asked.settings), dict(parameters)
     rule = given.pop("rope_type", "default")
+    if method in (NTK, "dynamic") and rotated < 4:
+        raise ValueError(f"method={method!r} takes theta to the power R/(R - 2), and R is {rotated} here: take 'linear'")
     if method == NTK:
         asked.refuse_other_settings("factor")
         if rule != "default":
             raise _other_rule(rule, method)
-        if rotated < 4:
-            raise ValueError(f"method={method!r} takes theta to the power R/(R - 2), and R is {rotated} here: take 'linear'")
         factor = settings.get("factor", asked.after / asked.before)
         return {**given, "rope_type": rule, "rope_theta": given["rope_theta"] * factor ** (rotated / (rotated - 2))}
     if method not in ROPE_INIT_FUNCTIONS:

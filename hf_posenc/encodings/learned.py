@@ -122,13 +122,16 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
         return options if asked.method in STATIC and options["trained_rows"] is None else None
 
     def lengthen(self, shorter: Any, asked: Extension) -> None:
-        if self.storage != "float32":
+        if self.shape == shorter.shape:
+            self.table = shorter.table
+        elif self.storage == "float32":
+            table = asked.stretched(shorter.weight.detach())
+            self.weight = nn.Parameter(table, requires_grad=shorter.weight.requires_grad)
+        else:
             raise ValueError(
                 f"learned.storage={self.storage!r}: these rows are frozen: load the model with storage='float32', extend it, "
                 "and load the result with this storage; or take method='dynamic', which leaves them as they are"
             )
-        table = asked.stretched(shorter.weight.detach())
-        self.weight = nn.Parameter(table, requires_grad=shorter.weight.requires_grad)
 
     def embed(self, positions: Tensor) -> Tensor:
         indices = positions.cpu() if self.storage == MAPPED else positions

@@ -1,0 +1,717 @@
+"""`extend` with a method: learned tables and rotary positions of stock models made longer, and the rules that go by a text's
+length, against float64 loops from the papers, torch's interpolation, and Transformers' own rotary rules."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AutoModel
+
+import hf_posenc
+from conftest import (
+    BERT,
+    HOSTS,
+    LENGTH,
+    LLAMA,
+    ROBERTA,
+    TABLED,
+    Host,
+    assert_apart,
+    assert_close,
+    assert_equal,
+    first,
+    patched,
+    randomize,
+    run_python,
+    stock,
+    tokens,
+)
+from hf_posenc.encodings import Extension, Geometry, PositionContext, build, canonical
+from hf_posenc.encodings.stretching import STATIC
+
+LONG = 2 * LENGTH + 13
+BART = dict(
+    d_model=32,
+    encoder_layers=1,
+    decoder_layers=1,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    max_position_embeddings=LENGTH,
+    pad_token_id=1,
+)
+BY_OTHERS = {
+    "opt": Host("OPT", dict(BERT, ffn_dim=48, word_embed_proj_dim=32, bos_token_id=1, eos_token_id=2, pad_token_id=1)),
+    "bart": Host("Bart", BART),
+    "clip-text": Host("CLIPText", dict(BERT, bos_token_id=1, eos_token_id=2)),
+    "lilt": Host("Lilt", dict(ROBERTA, hidden_size=48, max_2d_position_embeddings=16, channel_shrink_ratio=2)),
+}
+"""Tables that count by themselves, or stand beside another."""
+TABLES = {**{name: HOSTS[name] for name in TABLED}, **BY_OTHERS}
+DYNAMIC = [name for name, host in TABLES.items() if not host.biases and name not in ("gpt2", "opt", "clip-text", "lilt")]
+"""Encoders whose only positions are a table."""
+
+
+def asked(model, ids, **others):
+    """The first output of a model for tokens; of an encoder and a decoder for a short text of the latter."""
+    if model.config.is_encoder_decoder:
+        others["decoder_input_ids"] = ids[:, :9]
+    with torch.no_grad():
+        return model(input_ids=ids, **others)[0]
+
+
+def encoded(model, ids, **others):
+    """The states of an encoder, also of one with a decoder."""
+    with torch.no_grad():
+        return (model.encoder if model.config.is_encoder_decoder else model)(input_ids=ids, **others)[0]
+
+
+def table_rows(table, length, method, keep=20):
+    """Longer tables in float64 loops, from the papers' formulas."""
+    rows, longer = len(table), []
+    for position in range(length):
+        if method in ("tiled", "recurrent"):
+            longer.append(table[position % rows])
+        elif method == "grouped":
+            longer.append(table[math.floor(position / math.ceil(length / rows))])
+        elif method == "keep_first" and position < keep:
+            longer.append(table[position])
+        else:
+            kept = keep if method == "keep_first" else 0
+            place = kept + (position - kept) * (rows - 1 - kept) / (length - 1 - kept)
+            below = min(int(place + 1e-9), rows - 1)
+            above = min(below + 1, rows - 1)
+            longer.append(table[below] + (place - below) * (table[above] - table[below]))
+    return torch.stack(longer)
+
+
+@pytest.mark.parametrize("length", [LENGTH, LENGTH + 1, LONG, 5 * LENGTH])
+@pytest.mark.parametrize("method", STATIC)
+def test_tables_by_the_formula(method, length):
+    table = torch.randn(LENGTH, 5, generator=torch.Generator().manual_seed(0))
+    longer = Extension(method, LENGTH, length).stretched(table)
+    assert longer.dtype == table.dtype and len(longer) == length
+    if method == "cubic":
+        image = table.double().T[None, :, :, None]
+        expected = F.interpolate(image, size=(length, 1), mode="bicubic", align_corners=True)[0, :, :, 0].T
+    else:
+        expected = table_rows(table.double(), length, method)
+    assert_close(longer.double(), expected)
+    if method in ("linear", "cubic", "keep_first"):
+        assert torch.equal(longer[[0, -1]], table[[0, -1]])
+        assert_close(longer[: 20 if method == "keep_first" else 1], table[: 20 if method == "keep_first" else 1])
+    if length == LENGTH:
+        assert torch.equal(longer, table)
+
+
+def test_rows_that_fall_on_rows_are_exact():
+    table = torch.randn(9, 4)
+    for method in ("linear", "cubic"):
+        assert torch.equal(Extension(method, 9, 25).stretched(table)[::3], table)
+    assert torch.equal(Extension("keep_first", 9, 12, {"keep": 6}).stretched(table)[:6], table[:6])
+
+
+def own_tables(model):
+    """The names of the tables of absolute positions in a stock model."""
+    names = r"(^|\.)((box_)?position_embeddings?|wpe|embed_positions)\.weight$"
+    return {name for name, _ in model.named_parameters() if re.search(names, name)}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_stock_model_stays_one(name):
+    """Its table is the formula's, rows before the first position and all else are the model's own."""
+    model = stock(TABLES[name])
+    before = asked(model, tokens(length=LENGTH))
+    longer = hf_posenc.extend(model, LONG, "linear")
+    assert type(longer) is type(model) and not longer.training and hf_posenc.inspect(longer).max_length == LONG
+    assert hf_posenc.inspect(model).max_length == LENGTH and torch.equal(asked(model, tokens(length=LENGTH)), before)
+    tables = own_tables(model)
+    assert tables
+    for path, parameter in longer.named_parameters():
+        old = model.get_parameter(path)
+        if path not in tables:
+            assert parameter is old, path
+            continue
+        offset = len(old) - LENGTH
+        assert torch.equal(parameter[:offset], old[:offset]) and offset in (0, 2) and len(parameter) == LONG + offset
+        assert_close(parameter[offset:], table_rows(old[offset:].double(), LONG, "linear").float())
+    for text in (tokens(length=LONG), tokens(length=LENGTH)):
+        assert asked(longer, text).isfinite().all()
+    # The last token of a full text has the vector that it had, the first one too: at both lengths the ends are the ends.
+    same = hf_posenc.extend(model, LENGTH, "linear")
+    assert_equal(asked(same, tokens(length=LENGTH)), before)
+
+
+@pytest.mark.parametrize("method", STATIC)
+def test_texts_see_the_longer_table(method):
+    """The stock model with a table made by hand gives the same."""
+    model = stock("bert", "ForMaskedLM")
+    longer = hf_posenc.extend(model, LONG, method)
+    by_hand = stock("bert", "ForMaskedLM", max_position_embeddings=LONG)
+    state = {name: value for name, value in model.state_dict().items() if "position_embeddings" not in name}
+    by_hand.load_state_dict(state, strict=False)
+    table = by_hand.bert.embeddings.position_embeddings.weight
+    with torch.no_grad():
+        old = model.bert.embeddings.position_embeddings.weight
+        table.copy_(
+            longer.bert.embeddings.position_embeddings.weight if method == "cubic" else table_rows(old.double(), LONG, method)
+        )
+    assert_close(asked(longer, tokens(length=LONG)), asked(by_hand, tokens(length=LONG)))
+
+
+STOCK_ALONE = """
+import json, sys, torch
+from transformers import AutoModel
+ids, others, expected = torch.load(sys.argv[2])
+model = AutoModel.from_pretrained(sys.argv[1])
+assert "hf_posenc" not in sys.modules
+with torch.no_grad():
+    print(json.dumps([type(model).__name__, torch.equal(model(input_ids=ids, **others)[0], expected)]))
+"""
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2", "bart", "opt"])
+def test_it_loads_without_this_package(name, tmp_path):
+    longer = hf_posenc.extend(stock(TABLES[name]), LONG, "cubic")
+    ids = tokens(length=LONG)
+    others = {"decoder_input_ids": ids[:, :9]} if longer.config.is_encoder_decoder else {}
+    longer.save_pretrained(tmp_path / "model")
+    torch.save((ids, others, asked(longer, ids)), tmp_path / "expected.pt")
+    told = json.loads(run_python(STOCK_ALONE, tmp_path / "model", tmp_path / "expected.pt"))
+    assert told == [type(longer).__name__, True]
+
+
+def test_what_carries_over():
+    model = stock("gpt2", "LMHeadModel").train()
+    model.transformer.wpe.weight.requires_grad_(False)
+    model.transformer.drop.p, model.name_or_path = 0.25, "somebody/base"
+    longer = hf_posenc.extend(model.to(torch.bfloat16), LONG, "keep_first", keep=3)
+    table = longer.transformer.wpe.weight
+    assert table.dtype == torch.bfloat16 and not table.requires_grad and longer.transformer.wpe.num_embeddings == LONG
+    assert longer.training and longer.transformer.drop.p == 0.25 and longer.name_or_path == "somebody/base"
+    assert longer.lm_head.weight is longer.transformer.wte.weight is model.lm_head.weight
+    assert torch.equal(table[:3], model.transformer.wpe.weight[:3])
+    out = longer.eval().generate(tokens(length=LENGTH + 5), max_new_tokens=4, do_sample=False)
+    assert out.shape[1] == LENGTH + 9
+    again = hf_posenc.patch(longer, "alibi")  # what comes of it is a stock model like any other
+    assert hf_posenc.unpatch(again).config.n_positions == LONG
+
+
+# Positions stretched to the length of each text.
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_short_texts_keep_their_positions_bit_exactly(name):
+    model = stock(TABLES[name])
+    longer = hf_posenc.extend(model, LONG, "dynamic")
+    for length in (1, 2, 9, LENGTH):
+        assert torch.equal(asked(longer, tokens(length=length)), asked(model, tokens(length=length))), length
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, 13:] = 0
+    texts = [asked(each, tokens(length=LENGTH), attention_mask=mask) for each in (longer, model)]
+    texts = [text[0] for text in texts] if model.config.is_encoder_decoder else [torch.cat([t[0], t[1, :13]]) for t in texts]
+    assert torch.equal(*texts)
+    assert hf_posenc.inspect(longer).max_length == LONG
+
+
+@pytest.mark.parametrize("length", [LENGTH + 1, 41, LONG])
+@pytest.mark.parametrize("name", ["bert", "roberta", "albert", "bart"])
+def test_longer_texts_are_stretched_to_their_own_length(name, length):
+    """As by a stock model whose table was stretched to that very length; beside shorter texts of the batch, too."""
+    model = stock(TABLES[name])
+    longer, ids = hf_posenc.extend(model, LONG, "dynamic"), tokens(length=length)
+    assert_close(encoded(longer, ids), encoded(hf_posenc.extend(model, length, "linear"), ids))
+    for before, behind in ((0, length - 9), (length - 9, 0)):
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[1, :before], mask[1, length - behind :] = 0, 0
+        both = encoded(longer, ids, attention_mask=mask)
+        assert_close(both[:1], encoded(longer, ids[:1]))
+        assert_close(both[1, before : length - behind], encoded(model, ids[1:, before : length - behind])[0])
+
+
+RELOADED = """
+import json, sys, torch, hf_posenc
+from transformers import AutoModel
+(short, long), (alike, stretched) = torch.load(sys.argv[2])
+model = AutoModel.from_pretrained(sys.argv[1]).eval()
+with torch.no_grad():
+    equal = [torch.equal(model(ids)[0], expected) for ids, expected in ((short, alike), (long, stretched))]
+    back = torch.equal(hf_posenc.unpatch(model)(short)[0], alike)
+print(json.dumps([*equal, back, hf_posenc.inspect(model).options["trained_rows"]]))
+"""
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_the_rule_travels_in_the_config(name, tmp_path):
+    model = stock(name)
+    longer = hf_posenc.extend(model, LONG, "dynamic")
+    texts = tokens(length=LENGTH), tokens(length=LONG)
+    longer.save_pretrained(tmp_path / "model")
+    torch.save((texts, (asked(model, texts[0]), asked(longer, texts[1]))), tmp_path / "expected.pt")
+    assert json.loads(run_python(RELOADED, tmp_path / "model", tmp_path / "expected.pt")) == [True, True, True, LENGTH]
+
+
+def test_a_decoder_keeps_its_positions_beside_a_stretched_encoder():
+    model = stock(TABLES["bart"])
+    longer = hf_posenc.extend(model, LONG, "dynamic")
+    assert hf_posenc.inspect(longer).where == {"encoder": "learned"}
+    with pytest.raises((IndexError, ValueError)):
+        longer(input_ids=tokens(), decoder_input_ids=tokens(length=LENGTH + 5))
+
+
+def test_a_stretched_table_is_trained_and_traced():
+    model = hf_posenc.extend(stock("bert"), LONG, "dynamic").train()
+    model(tokens(length=LONG))[0].sum().backward()
+    gradient = model.posenc.weight.grad
+    assert gradient.shape == (LENGTH, 32) and (gradient.abs().sum(1) > 0).all()
+    packed = torch.cat([torch.arange(30), torch.arange(LONG - 30)])[None]
+    assert first(model(tokens(1, LONG), position_ids=packed)).isfinite().all()
+
+
+# Tables of the `learned` encoding.
+
+
+@pytest.mark.parametrize("encoding", ["learned", "alibi+learned"])
+@pytest.mark.parametrize("method", ["linear", "tiled", "dynamic"])
+def test_a_learned_encoding(encoding, method, tmp_path):
+    model = patched("bert", encoding, max_length=LENGTH)
+    longer = hf_posenc.extend(model, LONG, method)
+    part = longer.posenc if encoding == "learned" else longer.posenc.learned
+    old = model.posenc if encoding == "learned" else model.posenc.learned
+    assert type(longer) is type(model) and hf_posenc.inspect(longer).max_length == LONG
+    if method == "dynamic":
+        assert part.weight is old.weight
+        assert torch.equal(first(longer(tokens(length=LENGTH))), first(model(tokens(length=LENGTH))))
+    else:
+        assert_close(part.weight, table_rows(old.weight.double(), LONG, method).float())
+    longer.save_pretrained(tmp_path)
+    assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens(length=LONG))), first(longer(tokens(length=LONG))))
+    assert hf_posenc.unpatch(longer).config.max_position_embeddings == LENGTH
+    if encoding == "alibi+learned":
+        further = hf_posenc.extend(longer, 2 * LONG, method)
+        assert hf_posenc.inspect(further).max_length == 2 * LONG
+        assert first(further(tokens(length=2 * LONG))).isfinite().all()
+
+
+def test_frozen_rows():
+    """int8 has no method but "dynamic", which leaves them as they are."""
+    model = hf_posenc.patch(stock("bert"), "learned", init="host", storage="int8")
+    with pytest.raises(ValueError, match=r"learned\.storage='int8': these rows are frozen.*method='dynamic'"):
+        hf_posenc.extend(model, LONG, "linear")
+    longer = hf_posenc.extend(model, LONG, "dynamic")
+    assert longer.posenc.values is model.posenc.values
+    assert torch.equal(first(longer(tokens(length=LENGTH))), first(model(tokens(length=LENGTH))))
+    assert first(longer(tokens(length=LONG))).isfinite().all()
+
+
+def test_memory_mapped_rows(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"rows": torch.randn(LENGTH, 32)}, tmp_path / "rows.safetensors")
+    mapped = {"type": "learned", "storage": "memory-mapped", "file": str(tmp_path / "rows.safetensors")}
+    model = hf_posenc.patch(stock("bert"), mapped, max_length=LENGTH)
+    longer = hf_posenc.extend(model, LONG, "dynamic")
+    assert torch.equal(first(longer(tokens(length=LENGTH))), first(model(tokens(length=LENGTH))))
+    longer.save_pretrained(tmp_path / "model")
+    again = AutoModel.from_pretrained(tmp_path / "model")
+    assert torch.equal(first(again(tokens(length=LONG))), first(longer(tokens(length=LONG))))
+
+
+def test_a_layer_with_a_table():
+    layer = hf_posenc.PositionEmbedding("learned", 8, max_length=9)
+    longer = hf_posenc.extend(layer, 20, "cubic")
+    assert longer.posenc.weight.shape == (20, 8) and longer.config.max_length == 20 and layer.posenc.weight.shape == (9, 8)
+    assert hf_posenc.extend(layer, 20, "dynamic")(torch.randn(1, 20, 8)).shape == (1, 20, 8)
+    tables = hf_posenc.TokenPositionEmbedding(70, "learned", 8, max_length=5)
+    assert hf_posenc.extend(tables, 11, "linear")(tokens()).shape == (2, 11, 8)
+
+
+# Rotary positions.
+
+FACTOR = 4
+ROTARY = {
+    "llama": Host("Llama", LLAMA, "ForCausalLM"),
+    "gpt-neox": Host("GPTNeoX", dict(LLAMA, hidden_size=64), "ForCausalLM"),
+    "phi": Host("Phi", LLAMA, "ForCausalLM"),
+    "cohere": Host("Cohere", LLAMA, "ForCausalLM"),
+    "deepseek": Host(
+        "DeepseekV3",
+        dict(
+            LLAMA, num_key_value_heads=4, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+            topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+            first_k_dense_replace=1,
+        ),
+        "ForCausalLM",
+    ),
+}  # fmt: skip
+LISTS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+RULES = {
+    "linear": ({}, {"rope_type": "linear", "factor": 4.0}),
+    "dynamic": ({}, {"rope_type": "dynamic", "factor": 4.0}),
+    "yarn": ({}, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH}),
+    "longrope": (LISTS, {"rope_type": "longrope", "original_max_position_embeddings": LENGTH, **LISTS}),
+    "llama3": (
+        {},
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "original_max_position_embeddings": LENGTH,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    ),
+}
+"""Method of extend -> its settings, and `rope_parameters` of Transformers written by hand."""
+
+
+def by_hand(name, model, parameters, rows):
+    """The stock model of a config with these `rope_parameters`."""
+    given = {**model.config.rope_parameters, **parameters}
+    other = stock(ROTARY[name], ROTARY[name].head, rope_parameters=given, max_position_embeddings=rows)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("method", RULES)
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "deepseek"])
+def test_rules_are_transformers_own(name, method):
+    """The class, the logits, and what follows the config in attentions: DeepSeek's scaling by the factor."""
+    settings, parameters = RULES[method]
+    if name != "llama" and method == "longrope":
+        pytest.skip("its lists are as long as Llama's heads have pairs")
+    model = stock(ROTARY[name], "ForCausalLM")
+    longer = hf_posenc.extend(model, FACTOR * LENGTH, method, **settings)
+    rows = LENGTH if method == "dynamic" else FACTOR * LENGTH
+    expected = by_hand(name, model, parameters, rows)
+    assert type(longer) is type(model) and hf_posenc.inspect(longer).max_length == FACTOR * LENGTH
+    assert all(parameter is model.get_parameter(path) for path, parameter in longer.named_parameters())
+    before = asked(model, tokens(length=LENGTH))
+    for length in (9, LENGTH, FACTOR * LENGTH):
+        assert_close(asked(longer, tokens(length=length)), asked(expected, tokens(length=length)), 1e-5)
+    assert torch.equal(asked(model, tokens(length=LENGTH)), before)
+    assert hf_posenc.inspect(longer).options["rope_type"] == method
+    if method in ("dynamic", "longrope"):
+        return
+    assert_apart(asked(longer, tokens(length=LENGTH)), before)
+
+
+def test_ntk_by_the_formula():
+    """theta · s^(R/(R - 2)): the lowest frequency is divided by s, the highest stays."""
+    model = stock(ROTARY["llama"], "ForCausalLM")
+    longer = hf_posenc.extend(model, FACTOR * LENGTH, "ntk")
+    size, before = 8, model.model.rotary_emb.inv_freq
+    theta = 10000.0 * FACTOR ** (size / (size - 2))
+    expected = torch.tensor([theta ** (-2 * i / size) for i in range(size // 2)])
+    assert_close(longer.model.rotary_emb.inv_freq, expected)
+    assert_close(expected[-1] * FACTOR, before[-1])
+    assert expected[0] == before[0] == 1
+    assert longer.config.rope_parameters == {"rope_type": "default", "rope_theta": pytest.approx(theta)}
+
+
+@pytest.mark.parametrize("settings", [{"attention_factor": 1.5}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"factor": 8.0}])
+def test_settings_of_a_rule(settings):
+    model = stock(ROTARY["llama"], "ForCausalLM")
+    longer = hf_posenc.extend(model, FACTOR * LENGTH, "yarn", **settings)
+    expected = by_hand("llama", model, {**RULES["yarn"][1], **settings}, FACTOR * LENGTH)
+    assert_close(asked(longer, tokens(length=60)), asked(expected, tokens(length=60)), 1e-5)
+    assert longer.model.rotary_emb.attention_scaling == settings.get(
+        "attention_factor", 0.1 * math.log(settings.get("factor", 4.0)) + 1
+    )
+
+
+def test_it_goes_on_from_the_length_of_training():
+    model = stock(ROTARY["llama"], "ForCausalLM")
+    for method in ("linear", "yarn", "dynamic", "llama3"):
+        twice = hf_posenc.extend(hf_posenc.extend(model, 2 * LENGTH, method), FACTOR * LENGTH, method)
+        once = hf_posenc.extend(model, FACTOR * LENGTH, method)
+        assert twice.config.to_dict() == once.config.to_dict()
+        assert torch.equal(asked(twice, tokens(length=60)), asked(once, tokens(length=60)))
+    with pytest.raises(ValueError, match="follow rope_type='linear' already.*take method='linear'"):
+        hf_posenc.extend(hf_posenc.extend(model, 2 * LENGTH, "linear"), FACTOR * LENGTH, "yarn")
+
+
+@pytest.mark.parametrize("name", ["modernbert", "gemma3"])
+def test_layers_of_windows_keep_their_rotations(name):
+    if name == "modernbert":
+        model, far = stock("modernbert"), "full_attention"
+    else:
+        host = Host("Gemma3Text", dict(LLAMA, head_dim=8, layer_types=["sliding_attention", "full_attention"]))
+        model, far = stock(host), "full_attention"
+    longer = hf_posenc.extend(model, FACTOR * LENGTH, "yarn")
+    rules = {kind: each["rope_type"] for kind, each in longer.config.rope_parameters.items()}
+    assert rules == {"sliding_attention": "default", far: "yarn"}
+    for kind in rules:
+        turned = [getattr(each, f"{kind}_inv_freq") for each in (rotary_of(model), rotary_of(longer))]
+        assert torch.equal(*turned) == (kind != far)
+    assert first(longer(tokens(length=FACTOR * LENGTH))).isfinite().all()
+
+
+def rotary_of(model):
+    return next(module for path, module in model.named_modules() if path.endswith("rotary_emb"))
+
+
+def test_a_rule_reloads(tmp_path):
+    longer = hf_posenc.extend(stock(ROTARY["llama"]), FACTOR * LENGTH, "yarn")
+    ids = tokens(length=FACTOR * LENGTH)
+    longer.save_pretrained(tmp_path / "model")
+    torch.save((ids, {}, asked(longer, ids)), tmp_path / "expected.pt")
+    assert json.loads(run_python(STOCK_ALONE, tmp_path / "model", tmp_path / "expected.pt")) == ["LlamaModel", True]
+
+
+GPTJ = dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=LENGTH, bos_token_id=1, eos_token_id=2)
+OWN_ROTATIONS = {
+    "gptj": Host(
+        "GPTJ", dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=LENGTH, bos_token_id=1, eos_token_id=2)
+    ),
+    "codegen": Host(
+        "CodeGen",
+        dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=LENGTH, n_ctx=LENGTH, bos_token_id=1, eos_token_id=2),
+    ),
+    "roformer": Host("RoFormer", BERT),
+}
+
+
+@pytest.mark.parametrize("name", OWN_ROTATIONS)
+def test_rotations_that_no_config_changes(name):
+    """The model is patched with `rope` as it turns by itself, and the rule in it."""
+    model = rotating(name)
+    longer = hf_posenc.extend(model, FACTOR * LENGTH, "dynamic")
+    assert hf_posenc.inspect(longer).encoding == "rope" and hf_posenc.inspect(longer).max_length == FACTOR * LENGTH
+    assert_close(asked(longer, tokens(length=LENGTH)), asked(model, tokens(length=LENGTH)), 1e-5)
+    options = hf_posenc.inspect(hf_posenc.extend(model, FACTOR * LENGTH, "yarn")).options
+    assert (options["rope_type"], options["factor"], options["original_max_position_embeddings"]) == ("yarn", 4.0, LENGTH)
+    assert options["layout"] == "interleaved"
+    plain = hf_posenc.patch(
+        model, "rope", **{key: options[key] for key in ("layout", "partial_rotary_factor") if key in options}
+    )
+    again = hf_posenc.extend(plain, FACTOR * LENGTH, "yarn")  # the same from a patched model
+    assert hf_posenc.inspect(again).options == options
+    ids = tokens(length=FACTOR * LENGTH)
+    assert torch.equal(asked(again, ids), asked(hf_posenc.extend(model, FACTOR * LENGTH, "yarn"), ids))
+
+
+# SelfExtend.
+
+
+def self_extended(query, key, trained, window, group, theta=10000.0, causal=True):
+    """Scores [Q, K] of one head from the paper's formula, float64."""
+    size, count = query.shape[1], len(query)
+
+    def turned(vector, position):
+        out = vector.clone()
+        for i in range(size // 2):
+            angle = position * theta ** (-2 * i / size)
+            a, b = vector[i], vector[i + size // 2]
+            out[i], out[i + size // 2] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
+        return out
+
+    scores = torch.zeros(count, count, dtype=torch.float64)
+    for i in range(count):
+        for j in range(i + 1 if causal else count):
+            if count <= trained or abs(i - j) < window:
+                places = i, j
+            else:
+                shift = window - window // group
+                places = i // group + (shift if i > j else -shift), j // group
+            scores[i, j] = turned(query[i], places[0]) @ turned(key[j], places[1]) / math.sqrt(size)
+    return scores
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("length", "options"), [(8, {}), (9, {}), (23, {}), (23, {"window": 3, "group": 5})])
+def test_grouped_scores_by_the_formula(length, options, causal):
+    geometry = Geometry(16, 2, 8, None, causal, trained_length=8)
+    encoding = build(canonical({"type": "self_extend", **options}), geometry)
+    query, key = (torch.randn(1, 2, length, 8, dtype=torch.float64) for _ in range(2))
+    window = options.get("window", 2)
+    group = options.get("group", max(1, math.ceil((length - window) / (8 - window))))
+    for past in (0, length - 2):
+        positions = torch.arange(past, length)[None]
+        context = PositionContext(encoding, positions, past=past, start=torch.zeros(1, 1, dtype=torch.long), scaling=8**-0.5)
+        turned, _ = encoding.rotate(query[:, :, past:], None, context)
+        _, keys = encoding.rotate(None, key, context.for_keys(length))
+        scores, bias = turned @ keys.mT * 8**-0.5, encoding.score_bias(turned, keys, context)
+        assert (bias is None) == (length <= 8)
+        scores = scores if bias is None else scores + bias
+        for head in range(2):
+            expected = self_extended(query[0, head], key[0, head], 8, window, group, causal=causal)[past:]
+            assert_close(scores[0, head].tril(past) if causal else scores[0, head], expected, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "cohere", "gptj", "roformer"])
+def test_a_grouped_model(name, tmp_path):
+    model = rotating(name)
+    longer = hf_posenc.extend(model, FACTOR * LENGTH, "grouped")
+    assert_close(asked(longer, tokens(length=LENGTH)), asked(model, tokens(length=LENGTH)), 1e-5)
+    ids = tokens(length=FACTOR * LENGTH)
+    whole = asked(longer, ids)
+    assert_apart(whole, asked(hf_posenc.patch(model, "rope", **turning(longer)), ids))
+    padding = torch.zeros(2, 7, dtype=torch.long)
+    mask = torch.cat([padding, torch.ones_like(ids[:, 7:])], dim=1)
+    assert_close(
+        asked(longer, torch.cat([padding + 3, ids[:, 7:]], dim=1), attention_mask=mask)[:, 7:], asked(longer, ids[:, 7:]), 1e-5
+    )
+    longer.save_pretrained(tmp_path)
+    assert torch.equal(asked(AutoModel.from_pretrained(tmp_path), ids), whole)
+
+
+def turning(model):
+    options = hf_posenc.inspect(model).options
+    return {name: options[name] for name in ("theta", "layout", "partial_rotary_factor") if name in options}
+
+
+def test_grouped_generation():
+    """Within a text that has grown over the trained length, each step sees all keys grouped by its present length."""
+    longer = hf_posenc.extend(stock(ROTARY["llama"], "ForCausalLM"), FACTOR * LENGTH, "grouped", window=4)
+    out = longer.generate(tokens(length=LENGTH - 3), max_new_tokens=20, do_sample=False)
+    assert out.shape[1] == LENGTH + 17
+    with torch.no_grad():
+        prompt = longer(tokens(length=60), use_cache=True)
+        step = longer(tokens(length=60)[:, :1], past_key_values=prompt.past_key_values).logits
+    assert step.isfinite().all()
+
+
+# Bad input.
+
+
+def rotating(name):
+    """A stock model; RoFormer's sinusoids, which are a parameter, as they were made."""
+    model = stock(OWN_ROTATIONS.get(name) or ROTARY[name])
+    if name == "roformer":
+        table = model.encoder.embed_positions
+        with torch.no_grad():
+            table.weight.copy_(table.create_weight())
+    return model
+
+
+def a_model(name):
+    return stock({**TABLES, **ROTARY, **OWN_ROTATIONS}[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "method", "settings", "words"),
+    [
+        ("bert", 9, "linear", {}, f"max_length=9 would make the longest input shorter: give {LENGTH} or more"),
+        ("bert", None, "linear", {}, "max_length=None with method='linear': give the new longest input"),
+        ("bert", 99, "lineer", {}, "method='lineer' \\(did you mean 'linear'\\?\\): allowed is for learned tables 'linear'"),
+        ("bert", 99, ["linear"], {}, "method=\\['linear'\\]: allowed is"),
+        ("bert", 99, "yarn", {}, "method='yarn' is one of rotary positions, and BertModel has a learned table: allowed"),
+        ("bert", 99, "linear", {"keep": 5}, "keep=5: extend with method='linear' takes no setting"),
+        ("bert", 99, "dynamic", {"keep": 5}, "keep=5: extend with method='dynamic' takes no setting"),
+        ("bert", 99, "keep_first", {"keep": LENGTH}, f"keep={LENGTH}: allowed is a number of rows from 0 to {LENGTH - 1}"),
+        ("bert", 99, "keep_first", {"keep": "5"}, "keep='5': allowed is a number of rows"),
+        ("bert", 99, None, {"keep": 5}, "keep=5: settings belong to a method"),
+        ("gpt2", 99, "dynamic", {}, "a decoder's cache keeps vectors .*a static method, such as 'linear'"),
+        ("mpnet", 99, "dynamic", {}, "MPNetModel has positions beside its table.*take a static method"),
+        ("lilt", 99, "dynamic", {}, "positions beside its table"),
+        ("llama", 99, "cubic", {}, "method='cubic' is one of learned tables, and LlamaModel has rotary positions: allowed"),
+        ("gptj", 99, "cubic", {}, "method='cubic' is one of learned tables"),
+        ("llama", 99, "longrope", {}, "method='longrope' needs 'short_factor', 'long_factor'"),
+        ("llama", 99, "linear", {"beta_fast": 3.0}, "beta_fast=3.0: extend with method='linear' takes 'factor'"),
+        ("llama", 99, "grouped", {"window": LENGTH}, f"window={LENGTH}: allowed is a number below trained_length={LENGTH}"),
+        ("deepseek", 99, "grouped", {}, "no options of 'rope' turn queries and keys as DeepseekV3Model does"),
+    ],
+)  # fmt: skip
+def test_refused(name, length, method, settings, words):
+    model = a_model(name)
+    config, state = model.config.to_dict(), {path: value.clone() for path, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=words):
+        hf_posenc.extend(model, length, method, **settings)
+    assert model.config.to_dict() == config
+    assert all(torch.equal(value, state[path]) for path, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (Host("T5", dict(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)), "have no end, so there are none to add"),
+        (Host("Marian", dict(BART, decoder_start_token_id=1)), "neither a learned table of the positions of tokens nor rotat"),
+        (
+            Host("ViT", dict(BERT, image_size=32, patch_size=8)),
+            "neither a learned table.*interpolate_pos_encoding=True",
+        ),
+    ],
+    ids=lambda value: getattr(value, "prefix", ""),
+)
+def test_positions_that_no_method_makes_longer(host, words):
+    with pytest.raises(hf_posenc.HostRefused, match=words):
+        hf_posenc.extend(stock(host, vocab_size=61) if host.prefix != "ViT" else vit(host), 99, "linear")
+
+
+def vit(host):
+    return randomize(transformers.ViTModel(transformers.ViTConfig(**host.sizes))).eval()
+
+
+def test_patched_models_that_no_method_suits():
+    with pytest.raises(ValueError, match="method='linear' changes nothing in 'alibi'.*without a method, extend raises"):
+        hf_posenc.extend(patched("bert", "alibi", max_length=9), 20, "linear")
+    with pytest.raises(ValueError, match="method='cubic' changes nothing in 'rope'"):
+        hf_posenc.extend(patched("bert", "rope", max_length=9), 20, "cubic")
+    with pytest.raises(ValueError, match="learned.trained_rows=30: allowed are rows up to max_length=24"):
+        hf_posenc.patch(stock("bert"), "learned", trained_rows=30, max_length=24)
+
+
+def test_a_rule_that_this_transformers_lacks(monkeypatch):
+    from transformers import modeling_rope_utils
+
+    known = {name: rule for name, rule in modeling_rope_utils.ROPE_INIT_FUNCTIONS.items() if name != "yarn"}
+    monkeypatch.setattr(modeling_rope_utils, "ROPE_INIT_FUNCTIONS", known)
+    with pytest.raises(ValueError, match="method='yarn': this version of Transformers has 'linear', 'dynamic'"):
+        hf_posenc.extend(stock(ROTARY["llama"]), 99, "yarn")
+
+
+def test_methods_are_those_of_the_docstring():
+    documented = {*re.findall(r'^ +"(\w+)" ', hf_posenc.extend.__doc__, re.M)}
+    from hf_posenc.extension import METHODS
+
+    assert documented | {"dynamic", "recurrent", "ntk", "yarn", "longrope", "llama3"} == {*METHODS}
+    assert all(f'"{name}"' in hf_posenc.extend.__doc__ for name in METHODS)
+
+
+# Where the tokenizer goes along.
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("method", ["linear", "dynamic"])
+def test_a_sentence_transformer(minilm, method, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    original = SentenceTransformer(minilm, device="cpu")
+    longer = hf_posenc.extend(original, 1024, method)
+    assert longer.max_seq_length == longer.tokenizer.model_max_length == 1024 and original.max_seq_length < 1024
+    short, long = ["A sentence."], ["word " * 900]
+    vectors = longer.encode(short + long)
+    if method == "dynamic":
+        assert (longer.encode(short) == original.encode(short)).all()
+    longer.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    again = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    assert again.max_seq_length == 1024 and abs(again.encode(short + long) - vectors).max() < 1e-6
+
+
+def test_the_command(tmp_path, tokenizer):
+    from typer.testing import CliRunner
+
+    from hf_posenc.cli import app
+
+    stock("bert").save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    run = CliRunner().invoke(
+        app, ["extend", str(tmp_path / "bert"), "--max-length", "64", "--method", "keep_first", "--option", "keep=3",
+              "--output-dir", str(tmp_path / "longer")],
+    )  # fmt: skip
+    assert run.exit_code == 0, run.output
+    assert f"The tokenizer's model_max_length was {LENGTH}, and is 64 now" in run.output
+    longer = AutoModel.from_pretrained(tmp_path / "longer")
+    assert longer.config.max_position_embeddings == 64
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "longer").model_max_length == 64
+    old = stock("bert").embeddings.position_embeddings.weight
+    assert torch.equal(longer.embeddings.position_embeddings.weight[:3], old[:3])
+    wrong = CliRunner().invoke(
+        app, ["extend", str(tmp_path / "bert"), "--max-length", "64", "--output-dir", str(tmp_path / "other")]
+    )
+    assert wrong.exit_code and not (tmp_path / "other").exists()
