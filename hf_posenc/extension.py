@@ -11,7 +11,6 @@ from torch import nn
 from hf_posenc import spec as specs
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding
 from hf_posenc.encodings import (
-    Extension,
     Geometry,
     PositionEncoding,
     checked_max_length,
@@ -23,7 +22,7 @@ from hf_posenc.encodings import (
     refill,
     shown,
 )
-from hf_posenc.encodings.stretching import DYNAMIC, LINEAR, STATIC
+from hf_posenc.encodings.stretching import DYNAMIC, LINEAR, STATIC, Extension
 from hf_posenc.longer_hosts import ROTARY, extended_host
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within, holds_a_model, refuse

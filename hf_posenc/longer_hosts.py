@@ -10,13 +10,12 @@ from transformers.modeling_utils import local_torch_dtype
 
 from hf_posenc import spec as specs
 from hf_posenc.encodings import (
-    Extension,
     encoding_class,
-    extended_rope_parameters,
     listed,
 )
 from hf_posenc.encodings.frequency_rules import ALL, EXTENDING
-from hf_posenc.encodings.stretching import DYNAMIC, GROUPED, STATIC
+from hf_posenc.encodings.frequency_rules import extended as extended_rope_parameters
+from hf_posenc.encodings.stretching import DYNAMIC, GROUPED, STATIC, Extension
 from hf_posenc.patching import patch
 from hf_posenc.sources import HostRefused
 from hf_posenc.spec import LENGTH_FIELD

@@ -30,8 +30,8 @@ from conftest import (
     stock,
     tokens,
 )
-from hf_posenc.encodings import Extension, Geometry, PositionContext, build, canonical
-from hf_posenc.encodings.stretching import STATIC
+from hf_posenc.encodings import Geometry, PositionContext, build, canonical
+from hf_posenc.encodings.stretching import STATIC, Extension
 
 LONG = 2 * LENGTH + 13
 BART = dict(

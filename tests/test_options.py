@@ -23,7 +23,7 @@ from hf_posenc.sources import Source
 from hf_posenc.spec import PositionSpec
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
-LEARNED = {"init": "normal", "std": 0.02, "storage": "float32", "trained_rows": None, "file": None}
+LEARNED = {"storage": "float32", "file": None, "init": "normal", "std": 0.02, "trained_rows": None}
 
 
 pytestmark = pytest.mark.usefixtures("own_registry")
@@ -819,7 +819,7 @@ def test_encodings_know_nothing_of_hosts(path):
 
 FOUNDATION = [
     *("options", "storage", "context", "stretching", "frequency_rules", "base", "composition", "registry", "building"),
-    "rotation",
+    *("rotation", "rows"),
 ]
 """The modules of encodings/ that are no encodings. Each imports from those to its left alone."""
 

@@ -142,14 +142,14 @@ def test_only_what_is_needed_is_saved(bare):
     common |= {"loading", "transfer", "written_out", "declarations", "remembering", "offsets"}
     for name, encodings in {
         "bert-alibi": {"alibi"},
-        "bert-learned": {"learned", "sinusoidal"},  # its table can start as one
+        "bert-learned": {"learned", "rows", "sinusoidal"},  # its table can start as one
         "bert-sinusoidal-and-alibi": {"sinusoidal", "alibi"},
-        "bert-own-window-and-learned": {"learned", "sinusoidal", "hf_posenc", "own_own_encodings"},
+        "bert-own-window-and-learned": {"learned", "rows", "sinusoidal", "hf_posenc", "own_own_encodings"},
     }.items():
         files = {path.name for path in (folder / name).glob("*.py")}
         assert files == {f"posenc_{each}.py" for each in common | encodings} | {"modeling_posenc.py"}, name
     assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {
-        f"posenc_{each}.py" for each in embedding | {"learned", "sinusoidal"}
+        f"posenc_{each}.py" for each in embedding | {"learned", "rows", "sinusoidal"}
     }
 
 

@@ -16,7 +16,6 @@ from hf_posenc.encodings.building import (
     without_values,
 )
 from hf_posenc.encodings.context import PositionContext, counted, positions_of
-from hf_posenc.encodings.frequency_rules import extended as extended_rope_parameters
 from hf_posenc.encodings.options import (
     Above,
     check_size,
@@ -36,15 +35,12 @@ from hf_posenc.encodings.registry import (
     portable,
 )
 from hf_posenc.encodings.storage import StoredTensor, names_in
-from hf_posenc.encodings.stretching import Extension
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
     "Above",
-    "Extension",
-    "extended_rope_parameters",
     "Geometry",
     "PositionContext",
     "PositionEncoding",

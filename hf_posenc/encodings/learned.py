@@ -1,23 +1,20 @@
 """Learned absolute position embeddings: https://arxiv.org/abs/1705.03122, https://arxiv.org/abs/1810.04805"""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.base import Geometry
 from hf_posenc.encodings.context import last_of
-from hf_posenc.encodings.options import Above, Local
+from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.rows import MAPPED, Rows
 from hf_posenc.encodings.sinusoidal import sinusoids
-from hf_posenc.encodings.storage import BLOCK, StoredTensor, names_in, to_int8
+from hf_posenc.encodings.storage import BLOCK
 from hf_posenc.encodings.stretching import DYNAMIC, STATIC, Extension, fractions
 
-MAPPED = "memory-mapped"
 
-
-class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable")):
+class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
     """One trained vector for each position: PE(p) = weight[p], `[max_length, D]`
     (Gehring et al., 2017; Devlin et al., 2019).
 
@@ -47,28 +44,19 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
 
     init: Literal["normal", "sinusoidal", "host"] = "normal"
     std: Annotated[float, Above(0)] = 0.02
-    storage: Literal["float32", "int8", "memory-mapped"] = "float32"
     trained_rows: Annotated[int, Above(1)] | None = None
-    file: Annotated[str | None, Local()] = None
-
-    if TYPE_CHECKING:
-        values: Tensor
-        steps: Tensor
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
         if geometry.max_length is None:
             raise ValueError("'learned' has one row for each position: give max_length, the number of rows")
         self._check_rows(geometry.max_length)
-        self.shape = self.trained_rows or geometry.max_length, geometry.hidden_size
-        if self.file is not None:
-            self._refuse_beside_file()
-        if self.storage == "float32":
-            self.weight = nn.Parameter(torch.empty(self.shape))
-        elif self.storage == "int8":
-            self.register_buffer("values", torch.empty(self.shape, dtype=torch.int8))
-            self.register_buffer("steps", torch.empty(self.shape[0], 1, dtype=torch.float32))
-        self.table = None if self.file is None else self._fitting(StoredTensor(self.file, self._only_name()))
+        for name in ("init", "std") if self.file is not None else ():
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                raise ValueError(
+                    f"learned.{name}={value!r} with file={self.file!r}: the values are the file's; leave {name} out"
+                )
+        self.allocate(self.trained_rows or geometry.max_length, geometry.hidden_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -76,22 +64,13 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
             nn.init.normal_(self.weight, std=self.std)
         elif self.storage != MAPPED:
             for start in range(0, self.shape[0], BLOCK):
-                self._write(start, self._initial(start, min(start + BLOCK, self.shape[0])))
+                self.write(start, self._initial(start, min(start + BLOCK, self.shape[0])))
 
     def _initial(self, start: int, stop: int) -> Tensor:
         device = next(iter((*self.parameters(), *self.buffers()))).device
         if self.init == "sinusoidal":
             return sinusoids(torch.arange(start, stop, device=device), self.shape[1], base=10000.0)
         return torch.randn(stop - start, self.shape[1], device=device) * self.std
-
-    def _write(self, start: int, rows: Tensor) -> None:
-        place = slice(start, start + len(rows))
-        with torch.no_grad():
-            if self.storage == "int8":
-                for own, made in zip((self.values, self.steps), to_int8(rows), strict=True):
-                    own[place].copy_(made)
-            else:
-                self.weight[place].copy_(rows)
 
     def adopt(self, table: Tensor | None) -> None:
         if self.storage == "int8" and self.init == "normal":
@@ -108,7 +87,7 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
                     f"{self.shape[1]} are added here: choose init='normal' or 'sinusoidal'"
                 )
             for start in range(0, min(len(table), self.shape[0]), BLOCK):
-                self._write(start, table[start : min(start + BLOCK, self.shape[0])].detach())
+                self.write(start, table[start : min(start + BLOCK, self.shape[0])].detach())
 
     @classmethod
     def needs_max_length(cls, geometry: Geometry) -> bool:
@@ -147,52 +126,11 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
             longer = longer and bool(high >= self.shape[0])
         if longer:
             below, part = fractions(indices, self.shape[0], (last_of(indices) + 1).clamp(min=self.shape[0]))
-            here, above = self._at(below), self._at((below + 1).clamp(max=self.shape[0] - 1))
+            here, above = self.at(below), self.at((below + 1).clamp(max=self.shape[0] - 1))
             vectors = torch.lerp(here, above, part[..., None].to(here))
         else:
-            vectors = self._at(indices)
+            vectors = self.at(indices)
         return vectors.to(positions.device)
-
-    def _at(self, indices: Tensor) -> Tensor:
-        """Rows of the table, `[..., L] -> [..., L, D]`."""
-        if self.storage == "int8":
-            return self.values[indices].to(self.steps.dtype) * self.steps[indices]
-        if self.storage == MAPPED:
-            return self._stored().rows(indices)
-        return F.embedding(indices, self.weight)
-
-    def restore(self, find: Callable[[str], StoredTensor | None]) -> dict[str, Tensor]:
-        """A memory-mapped table from the model's own file; rows of int8 from a table that was trained."""
-        if self.storage == "float32" or (self.storage == "int8" and not self.values.is_meta):
-            return {}
-        stored = find("weight")
-        if self.storage == MAPPED:
-            if stored is None:
-                raise ValueError(
-                    f"learned.storage={MAPPED!r}: this checkpoint has no 'posenc.weight' in its files, so its table is "
-                    "missing: load it with the storage that it was saved with"
-                )
-            self.table = self._fitting(stored)
-        if self.storage == MAPPED or stored is None:
-            return {}
-        table = self._fitting(stored)
-        values, steps = zip(*(to_int8(rows) for _, rows in table.blocks()), strict=True)
-        return {"values": torch.cat(values), "steps": torch.cat(steps)}
-
-    def stored(self) -> dict[str, StoredTensor]:
-        return {} if self.table is None else {"weight": self.table}
-
-    def check_values(self) -> None:
-        if self.storage == MAPPED:
-            self._stored()
-
-    def _stored(self) -> StoredTensor:
-        if self.table is None:
-            raise ValueError(
-                "learned.storage='memory-mapped' needs the file of its table: give file='…', a safetensors file with one "
-                f"tensor {[*self.shape]}; or load a model that was saved with one by from_pretrained"
-            )
-        return self.table
 
     def _check_rows(self, length: int) -> None:
         rows = self.trained_rows
@@ -203,58 +141,3 @@ class Learned(PositionEncoding, type="learned", aliases=("absolute", "learnable"
                 f"learned.trained_rows={rows}: a decoder's cache keeps vectors of positions before the text has its length, so "
                 "none can be stretched by that: extend with a static method, such as 'linear'"
             )
-
-    def _refuse_beside_file(self) -> None:
-        if self.storage != MAPPED:
-            raise ValueError(
-                f"learned.file={self.file!r} with storage={self.storage!r}: a file is mapped, storage='memory-mapped'; leave "
-                "file out for a table in memory"
-            )
-        kind = type(self)
-        for name, value in (("init", self.init), ("std", self.std)):
-            if value != getattr(kind, name):
-                raise ValueError(
-                    f"learned.{name}={value!r} with file={self.file!r}: the values are the file's; leave {name} out"
-                )
-
-    def _only_name(self) -> str:
-        names = names_in(str(self.file))
-        if len(names) != 1:
-            raise ValueError(
-                f"learned.file={self.file!r} has {len(names)} tensors: give a file with one, the table; "
-                "safetensors.torch.save_file({'weight': table}, path) writes it"
-            )
-        return names[0]
-
-    def _fitting(self, table: StoredTensor) -> StoredTensor:
-        if table.shape != self.shape:
-            raise ValueError(
-                f"the table in {table.path} is {[*table.shape]}, and {[*self.shape]} is needed, max_length and hidden_size: "
-                f"give max_length={table.shape[0]}, or another table"
-            )
-        return table
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Casts of a model leave the steps in float32."""
-        steps = self._buffers.get("steps")
-        super()._apply(fn, recurse)
-        if steps is not None and self.steps.dtype != steps.dtype:
-            self.steps = steps.to(self.steps.device)
-        return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.table is not None:
-            destination[f"{prefix}weight"] = self.table.tensor
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A memory-mapped table is never written to: the one that is given has to be the same."""
-        key = f"{prefix}weight"
-        if self.table is None or key not in state_dict:
-            return super()._load_from_state_dict(state_dict, prefix, *args)
-        given, errors = state_dict[key], args[-1]
-        same = given.shape == self.shape and all(given[place].equal(rows) for place, rows in self.table.blocks())
-        if not same:
-            errors.append(f"{key} is another table than the memory-mapped one, which is frozen: load it with from_pretrained")
-        others = {name: value for name, value in state_dict.items() if name != key}
-        return super()._load_from_state_dict(others, prefix, *args)

