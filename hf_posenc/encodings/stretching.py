@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.encodings.options import listed, shown
+from hf_posenc.encodings.options import check_size, listed, shown
 
 LINEAR, CUBIC, TILED, RECURRENT, GROUPED, KEEP_FIRST = "linear", "cubic", "tiled", "recurrent", "grouped", "keep_first"
 STATIC = (LINEAR, CUBIC, TILED, RECURRENT, GROUPED, KEEP_FIRST)
@@ -50,6 +50,7 @@ class Extension:
         keep = self.settings.get("keep", min(KEPT, len(table) - 1) if self.method == KEEP_FIRST else 0)
         if type(keep) is not int or not 0 <= keep < len(table):
             raise ValueError(f"keep={shown(keep)}: allowed is a number of rows from 0 to {len(table) - 1}")
+        check_size(f"max_length={self.after} at {table.shape[1]} features", self.after * table.shape[1])
         return stretched(table, self.after, self.method, keep)
 
 
