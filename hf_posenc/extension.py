@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,8 +23,10 @@ from hf_posenc.encodings import (
     refill,
     shown,
 )
-from hf_posenc.encodings.stretching import DYNAMIC, LINEAR, STATIC, Extension
-from hf_posenc.longer_hosts import ROTARY, extended_host
+from hf_posenc.encodings.stretching import DYNAMIC, STATIC, Extension
+from hf_posenc.longer_hosts import Host
+from hf_posenc.longer_rotations import ROTARY, with_other_rotations
+from hf_posenc.longer_tables import stretched_by_length, with_longer_tables
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within, holds_a_model, refuse
 from hf_posenc.spec import LENGTH_FIELD
@@ -37,7 +40,7 @@ TABLES = (*STATIC, DYNAMIC)
 CHOICE = f"for learned tables {listed(TABLES)}; for rotary positions {listed(ROTARY)}"
 
 
-def extend(model: M, max_length: int | None, method: str | None = None, **settings: Any) -> M:
+def extend(model: M, max_length: int | None, method: str | None = None, *, submodel: str | None = None, **settings: Any) -> M:
     """The same model for inputs of up to `max_length` tokens; all other parameters are shared with `model`, as in `patch`.
 
     `model` itself stays usable and unchanged. Its tokenizer has to follow: `tokenizer.model_max_length = max_length` (the
@@ -54,20 +57,28 @@ def extend(model: M, max_length: int | None, method: str | None = None, **settin
         "grouped"     neighbours share a row.
         "keep_first"  the first `keep` rows (20) stay, the others are stretched (Long-CLIP).
         "dynamic"     inputs up to the old length keep their positions bit-exactly, longer ones are stretched to their own
-                      length: a rule in the config, so that a stock model is patched with `learned`. Of an encoder and a decoder
-                      the encoder gets it; a decoder can't have it.
+                      length: a rule in the config, so that a stock model is patched with `learned`. Positions are counted from
+                      the attention mask, as in every patched model. Of an encoder and a decoder the encoder gets it; a decoder
+                      can't have it.
 
-    Rotary positions, of a stock model whose config has `rope_parameters` (the result is a stock model with others), or of the
-    `rope` encoding:
-        "linear" (position interpolation), "ntk", "dynamic" (NTK by the length of the text), "yarn", "longrope", "llama3":
-        Transformers' rules of these names, with factor = max_length / the old length unless it is given. Layers of sliding
-        windows that have rotations of their own keep them.
+    Rotary positions, of a stock model whose config has `rope_parameters` (the result is a stock model with others; without
+    them it is patched with `rope`), or of the `rope` encoding:
+        "linear"      position interpolation.
+        "ntk"         a larger theta. It leaves no mark: extend the model as it was before, not a second time.
+        "dynamic"     the same by the length of the text; in a stock model by that of the longest yet, as Transformers has it.
+        "yarn", "longrope", "llama3": Transformers' rules of these names. "longrope" needs its lists of factors.
+        "grouped"     SelfExtend, a rule in the config: inputs up to the old length as before, in longer ones tokens that are
+                      `window` (a quarter of the old length) or more apart are told apart by groups of `group` positions. A
+                      stock model is patched with `self_extend`; its second scores take the memory of `[B, H, Q, K]`.
+    The factor is max_length / the old length unless it is given. Layers of sliding windows that have rotations of their own
+    keep them.
 
     Args:
         model: a model of Transformers, patched or not, a SentenceTransformer with one, a `PositionEmbedding` or a
             `TokenPositionEmbedding`.
         max_length: the new longest input in tokens, no shorter than before; None, without a method: no limit.
         method: see above.
+        submodel: of a stock model made of several (CLIP) the one to extend, as `patch` takes it.
         **settings: of the method: `keep` of "keep_first", `window` and `group` of "grouped", parameters of a rotary rule by
             Transformers' names.
 
@@ -77,7 +88,7 @@ def extend(model: M, max_length: int | None, method: str | None = None, **settin
     """
     _check(max_length, method, settings)
     if holds_a_model(model):
-        change = functools.partial(extend, max_length=max_length, method=method, **settings)
+        change = functools.partial(extend, max_length=max_length, method=method, submodel=submodel, **settings)
         return changed_within(model, change, longer=True)
     if isinstance(model, TokenPositionEmbedding):
         twin = copy.copy(model)
@@ -94,7 +105,16 @@ def extend(model: M, max_length: int | None, method: str | None = None, **settin
             f"{type(model).__name__} is not patched, and its own positions need a method to go on, {CHOICE}: docs/longer.md "
             f"says which; others go on by themselves: hf_posenc.patch(model, 'alibi', max_length={max_length})"
         )
-    return extended_host(model, max_length, method, settings)
+    return _extended_host(Host.find(model, max_length, method, settings, submodel))
+
+
+def _extended_host(host: Host) -> Any:
+    reads_tokens = all(found.tokens is not None for found in host.stacks.values())
+    if reads_tokens and all(source.learned_table is not None for source in host.limiting):
+        return stretched_by_length(host) if host.asked.method == DYNAMIC else with_longer_tables(host)
+    if not reads_tokens or any(source.encoding != "rope" for source in host.limiting):
+        host.refuse_other_sources()
+    return with_other_rotations(host)
 
 
 def _check(max_length: int | None, method: str | None, settings: dict[str, Any]) -> None:
@@ -148,28 +168,28 @@ def _asked(
 
     Raises ValueError where it is no promise but a size, where none of them has this method, and for a shorter length.
     """
-    if method is not None:
-        before = geometry.trained_length if before is None else before
-        if before is None:
-            raise ValueError(
-                f"method={method!r} starts from the length that positions were trained for, which nothing tells here: patch "
-                "with max_length, or give the rule to the encoding"
-            )
+    before = geometry.trained_length if before is None and method is not None else before
+    if method is not None and before is None:
+        raise ValueError(
+            f"method={method!r} starts from the length that positions were trained for, which nothing tells here: patch with "
+            "max_length, or give the rule to the encoding"
+        )
     if after is not None and (before is None or after < before):
         now = "this model has no limit now" if before is None else f"give {before} or more"
-        raise ValueError(
-            f"max_length={after} would make the longest input shorter: {now}{'' if method else ', or None for no limit'}"
-        )
-    asked = None if method is None else Extension(method, before or 0, after or 0, settings)
+        endless = "" if method else ", or None for no limit"
+        raise ValueError(f"max_length={after} would make the longest input shorter: {now}{endless}")
+    asked = None if method is None or before is None or after is None else Extension(method, before, after, settings)
     for kind, options in kinds.items():
         for name, part in encoding_class(kind).component_classes().items():
             given = encoding_class(kind).by_part(options)[name]
             if part.needs_max_length(geometry) and (asked is None or part.extended(given, asked, geometry) is None):
-                raise _made_for_its_length(name, part.extended(given, Extension(LINEAR, 1, 1), geometry) is not None)
+                suited = [each for each in TABLES if part.extended(given, Extension(each, 1, 1), geometry) is not None]
+                raise _made_for_its_length(name, suited)
     if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds.items()):
         raise ValueError(
             f"method={method!r} changes nothing in {' or '.join(map(repr, kinds))}: allowed is {CHOICE}; without a method, "
-            "extend raises the promise of encodings that go on by themselves"
+            "extend raises the promise of encodings that go on by themselves; a stock model may take others, "
+            "hf_posenc.unpatch(model)"
         )
     return asked
 
@@ -230,10 +250,10 @@ def _sizes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in held.items() if tensor is not None}
 
 
-def _made_for_its_length(kind: str, stretches: bool = False) -> ValueError:
-    more = "more of them have to be trained anew: hf_posenc.patch(hf_posenc.unpatch(model), …, max_length=…)"
+def _made_for_its_length(kind: str, methods: Sequence[str] = ()) -> ValueError:
+    """methods: those by which its table can be made longer."""
+    anew = "more of them have to be trained anew: hf_posenc.patch(hf_posenc.unpatch(model), …, max_length=…)"
+    more = f"give a method by which a table is made longer, {listed(methods)}" if methods else anew
     return ValueError(
-        f"the positions of {kind!r} are made for its max_length: "
-        f"{f'give a method by which a table is made longer, {listed(TABLES)}' if stretches else more}; or take an encoding "
-        "without a limit of its own"
+        f"the positions of {kind!r} are made for its max_length: {more}; or take an encoding without a limit of its own"
     )

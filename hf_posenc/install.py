@@ -168,6 +168,14 @@ def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: P
                 reason="attention in which nothing can act",
                 remedy="take an encoding of vectors, as 'sinusoidal' or 'learned'",
             )
+        capped = getattr(getattr(module, "config", None), "attn_logit_softcapping", None)
+        if capped and (correcting := [part for part in acting if spec.parts[part].corrects_scores]):
+            raise HostRefused(
+                f"{type(structure.stack).__name__}.{path} caps its scores at {capped} before a bias is added, so "
+                f"{correcting[0]!r} can't correct them",
+                reason="scores that are capped before the bias",
+                remedy="take one that rotates or biases",
+            )
         weighing = [part for part in acting if "value_bias" in spec.acts_by(part)]
         if weighing and written_out.row_of(module) is None and attention.scales_afterwards(module):
             raise HostRefused(

@@ -189,6 +189,8 @@ def changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedMod
         stacks = find_all(model if within is None else submodel_of(model, within)).values()
         lengths = [found.usable_length for found in stacks if found.usable_length]
         holder.max_seq_length = min(lengths if longer else [first.max_seq_length, *lengths])
+        if longer:  # Transformers' dynamic rotation leaves config.max_position_embeddings at the trained length
+            holder.config_keys = [*type(first).config_keys, "max_seq_length"]
     # As sentence-transformers' own merge does: the given model's card doesn't describe this one.
     twin._model_card_text = None
     twin.model_card_data = twin.model_card_data_class(local_files_only=True)

@@ -327,6 +327,13 @@ def write(config: Any, spec: PositionSpec) -> None:
     config.position_encoding, vars(config)[PARSED] = spec.to_dict(), spec
 
 
+def change_class(config: Any, cls: Any) -> None:
+    """Make a config one of another class, with the model type of that. A config that was loaded has its own as an attribute,
+    by which Transformers renames weights when a model is saved."""
+    config.__class__ = cls
+    vars(config).pop("model_type", None)
+
+
 def make_stock(config: Any) -> None:
     """Make a config, and those within it, the host's own: of its class, with its length, without `position_encoding`."""
     make_parts_stock(config)
@@ -336,7 +343,7 @@ def make_stock(config: Any) -> None:
         spec = read(config)
         if spec.host is not None and spec.host.rows is not None and spec.submodel is None:
             setattr(config, LENGTH_FIELD, spec.host.rows)
-    config.__class__ = type(config).host_class
+    change_class(config, type(config).host_class)
     for name in ("position_encoding", PARSED, "auto_map"):
         vars(config).pop(name, None)
 

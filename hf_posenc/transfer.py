@@ -75,7 +75,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     kept = keep_host or not any(found.kept_shapes(rows) for found in stacks)
     host = HostSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(stacks))
     config = copy.deepcopy(model.config)
-    config.__class__ = derived.config_class
+    specs.change_class(config, derived.config_class)
     specs.write(config, replace(spec, host=host, calibration=None))
     if spec.max_length is not None and rows is not None and spec.replaces_all:
         setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
@@ -160,7 +160,7 @@ def stock_config(config: Any, stock: Any) -> Any:
     """The config of a model of the class `stock` with this derived config."""
     config = copy.deepcopy(config)
     specs.make_stock(config)
-    config.__class__ = stock.config_class
+    specs.change_class(config, stock.config_class)
     return config
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_posenc
-from conftest import HOSTS, VARIANTS, first, pairs, patched, run_python, stock, suits, tokens
+from conftest import BERT, HOSTS, LLAMA, VARIANTS, Host, first, pairs, patched, run_python, stock, suits, tokens
 
 PAIRS = pairs(once=True)
 QUICK = [tuple(pair.values) for pair in PAIRS if not pair.marks]
@@ -178,3 +178,28 @@ def test_a_checkpoint_from_before_these_options(tmp_path):
     assert again.config.position_encoding == model.config.position_encoding
     assert torch.equal(first(again(tokens())), first(model(tokens())))
     assert torch.equal(first(hf_posenc.unpatch(again)(tokens())), first(stock("bert")(tokens())))
+
+
+@pytest.mark.parametrize(
+    ("host", "auto"),
+    [
+        (Host("Mixtral", dict(LLAMA, num_local_experts=4, head_dim=8), "ForCausalLM"), AutoModelForCausalLM),
+        (Host("NomicBert", BERT), AutoModel),
+    ],
+    ids=["mixtral", "nomic_bert"],
+)
+def test_hosts_whose_weights_have_other_names_in_files(host, auto, tmp_path):
+    """Loaded, patched, saved and loaded; then unpatched, saved and loaded. Transformers renames weights by the model type,
+    which a config that was loaded has as an attribute."""
+    stock(host, "ForCausalLM" if auto is AutoModelForCausalLM else "Model").save_pretrained(tmp_path / "stock")
+    model = auto.from_pretrained(tmp_path / "stock").eval()
+    changed = hf_posenc.patch(model, "alibi")
+    changed.save_pretrained(tmp_path / "patched")
+    again = auto.from_pretrained(tmp_path / "patched").eval()
+    assert type(again) is type(changed) and torch.equal(first(again(tokens())), first(changed(tokens())))
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(first(auto.from_pretrained(tmp_path / "again").eval()(tokens())), first(changed(tokens())))
+    back = hf_posenc.unpatch(again)
+    assert back.config.model_type == model.config.model_type and torch.equal(first(back(tokens())), first(model(tokens())))
+    back.save_pretrained(tmp_path / "back")
+    assert torch.equal(first(auto.from_pretrained(tmp_path / "back").eval()(tokens())), first(model(tokens())))

@@ -498,7 +498,7 @@ def test_rotations_that_no_config_changes(name):
 # SelfExtend.
 
 
-def self_extended(query, key, trained, window, group, theta=10000.0, causal=True):
+def self_extended(query, key, trained, window, group, theta=10000.0, causal=True, interleaved=False):
     """Scores [Q, K] of one head from the paper's formula, float64."""
     size, count = query.shape[1], len(query)
 
@@ -506,8 +506,9 @@ def self_extended(query, key, trained, window, group, theta=10000.0, causal=True
         out = vector.clone()
         for i in range(size // 2):
             angle = position * theta ** (-2 * i / size)
-            a, b = vector[i], vector[i + size // 2]
-            out[i], out[i + size // 2] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
+            first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + size // 2)
+            a, b = vector[first], vector[second]
+            out[first], out[second] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
         return out
 
     scores = torch.zeros(count, count, dtype=torch.float64)
@@ -522,14 +523,31 @@ def self_extended(query, key, trained, window, group, theta=10000.0, causal=True
     return scores
 
 
+def least_group(length, trained, window):
+    """The first group by which no distance in a text reaches the trained length."""
+    groups = range(1, length + 1)
+    return next(group for group in groups if (length - 1) // group + window - window // group < trained)
+
+
+@pytest.mark.parametrize(("trained", "window"), [(24, 6), (8, 2), (2048, 512), (2048, 1000)])
+def test_the_least_group(trained, window):
+    geometry = Geometry(16, 2, 8, None, True, trained_length=trained)
+    encoding = build(canonical({"type": "self_extend", "window": window}), geometry)
+    lengths = torch.arange(trained + 1, 8 * trained, max(1, trained // 500))
+    groups = encoding._least_group(lengths[:, None])[:, 0]
+    assert groups.tolist() == [least_group(length, trained, window) for length in lengths.tolist()]
+
+
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("length", "options"), [(8, {}), (9, {}), (23, {}), (23, {"window": 3, "group": 5})])
+@pytest.mark.parametrize(
+    ("length", "options"), [(8, {}), (9, {}), (23, {"layout": "interleaved"}), (23, {"window": 3, "group": 5})]
+)
 def test_grouped_scores_by_the_formula(length, options, causal):
     geometry = Geometry(16, 2, 8, None, causal, trained_length=8)
     encoding = build(canonical({"type": "self_extend", **options}), geometry)
     query, key = (torch.randn(1, 2, length, 8, dtype=torch.float64) for _ in range(2))
     window = options.get("window", 2)
-    group = options.get("group", max(1, math.ceil((length - window) / (8 - window))))
+    group = options.get("group") or least_group(length, 8, window)
     for past in (0, length - 2):
         positions = torch.arange(past, length)[None]
         context = PositionContext(encoding, positions, past=past, start=torch.zeros(1, 1, dtype=torch.long), scaling=8**-0.5)
@@ -539,7 +557,8 @@ def test_grouped_scores_by_the_formula(length, options, causal):
         assert (bias is None) == (length <= 8)
         scores = scores if bias is None else scores + bias
         for head in range(2):
-            expected = self_extended(query[0, head], key[0, head], 8, window, group, causal=causal)[past:]
+            layout = {"interleaved": "layout" in options}
+            expected = self_extended(query[0, head], key[0, head], 8, window, group, causal=causal, **layout)[past:]
             assert_close(scores[0, head].tril(past) if causal else scores[0, head], expected, 1e-9)
 
 
@@ -574,6 +593,90 @@ def test_grouped_generation():
         prompt = longer(tokens(length=60), use_cache=True)
         step = longer(tokens(length=60)[:, :1], past_key_values=prompt.past_key_values).logits
     assert step.isfinite().all()
+
+
+@pytest.mark.parametrize("sliding", [None, 12])
+def test_grouped_decoding(sliding):
+    """As the forward pass where the group stays the same, also where a cache keeps a window of keys alone."""
+    host = Host("Mistral", dict(LLAMA, sliding_window=sliding), "ForCausalLM")
+    longer = hf_posenc.extend(stock(host, "ForCausalLM"), FACTOR * LENGTH, "grouped", window=5, group=4)
+    ids, prompt = tokens(length=50), 30
+    with torch.no_grad():
+        whole, out = longer(ids).logits, longer(ids[:, :prompt], use_cache=True)
+        for place in range(prompt, 50):
+            out = longer(ids[:, place : place + 1], past_key_values=out.past_key_values)
+            assert_close(out.logits[:, -1], whole[:, place])
+
+
+# What the config says already, and what only one part of a model has.
+
+
+def test_rules_in_force():
+    """The factor is told by the trained length where the config says that, and Transformers makes it where it says none."""
+    host = Host("Llama", LLAMA, "ForCausalLM")
+    lists = {**LISTS, "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LENGTH}
+    model = stock(host, max_position_embeddings=FACTOR * LENGTH, rope_parameters=lists)
+    scaling = model.rotary_emb.attention_scaling
+    same = hf_posenc.extend(model, FACTOR * LENGTH, "longrope")
+    assert same.rotary_emb.attention_scaling == scaling > 1
+    assert torch.equal(asked(same, tokens(length=60)), asked(model, tokens(length=60)))
+    with pytest.raises(ValueError, match="needs 'short_factor', 'long_factor', found by a search"):
+        hf_posenc.extend(model, 8 * LENGTH, "longrope")
+    longer = hf_posenc.extend(model, 8 * LENGTH, "longrope", **LISTS)
+    assert longer.rotary_emb.attention_scaling == pytest.approx(math.sqrt(1 + math.log(8) / math.log(LENGTH)))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": LENGTH}
+    model = stock(host, rope_parameters=yarn)  # as Qwen 2.5 has it: the length stays that of training
+    assert hf_posenc.extend(model, FACTOR * LENGTH, "yarn").config.rope_parameters["factor"] == 4.0
+
+
+def test_lengths_of_dynamic_rotations():
+    for before, after in ((12000, 13353), (49, 54)):
+        longer = hf_posenc.extend(stock(ROTARY["llama"], max_position_embeddings=before), after, "dynamic")
+        assert hf_posenc.inspect(longer).max_length == after and longer.config.max_position_embeddings == before
+
+
+def test_an_encoder_longer_than_its_decoder():
+    sizes = dict(BART, max_encoder_position_embeddings=32, max_decoder_position_embeddings=16, attention_window=4)
+    host = Host("LED", {name: value for name, value in sizes.items() if name != "max_position_embeddings"})
+    model = stock(host)
+    longer = hf_posenc.extend(model, 64, "dynamic")
+    assert longer.encoder.posenc.weight.shape == (32, 32)
+    for length in (16, 24, 32):
+        assert torch.equal(encoded(longer, tokens(length=length)), encoded(model, tokens(length=length)))
+    with pytest.raises(ValueError, match="give 32 or more"):
+        hf_posenc.extend(model, 20, "dynamic")
+    with pytest.raises(hf_posenc.HostRefused, match="by its config it has"):
+        hf_posenc.extend(model, 64, "linear")
+
+
+def clip():
+    text = dict(BERT, vocab_size=61, bos_token_id=1, eos_token_id=2)
+    vision = dict(BERT, image_size=32, patch_size=16)
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    return randomize(transformers.CLIPModel(config)).eval()
+
+
+def test_a_part_of_a_model(tmp_path):
+    """Long-CLIP: the whole reloads without this package."""
+    model = clip()
+    longer = hf_posenc.extend(model, LONG, "keep_first", submodel="text_model")
+    assert type(longer) is type(model) and longer.config.text_config.max_position_embeddings == LONG
+    assert model.config.text_config.max_position_embeddings == LENGTH
+    assert torch.equal(asked(longer.text_model, tokens(length=19)), asked(model.text_model, tokens(length=19)))
+    longer.save_pretrained(tmp_path)
+    again = transformers.CLIPModel.from_pretrained(tmp_path)
+    assert torch.equal(asked(again.text_model, tokens(length=LONG)), asked(longer.text_model, tokens(length=LONG)))
+    stretched = hf_posenc.extend(model, LONG, "linear", submodel="text_model")
+    assert_apart(asked(stretched.text_model, tokens(length=19)), asked(model.text_model, tokens(length=19)))
+    with pytest.raises(hf_posenc.HostRefused, match="made of several models.*submodel"):
+        hf_posenc.extend(model, LONG, "linear")
+
+
+def test_frozen_tables_stay_frozen():
+    model = stock("bert").requires_grad_(False)
+    for method in ("linear", "dynamic"):
+        longer = hf_posenc.extend(model, LONG, method)
+        assert not any(parameter.requires_grad for parameter in longer.parameters()), method
 
 
 # Bad input.
@@ -615,6 +718,11 @@ def a_model(name):
         ("llama", 99, "linear", {"beta_fast": 3.0}, "beta_fast=3.0: extend with method='linear' takes 'factor'"),
         ("llama", 99, "grouped", {"window": LENGTH}, f"window={LENGTH}: allowed is a number below trained_length={LENGTH}"),
         ("deepseek", 99, "grouped", {}, "no options of 'rope' turn queries and keys as DeepseekV3Model does"),
+        ("llama", 99, "linear", {"factor": -1.0}, "rope.factor=-1.0: allowed is"),
+        ("llama", 99, "linear", {"factor": "x"}, "rope.factor='x': allowed is"),
+        ("llama", 99, "ntk", {"factor": -2.0}, "factor=-2.0: allowed is"),
+        ("llama", 99, "dynamic", {"factor": 9.0}, "factor=9.0: extend with method='dynamic' takes"),
+        ("llama", 99, "longrope", {"short_factor": [1.0], "long_factor": [2.0]}, "has 1 values, for 4 rotated pairs"),
     ],
 )  # fmt: skip
 def test_refused(name, length, method, settings, words):
@@ -643,6 +751,29 @@ def test_positions_that_no_method_makes_longer(host, words):
         hf_posenc.extend(stock(host, vocab_size=61) if host.prefix != "ViT" else vit(host), 99, "linear")
 
 
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("host", "method", "words"),
+    [
+        (Host("SmolLM3", dict(LLAMA, num_hidden_layers=4)), "grouped", "as SmolLM3Model does in all its layers"),
+        (Host("Qwen2VLText", dict(LLAMA, rope_parameters=MROPE)), "grouped", "as Qwen2VLTextModel does"),
+        (Host("Gemma2", dict(LLAMA, head_dim=8)), "grouped", "caps its scores at 50.0 before a bias is added"),
+        (Host("Phi3", LLAMA), "yarn", "can't be made with rope_parameters.*take another of 'linear'"),
+        (Host("DebertaV2", dict(BERT, position_biased_input=True, relative_attention=True)), "linear", "'deberta' positions"),
+        (Host("VisualBert", BERT), "linear", "would have the shape"),
+    ],
+    ids=lambda value: getattr(value, "prefix", ""),
+)
+def test_hosts_that_a_method_does_not_suit(host, method, words):
+    model = stock(host)
+    before = model.config.to_dict()
+    with pytest.raises(hf_posenc.HostRefused, match=words):
+        hf_posenc.extend(model, 99, method)
+    assert model.config.to_dict() == before
+
+
 def vit(host):
     return randomize(transformers.ViTModel(transformers.ViTConfig(**host.sizes))).eval()
 
@@ -652,6 +783,11 @@ def test_patched_models_that_no_method_suits():
         hf_posenc.extend(patched("bert", "alibi", max_length=9), 20, "linear")
     with pytest.raises(ValueError, match="method='cubic' changes nothing in 'rope'"):
         hf_posenc.extend(patched("bert", "rope", max_length=9), 20, "cubic")
+    stretched = hf_posenc.extend(stock("bert"), LONG, "dynamic")
+    with pytest.raises(ValueError, match="made for its max_length: give a method by which a table is made longer, 'dynamic'"):
+        hf_posenc.extend(stretched, 2 * LONG, "linear")
+    with pytest.raises(ValueError, match=r"a stock model may take others, hf_posenc\.unpatch"):
+        hf_posenc.extend(patched("llama", "rope"), 99, "grouped")
     with pytest.raises(ValueError, match="learned.trained_rows=30: allowed are rows up to max_length=24"):
         hf_posenc.patch(stock("bert"), "learned", trained_rows=30, max_length=24)
 
@@ -691,6 +827,23 @@ def test_a_sentence_transformer(minilm, method, tmp_path):
     longer.save_pretrained(str(tmp_path / "model"), create_model_card=False)
     again = SentenceTransformer(str(tmp_path / "model"), device="cpu")
     assert again.max_seq_length == 1024 and abs(again.encode(short + long) - vectors).max() < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_sentence_transformer_with_dynamic_rotations(tmp_path, tokenizer):
+    """The config's length stays that of training there, and is not the one that texts are cut to."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
+
+    stock("modernbert").save_pretrained(tmp_path / "host")
+    tokenizer.save_pretrained(tmp_path / "host")
+    host = Transformer(str(tmp_path / "host"))
+    longer = hf_posenc.extend(SentenceTransformer(modules=[host, Pooling(32)], device="cpu"), FACTOR * LENGTH, "dynamic")
+    assert longer.max_seq_length == FACTOR * LENGTH
+    longer.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    again = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    text = ["w1 w2 w3 w4 " * 20]
+    assert again.max_seq_length == FACTOR * LENGTH and abs(again.encode(text) - longer.encode(text)).max() < 1e-6
 
 
 def test_the_command(tmp_path, tokenizer):

@@ -757,6 +757,7 @@ ORDER = [
     {"modeling"},
     {"patching", "legacy"},
     {"longer_hosts"},
+    {"longer_tables", "longer_rotations"},
     {"extension"},
     {"diagnostics"},
     {"conversion"},

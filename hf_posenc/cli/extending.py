@@ -8,7 +8,7 @@ import typer
 import hf_posenc
 from hf_posenc.cli import app, console
 from hf_posenc.cli.folders import Overwrite, check_output_dir, load, load_tokenizer, save
-from hf_posenc.cli.patching import given_settings
+from hf_posenc.cli.patching import Submodel, given_settings
 from hf_posenc.extension import CHOICE
 
 
@@ -19,6 +19,7 @@ def extend(
     max_length: Annotated[int | None, typer.Option(help="The new longest input in tokens, no shorter than before.")] = None,
     no_limit: Annotated[bool, typer.Option("--no-limit", help="Instead of --max-length: inputs of any length.")] = False,
     method: Annotated[str | None, typer.Option(help=f"How positions change; {CHOICE}. Default: they don't.")] = None,
+    submodel: Submodel = None,
     option: Annotated[list[str] | None, typer.Option(help="A setting of the method, name=value; may be repeated.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -38,7 +39,7 @@ def extend(
         raise ValueError("give the new longest input, --max-length or --no-limit")
     check_output_dir(output_dir, overwrite)
     settings = given_settings(option or [])
-    extended = hf_posenc.extend(load(model), max_length, method, **settings)
+    extended = hf_posenc.extend(load(model), max_length, method, submodel=submodel, **settings)
     save(extended, model, output_dir)
     tokenizer, length = load_tokenizer(model), hf_posenc.inspect(extended).model_max_length
     if tokenizer is not None and tokenizer.model_max_length != length:

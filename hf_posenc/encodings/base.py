@@ -104,6 +104,8 @@ class PositionEncoding(nn.Module):
     """Whether it is defined for attention to earlier tokens alone, so that other stacks refuse it."""
     reads_content: ClassVar[bool] = True
     """Whether its `score_bias` depends on queries and keys; one of positions alone is the same in all layers that share it."""
+    corrects_scores: ClassVar[bool] = False
+    """Whether its `score_bias` takes back a part of the product of queries and keys, to which nothing may be done before."""
     turns_keys: ClassVar[bool] = True
     """Whether its `rotate` changes keys as well as queries."""
     widens: ClassVar[bool] = False

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hf_posenc.encodings.options import listed, shown
+from hf_posenc.encodings.options import Above, checked_value, listed, shown
 from hf_posenc.encodings.stretching import Extension
 
 ORIGINAL = "original_max_position_embeddings"
@@ -96,14 +96,14 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
     "ntk"       theta · s^(R/(R - 2)), which divides the lowest frequency by s and leaves the highest as it is.
     others      Transformers' rules of these names with factor s; "longrope" needs its two lists of factors.
 
-    What was extended before by the same rule goes on from the length it was trained for.
+    What was extended before by the same rule goes on from the length it was trained for; only "ntk" leaves no mark.
 
     Raises ValueError for another rule in force, a rule that this version of Transformers doesn't have, and settings that the
     method doesn't take or lacks.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    method, settings, given = asked.method, dict(asked.settings), dict(parameters)
+    method, given = asked.method, dict(parameters)
     rule = given.pop("rope_type", "default")
     if method in (NTK, "dynamic") and rotated < 4:
         raise ValueError(f"method={method!r} takes theta to the power R/(R - 2), and R is {rotated} here: take 'linear'")
@@ -111,19 +111,22 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
         asked.refuse_other_settings("factor")
         if rule != "default":
             raise _other_rule(rule, method)
-        factor = settings.get("factor", asked.after / asked.before)
+        factor = checked_value("factor", asked.settings.get("factor", asked.after / asked.before), Annotated[float, Above(0)])
         return {**given, "rope_type": rule, "rope_theta": given["rope_theta"] * factor ** (rotated / (rotated - 2))}
     if method not in ROPE_INIT_FUNCTIONS:
         raise ValueError(f"method={method!r}: this version of Transformers has {listed([*ROPE_INIT_FUNCTIONS])}")
     if rule not in ("default", method):
         raise _other_rule(rule, method)
-    asked.refuse_other_settings(*ALL[method])
-    before = given.get("factor") or 1.0
-    own: dict[str, Any] = {"factor": before * asked.after / asked.before} if "factor" in ALL[method] else {}
+    # By the factor of "dynamic" the new length is told.
+    asked.refuse_other_settings(*(name for name in ALL[method] if method != "dynamic" or name != "factor"))
+    trained = given.get(ORIGINAL) or round(asked.before / (given.get("factor") or 1))
+    own: dict[str, Any] = {"factor": asked.after / trained} if "factor" in ALL[method] else {}
     if ORIGINAL in ALL[method]:
-        own[ORIGINAL] = given.get(ORIGINAL) or round(asked.before / before)
+        own[ORIGINAL] = trained
+    if method == rule and asked.after > asked.before:  # lists were found for one length
+        given = {name: value for name, value in given.items() if name not in ("short_factor", "long_factor")}
     defaults = {name: value for name, value in EXTENDING[method].items() if name not in given}
-    longer = {**given, **own, **defaults, **settings, "rope_type": method}
+    longer = {**given, **own, **defaults, **asked.settings, "rope_type": method}
     if missing := [name for name in NEEDED[method] if longer.get(name) is None]:
         raise ValueError(
             f"method={method!r} needs {listed(missing)}, found by a search on the model: give "

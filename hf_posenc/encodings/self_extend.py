@@ -24,17 +24,19 @@ class SelfExtend(RoPE, type="self_extend"):
 
     In the paper short texts are grouped beyond w, too. In encoders later tokens are grouped in the same way, mirrored. The
     second score is computed from queries and keys turned on, for all pairs: time and memory of `[B, H, Q, K]`. In decoders what
-    later layers cached of a text before it grew over T keeps the positions of then.
+    later layers cached of a text keeps the positions of then, before the text grew over T, or its group changed. Of several
+    texts in one row the longest counts.
 
     Options, and those of `rope`:
         window: w; None takes a quarter of T.
-        group: G; None takes the least by which a text of n tokens fits, ceil((n - w)/(T - w)), n its last position + 1.
+        group: G; None takes the least by which the distances of a text of n tokens are less than T, n its last position + 1.
         trained_length: T; None takes the longest input that the host's own positions were made for.
     """
 
     title = "SelfExtend: rotary positions, grouped beyond a window"
     paper = ("https://arxiv.org/abs/2401.01325",)
     translation_invariant = False
+    corrects_scores = True
 
     window: Annotated[int, Above(0)] | None = None
     group: Annotated[int, Above(0)] | None = None
@@ -66,12 +68,11 @@ class SelfExtend(RoPE, type="self_extend"):
         return None
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-        keys = key.shape[2]
-        if keys <= self._length:
+        keys, window, length = key.shape[2], self._window, context.lengths
+        if context.consecutive and isinstance(context.past, int) and context.past + query.shape[2] <= self._length:
             return None
         here, there = context.positions, context.key_positions(keys).clamp(min=0)
-        window, length = self._window, context.lengths
-        group = -((window - length) // (self._length - window)).clamp(max=-1) if self.group is None else self.group
+        group: Any = self._least_group(length) if self.group is None else self.group
         precise = torch.promote_types(query.dtype, torch.float32)
         query, key = query.to(precise), key.to(precise)
         scores, grouped_keys = query @ key.mT, self._turned(key, there // group - there, context)
@@ -83,6 +84,12 @@ class SelfExtend(RoPE, type="self_extend"):
             grouped = self._turned(query, here // group + shift - here, context) @ grouped_keys.mT
             bias = torch.where(longer & (sign * distance >= window), grouped - scores, bias)
         return bias * context.scaling
+
+    def _least_group(self, length: Tensor) -> Tensor:
+        """The least G by which no distance in texts of these lengths is T or more."""
+        trained, window = self._length, self._window
+        group = -((window - length) // (trained - window)).clamp(max=-1)
+        return group + ((length - 1) // group + window - window // group >= trained)
 
     def _turned(self, states: Tensor, by: Tensor, context: PositionContext) -> Tensor:
         """States `[B, H, L, E]` rotated on by so many positions, `[1 or B, L]`."""

@@ -63,7 +63,7 @@ class Rotary(Source):
         given = getattr(config, "rope_parameters", None) or {}
         # Transformers takes the length field for the one that frequencies were trained for, and makes them for longer texts.
         grows = [each for each in (given, *given.values()) if isinstance(each, dict) and each.get("rope_type") == "dynamic"]
-        return length if length is None or not grows else int(length * min(each.get("factor", 1) for each in grows))
+        return length if length is None or not grows else round(length * min(each.get("factor", 1) for each in grows))
 
 
 class AxialRotary(Source):

@@ -1,0 +1,81 @@
+"""Stock models whose learned tables of positions are made longer."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc import spec as specs
+from hf_posenc.encodings import listed
+from hf_posenc.encodings.stretching import DYNAMIC, STATIC
+from hf_posenc.longer_hosts import Host
+from hf_posenc.patching import patch
+from hf_posenc.sources import HostRefused
+from hf_posenc.spec import LENGTH_FIELD
+from hf_posenc.structure import is_patched
+from hf_posenc.transfer import share, shell
+
+NO_FIELD = "a table whose length no config says"
+BESIDE = "positions beside a table"
+"""Reasons of refusals."""
+
+
+def with_longer_tables(host: Host) -> Any:
+    """A model of the same class with longer tables. Raises ValueError, HostRefused."""
+    name, asked = type(host.model).__name__, host.asked
+    if asked.method not in STATIC:
+        raise ValueError(
+            f"method={asked.method!r} is one of rotary positions, and {name} has a learned table: allowed is "
+            f"{listed((*STATIC, DYNAMIC))}"
+        )
+    longer = dict[str, nn.Parameter]()
+    for path, found in host.stacks.items():
+        for source in found.sources:
+            if source.verb == "score_bias":  # their buckets may follow the length
+                raise HostRefused(
+                    f"{name} has {source.encoding!r} positions beside its table, which follow its length",
+                    reason=BESIDE,
+                    remedy="hf_posenc.patch(model, 'alibi') has none that end",
+                )
+            if source.learned_table is not None:
+                key, first = source.learned_table
+                old = found.stack.get_parameter(key)
+                rows = torch.cat([old.detach()[:first], asked.stretched(old.detach()[first : first + asked.before])])
+                longer[f"{path}.{key}".lstrip(".")] = nn.Parameter(rows, requires_grad=old.requires_grad)
+    config, own = host.config()
+    if specs.length_of(own) is not None:
+        setattr(own, LENGTH_FIELD, getattr(own, LENGTH_FIELD) + asked.after - asked.before)
+    twin = shell(type(host.model), config)
+    for path, there in twin.named_parameters():
+        if (given := longer.get(path, host.model.get_parameter(path))).shape != there.shape:
+            raise HostRefused(
+                f"{path} of {name} would have the shape {[*given.shape]}, and by its config it has {[*there.shape]}",
+                reason=NO_FIELD,
+                remedy="hf_posenc.patch(model, 'alibi') has no table",
+            )
+    for path, parameter in longer.items():
+        module, _, key = path.rpartition(".")
+        twin.get_submodule(module)._parameters[key] = parameter
+    share(host.model, twin, anew={path.rpartition(".")[0] for path in longer})
+    return twin
+
+
+def stretched_by_length(host: Host) -> Any:
+    """A patched model whose `learned` encoding has the host's table, over which it stretches longer texts."""
+    name, asked = type(host.model).__name__, host.asked
+    asked.refuse_other_settings()
+    if others := [source for found in host.stacks.values() for source in found.sources if not source.takes_vectors]:
+        raise HostRefused(
+            f"{name} has positions beside its table, {others[0].path}, which method={DYNAMIC!r} would take out",
+            reason=BESIDE,
+            remedy="take a static method, such as 'linear'",
+        )
+    encoding = {"type": "learned", "init": "host", "trained_rows": asked.before}
+    where = "encoder" if getattr(host.inner.config, "is_encoder_decoder", False) else None
+    patched = patch(host.model, encoding, max_length=asked.after, where=where, submodel=host.submodel)
+    for path, found in host.stacks.items():
+        stack: Any = patched.get_submodule(path)
+        if is_patched(stack):
+            key, _ = next(source.learned_table for source in found.sources if source.learned_table)
+            stack.posenc.requires_grad_(found.stack.get_parameter(key).requires_grad)
+    return patched
