@@ -98,6 +98,11 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
         refuse_wrapped(model, "extend")
         return _extended_layer(model, max_length, method, settings)
     refuse(model, "extend")
+    if submodel is not None and (isinstance(model, PosEncModelMixin) or method is None):
+        raise ValueError(
+            f"submodel={shown(submodel)} names a part of a stock model that a method makes longer: leave it out for a patched "
+            "one, whose encoding is where it is"
+        )
     if isinstance(model, PosEncModelMixin):
         return _extended_model(model, max_length, method, settings)
     if method is None or max_length is None:
@@ -130,7 +135,7 @@ def _check(max_length: int | None, method: str | None, settings: dict[str, Any])
 def _extended_layer(layer: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
     config, geometry = copy.deepcopy(layer.config), layer.posenc.geometry
     kind, options = config.position_encoding["type"], options_of(config.position_encoding)
-    asked = _asked({kind: options}, geometry, config.max_length, max_length, method, settings)
+    asked = _asked([(kind, options)], geometry, config.max_length, max_length, method, settings)
     config.max_length = max_length
     config.position_encoding = {"type": kind, **(_longer(kind, options, asked, geometry) or options)}
     return _rebuilt(layer, config, asked)
@@ -139,9 +144,8 @@ def _extended_layer(layer: Any, max_length: int | None, method: str | None, sett
 def _extended_model(model: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
     spec, stack = specs.read(model.config), next(filter(is_patched, model.modules()))
     geometry = stack.posenc.geometry
-    asked = _asked(
-        {each.type: dict(each.options) for each in spec.every}, geometry, spec.max_length, max_length, method, settings
-    )
+    kinds = [(each.type, dict(each.options)) for each in spec.every]
+    asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings)
     config = copy.deepcopy(model.config)
     # The length field of a model made from scratch is the only thing that tells its trained length, and changes below.
     options = dict(spec.options) if spec.host else spec.encoding.settled(geometry, dict(spec.options))
@@ -157,14 +161,14 @@ def _extended_model(model: Any, max_length: int | None, method: str | None, sett
 
 
 def _asked(
-    kinds: dict[str, dict[str, Any]],
+    kinds: Sequence[tuple[str, dict[str, Any]]],
     geometry: Geometry,
     before: int | None,
     after: int | None,
     method: str | None,
     settings: dict[str, Any],
 ) -> Extension | None:
-    """What is asked of these encodings, type -> options; None for a promise alone.
+    """What is asked of these encodings, types and options; None for a promise alone.
 
     Raises ValueError where it is no promise but a size, where none of them has this method, and for a shorter length.
     """
@@ -179,15 +183,15 @@ def _asked(
         endless = "" if method else ", or None for no limit"
         raise ValueError(f"max_length={after} would make the longest input shorter: {now}{endless}")
     asked = None if method is None or before is None or after is None else Extension(method, before, after, settings)
-    for kind, options in kinds.items():
+    for kind, options in kinds:
         for name, part in encoding_class(kind).component_classes().items():
             given = encoding_class(kind).by_part(options)[name]
             if part.needs_max_length(geometry) and (asked is None or part.extended(given, asked, geometry) is None):
                 suited = [each for each in TABLES if part.extended(given, Extension(each, 1, 1), geometry) is not None]
                 raise _made_for_its_length(name, suited)
-    if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds.items()):
+    if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds):
         raise ValueError(
-            f"method={method!r} changes nothing in {' or '.join(map(repr, kinds))}: allowed is {CHOICE}; without a method, "
+            f"method={method!r} changes nothing in {' or '.join(repr(kind) for kind, _ in kinds)}: allowed is {CHOICE}; without a method, "
             "extend raises the promise of encodings that go on by themselves; a stock model may take others, "
             "hf_posenc.unpatch(model)"
         )

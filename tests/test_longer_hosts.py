@@ -783,6 +783,8 @@ def test_patched_models_that_no_method_suits():
         hf_posenc.extend(patched("bert", "alibi", max_length=9), 20, "linear")
     with pytest.raises(ValueError, match="method='cubic' changes nothing in 'rope'"):
         hf_posenc.extend(patched("bert", "rope", max_length=9), 20, "cubic")
+    with pytest.raises(ValueError, match="submodel='text_model' names a part of a stock model"):
+        hf_posenc.extend(patched("bert", "alibi", max_length=9), 20, submodel="text_model")
     stretched = hf_posenc.extend(stock("bert"), LONG, "dynamic")
     with pytest.raises(ValueError, match="made for its max_length: give a method by which a table is made longer, 'dynamic'"):
         hf_posenc.extend(stretched, 2 * LONG, "linear")
