@@ -190,10 +190,10 @@ def _asked(
                 suited = [each for each in TABLES if part.extended(given, Extension(each, 1, 1), geometry) is not None]
                 raise _made_for_its_length(name, suited)
     if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds):
+        named = " or ".join(repr(kind) for kind, _ in kinds)
         raise ValueError(
-            f"method={method!r} changes nothing in {' or '.join(repr(kind) for kind, _ in kinds)}: allowed is {CHOICE}; without a method, "
-            "extend raises the promise of encodings that go on by themselves; a stock model may take others, "
-            "hf_posenc.unpatch(model)"
+            f"method={method!r} changes nothing in {named}: allowed is {CHOICE}; without a method, extend raises the promise of "
+            "encodings that go on by themselves; a stock model may take others, hf_posenc.unpatch(model)"
         )
     return asked
 
