@@ -192,8 +192,8 @@ def _asked(
     if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds):
         named = " or ".join(repr(kind) for kind, _ in kinds)
         raise ValueError(
-            f"method={method!r} changes nothing in {named}: allowed is {CHOICE}; without a method, extend raises the promise of "
-            "encodings that go on by themselves; a stock model may take others, hf_posenc.unpatch(model)"
+            f"method={method!r} changes nothing in {named}: allowed is {CHOICE}; without a method, extend raises the promise "
+            "of encodings that go on by themselves; a stock model may take others, hf_posenc.unpatch(model)"
         )
     return asked
 
