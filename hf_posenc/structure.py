@@ -106,21 +106,18 @@ class Structure:
     @property
     def usable_length(self) -> int | None:
         """The longest input in tokens that the stock host is made for."""
-        return self._usable_length(self.stack.config)
+        return _least(source.usable_length(self.stack.config) for source in self.sources)
 
     @property
     def trained_length(self) -> int | None:
-        """The usable length of the stock host, whatever length the config of a patched one promises."""
+        """The longest input in tokens that the stock host's positions were trained for, whatever length the config of a patched
+        one promises."""
         config = self.stack.config
         spec = getattr(config, "position_spec", None)
         if spec is not None and spec.host is not None and spec.host.rows is not None:
             config = copy.copy(config)
             setattr(config, LENGTH_FIELD, spec.host.rows)
-        return self._usable_length(config)
-
-    def _usable_length(self, config: Any) -> int | None:
-        lengths = [source.usable_length(config) for source in self.sources]
-        return min((length for length in lengths if length is not None), default=None)
+        return _least(source.trained_length(config) for source in self.sources)
 
     @property
     def layers(self) -> dict[str, int]:
@@ -221,6 +218,10 @@ class Structure:
             value_head_dim=of_values if isinstance(of_values, int) and of_values != head_dim else 0,
             axes=self.axes,
         )
+
+
+def _least(lengths: Iterable[int | None]) -> int | None:
+    return min((length for length in lengths if length is not None), default=None)
 
 
 def numbered(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, tuple[str, str]]:

@@ -59,11 +59,13 @@ class Rotary(Source):
         replace(stack, self.path, self.module)
 
     def usable_length(self, config: Any) -> int | None:
-        length = getattr(config, LENGTH_FIELD, None)
-        given = getattr(config, "rope_parameters", None) or {}
-        # Transformers takes the length field for the one that frequencies were trained for, and makes them for longer texts.
+        length, given = self.trained_length(config), getattr(config, "rope_parameters", None) or {}
+        # Transformers takes the length field for the one of training, from which on it makes other frequencies.
         grows = [each for each in (given, *given.values()) if isinstance(each, dict) and each.get("rope_type") == "dynamic"]
         return length if length is None or not grows else round(length * min(each.get("factor", 1) for each in grows))
+
+    def trained_length(self, config: Any) -> int | None:
+        return getattr(config, LENGTH_FIELD, None)
 
 
 class AxialRotary(Source):

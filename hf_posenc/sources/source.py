@@ -108,6 +108,10 @@ class Source(abc.ABC):
         """The longest input in tokens that a stock host is made for."""
         return None
 
+    def trained_length(self, config: Any) -> int | None:
+        """The longest input that these positions were trained for, where they go on by a rule behind it."""
+        return self.usable_length(config)
+
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         """Key -> shape of the learned tensors that `unpatch` needs, for a host whose config says `rows`."""
         return {}
