@@ -61,7 +61,6 @@ def test_half_precision(host, encoding):
 
 COMPILED = [
     ("bert", ALL_WAYS),
-    ("mpnet", ALL_WAYS),
     ("bert", "learned+counter+t5+fire+tupe+fope+sandwich"),
     ("gpt2", "fourier+rope+alibi+cope+deberta+transformer_xl+kerple"),
 ]
