@@ -424,6 +424,16 @@ def test_settings_of_a_rule(settings):
     )
 
 
+def test_what_attentions_compute_from_a_rule():
+    """DeepSeek multiplies its scores by a power of the factor, which its attentions compute when they are made."""
+    model, given = stock(ROTARY["deepseek"], "ForCausalLM"), {"mscale": 1.0, "mscale_all_dim": 1.0}
+    longer = hf_posenc.extend(model, FACTOR * LENGTH, "yarn", **given)
+    expected = by_hand("deepseek", model, {**RULES["yarn"][1], **given}, FACTOR * LENGTH)
+    scaling = [each.model.layers[0].self_attn.scaling for each in (model, longer, expected)]
+    assert scaling[0] < scaling[1] == scaling[2]
+    assert_close(asked(longer, tokens(length=60)), asked(expected, tokens(length=60)), 1e-5)
+
+
 def test_it_goes_on_from_the_length_of_training():
     model = stock(ROTARY["llama"], "ForCausalLM")
     for method in ("linear", "yarn", "dynamic", "llama3"):
