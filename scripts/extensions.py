@@ -9,6 +9,7 @@ What is finished already is not done again. On two CPU cores it takes about two 
 """
 
 import argparse
+import itertools
 import time
 from importlib.resources import files
 from pathlib import Path
@@ -28,9 +29,13 @@ SIZES = {1024: 120, 2048: 60, 4096: 30}
 """Length -> documents of that length or more."""
 SHORT = 512
 """The length at which short texts show what a longer table costs them, beside the first of SIZES."""
-NEEDLES = ("--haystacks", "1", "--candidates", "6")
-TASKS = {"title": "mrr", "deep": "mrr", "needle beyond": "recall_at_1"}
-"""Task -> its metric."""
+QUESTIONS = {"title": "mrr", "deep": "mrr"}
+NEEDLES = {"needle": "recall_at_1", "needle beyond": "recall_at_1"}
+"""Task -> its metric, of the two kinds of runs."""
+FACTS = ("--haystacks", "3", "--candidates", "4")
+"""How many documents of each length facts are put into, and other facts to tell them from."""
+GROUPS = ("methods", "converted")
+"""The models that are measured in one run, beside the original."""
 
 
 def extended(original: str, method: str, length: int, folder: Path) -> None:
@@ -74,30 +79,30 @@ def by_method(arguments: argparse.Namespace, original: str, length: int) -> dict
     return folders
 
 
-def measure(arguments: argparse.Namespace, original: str) -> dict[str, dict[int, Any]]:
-    """Group of models -> length -> the record of eval_length.py; the questions are the same for all groups."""
-    found: dict[str, dict[int, Any]] = {"methods": {}, "converted": {}}
-    for group, records_by_length in found.items():
-        for length, documents in SIZES.items():
-            made = arguments.output_dir / f"length-{length}-{group}"
+def measure(arguments: argparse.Namespace, original: str) -> list[tuple[int, Any]]:
+    """Length and record of each run of eval_length.py. At each length the questions are the same for all groups of models."""
+    found, output = [], arguments.output_dir
+    for group, (length, documents) in itertools.product(GROUPS, SIZES.items()):
+        for tasks in (QUESTIONS, NEEDLES):
+            made = output / f"{next(iter(tasks))}-{length}-{group}"
             if not (made / "length.json").exists():
                 models = by_method(arguments, original, length) if group == "methods" else converted(arguments, original)
                 named = [f"minilm={original}", *(f"{name}={path}" for name, path in models.items())]
-                lengths = [*([SHORT] if length == min(SIZES) else []), length]
-                tasks = ["--tasks", "title", "deep", "needle", "--needle_lengths", str(length), *NEEDLES]
-                sizes = ["--lengths", *map(str, lengths), "--documents", str(documents)]
-                run("eval_length.py", *named, "--pages", str(arguments.pages), *tasks, *sizes, "--output_dir", str(made))
-            records_by_length[length] = records.read(made / "length.json")
+                short = [SHORT] if tasks is QUESTIONS and length == min(SIZES) else []
+                given = ["--lengths", *map(str, [*short, length]), "--documents", str(documents)]
+                given += ["--tasks", *QUESTIONS] if tasks is QUESTIONS else ["--tasks", "needle", *FACTS]
+                run("eval_length.py", *named, "--pages", str(arguments.pages), *given, "--output_dir", str(made))
+            found.append((length, records.read(made / "length.json")))
     return found
 
 
-def rows(found: dict[str, dict[int, Any]]) -> dict[str, dict[str, str]]:
+def rows(found: list[tuple[int, Any]]) -> dict[str, dict[str, str]]:
     """Method -> column -> its score, and its difference to the original truncated, with the interval over questions."""
     table: dict[str, dict[str, str]] = {}
-    for longest, record in (each for group in found.values() for each in group.items()):
-        for task, metric in TASKS.items():
+    for longest, record in found:
+        for task, metric in {**QUESTIONS, **NEEDLES}.items():
             for length, scores in record["scores"].get(task, {}).items():
-                if task != "title" and int(length) < int(longest):
+                if task == "deep" and int(length) < longest:  # asks for what no text of this length has
                     continue
                 for name, score in scores.items():
                     said = f"{score[metric]:.3f}"
@@ -108,15 +113,15 @@ def rows(found: dict[str, dict[int, Any]]) -> dict[str, dict[str, str]]:
     return table
 
 
-def shown(found: dict[str, dict[int, Any]]) -> list[Table]:
-    """A table for each task."""
+def shown(found: list[tuple[int, Any]]) -> list[Table]:
+    """A table for each task that was measured."""
     table, made = rows(found), []
-    for task in TASKS:
-        columns = [column for column in next(iter(table.values())) if column.startswith(f"{task}, ")]
-        each = Table("method", *columns, title=f"{task}: {TASKS[task]}, and the difference to the first truncated [95 %]")
+    for task, metric in {**QUESTIONS, **NEEDLES}.items():
+        columns = dict.fromkeys(column for cells in table.values() for column in cells if column.startswith(f"{task}, "))
+        each = Table("method", *columns, title=f"{task}: {metric}, and the difference to the original truncated [95 %]")
         for name, cells in table.items():
             each.add_row(name, *(cells.get(column, "") for column in columns))
-        made.append(each)
+        made += [each] if columns else []
     return made
 
 
