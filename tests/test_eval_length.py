@@ -400,12 +400,13 @@ def test_extensions_are_put_side_by_side():
         gaps = {length: {name: {"value": value - 0.5, "interval": [0.0, 0.25]}} for length in lengths}
         return {"scores": {"title": scores, "deep": scores}, "differences": {"title": gaps, "deep": gaps}}
 
-    found = {
-        "methods": {1024: record(["512", "1024"], "linear", 0.625)},
-        "converted": {1024: record(["1024"], "trained", 0.75)},
-    }
+    found = [(1024, record(["512", "1024"], "linear", 0.625)), (1024, record(["1024"], "trained", 0.75))]
     table = extensions.rows(found)
     assert table["linear"] == dict.fromkeys(["title, 512", "title, 1024", "deep, 1024"], "0.625 (+0.125 [+0.00, +0.25])")
     assert table["trained"] == dict.fromkeys(["title, 1024", "deep, 1024"], "0.750 (+0.250 [+0.00, +0.25])")
     assert table["minilm, truncated at 512"]["deep, 1024"] == "0.500"
-    assert [column.header for column in extensions.shown(found)[0].columns] == ["method", "title, 512", "title, 1024"]
+    tables = extensions.shown(found)
+    assert [[column.header for column in each.columns][1:] for each in tables] == [
+        ["title, 512", "title, 1024"],
+        ["deep, 1024"],
+    ]
