@@ -262,6 +262,7 @@ def finished(host, tmp_path_factory):
 def done(finished, tmp_path, monkeypatch):
     """A copy of it."""
     monkeypatch.setattr(drope, "recalibrate", trained)
+    monkeypatch.setattr(drope, "SLOPES", (0.0, 0.2))
     return Path(shutil.copytree(finished, tmp_path / "done"))
 
 
@@ -326,7 +327,8 @@ def test_no_room_for_a_passkey(host, tmp_path, tokenizer):
         drope.main(line(host, tmp_path, "--trained_length", 64))
 
 
-def test_what_is_trained_on(host, texts, tokenizer, tmp_path):
+def test_what_is_trained_on(host, texts, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(passkeys, "DIGITS", 2)  # so few keys that some are drawn twice
     arguments = drope.parse_arguments(line(host, tmp_path, "--passkey_share", 0.4))
     drope.write_texts(arguments, tokenizer, tmp_path)
     written = [json.loads(row)["text"] for row in (tmp_path / "train.jsonl").read_text().splitlines()]
@@ -393,11 +395,11 @@ def test_summary():
     assert (found["short + PI"]["16"]["found"], found["short + PI"]["16"]["digits"]) == (0, 0.5)
 
 
-@pytest.mark.parametrize(("loss", "found", "expected"), [(2.0, 1, "aaaxa"), (2.3, 1, "axaxa"), (2.0, 0, "aaaxx")])
+@pytest.mark.parametrize(("loss", "found", "expected"), [(2.0, 1, "aaaaxa"), (2.3, 1, "axaaxa"), (2.0, 0, "aaaaxx")])
 def test_verdicts(loss, found, expected):
     said = drope.verdicts(made_up(loss, found))
     assert "".join("a" if each.startswith("agrees") else "x" for each in said) == expected
-    assert said[1].endswith(f"×{math.exp(loss - 2.02):.2f}") and "short + YaRN 0.00" in said[4]
+    assert said[1].endswith(f"×{math.exp(loss - 2.02):.2f}") and "short + YaRN 0.00" in said[5]
 
 
 def test_the_figure(tmp_path, monkeypatch):
@@ -410,4 +412,4 @@ def test_the_figure(tmp_path, monkeypatch):
     assert {"DroPE", "short", "short + PI"} <= {*axes}
     (line,) = [line for line in axes["perplexity of the same tokens"].lines if line.get_label() == "DroPE"]
     assert list(line.get_xdata()) == [4, 8, 16] and line.get_ydata()[-1] == pytest.approx(math.exp(2.1))
-    assert axes["DroPE"].images[0].get_array().tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert axes["DroPE"].images[0].get_array().tolist() == [[1, 1, 1], [1, 1, 0.5]]

@@ -26,7 +26,7 @@ BATCH_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Passkey:
-    """The tokens of a prompt and of the key that is to follow it; `depth` is the place of the first token of the key's sentence."""
+    """The tokens of a prompt, and those of the key that is to follow; `depth` is where the key's sentence begins, in tokens."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
