@@ -1,0 +1,105 @@
+"""Passkeys: a number hidden in filler text, which a language model is to repeat (https://arxiv.org/abs/2305.16300).
+
+A key counts as found if each of its tokens is the most probable one behind those before it, which is what greedy decoding
+would have written, in one forward pass.
+
+Shapes: N prompts, L tokens in a prompt with its key, A tokens of the key, V vocabulary.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+TASK = "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it."
+FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+FACT = " The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = " What is the pass key? The pass key is"
+DIGITS = 5
+BATCH_TOKENS = 2048
+"""Tokens in a batch of prompts."""
+
+
+@dataclass(frozen=True)
+class Passkey:
+    """The tokens of a prompt, and those of the key that is to follow; `depth` is where the key's sentence begins, in tokens."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    depth: int
+    key: str
+
+
+def passkeys(tokenizer: Any, length: int, part: float, count: int, seed: int) -> list[Passkey]:
+    """`count` passkeys with different keys, each of exactly `length` tokens with the key; `part` (0 to 1) of the filler is in
+    front of the key's sentence.
+
+    Raises ValueError where the length leaves no room for any filler.
+    """
+    if not 0 <= part <= 1:
+        raise ValueError(f"part={part}: allowed is a part of the filler, from 0 (in front of the key) to 1 (all of it)")
+    choose, keys = random.Random(f"{seed} {length} {part}"), dict[str, None]()
+    while len(keys) < count:
+        keys[drawn(choose)] = None
+    return [passkey(tokenizer, length, part, key) for key in keys]
+
+
+def drawn(choose: random.Random) -> str:
+    return str(choose.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+
+
+def passkey(tokenizer: Any, length: int, part: float, key: str) -> Passkey:
+    """One prompt with its key."""
+    task, fact, question, answer = _parts(tokenizer, key)
+    filler, room = _ids(tokenizer, FILLER), length - len(task) - len(fact) - len(question) - len(answer)
+    if room < 1:
+        raise ValueError(
+            f"length={length}: task, key and question take {length - room} tokens, and filler has to be among them"
+        )
+    filling = filler * (room // len(filler) + 1)
+    before, after = round(part * room), room - round(part * room)
+    # Cut at their beginning, so that what follows them begins a sentence.
+    prompt = task + filling[len(filling) - before :] + fact + filling[len(filling) - after :] + question
+    return Passkey(tuple(prompt), tuple(answer), len(task) + before, key)
+
+
+def least_length(tokenizer: Any) -> int:
+    """The length of a prompt with its key and one token of filler."""
+    return sum(map(len, _parts(tokenizer, "1" * DIGITS))) + 1
+
+
+def _parts(tokenizer: Any, key: str) -> tuple[list[int], list[int], list[int], list[int]]:
+    """The tokens of task, fact, question and answer, tokenized one by one: all but the first begin with a space."""
+    task, fact, question, answer = (_ids(tokenizer, text) for text in (TASK, FACT.format(key=key), QUESTION, f" {key}"))
+    space = _ids(tokenizer, " ")
+    if space and answer[: len(space)] == space:  # a token of its own: digits alone are asked for
+        question, answer = question + space, answer[len(space) :]
+    return [*tokenizer("")["input_ids"], *task], fact, question, answer
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def text(tokenizer: Any, length: int, part: float, key: str) -> str:
+    """A prompt with its key and a full stop, as a text to train on."""
+    made = passkey(tokenizer, length, part, key)
+    return str(tokenizer.decode([*made.prompt, *made.answer], skip_special_tokens=True)) + "."
+
+
+@torch.no_grad()
+def right(model: PreTrainedModel, prompts: Sequence[Passkey]) -> Tensor:
+    """Whether each token of the key is predicted from the true ones before it, `[N, A]`; prompts are of one length."""
+    found = []
+    size = max(1, BATCH_TOKENS // (len(prompts[0].prompt) + len(prompts[0].answer)))
+    for start in range(0, len(prompts), size):
+        batch = prompts[start : start + size]
+        answers = torch.tensor([each.answer for each in batch])
+        rows = torch.tensor([[*each.prompt, *each.answer[:-1]] for each in batch])  # [N, L - 1]
+        logits = model(input_ids=rows.to(model.device), logits_to_keep=answers.shape[1]).logits  # [N, A, V]
+        found.append(logits.argmax(-1).cpu() == answers)
+    return torch.cat(found)
