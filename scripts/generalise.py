@@ -63,6 +63,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--processes", type=at_least(1), default=1, help="runs at a time, each with one thread")
     add("--report_only", action="store_true", help="run nothing: tables and figures of what the folder has")
     add("--output_dir", type=Path, required=True)
+    add("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
     arguments = parser.parse_args(argv)
     for name in ("tasks", "seeds", "encodings"):
         given = getattr(arguments, name) or []
@@ -157,6 +158,8 @@ def main(argv: list[str] | None = None) -> None:
         )
     ordered = [done[key] for key in ((task, each.label, seed) for task, each, seed in planned.runs()) if key in done]
     write(output, planned, Results(ordered), failed)
+    if arguments.docs_file:
+        report.write_tables(arguments.docs_file, records.read(output / "generalise.json"))
     if failed:
         raise SystemExit(
             "\n".join(

@@ -73,6 +73,14 @@ def test_texts_are_held_out():
     assert bytes(pieces.flatten().tolist()).decode(errors="ignore") == tested and (labels[:, 0] == tasks.IGNORED).all()
 
 
+def test_a_paragraph_that_is_tested_is_no_training_text(monkeypatch):
+    topics = {name: f"{name} alone\n\nshared by {'ef' if name in 'ef' else name}" for name in "abcdefgh"}
+    monkeypatch.setattr(tasks.pydoc_data.topics, "topics", topics)
+    trained, tested = (bytes(text.tolist()).decode() for text in tasks.texts.__wrapped__())
+    assert tested == "e alone\n\nshared by ef"
+    assert "f alone" in trained and "shared by f" not in trained and "shared by ef" not in trained and "shared by g" in trained
+
+
 def test_a_score_is_of_answers_alone():
     class Fixed(torch.nn.Module):
         """Predicts the token that it is told, whatever comes in."""
@@ -357,3 +365,35 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
         command = [sys.executable, script, *arguments, "--processes", count, "--output_dir", count]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert outputs(tmp_path / "1") == outputs(tmp_path / "2")
+
+
+def test_a_page_has_the_means_of_the_record(tmp_path):
+    score = {"exact": {"mean": 0.1}, "tokens": {"mean": 0.25}}
+    record = {
+        "trainings": {"copy": {"length": 4}, "lm": {"length": 64}},
+        "encodings": {"t5": {}, "learned": {}},
+        "refused": {"rope_2d": "no grid"},
+        "scores": {
+            "copy": {"t5": {"max_length": None, "by_length": {"4": score, "8": score, "32": score}}},
+            "lm": {"learned": {"max_length": 512, "by_length": {"64": {"perplexity": {"mean": 9.04}}}}},
+        },
+        "verdict": {
+            "summary": "In part.",
+            "findings": [
+                {"claim": "a above b", "source": "X", "answer": "seen", "figures": "1; 2"},
+                {"claim": "c", "source": "X", "answer": "not measured", "figures": ""},
+            ],
+        },
+    }
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{report.MARKERS[0]}\nold\n{report.MARKERS[1]}\nbehind\n")
+    for _ in range(2):
+        report.write_tables(page, record)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nbehind\n") and "old" not in text
+    assert "| | copy: right tokens at 4 → 8 → 32 symbols | lm: perplexity at 64 → 128 → 512 bytes |" in text
+    assert "| `t5` | 0.25 → 0.25 → 0.25 | – → – → – |" in text and "| `learned` † | – → – → – | 9.0 → – → – |" in text
+    assert "`rope_2d` was refused: no grid." in text and "| a above b | X | seen | 1; 2 |" in text and "| c |" not in text
+    page.write_text("bare")
+    with pytest.raises(ValueError, match="has no lines"):
+        report.write_tables(page, record)

@@ -59,16 +59,14 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
         for axis, name in zip(row, families, strict=True):
             _draw_lines(axis, results, task, [label for label in labels if of[label] == name], BASELINE in labels)
         _scale(row[0], results, task, labels)
-        row[0].set_ylabel(f"{task}: {NAMES[CURVES[TASKS[task].measure]]}", fontsize=10)
-        row[len(families) // 2].set_xlabel(
-            f"{task}: {TASKS[task].unit}, trained up to {results.trained_length(task)}", fontsize=9
-        )
+        about = f"{task}: {TASKS[task].unit}, L = {results.trained_length(task)}"
+        row[0].set_ylabel(f"{about}\n{NAMES[CURVES[TASKS[task].measure]]}", fontsize=9)
     for column, name in zip(axes.T, families, strict=True):
         column[0].set_title(FAMILIES[name], fontsize=10)
         entries: dict[str, Any] = {}
         for axis in column:
             entries |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.24), "ncols": 2}
+        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
         column[-1].legend(list(entries.values()), list(entries), frameon=False, fontsize=8, **place)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -1,5 +1,6 @@
-"""A study's tables and its record."""
+"""A study's tables, its record, and the part of a page that is made from that."""
 
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -13,6 +14,9 @@ from generalisation.verdict import Finding
 ENDS = "†"
 """Marks encodings that end at a length: they were given that of the longest test."""
 MEASURES = {"exact match": ("exact", "tokens"), "perplexity": ("perplexity",)}
+MARKERS = "<!-- tables by scripts/generalise.py: begin -->", "<!-- tables by scripts/generalise.py: end -->"
+ON_PAGES = (1, 2, 8)
+"""The lengths, in L, that a page shows."""
 NAMES = {"exact": "exact match of the whole answer", "tokens": "right tokens of the answer", "perplexity": "perplexity"}
 
 
@@ -27,7 +31,8 @@ def _table(results: Results, task: str, measure: str) -> Table:
     title = f"{task}, trained to L = {length} {own.unit}: {NAMES[measure]}"
     ending = {label for label in results.encodings(task) if results.ends(task, label) is not None}
     counts = {len(results.seeds(task, label)) for label in results.encodings(task)}
-    caption = f"mean over {shown_range(counts)} seeds ± half of Student's 95 % interval"
+    few = "one seed" if counts == {1} else f"{shown_range(counts)} seeds"
+    caption = f"mean over {few}" + (" ± half of Student's 95 % interval" if counts != {1} else "")
     if measure == "tokens":
         caption += f"; chance {own.chance:.2f}"
     if ending:
@@ -45,9 +50,9 @@ def _table(results: Results, task: str, measure: str) -> Table:
         return tuple(-value for value in key) if best_first else key
 
     for label in sorted(rows, key=rank):
-        few = "" if len(results.seeds(task, label)) == max(counts) else f" ({len(results.seeds(task, label))} seeds)"
-        mark = f" {ENDS}" if label in ending else ""
-        table.add_row(f"{label}{mark}{few}", *(mean.shown() for mean in rows[label]))
+        missing = max(counts) - len(results.seeds(task, label))
+        mark = (f" {ENDS}" if label in ending else "") + (f" ({missing} seeds fewer)" if missing else "")
+        table.add_row(f"{label}{mark}", *(mean.shown() for mean in rows[label]))
     return table
 
 
@@ -116,3 +121,48 @@ def _rounded(results: Results, task: str, label: str, length: int, measure: str)
     finite = [round(value, 4) if value < float("inf") else None for value in mean.values]
     shown = None if None in finite else round(mean.mean, 4)
     return {"values": finite, "mean": shown, "half_width": None if mean.half is None else round(mean.half, 4)}
+
+
+def write_tables(page: Path, record: dict[str, Any]) -> None:
+    """Replace what lies between the markers of a page. Raises ValueError for a page without markers."""
+    head, begin, rest = page.read_text(encoding="utf-8").partition(MARKERS[0])
+    _, end, tail = rest.partition(MARKERS[1])
+    if not begin or not end:
+        raise ValueError(f"{page} has no lines {MARKERS[0]} and {MARKERS[1]}, between which the tables would lie: add them")
+    page.write_text(f"{head}{begin}\n\n{as_markdown(record)}\n{end}{tail}", encoding="utf-8")
+
+
+def as_markdown(record: dict[str, Any]) -> str:
+    """The means of a study by encoding, what was refused, and the verdict."""
+    tasks, labels = list(record["scores"]), list(record["encodings"])
+    headings, lines = [], []
+    for task in tasks:
+        length, unit = record["trainings"][task]["length"], TASKS[task].unit
+        at = " → ".join(f"{multiple * length}" for multiple in ON_PAGES)
+        name = "perplexity" if TASKS[task].measure == "perplexity" else "right tokens"
+        headings.append(f"{task}: {name} at {at} {unit}")
+    lines = [f"| | {' | '.join(headings)} |", f"|{'---|' * (len(headings) + 1)}"]
+    for label in labels:
+        cells = [_on_page(record, task, record["scores"][task].get(label)) for task in tasks]
+        ends = any(record["scores"][task].get(label, {}).get("max_length") for task in tasks)
+        lines.append(f"| `{label}`{' ' + ENDS if ends else ''} | {' | '.join(cells)} |")
+    lines += ["", f"{ENDS} ends at a length, and was given that of the longest test; positions behind L are untrained.", ""]
+    for label, reason in record["refused"].items():
+        lines.append(f"`{label}` was refused: {reason}.")
+    lines += ["", f"{record['verdict']['summary']}", "", "| claim | from | answer | figures |", "|---|---|---|---|"]
+    lines += [
+        f"| {each['claim']} | {each['source']} | {each['answer']} | {each['figures']} |"
+        for each in record["verdict"]["findings"]
+        if each["answer"] != verdict.MISSING
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _on_page(record: dict[str, Any], task: str, found: dict[str, Any] | None) -> str:
+    length, shown = record["trainings"][task]["length"], []
+    measure = MEASURES[TASKS[task].measure][-1]
+    for multiple in ON_PAGES:
+        values = found["by_length"].get(str(multiple * length)) if found else None
+        mean = values[measure]["mean"] if values else None
+        shown.append("–" if mean is None else f"{mean:.1f}" if measure == "perplexity" else f"{mean:.2f}")
+    return " → ".join(shown)
