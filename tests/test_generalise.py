@@ -310,6 +310,9 @@ def test_verdict_by_hand():
     turned = verdict.findings(study_by_hand({"copy": copies}))
     assert {each.claim: each.answer for each in turned}[f"{exact}t5 above none"] == "not seen"
     assert {each.answer for each in turned if "perplexity" in each.claim} == {"not measured"}
+    # Where no encoding is above zero, that none is says nothing of rope.
+    low = verdict.findings(study_by_hand({"copy": {label: {4: learned, 8: gone} for label in copies}}))
+    assert {each.answer for each in low if each.answer != "not measured"} == {"all near zero"}
     only = verdict.findings(study_by_hand({"reverse": {"fire": {4: learned}}}))
     assert verdict.summary(only) == "Whether the papers' ranking is seen: nothing of it was measured."
 
@@ -370,7 +373,12 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
 def test_a_page_has_the_means_of_the_record(tmp_path):
     score = {"exact": {"mean": 0.1}, "tokens": {"mean": 0.25}}
     record = {
-        "trainings": {"copy": {"length": 4}, "lm": {"length": 64}},
+        "setup": {"host": "llama", "sizes": {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}},
+        "runs": {"finished": 5, "planned": 6, "cpu_seconds": 120},
+        "trainings": {
+            "copy": {"length": 4, "steps": 7, "batch_size": 8},
+            "lm": {"length": 64, "steps": 9, "batch_size": 2},
+        },
         "encodings": {"t5": {}, "learned": {}},
         "refused": {"rope_2d": "no grid"},
         "scores": {
@@ -392,6 +400,8 @@ def test_a_page_has_the_means_of_the_record(tmp_path):
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nbehind\n") and "old" not in text
     assert "| | copy: right tokens at 4 → 8 → 32 symbols | lm: perplexity at 64 → 128 → 512 bytes |" in text
+    how = "llama, 3 layers, width 64, 4 heads; copy 7 steps of 8 rows, L = 4 symbols; lm 9 steps of 2 rows, L = 64 bytes."
+    assert f"5 of 6 runs, 2 minutes of one core; {how}" in text
     assert "| `t5` | 0.25 → 0.25 → 0.25 | – → – → – |" in text and "| `learned` † | – → – → – | 9.0 → – → – |" in text
     assert "`rope_2d` was refused: no grid." in text and "| a above b | X | seen | 1; 2 |" in text and "| c |" not in text
     page.write_text("bare")

@@ -135,13 +135,13 @@ def write_tables(page: Path, record: dict[str, Any]) -> None:
 def as_markdown(record: dict[str, Any]) -> str:
     """The means of a study by encoding, what was refused, and the verdict."""
     tasks, labels = list(record["scores"]), list(record["encodings"])
-    headings, lines = [], []
+    headings = []
     for task in tasks:
         length, unit = record["trainings"][task]["length"], TASKS[task].unit
         at = " → ".join(f"{multiple * length}" for multiple in ON_PAGES)
         name = "perplexity" if TASKS[task].measure == "perplexity" else "right tokens"
         headings.append(f"{task}: {name} at {at} {unit}")
-    lines = [f"| | {' | '.join(headings)} |", f"|{'---|' * (len(headings) + 1)}"]
+    lines = [_how(record), "", f"| | {' | '.join(headings)} |", f"|{'---|' * (len(headings) + 1)}"]
     for label in labels:
         cells = [_on_page(record, task, record["scores"][task].get(label)) for task in tasks]
         ends = any(record["scores"][task].get(label, {}).get("max_length") for task in tasks)
@@ -156,6 +156,18 @@ def as_markdown(record: dict[str, Any]) -> str:
         if each["answer"] != verdict.MISSING
     ]
     return "\n".join(lines) + "\n"
+
+
+def _how(record: dict[str, Any]) -> str:
+    """How the models of a study were trained."""
+    host, sizes, runs = record["setup"]["host"], record["setup"]["sizes"], record["runs"]
+    trained = "; ".join(
+        f"{task} {of['steps']} steps of {of['batch_size']} rows, L = {of['length']} {TASKS[task].unit}"
+        for task, of in record["trainings"].items()
+    )
+    model = f"{sizes['num_hidden_layers']} layers, width {sizes['hidden_size']}, {sizes['num_attention_heads']} heads"
+    part = "" if runs["finished"] == runs["planned"] else f" of {runs['planned']}"
+    return f"{runs['finished']}{part} runs, {runs['cpu_seconds'] / 60:.0f} minutes of one core; {host}, {model}; {trained}."
 
 
 def _on_page(record: dict[str, Any], task: str, found: dict[str, Any] | None) -> str:

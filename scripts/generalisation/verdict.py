@@ -22,12 +22,13 @@ LEARNED = 0.9
 """The accuracy at L from which a task counts as learned."""
 TRIED = 0.5
 """An accuracy at L below this says that a task wasn't learned, so that nothing follows from what is beyond L."""
-SEEN, NOT_SEEN, OPEN, UNLEARNED, MISSING = "seen", "not seen", "open", "not learned", "not measured"
+SEEN, NOT_SEEN, OPEN, UNLEARNED, FLOOR, MISSING = "seen", "not seen", "open", "not learned", "all near zero", "not measured"
 ANSWERS = {
     SEEN: "as the paper has it",
     NOT_SEEN: "the opposite, or beyond the bound",
     OPEN: "no difference beyond that of the seeds",
     UNLEARNED: f"below {TRIED} at L already",
+    FLOOR: "so are all encodings, and nothing follows",
     MISSING: "runs are missing",
 }
 
@@ -122,6 +123,7 @@ def _above(results: Results, tasks: Sequence[str], better: str, worse: str, meas
         return Finding(source, claim, MISSING, "")
     at_length = {label: _over(results, tasks, label, 1, measure) for label in (better, worse)}
     concluded = answer[0] if any(_tried(values) for values in at_length.values()) else UNLEARNED
+    concluded = FLOOR if _all_near_zero(results, tasks, measure) else concluded
     figures = [
         f"{label} {_shown(values)} (at L {_shown(at_length[label])})" for label, values in ((better, first), (worse, second))
     ]
@@ -136,7 +138,14 @@ def _near_zero(results: Results, task: str, label: str, measure: str, where: str
     answer = SEEN if Mean(tuple(values.values())).mean <= NEAR_ZERO else NOT_SEEN
     before = accuracy(results, task, label, 1, measure)
     answer = answer if _tried(before) else UNLEARNED
+    answer = FLOOR if _all_near_zero(results, [task], measure) else answer
     return Finding(EXPECTED, claim, answer, f"{label} {_shown(values)} (at L {_shown(before)})")
+
+
+def _all_near_zero(results: Results, tasks: Sequence[str], measure: str) -> bool:
+    """Whether no encoding of the study is above NEAR_ZERO at 2 L, in any of the tasks."""
+    found = [accuracy(results, task, label, 2, measure) for task in tasks for label in results.encodings(task)]
+    return all(Mean(tuple(values.values())).mean <= NEAR_ZERO for values in found if values)
 
 
 def _tried(values: dict[int, float] | None) -> bool:
@@ -173,7 +182,9 @@ def summary(found: Sequence[Finding]) -> str:
         return "Whether the papers' ranking is seen: nothing of it was measured."
     seen = sum(each.answer == SEEN for each in measured)
     whole = "is seen" if seen == len(measured) else "is seen in part" if seen else "is not seen"
-    counts = [f"{sum(each.answer == answer for each in measured)} {answer}" for answer in (SEEN, NOT_SEEN, OPEN, UNLEARNED)]
+    counts = [
+        f"{sum(each.answer == answer for each in measured)} {answer}" for answer in (SEEN, NOT_SEEN, OPEN, UNLEARNED, FLOOR)
+    ]
     rest = f"; {len(found) - len(measured)} not measured" if len(measured) < len(found) else ""
     return f"The papers' ranking {whole}: of {len(measured)} claims {', '.join(counts)}{rest}."
 
