@@ -282,7 +282,7 @@ def test_verdict_by_hand():
         "alibi": {4: [10.0, 10.0, 10.0], 32: [10.2, 10.1, 10.3]},
         "t5": {4: [10.0, 10.0, 10.0], 32: [11.0, 11.1, 11.2]},
         "rope": {4: [10.0, 10.0, 10.0], 32: [30.0, 31.0, 32.0]},
-        "sinusoidal": {4: [10.0, 10.0, 10.0], 32: [14.0, 13.0, 12.0]},
+        "sinusoidal": {4: [10.0, 10.0, 10.0], 32: [13.1, 13.0, 12.9]},
     }
     results = study_by_hand({"copy": copies, "lm": perplexities})
     found = verdict.findings(results)
@@ -295,6 +295,9 @@ def test_verdict_by_hand():
     # Differences of 0.3, 0.19 and 0.08: 0.19 ± 0.27.
     assert answers["copy together at 2 L, exact match: none above rope"] == "open"
     assert answers["perplexity of sinusoidal blows up from L to 8 L (×1.5 or more)"] == "not seen"
+    wide = study_by_hand({"lm": {"rope": {4: [10.0] * 3, 32: [30.0, 16.0, 14.0]}}})  # 2.0 ± 2.2: on both sides of the bound
+    of_rope = "perplexity of rope blows up from L to 8 L (×1.5 or more)"
+    assert next(each.answer for each in verdict.findings(wide) if each.claim == of_rope) == "open"
     assert answers["perplexity of rope blows up from L to 8 L (×1.5 or more)"] == "seen"
     assert answers["perplexity of alibi stays flat from L to 8 L (×1.05 or less)"] == "seen"
     assert answers["perplexity from L to 8 L grows less with alibi than with t5"] == "seen"
@@ -381,6 +384,7 @@ def test_a_page_has_the_means_of_the_record(tmp_path):
         },
         "encodings": {"t5": {}, "learned": {}},
         "refused": {"rope_2d": "no grid"},
+        "learned": {"copy": ["t5"], "reverse": []},
         "scores": {
             "copy": {"t5": {"max_length": None, "by_length": {"4": score, "8": score, "32": score}}},
             "lm": {"learned": {"max_length": 512, "by_length": {"64": {"perplexity": {"mean": 9.04}}}}},
@@ -403,6 +407,7 @@ def test_a_page_has_the_means_of_the_record(tmp_path):
     how = "llama, 3 layers, width 64, 4 heads; copy 7 steps of 8 rows, L = 4 symbols; lm 9 steps of 2 rows, L = 64 bytes."
     assert f"5 of 6 runs, 2 minutes of one core; {how}" in text
     assert "| `t5` | 0.25 → 0.25 → 0.25 | – → – → – |" in text and "| `learned` † | – → – → – | 9.0 → – → – |" in text
+    assert "90% or more of the rows at L with these. copy: `t5`; reverse: none." in text
     assert "`rope_2d` was refused: no grid." in text and "| a above b | X | seen | 1; 2 |" in text and "| c |" not in text
     page.write_text("bare")
     with pytest.raises(ValueError, match="has no lines"):

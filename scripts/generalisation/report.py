@@ -60,10 +60,14 @@ def shown_range(counts: set[int]) -> str:
     return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
 
 
+def exact_tasks(results: Results) -> list[str]:
+    return [task for task in results.tasks if TASKS[task].measure == "exact match"]
+
+
 def learned_table(results: Results) -> Table:
     """How many encodings have learned each task at L: what they do beyond says the more."""
     table = Table("task", f"exact match {verdict.LEARNED} or more at L", "others", title="learned at the trained length")
-    for task in (task for task in results.tasks if TASKS[task].measure == "exact match"):
+    for task in exact_tasks(results):
         done = verdict.learned(results, task)
         table.add_row(task, ", ".join(done) or "none of them", str(len(results.encodings(task)) - len(done)))
     return table
@@ -112,6 +116,7 @@ def as_record(study: Study, results: Results, found: list[Finding], failed: dict
         "failed": failed,
         "runs": {"planned": len(study.runs()), "finished": len(results.records), "cpu_seconds": round(sum(seconds))},
         "verdict": verdict.as_record(found),
+        "learned": {task: verdict.learned(results, task) for task in exact_tasks(results)},
         "scores": scores,
     }
 
@@ -149,6 +154,12 @@ def as_markdown(record: dict[str, Any]) -> str:
     lines += ["", f"{ENDS} ends at a length, and was given that of the longest test; positions behind L are untrained.", ""]
     for label, reason in record["refused"].items():
         lines.append(f"`{label}` was refused: {reason}.")
+    learned = [f"{task}: {', '.join(map('`{}`'.format, of)) or 'none'}" for task, of in record["learned"].items()]
+    if learned:
+        lines += [
+            "",
+            f"Whole answers are right for {verdict.LEARNED:.0%} or more of the rows at L with these. {'; '.join(learned)}.",
+        ]
     lines += ["", f"{record['verdict']['summary']}", "", "| claim | from | answer | figures |", "|---|---|---|---|"]
     lines += [
         f"| {each['claim']} | {each['source']} | {each['answer']} | {each['figures']} |"

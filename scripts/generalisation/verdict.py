@@ -1,7 +1,7 @@
 """What the papers say of length generalisation, each claim compared with the figures of a study.
 
 A difference is taken within each seed, where the data and the host's weights are the same, and counts if Student's 95 %
-interval of its mean leaves out zero.
+interval of its mean leaves out zero; a bound, if the interval lies on one side of it.
 """
 
 import math
@@ -25,8 +25,8 @@ TRIED = 0.5
 SEEN, NOT_SEEN, OPEN, UNLEARNED, FLOOR, MISSING = "seen", "not seen", "open", "not learned", "all near zero", "not measured"
 ANSWERS = {
     SEEN: "as the paper has it",
-    NOT_SEEN: "the opposite, or beyond the bound",
-    OPEN: "no difference beyond that of the seeds",
+    NOT_SEEN: "the opposite, or on the other side of the bound",
+    OPEN: "the seeds differ too much to tell",
     UNLEARNED: f"below {TRIED} at L already",
     FLOOR: "so are all encodings, and nothing follows",
     MISSING: "runs are missing",
@@ -135,7 +135,7 @@ def _near_zero(results: Results, task: str, label: str, measure: str, where: str
     values = accuracy(results, task, label, 2, measure)
     if not values:
         return Finding(EXPECTED, claim, MISSING, "")
-    answer = SEEN if Mean(tuple(values.values())).mean <= NEAR_ZERO else NOT_SEEN
+    answer = _bounded(values, lambda mean: mean <= NEAR_ZERO)
     before = accuracy(results, task, label, 1, measure)
     answer = answer if _tried(before) else UNLEARNED
     answer = FLOOR if _all_near_zero(results, [task], measure) else answer
@@ -159,7 +159,18 @@ def _grown(results: Results, label: str, does: str, holds: Callable[[float], boo
     values = growth(results, label)
     if not values:
         return Finding(PRESS, claim, MISSING, "")
-    return Finding(PRESS, claim, SEEN if holds(Mean(tuple(values.values())).mean) else NOT_SEEN, f"×{_shown(values)}")
+    return Finding(PRESS, claim, _bounded(values, holds), f"×{_shown(values)}")
+
+
+def _bounded(values: dict[int, float], holds: Callable[[float], bool]) -> str:
+    """Whether a bound holds at both ends of the interval of the mean, or at none."""
+    mean = Mean(tuple(values.values()))
+    if math.isinf(mean.mean):
+        return SEEN if holds(mean.mean) else NOT_SEEN
+    if mean.half is None:
+        return OPEN
+    ends = {holds(mean.mean - mean.half), holds(mean.mean + mean.half)}
+    return OPEN if len(ends) == 2 else SEEN if ends == {True} else NOT_SEEN
 
 
 def _grows_less(results: Results, low: str, high: str) -> Finding:
