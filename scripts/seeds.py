@@ -8,8 +8,6 @@ validation rows stand for others. Runs that are finished already are not run aga
 """
 
 import argparse
-import math
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +18,7 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from evaluation import records
-
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Number of runs n -> 97.5 % quantile of Student's t with n - 1 degrees of freedom."""
+from evaluation.intervals import STUDENT, interval
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -41,11 +37,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if len(set(arguments.seeds)) != len(arguments.seeds) or len(arguments.seeds) not in STUDENT:
         parser.error(f"--seeds {arguments.seeds}: allowed are {min(STUDENT)} to {max(STUDENT)} different ones")
     return arguments
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval."""
-    return statistics.fmean(values), STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def main(argv: list[str] | None = None) -> None:

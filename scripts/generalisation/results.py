@@ -1,0 +1,68 @@
+"""The scores of a study's runs, by task, encoding and length."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evaluation.intervals import STUDENT, interval
+from generalisation.tasks import TASKS
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Over the seeds, in their order; `half` is half the width of Student's 95 % interval, None for a single one."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+    @property
+    def half(self) -> float | None:
+        return interval(self.values)[1] if len(self.values) in STUDENT and math.isfinite(self.mean) else None
+
+    def shown(self, digits: int = 2) -> str:
+        return f"{self.mean:.{digits}f}" + ("" if self.half is None else f" ± {self.half:.{digits}f}")
+
+
+class Results:
+    """What finished runs have measured."""
+
+    def __init__(self, found: Sequence[Record]) -> None:
+        self.records = {(record["task"], record["encoding"], record["seed"]): record for record in found}
+        self.tasks = [task for task in TASKS if any(key[0] == task for key in self.records)]
+
+    def encodings(self, task: str) -> list[str]:
+        return list(dict.fromkeys(label for kind, label, _ in self.records if kind == task))
+
+    def seeds(self, task: str, label: str) -> list[int]:
+        return sorted(seed for kind, each, seed in self.records if (kind, each) == (task, label))
+
+    def trained_length(self, task: str) -> int:
+        """L, of a task that has runs."""
+        return next(record for (kind, *_), record in self.records.items() if kind == task)["settings"]["length"]
+
+    def lengths(self, task: str) -> list[int]:
+        return [int(length) for length in next(r for (kind, *_), r in self.records.items() if kind == task)["scores"]]
+
+    def ends(self, task: str, label: str) -> int | None:
+        """The tokens at which an encoding ends, if it does."""
+        return self.records[task, label, self.seeds(task, label)[0]]["max_length"]
+
+    def value(self, task: str, label: str, seed: int, length: int, measure: str) -> float:
+        """A score: "exact", "tokens" or "perplexity", infinite where the loss isn't finite."""
+        score = self.records[task, label, seed]["scores"][str(length)]
+        if measure != "perplexity":
+            return score[measure]
+        return math.inf if score["loss"] is None else math.exp(min(score["loss"], 700.0))
+
+    def mean(self, task: str, label: str, length: int, measure: str) -> Mean:
+        return Mean(tuple(self.value(task, label, seed, length, measure) for seed in self.seeds(task, label)))
+
+    def chance(self, task: str) -> float:
+        """The token accuracy of answers drawn at random."""
+        return TASKS[task].chance

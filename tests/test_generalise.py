@@ -1,0 +1,414 @@
+"""generalise.py: tasks, runs that differ in the encoding alone, studies that resume, and what their figures say."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import generalise
+from conftest import ROOT
+from evaluation import records
+from generalisation import models, report, runs, study, tasks, verdict
+from generalisation.models import Sizes
+from generalisation.results import Results
+from generalisation.runs import Setup, Training
+
+TINY = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
+QUICK = [*TINY, "--tasks", "copy", "--length", "3", "--steps", "2", "--batch_size", "2"]
+SMALL = Setup(sizes=Sizes(16, 1, 2, 16), test_rows=4)
+
+
+def answer_of(input_ids, labels):
+    return [[int(token) for token in row if token != tasks.IGNORED] for row in labels]
+
+
+def test_questions_and_answers_by_hand():
+    symbols = torch.tensor([[3, 1, 2]])
+    begin, then, end = 26, 27, 28
+    input_ids, labels = tasks.as_copied(symbols)
+    assert input_ids.tolist() == [[begin, 3, 1, 2, then, 3, 1, 2, end]]
+    assert labels.tolist() == [[-100] * 5 + [3, 1, 2, end]]
+    assert answer_of(*tasks.as_reversed(symbols)) == [[2, 1, 3, end]]
+    # 97 + 5 = 102 and 99 + 99 = 198, last digits first, a digit of each number in turns.
+    input_ids, labels = tasks.as_sum(torch.tensor([[7, 9], [9, 9]]), torch.tensor([[5, 0], [9, 9]]))
+    assert input_ids[0].tolist() == [10, 7, 5, 9, 0, 11, 2, 0, 1, 12]
+    assert answer_of(input_ids, labels) == [[2, 0, 1, 12], [8, 9, 1, 12]]
+
+
+def test_drawn_sums_are_right():
+    input_ids, labels = tasks.TASKS["addition"].test(12, 50)
+
+    def number(digits):
+        return int("".join(str(int(digit)) for digit in reversed(digits)))
+
+    for row, wanted in zip(input_ids.tolist(), answer_of(input_ids, labels), strict=True):
+        assert number(row[1:25:2]) + number(row[2:25:2]) == number(wanted[:-1])
+    assert len({tuple(row) for row in input_ids.tolist()}) == 50
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_rows_of_a_task(name):
+    task = tasks.TASKS[name]
+    for length in (task.length, 8 * task.length):
+        input_ids, labels = task.test(length, 3)
+        assert input_ids.shape[1] == task.tokens(length) and input_ids.max() < task.vocabulary
+        assert labels[labels != tasks.IGNORED].equal(input_ids[labels != tasks.IGNORED])
+        assert task.test(length, 3)[0].equal(input_ids)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [task.train(task.length, 5, generator)[0] for _ in range(60)]
+    lengths = {task.tokens(n) for n in range(1, task.length + 1)} if name != "lm" else {task.length}
+    assert {rows.shape[1] for rows in drawn} == lengths
+
+
+def test_texts_are_held_out():
+    trained, tested = (bytes(text.tolist()).decode(errors="ignore") for text in tasks.texts())
+    paragraphs = [each.strip() for each in tested.split("\n\n")][:-1]  # the last one is cut
+    assert len(paragraphs) > 30 and not {*paragraphs} & {each.strip() for each in trained.split("\n\n")}
+    pieces, labels = tasks.TASKS["lm"].test(64, 0)
+    assert bytes(pieces.flatten().tolist()).decode(errors="ignore") == tested and (labels[:, 0] == tasks.IGNORED).all()
+
+
+def test_a_paragraph_that_is_tested_is_no_training_text(monkeypatch):
+    topics = {name: f"{name} alone\n\nshared by {'ef' if name in 'ef' else name}" for name in "abcdefgh"}
+    monkeypatch.setattr(tasks.pydoc_data.topics, "topics", topics)
+    trained, tested = (bytes(text.tolist()).decode() for text in tasks.texts.__wrapped__())
+    assert tested == "e alone\n\nshared by ef"
+    assert "f alone" in trained and "shared by f" not in trained and "shared by ef" not in trained and "shared by g" in trained
+
+
+def test_a_score_is_of_answers_alone():
+    class Fixed(torch.nn.Module):
+        """Predicts the token that it is told, whatever comes in."""
+
+        def forward(self, input_ids, use_cache):
+            logits = torch.zeros(*input_ids.shape, 29)
+            logits[:, :-1].scatter_(2, wanted[: len(input_ids), 1:, None], 50.0)
+            return type("Output", (), {"logits": logits})
+
+    input_ids, labels = tasks.as_copied(torch.tensor([[3, 1, 2], [4, 5, 6]]))
+    wanted = input_ids.clone()
+    wanted[:, 1:5] = 0  # wrong in the question, which doesn't count
+    assert runs.measured(Fixed(), input_ids, labels) == {"exact": 1.0, "tokens": 1.0, "loss": pytest.approx(0.0, abs=1e-6)}
+    wanted[1, 6] = 0
+    found = runs.measured(Fixed(), input_ids, labels)
+    assert found["exact"] == 0.5 and found["tokens"] == 7 / 8 and found["loss"] == pytest.approx(50 / 8)
+
+
+def test_all_encodings_have_the_same_host_and_rows(monkeypatch):
+    seen, hosts = [], []
+    train, losses = tasks.TASKS["copy"].train, runs.losses_of
+
+    def recorded(model, input_ids, labels):
+        seen[-1].append(input_ids.tolist())
+        return losses(model, input_ids, labels)
+
+    monkeypatch.setattr(runs, "losses_of", recorded)
+    patched = models.patched
+
+    def kept(model, *arguments):
+        hosts.append({name: value.clone() for name, value in model.state_dict().items()})
+        found = patched(model, *arguments)
+        own = found.state_dict()
+        assert all(own[name].equal(value) for name, value in hosts[-1].items())
+        return found
+
+    monkeypatch.setattr(models, "patched", kept)
+    for name in ("none", "learned", "shaw", "rope", "alibi"):
+        seen.append([])
+        runs.run(SMALL, Training(3, 4, 2), "copy", models.encoding(name), seed=1)
+    assert train is tasks.TASKS["copy"].train and all(each == seen[0] for each in seen)
+    assert all(host[name].equal(value) for host in hosts for name, value in hosts[0].items())
+    seen.append([])
+    runs.run(SMALL, Training(3, 4, 2), "copy", models.encoding("none"), seed=2)
+    assert seen[-1] != seen[0] and not hosts[-1]["lm_head.weight"].equal(hosts[0]["lm_head.weight"])
+
+
+def test_training_lowers_the_loss_and_tables_reach_the_longest_test():
+    record = runs.run(SMALL, Training(3, 60, 8), "copy", models.encoding("learned"), seed=0)
+    assert record["max_length"] == 2 * 24 + 3 and [*record["scores"]] == ["3", "4", "6", "12", "24"]
+    assert record["losses"][-1] < 0.9 * record["losses"][0]
+    assert runs.run(SMALL, Training(3, 1, 8), "copy", models.encoding("alibi"), seed=0)["max_length"] is None
+
+
+def outputs(folder):
+    """What a study has written, without times."""
+    kept = {file.name: records.read(file) for file in sorted((folder / "runs").iterdir())}
+    for record in kept.values():
+        del record["cpu_seconds"]
+    whole = records.read(folder / "generalise.json")
+    del whole["runs"]
+    return kept, whole
+
+
+def test_a_study_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*QUICK, "--encodings", "t5", "none", "rope_2d", '{"type": "rope", "theta": 50.0}', "--seeds", "0", "1"]
+    generalise.main([*arguments, "--output_dir", "whole"])
+    whole = outputs(tmp_path / "whole")
+    assert len(whole[0]) == 6
+    assert "rope_2d is left out" in capsys.readouterr().err
+    assert [*whole[1]["refused"]] == ["rope_2d"] and "axes" not in whole[1]["scores"]["copy"]
+    assert "rope_2d" in (tmp_path / "whole" / "generalise.txt").read_text()
+
+    done, run = [], study.run
+
+    def stopped(*arguments):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(arguments)
+        return run(*arguments)
+
+    monkeypatch.setattr(study, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        generalise.main([*arguments, "--output_dir", "resumed"])
+    assert len([*(tmp_path / "resumed" / "runs").iterdir()]) == 3
+    monkeypatch.setattr(study, "run", lambda *arguments: done.append(arguments) or run(*arguments))
+    generalise.main([*arguments, "--output_dir", "resumed"])
+    assert len(done) == 6 and outputs(tmp_path / "resumed") == whole
+    generalise.main([*arguments, "--output_dir", "resumed"])
+    generalise.main([*arguments, "--report_only", "--output_dir", "resumed"])
+    assert len(done) == 6 and outputs(tmp_path / "resumed") == whole
+
+    # Another encoding, seed and length of another task join; other settings of the same runs don't.
+    generalise.main([*QUICK, "--encodings", "alibi", "--seeds", "3", "--output_dir", "resumed"])
+    for name, value in (("length", "4"), ("steps", "3"), ("learning_rate", "0.5"), ("hidden_size", "32")):
+        with pytest.raises(SystemExit, match=f"made with {name}=.*another --output_dir"):
+            generalise.main([*arguments, f"--{name}", value, "--output_dir", "resumed"])
+    with pytest.raises(SystemExit, match="made with hidden_size=16, and now it is 32"):
+        generalise.main([*arguments, "--tasks", "reverse", "--hidden_size", "32", "--output_dir", "resumed"])
+    (tmp_path / "resumed" / "runs" / "copy-t5-0.json").write_text("{")
+    with pytest.raises(SystemExit, match="is no record of a run"):
+        generalise.main([*arguments, "--output_dir", "resumed"])
+
+
+def test_a_run_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
+    run = study.run
+
+    def failing(setup, training, task, encoding, seed):
+        if encoding.label == "t5":
+            raise RuntimeError("out of luck")
+        return run(setup, training, task, encoding, seed)
+
+    monkeypatch.setattr(study, "run", failing)
+    arguments = [*QUICK, "--encodings", "none", "t5", "--seeds", "0", "--output_dir", str(tmp_path)]
+    with pytest.raises(SystemExit, match="copy, t5, seed 0: RuntimeError: out of luck"):
+        generalise.main(arguments)
+    assert [*records.read(tmp_path / "generalise.json")["scores"]["copy"]] == ["none"]
+    monkeypatch.setattr(study, "run", run)
+    generalise.main(arguments)
+    assert [*records.read(tmp_path / "generalise.json")["scores"]["copy"]] == ["none", "t5"]
+
+
+def test_labels_tell_encodings_apart():
+    made = [
+        models.encoding(each) for each in ("shaw", "relative_key_query", "nope", {"type": "rope", "theta": 5.0}, "rope+alibi")
+    ]
+    assert [each.label for each in made] == ["shaw", "relative_key_query", "none", "rope theta=5.0", "rope+alibi"]
+    assert len({each.file_name for each in made}) == 5 and not any(set('/ "{') & {*each.file_name} for each in made)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (["--length", "0"], "'0'"),
+        (["--steps", "lm=4"], "'lm=4'.*copy"),
+        (["--tasks", "copy", "copy"], "give each once"),
+        (["--hidden_size", "30"], "llama can't be made with .*hidden_size=30"),
+        (["--seeds", "-1"], "'-1'|expected"),
+        (["--encodings", "rope", "rotary"], "rope is there already"),
+        (["--encodings", "robe"], "did you mean 'rope'"),
+        (["--encodings", '{"type": "rope"'], "delimiter"),
+        (["--encodings", "rope_2d"], "can have none of them"),
+        (["--report_only"], "no finished run"),
+        (["--import", "no_such_module"], "no_such_module"),
+    ],
+)
+def test_wrong_flags(wrong, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        generalise.main([*QUICK, "--encodings", "none", *wrong, "--output_dir", str(tmp_path)])
+    assert re.search(message, f"{stopped.value} {capsys.readouterr().err}")
+
+
+def study_by_hand(scores):
+    """Records of {task: {label: {length: values over seeds}}}; a value is exact match and tokens, or a perplexity."""
+    made = []
+    for task, by_label in scores.items():
+        for label, by_length in by_label.items():
+            for seed in range(3):
+                values = {str(length): each[seed] for length, each in by_length.items()}
+                made.append(
+                    {
+                        "task": task,
+                        "encoding": label,
+                        "seed": seed,
+                        "settings": {"length": min(by_length)},
+                        "max_length": 99 if label == "learned" else None,
+                        "parameters": 1,
+                        "scores": {
+                            length: {"loss": None if value == math.inf else math.log(value)}
+                            if task == "lm"
+                            else {"exact": value, "tokens": value, "loss": 1.0}
+                            for length, value in values.items()
+                        },
+                    }
+                )
+    return Results(made)
+
+
+def test_means_and_intervals_by_hand():
+    results = study_by_hand({"copy": {"t5": {4: [0.1, 0.2, 0.6]}}, "lm": {"t5": {4: [2.0, 4.0, math.inf]}}})
+    mean = results.mean("copy", "t5", 4, "exact")
+    # Standard deviation √0.07, Student's t of two degrees of freedom 4.303: 4.303 · √(0.07 / 3) = 0.657.
+    assert mean.mean == pytest.approx(0.3) and mean.half == pytest.approx(0.6573, abs=1e-4) and mean.shown() == "0.30 ± 0.66"
+    infinite = results.mean("lm", "t5", 4, "perplexity")
+    assert infinite.mean == math.inf and infinite.half is None and infinite.shown() == "inf"
+
+
+def test_verdict_by_hand():
+    learned, gone = [1.0, 0.99, 0.98], [0.0, 0.01, 0.02]
+    copies = {
+        "t5": {4: learned, 8: [0.9, 0.8, 0.7]},
+        "none": {4: learned, 8: [0.3, 0.2, 0.1]},
+        "alibi": {4: learned, 8: [0.0, 0.5, 0.1]},  # differs from none by -0.3, 0.3 and 0: open
+        "rope": {4: learned, 8: gone},
+        "sinusoidal": {4: [0.2, 0.3, 0.1], 8: gone},  # not learned, so nothing follows
+    }
+    perplexities = {
+        "alibi": {4: [10.0, 10.0, 10.0], 32: [10.2, 10.1, 10.3]},
+        "t5": {4: [10.0, 10.0, 10.0], 32: [11.0, 11.1, 11.2]},
+        "rope": {4: [10.0, 10.0, 10.0], 32: [30.0, 31.0, 32.0]},
+        "sinusoidal": {4: [10.0, 10.0, 10.0], 32: [13.1, 13.0, 12.9]},
+    }
+    results = study_by_hand({"copy": copies, "lm": perplexities})
+    found = verdict.findings(results)
+    answers = {each.claim: each.answer for each in found}
+    exact = "copy at 2 L, exact match: "
+    assert answers[f"{exact}t5 above none"] == "seen"
+    assert answers[f"{exact}alibi above none"] == "open"
+    assert answers[f"{exact}rope near zero (up to 0.05)"] == "seen"
+    assert answers[f"{exact}sinusoidal near zero (up to 0.05)"] == "not learned"
+    # Differences of 0.3, 0.19 and 0.08: 0.19 ± 0.27.
+    assert answers["copy together at 2 L, exact match: none above rope"] == "open"
+    assert answers["perplexity of sinusoidal blows up from L to 8 L (×1.5 or more)"] == "not seen"
+    wide = study_by_hand({"lm": {"rope": {4: [10.0] * 3, 32: [30.0, 16.0, 14.0]}}})  # 2.0 ± 2.2: on both sides of the bound
+    of_rope = "perplexity of rope blows up from L to 8 L (×1.5 or more)"
+    assert next(each.answer for each in verdict.findings(wide) if each.claim == of_rope) == "open"
+    assert answers["perplexity of rope blows up from L to 8 L (×1.5 or more)"] == "seen"
+    assert answers["perplexity of alibi stays flat from L to 8 L (×1.05 or less)"] == "seen"
+    assert answers["perplexity from L to 8 L grows less with alibi than with t5"] == "seen"
+    assert answers["perplexity from L to 8 L grows less with rope than with sinusoidal"] == "not seen"
+    # Right tokens are counted from chance: (0.6 - 1/26) / (25/26) = 0.584.
+    assert verdict.accuracy(study_by_hand({"copy": {"t5": {4: [0.6] * 3}}}), "copy", "t5", 1, "tokens")[0] == pytest.approx(
+        0.584
+    )
+    assert verdict.learned(results, "copy") == ["t5", "none", "alibi", "rope"]
+    assert verdict.summary(found).startswith("The papers' ranking is seen in part: of 20 claims ")
+
+    copies["t5"], copies["none"] = copies["none"], copies["t5"]
+    turned = verdict.findings(study_by_hand({"copy": copies}))
+    assert {each.claim: each.answer for each in turned}[f"{exact}t5 above none"] == "not seen"
+    assert {each.answer for each in turned if "perplexity" in each.claim} == {"not measured"}
+    # Where no encoding is above zero, that none is says nothing of rope.
+    low = verdict.findings(study_by_hand({"copy": {label: {4: learned, 8: gone} for label in copies}}))
+    assert {each.answer for each in low if each.answer != "not measured"} == {"all near zero"}
+    only = verdict.findings(study_by_hand({"reverse": {"fire": {4: learned}}}))
+    assert verdict.summary(only) == "Whether the papers' ranking is seen: nothing of it was measured."
+
+
+def test_tables_by_hand():
+    copies = {"none": {4: [1.0, 1.0, 1.0], 8: [0.1, 0.2, 0.3]}, "learned": {4: [0.5, 0.5, 0.5], 8: [0.4, 0.4, 0.4]}}
+    first, second = report.tables(study_by_hand({"copy": copies}))
+    assert [[*column.cells] for column in first.columns] == [
+        ["learned †", "none"],  # by what is right at 2 L
+        ["0.50 ± 0.00", "1.00 ± 0.00"],
+        ["0.40 ± 0.00", "0.20 ± 0.25"],
+    ]
+    assert "exact match" in first.title and "right tokens" in second.title and "†" in first.caption
+
+
+RESULTS = ROOT / "scripts" / "results"
+
+
+def test_the_study_that_is_kept():
+    """What scripts/results has is a whole study by the defaults of now, and its verdict follows from its scores."""
+    kept = json.loads((RESULTS / "generalise.json").read_text())
+    assert kept["runs"]["finished"] == kept["runs"]["planned"] and not kept["failed"]
+    for task, training in kept["trainings"].items():
+        own = tasks.TASKS[task]
+        assert (training["length"], training["steps"], training["batch_size"]) == (own.length, own.steps, own.batch_size)
+    made = []
+    for task, by_label in kept["scores"].items():
+        for label, of in by_label.items():
+            for number, seed in enumerate(of["seeds"]):
+                scores = {
+                    length: {measure: values["values"][number] for measure, values in by_measure.items()}
+                    for length, by_measure in of["by_length"].items()
+                }
+                for score in scores.values():
+                    if "perplexity" in score:
+                        score["loss"] = math.log(score["perplexity"]) if score["perplexity"] else None
+                made.append(
+                    {"task": task, "encoding": label, "seed": seed, "settings": kept["trainings"][task], "scores": scores}
+                )
+    again = verdict.as_record(verdict.findings(Results(made)))
+    assert [each["answer"] for each in again["findings"]] == [each["answer"] for each in kept["verdict"]["findings"]]
+
+
+@pytest.mark.slow
+def test_processes_change_nothing(tmp_path, monkeypatch):
+    """Encodings of one's own are known in each process."""
+    monkeypatch.chdir(tmp_path)
+    own = "import hf_posenc\n\n\nclass Near(hf_posenc.PositionEncoding, type='near'):\n    def distance_bias(self, distance):\n"
+    (tmp_path / "my_near.py").write_text(f"{own}        return -0.5 * distance.abs()[None].float()\n")
+    script = str(ROOT / "scripts" / "generalise.py")
+    arguments = [*QUICK, "--import", "my_near", "--encodings", "near", "t5", "--seeds", "0", "1"]
+    for count in ("1", "2"):
+        command = [sys.executable, script, *arguments, "--processes", count, "--output_dir", count]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert outputs(tmp_path / "1") == outputs(tmp_path / "2")
+
+
+def test_a_page_has_the_means_of_the_record(tmp_path):
+    score = {"exact": {"mean": 0.1}, "tokens": {"mean": 0.25}}
+    record = {
+        "setup": {"host": "llama", "sizes": {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}},
+        "runs": {"finished": 5, "planned": 6, "cpu_seconds": 120},
+        "trainings": {
+            "copy": {"length": 4, "steps": 7, "batch_size": 8},
+            "lm": {"length": 64, "steps": 9, "batch_size": 2},
+        },
+        "encodings": {"t5": {}, "learned": {}},
+        "refused": {"rope_2d": "no grid"},
+        "learned": {"copy": ["t5"], "reverse": []},
+        "scores": {
+            "copy": {"t5": {"max_length": None, "by_length": {"4": score, "8": score, "32": score}}},
+            "lm": {"learned": {"max_length": 512, "by_length": {"64": {"perplexity": {"mean": 9.04}}}}},
+        },
+        "verdict": {
+            "summary": "In part.",
+            "findings": [
+                {"claim": "a above b", "source": "X", "answer": "seen", "figures": "1; 2"},
+                {"claim": "c", "source": "X", "answer": "not measured", "figures": ""},
+            ],
+        },
+    }
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{report.MARKERS[0]}\nold\n{report.MARKERS[1]}\nbehind\n")
+    for _ in range(2):
+        report.write_tables(page, record)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nbehind\n") and "old" not in text
+    assert "| | copy: right tokens at 4 → 8 → 32 symbols | lm: perplexity at 64 → 128 → 512 bytes |" in text
+    how = "llama, 3 layers, width 64, 4 heads; copy 7 steps of 8 rows, L = 4 symbols; lm 9 steps of 2 rows, L = 64 bytes."
+    assert f"5 of 6 runs, 2 minutes of one core; {how}" in text
+    assert "| `t5` | 0.25 → 0.25 → 0.25 | – → – → – |" in text and "| `learned` † | – → – → – | 9.0 → – → – |" in text
+    assert "90% or more of the rows at L with these. copy: `t5`; reverse: none." in text
+    assert "`rope_2d` was refused: no grid." in text and "| a above b | X | seen | 1; 2 |" in text and "| c |" not in text
+    page.write_text("bare")
+    with pytest.raises(ValueError, match="has no lines"):
+        report.write_tables(page, record)
