@@ -310,7 +310,6 @@ def write_whole(file: Path, record: Any) -> None:
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     output, length = arguments.output_dir, arguments.trained_length
-    logging.set_verbosity_error()
     output.mkdir(parents=True, exist_ok=True)
     settings = check_settings(arguments, output)
     if not (output / "short-start" / "tokenizer_config.json").exists():  # which is written last
@@ -519,4 +518,5 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
+    logging.set_verbosity_error()
     main()

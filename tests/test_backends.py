@@ -61,14 +61,17 @@ def test_half_precision(host, encoding):
 
 COMPILED = [
     ("bert", ALL_WAYS),
-    ("bert", "learned+counter+t5+fire+tupe+fope+sandwich"),
     ("gpt2", "fourier+rope+alibi+cope+deberta+transformer_xl+kerple"),
 ]
 
 
 @pytest.mark.parametrize(
     ("host", "encoding"),
-    [*COMPILED, *(pytest.param(*pair.values, marks=pytest.mark.slow) for pair in pairs() if pair.values not in COMPILED)],
+    [
+        *COMPILED,
+        slow("bert", "learned+counter+t5+fire+tupe+fope+sandwich"),
+        *(slow(*pair.values) for pair in pairs() if pair.values not in COMPILED),
+    ],
 )
 def test_compiles_as_one_graph(host, encoding):
     model = patched(host, encoding)

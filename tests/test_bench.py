@@ -396,6 +396,7 @@ def test_groups_of_other_code_are_measured_again(tmp_path, monkeypatch):
     assert results.Kept(tmp_path, FEW).get(group) is None
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path, monkeypatch, capsys):
     """From the command to JSON, text, figure and page; what is done isn't measured again, and a group that dies is shown."""
     small = Group("forward", 12, **SMALL)

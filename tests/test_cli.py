@@ -18,7 +18,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import ENCODINGS, LENGTH, ROOT, first, patched, run_python, stock, tokens
+from conftest import ENCODINGS, LENGTH, ROOT, first, patched, run_python, slow, stock, tokens
 from hf_posenc.cli import Group, app
 
 
@@ -222,7 +222,8 @@ app(["patch", sys.argv[1], "alibi", "--output-dir", sys.argv[2]])
 
 
 @pytest.mark.parametrize(
-    ("kind", "keeping"), [("sentences", ()), ("older sentences", ()), ("plain", ()), ("plain", ("--no-keep-host",))]
+    ("kind", "keeping"),
+    [("sentences", ()), slow("older sentences", ()), ("plain", ()), slow("plain", ("--no-keep-host",))],
 )
 def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_path, kind, keeping):
     original = folders / "bert" if kind == "plain" else shutil.copytree(sentences, tmp_path / "original")

@@ -75,6 +75,7 @@ def test_with_questions_of_ones_own(folder, tmp_path):
     assert "MRR" not in said and (tmp_path / "other" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_trained_on(folder, tmp_path):
     few = ("--option", "max_distance=4", "--train-steps", 2, "--max-length", 40)
     texts_of = ("--texts", folder / "texts.jsonl", "--output-dir", tmp_path / "out")

@@ -201,7 +201,7 @@ def test_refuses_what_is_not_finite():
         convert(model, "relative", max_distance=REACH)
 
 
-@pytest.mark.parametrize("host", ["bert", "albert", "gpt2"])
+@pytest.mark.parametrize("host", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("albert", "gpt2"))])
 def test_saved_and_reloaded(host, tmp_path):
     model, new = convert(host, "relative", max_distance=REACH)
     new.eval().save_pretrained(tmp_path)

@@ -203,7 +203,8 @@ def test_keys_of_another_origin():
     assert_close(jumped, expected)
 
 
-@pytest.mark.parametrize("encoding", [pytest.param("alibi", marks=pytest.mark.slow), "shaw"])
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["alibi", "shaw"])
 @torch.no_grad()
 def test_a_cache_that_a_compiled_model_filled(encoding):
     """Reordered and cropped between calls, as by beam search and speculative decoding."""

@@ -156,6 +156,7 @@ def test_the_client_of_others_is_left_as_it_is(silent):
     assert done.results["its client"] and not done.results["limits of others"]
 
 
+@pytest.mark.slow
 def test_a_hub_that_stops_reading(tmp_path):
     """In the middle of an upload that is larger than all buffers on the way."""
     (tmp_path / "large.png").write_bytes(bytes(2**24))

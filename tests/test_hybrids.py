@@ -200,7 +200,7 @@ def test_vectors_enter_the_first_layer_of_all():
 
 @every_hybrid
 @pytest.mark.parametrize("encoding", [*ENCODINGS, "none"])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["dynamic", "static"])
 @torch.no_grad()
 def test_cached_decoding(host, encoding, static):
     """In chunks, and behind left padding; the stock model's window is a narrow one where it has one."""

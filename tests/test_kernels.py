@@ -81,7 +81,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("kinds", ["values", "queries", "keys", "values queries", "values queries keys"])
 @pytest.mark.parametrize(("queries", "keys"), [(11, 11), (6, 13)])
 @pytest.mark.parametrize("seen", SEEN)
-@pytest.mark.parametrize("heads_of_vectors", [1, H])
+@pytest.mark.parametrize("heads_of_vectors", [pytest.param(1, marks=pytest.mark.slow), H])
 def test_blocks_against_all_scores_at_once(small_blocks, kinds, queries, keys, seen, heads_of_vectors):
     (query, key, value), columns = inputs(queries, keys, kinds, heads_of_vectors)
     given = SEEN[seen](queries, keys)

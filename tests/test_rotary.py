@@ -373,7 +373,7 @@ def test_rotation_in_a_format_of_its_own(kind):
 @hosts(DECODERS)
 @pytest.mark.parametrize("encoding", EACH_WAY)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("pieces", [(8, 9, 10, 13), (3, 5, 11)])
+@pytest.mark.parametrize("pieces", [(8, 9, 10, 13), pytest.param((3, 5, 11), marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_cached_decoding(host, encoding, static, pieces):
     """Chunks longer and shorter than the sliding window, single tokens and several at once give the logits of one pass."""
