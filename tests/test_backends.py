@@ -18,6 +18,7 @@ from conftest import (
     needs_inductor,
     pairs,
     patched,
+    slow,
     stock,
     tokens,
 )
