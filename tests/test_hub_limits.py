@@ -123,7 +123,7 @@ KINDS = {
     "trickle": {step: (step, trickle, ALWAYS, False) for step in STEPS},
     "once": {step: (step, stall, 1, False) for step in STEPS},
 }
-DEADLINES = {"stall": 4, "trickle": 4, "once": 60}
+DEADLINES = {"stall": 10, "trickle": 4, "once": 60}
 SPARE = 30  # s that a busy machine may take beyond a deadline; a push without one would wait for ever
 
 
