@@ -1,6 +1,5 @@
 """`convert`: a trained model gets another encoding and keeps what it has learned. Calibration, no training loop."""
 
-import copy
 import functools
 import itertools
 import warnings
@@ -23,7 +22,7 @@ from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within, holds_a_model, patch, refuse
 from hf_posenc.sources import HostRefused
 from hf_posenc.spec import Calibration
-from hf_posenc.transfer import share, shell
+from hf_posenc.transfer import twin_of
 
 M = TypeVar("M", bound=nn.Module)
 TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
@@ -145,8 +144,7 @@ def _with_own_layers(encoding: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def _twin(model: Any) -> Any:
     """The model with the same parameters, ready to give out its attention, so that the given one isn't touched."""
-    twin = shell(type(model), copy.deepcopy(model.config))
-    share(model, twin)
+    twin = twin_of(model)
     twin.set_attn_implementation("eager")
     return twin.eval()
 

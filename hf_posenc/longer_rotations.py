@@ -1,6 +1,5 @@
 """Stock models whose rotary positions get other rules."""
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from hf_posenc.longer_hosts import Host
 from hf_posenc.patching import patch
 from hf_posenc.sources import HostRefused
 from hf_posenc.spec import LENGTH_FIELD
-from hf_posenc.transfer import share, shell
+from hf_posenc.transfer import share, shell, twin_of
 
 ROPE = "rope_parameters"
 """The config field of rotary positions: one rule's parameters, or those of each type of layer by its name."""
@@ -113,9 +112,7 @@ def _own_rotations(host: Host, given: dict[str, Any] | None) -> dict[str, Any]:
         options = {"partial_rotary_factor": size / (config.hidden_size // config.num_attention_heads)}
     if not given or {*given} <= known:
         without = patch(host.model, "none", submodel=host.submodel)
-        stock = shell(type(host.model), copy.deepcopy(host.model.config))
-        share(host.model, stock)
-        expected = _answer(host, stock)
+        expected = _answer(host, twin_of(host.model))
         changed = (_answer(host, without) - expected).abs().max()
         tolerance = max(SAME, 16 * torch.finfo(expected.dtype).eps)
         for layout in ("half", "interleaved"):

@@ -201,6 +201,13 @@ def shell(cls: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
         return cls(config)
 
 
+def twin_of(model: PreTrainedModel) -> Any:
+    """The model again, made of its own class and config, with the same parameters: what is set on one isn't on the other."""
+    twin = shell(type(model), copy.deepcopy(model.config))
+    share(model, twin)
+    return twin
+
+
 def share(source: PreTrainedModel, target: PreTrainedModel, anew: Collection[str] = ()) -> None:
     """Give all parameters and buffers that the two have in common to `target`, with what can be set on a module.
 

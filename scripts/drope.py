@@ -177,7 +177,7 @@ def write_texts(arguments: argparse.Namespace, tokenizer: Any, output: Path) -> 
     with (output / "train.jsonl").open("w", encoding="utf-8") as file:
         for text in mixed(training, tokenizer, arguments):
             file.write(json.dumps({"text": text}) + "\n")
-    write_whole(output / "texts.json", {"held_out": ids[:HELD_OUT], "documents": ids[HELD_OUT:]})
+    records.write_whole(output / "texts.json", {"held_out": ids[:HELD_OUT], "documents": ids[HELD_OUT:]})
 
 
 def mixed(texts: Iterable[str], tokenizer: Any, arguments: argparse.Namespace) -> Iterable[str]:
@@ -234,7 +234,7 @@ def check_settings(arguments: argparse.Namespace, output: Path) -> dict[str, Any
                     f"{output} was begun with {name} {before.get(name)!r}, and this run has {value!r}: give the same, or "
                     "another --output_dir"
                 )
-    write_whole(file, settings)
+    records.write_whole(file, settings)
     return settings
 
 
@@ -270,7 +270,7 @@ def chosen_slope(output: Path, documents: Sequence[Any], arguments: argparse.Nam
         with computing(arguments):
             each = [perplexity.losses(model, torch.tensor(ids), len(ids)).double().mean().item() for ids in documents]
         found[str(slope)] = sum(each) / len(each)
-        write_whole(file, found)
+        records.write_whole(file, found)
     return {"losses": found, "chosen": float(min(found, key=lambda slope: found[slope]))}
 
 
@@ -292,19 +292,12 @@ def evaluate(
         record["losses"][str(length)] = losses
     record["seconds"] = round(time.perf_counter() - started, 1)
     file.parent.mkdir(exist_ok=True)
-    write_whole(file, record)
+    records.write_whole(file, record)
     return record
 
 
 def evaluation_file(output: Path, name: str) -> Path:
     return output / "evaluations" / f"{name.replace(' ', '_').replace(',', '')}.json"
-
-
-def write_whole(file: Path, record: Any) -> None:
-    """A record whose file is there only once all of it is written."""
-    part = file.with_suffix(".part")
-    records.write(part, record)
-    part.replace(file)
 
 
 def main(argv: list[str] | None = None) -> None:

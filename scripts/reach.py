@@ -29,6 +29,7 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import CONFIG_MAPPING
 
+from evaluation import records
 from hosts import checks, tiny
 from hosts.verdicts import Verdict, folder_of, judge
 
@@ -246,12 +247,8 @@ def remedy_for(verdict: Verdict) -> str:
 
 
 def write_tables(page: Path, verdicts: Iterable[Verdict]) -> None:
-    """Replace what lies between the markers of a page."""
-    head, begin, rest = page.read_text().partition(MARKERS[0])
-    _, end, tail = rest.partition(MARKERS[1])
-    if not begin or not end:
-        raise ValueError(f"{page} has no lines {MARKERS[0]} and {MARKERS[1]}, between which the tables would lie: add them")
-    page.write_text(f"{head}{begin}\n\n{tables(verdicts)}\n{end}{tail}")
+    """Replace what lies between the markers of a page. Raises ValueError for a page without markers."""
+    records.fill(page, MARKERS, tables(verdicts))
 
 
 def quote(page: Path, verdicts: Iterable[Verdict]) -> None:

@@ -475,13 +475,8 @@ def test_a_rule_reloads(tmp_path):
 
 GPTJ = dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=LENGTH, bos_token_id=1, eos_token_id=2)
 OWN_ROTATIONS = {
-    "gptj": Host(
-        "GPTJ", dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=LENGTH, bos_token_id=1, eos_token_id=2)
-    ),
-    "codegen": Host(
-        "CodeGen",
-        dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=LENGTH, n_ctx=LENGTH, bos_token_id=1, eos_token_id=2),
-    ),
+    "gptj": Host("GPTJ", GPTJ),
+    "codegen": Host("CodeGen", dict(GPTJ, n_ctx=LENGTH)),
     "roformer": Host("RoFormer", BERT),
 }
 

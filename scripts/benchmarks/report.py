@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.comparing import NONE, STOCK, Record
 from benchmarks.grid import Group
 from benchmarks.targets import TARGETS, Verdict, verdicts
+from evaluation import records
 
 MARKERS = "<!-- tables by scripts/bench.py: begin -->", "<!-- tables by scripts/bench.py: end -->"
 LEGEND = (
@@ -239,11 +240,7 @@ def write_tables(page: Path, by_device: dict[str, Any]) -> None:
 
     Raises ValueError for a page without markers.
     """
-    head, begin, rest = page.read_text(encoding="utf-8").partition(MARKERS[0])
-    _, end, tail = rest.partition(MARKERS[1])
-    if not begin or not end:
-        raise ValueError(f"{page} has no lines {MARKERS[0]} and {MARKERS[1]}, between which the tables would lie: add them")
-    page.write_text(f"{head}{begin}\n\n{both(by_device)}\n{end}{tail}", encoding="utf-8")
+    records.fill(page, MARKERS, both(by_device))
 
 
 def both(by_device: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ The scripts write records; the functions `of_…` rearrange their figures as res
 """
 
 import json
+import os
 import shlex
 import sys
 from dataclasses import asdict
@@ -35,6 +36,22 @@ def as_text(record: Any) -> str:
 
 def write(file: Path, record: Any) -> None:
     file.write_text(as_text(record), encoding="utf-8")
+
+
+def write_whole(file: Path, record: Any) -> None:
+    """The same, such that the file is there only once all of it is written."""
+    part = file.with_suffix(f".{os.getpid()}.part")
+    write(part, record)
+    part.replace(file)
+
+
+def fill(page: Path, markers: tuple[str, str], text: str) -> None:
+    """Replace what lies between two markers of a page. Raises ValueError for a page without them."""
+    head, begin, rest = page.read_text(encoding="utf-8").partition(markers[0])
+    _, end, tail = rest.partition(markers[1])
+    if not begin or not end:
+        raise ValueError(f"{page} has no lines {markers[0]} and {markers[1]}, between which the tables would lie: add them")
+    page.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}", encoding="utf-8")
 
 
 def read(file: Path) -> Any:

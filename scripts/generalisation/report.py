@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
+from evaluation import records
 from generalisation import verdict
 from generalisation.results import Results
 from generalisation.study import Study
@@ -130,11 +131,7 @@ def _rounded(results: Results, task: str, label: str, length: int, measure: str)
 
 def write_tables(page: Path, record: dict[str, Any]) -> None:
     """Replace what lies between the markers of a page. Raises ValueError for a page without markers."""
-    head, begin, rest = page.read_text(encoding="utf-8").partition(MARKERS[0])
-    _, end, tail = rest.partition(MARKERS[1])
-    if not begin or not end:
-        raise ValueError(f"{page} has no lines {MARKERS[0]} and {MARKERS[1]}, between which the tables would lie: add them")
-    page.write_text(f"{head}{begin}\n\n{as_markdown(record)}\n{end}{tail}", encoding="utf-8")
+    records.fill(page, MARKERS, as_markdown(record))
 
 
 def as_markdown(record: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 import importlib
 import json
 import multiprocessing
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -91,9 +90,7 @@ def finished(folder: Path, study: Study) -> dict[tuple[str, str, int], Record]:
 def write(file: Path, record: Record) -> None:
     """Write a record whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(f".{os.getpid()}.part")
-    records.write(aside, record)
-    aside.replace(file)
+    records.write_whole(file, record)
 
 
 def carry_out(folder: Path, study: Study, processes: int, modules: tuple[str, ...] = ()) -> dict[str, str]:
