@@ -1,11 +1,11 @@
 """The ways to longer inputs behind docs/longer.md: MiniLM's table made longer by each method of `extend`, beside the original
-truncated and chunked, and beside the model converted to `relative`, calibrated and trained, on the same questions.
+truncated and chunked, and beside the model converted to `t5`, calibrated and trained, on the same questions.
 
-    python scripts/extensions.py --pages LINUX --output_dir extensions [--trained conversions/minilm-relative]
+    python scripts/extensions.py --pages LINUX --output_dir extensions [--trained conversions/minilm-t5]
 
 LINUX is the folder of documentation that scripts/evaluation/pages.py names; evaluation pages were seen by no model. At each
 length the methods make a table of that length. Without --trained the converted model is trained first, as in conversions.py.
-What is finished already is not done again. On two CPU cores it takes about two hours, most of it at 4096 tokens.
+What is finished already is not done again. On a CPU core it takes about two hours, half of it at 4096 tokens.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from rich.table import Table
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import hf_posenc
-from conversions import CALIBRATED, calibrated, distillation, run, write_texts
+from conversions import CALIBRATED, calibrated, distillation, encoding_of, run, write_texts
 from evaluation import pages, records
 
-TRAINED = "minilm-relative"
+TRAINED = "minilm-t5"
 METHODS = ("linear", "cubic", "tiled", "grouped", "keep_first", "dynamic")
 SIZES = {1024: 120, 2048: 60, 4096: 30}
 """Length -> documents of that length or more."""
@@ -31,11 +31,9 @@ SHORT = 512
 """The length at which short texts show what a longer table costs them, beside the first of SIZES."""
 QUESTIONS = {"title": "mrr", "deep": "mrr"}
 NEEDLES = {"needle": "recall_at_1", "needle beyond": "recall_at_1"}
-"""Task -> its metric, of the two kinds of runs."""
+"""Task -> its metric, of the two kinds of runs at each length."""
 FACTS = ("--haystacks", "3", "--candidates", "4")
 """How many documents of each length facts are put into, and other facts to tell them from."""
-GROUPS = ("methods", "converted")
-"""The models that are measured in one run, beside the original."""
 
 
 def extended(original: str, method: str, length: int, folder: Path) -> None:
@@ -58,16 +56,16 @@ def seconds(call: Any) -> float:
 
 
 def converted(arguments: argparse.Namespace, original: str) -> dict[str, Path]:
-    """Name -> folder of the models converted to `relative`, made where they are missing."""
+    """Name -> folder of the models converted to `t5`, made where they are missing."""
     output = arguments.output_dir
     texts, trained = output / "train.jsonl", arguments.trained or output / TRAINED
     if not texts.exists():
         write_texts([arguments.pages], texts)
     if not (output / CALIBRATED / "config.json").exists():
-        save(calibrated(original, "relative", texts), original, output / CALIBRATED)
+        save(calibrated(original, encoding_of(TRAINED), texts), original, output / CALIBRATED)
     if not (trained / "distillation.json").exists():
         run("distill.py", *distillation(TRAINED, original, str(texts), str(trained)))
-    return {"relative, calibrated": output / CALIBRATED, "relative, trained": trained}
+    return {"t5, calibrated": output / CALIBRATED, "t5, trained": trained}
 
 
 def by_method(arguments: argparse.Namespace, original: str, length: int) -> dict[str, Path]:
@@ -80,19 +78,18 @@ def by_method(arguments: argparse.Namespace, original: str, length: int) -> dict
 
 
 def measure(arguments: argparse.Namespace, original: str) -> list[tuple[int, Any]]:
-    """Length and record of each run of eval_length.py. At each length the questions are the same for all groups of models."""
+    """Length and record of each run of eval_length.py: the questions first, then the facts, which take longer."""
     found, output = [], arguments.output_dir
-    for group, (length, documents) in itertools.product(GROUPS, SIZES.items()):
-        for tasks in (QUESTIONS, NEEDLES):
-            made = output / f"{next(iter(tasks))}-{length}-{group}"
-            if not (made / "length.json").exists():
-                models = by_method(arguments, original, length) if group == "methods" else converted(arguments, original)
-                named = [f"minilm={original}", *(f"{name}={path}" for name, path in models.items())]
-                short = [SHORT] if tasks is QUESTIONS and length == min(SIZES) else []
-                given = ["--lengths", *map(str, [*short, length]), "--documents", str(documents)]
-                given += ["--tasks", *QUESTIONS] if tasks is QUESTIONS else ["--tasks", "needle", *FACTS]
-                run("eval_length.py", *named, "--pages", str(arguments.pages), *given, "--output_dir", str(made))
-            found.append((length, records.read(made / "length.json")))
+    for tasks, (length, documents) in itertools.product((QUESTIONS, NEEDLES), SIZES.items()):
+        made = output / f"{next(iter(tasks))}-{length}"
+        if not (made / "length.json").exists():
+            models = {"minilm": original, **by_method(arguments, original, length), **converted(arguments, original)}
+            short = [SHORT] if tasks is QUESTIONS and length == min(SIZES) else []
+            given = ["--lengths", *map(str, [*short, length]), "--documents", str(documents)]
+            given += ["--tasks", *QUESTIONS] if tasks is QUESTIONS else ["--tasks", "needle", *FACTS]
+            named = [f"{name}={path}" for name, path in models.items()]
+            run("eval_length.py", *named, "--pages", str(arguments.pages), *given, "--output_dir", str(made))
+        found.append((length, records.read(made / "length.json")))
     return found
 
 
