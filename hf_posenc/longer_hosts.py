@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hf_posenc import structure
 from hf_posenc.encodings import listed
 from hf_posenc.encodings.stretching import DYNAMIC, Extension
@@ -61,6 +64,20 @@ class Host:
             remedy="computed positions go on by hf_posenc.patch(model, 'sinusoidal'); images of other sizes are the host's own "
             "interpolate_pos_encoding=True",
         )
+
+    def answer(self, model: Any, count: int) -> Tensor:
+        """The states `[1, L, D]` that a model of this kind, or the one within it, has for so many tokens, without dropout."""
+        inner = model.get_submodule(self.path).base_model
+        modes = {module: module.training for module in inner.modules()}
+        padding = getattr(inner.config, "pad_token_id", None)
+        tokens = [each for each in range(1, inner.config.vocab_size) if each != padding]
+        ids = torch.tensor((tokens * count)[:count], device=inner.device)
+        try:
+            with torch.no_grad():
+                return inner.eval()(input_ids=ids[None])[0]
+        finally:
+            for module, training in modes.items():
+                module.training = training
 
     def config(self) -> tuple[Any, Any]:
         """A copy of the model's config, and the config in it of the inner model. Raises HostRefused where it isn't in it."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posenc.encodings import Geometry, encoding_class, listed
 from hf_posenc.encodings.frequency_rules import ALL, EXTENDING, extended
@@ -21,6 +21,8 @@ NEARBY = ("sliding", "chunked")
 """How the types of layers begin whose tokens see few others, and need no longer positions."""
 ROTARY = (*EXTENDING, GROUPED)
 """The methods for rotary positions."""
+FEW = 8
+"""Tokens by which two ways of computing rotations are compared."""
 SAME = 1e-3
 """The part of what positions change at all by which two ways of computing them may differ in float32."""
 
@@ -42,13 +44,14 @@ def with_other_rotations(host: Host) -> Any:
     }
     if asked.method != GROUPED and given and len(modules) == len(host.stacks):
         return _with_other_parameters(host, given, modules)
-    options, rope = _own_rotations(host, given), encoding_class("rope")
     if asked.method == GROUPED:
         asked.refuse_other_settings("window", "group")
-        encoding = {"type": "self_extend", **options, **asked.settings}
+        encoding = _as_it_turns(host, _by_type_of_layer(host.inner.config, given, asked.settings))
     else:
-        (geometry,) = {found.geometry(asked.after, "input") for found in host.stacks.values()}
-        encoding = {"type": "rope", **(rope.extended(rope.checked_options(options), asked, geometry) or {})}
+        own = _as_it_turns(host, {"rope": _options(host.inner.config, given)})
+        rope, (geometry,) = encoding_class("rope"), {found.geometry(asked.after, "input") for found in host.stacks.values()}
+        options = rope.checked_options({name: value for name, value in own.items() if name != "type"})
+        encoding = {"type": "rope", **(rope.extended(options, asked, geometry) or {})}
     return patch(host.model, encoding, max_length=asked.after, submodel=host.submodel)
 
 
@@ -97,37 +100,61 @@ def _rotated(rotary: Any, prefix: str) -> int:
     return 2 * len(getattr(rotary, f"{prefix}inv_freq"))
 
 
-def _own_rotations(host: Host, given: dict[str, Any] | None) -> dict[str, Any]:
-    """The options of `rope` by which a model turns as it does by itself, found by asking both.
+Parts = dict[str, dict[str, Any] | None]
+"""Encoding -> its options, of those that turn the layers of a model together; None where no option says what a config does."""
 
-    Raises HostRefused where there are none.
-    """
-    config, options = host.inner.config, dict[str, Any]()
+
+def _options(config: Any, given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The options of `rope` for one rule's parameters, or for a config without them; None for parameters that it hasn't."""
+    if given is None:  # GPT-J, CodeGen
+        size = getattr(config, "rotary_dim", None)
+        return {"partial_rotary_factor": size / (config.hidden_size // config.num_attention_heads)} if size else {}
     known = {"rope_type", "rope_theta", "partial_rotary_factor", *(name for names in ALL.values() for name in names)}
-    if given:
-        rule = given.get("rope_type", "default")
-        options = {"rope_type": rule, **{name: given[name] for name in ALL.get(rule, ()) if given.get(name) is not None}}
-        options |= {"theta": given.get("rope_theta"), "partial_rotary_factor": given.get("partial_rotary_factor", 1.0)}
-    elif size := getattr(config, "rotary_dim", None):  # GPT-J, CodeGen
-        options = {"partial_rotary_factor": size / (config.hidden_size // config.num_attention_heads)}
-    if not given or {*given} <= known:
+    if not {*given} <= known:
+        return None
+    rule = given.get("rope_type", "default")
+    options = {"rope_type": rule, **{name: given[name] for name in ALL.get(rule, ()) if given.get(name) is not None}}
+    return {**options, "theta": given.get("rope_theta"), "partial_rotary_factor": given.get("partial_rotary_factor", 1.0)}
+
+
+def _by_type_of_layer(config: Any, given: dict[str, Any] | None, settings: Mapping[str, Any]) -> Parts:
+    """SelfExtend for the layers whose tokens see all others, with its settings, and `rope` for those that see nearby ones."""
+    if given is None or not _by_layer(given):
+        turning = [layer for layer, turns in enumerate(getattr(config, "no_rope_layers", None) or ()) if turns]  # SmolLM3
+        return {"self_extend": _joined(_options(config, given), {**settings, **({"layers": turning} if turning else {})})}
+    parts: Parts = {}
+    for kind, parameters in given.items():
+        layers = [layer for layer, each in enumerate(config.layer_types) if each == kind]
+        if parameters is None or not layers:
+            continue
+        name, own = ("rope", {}) if kind.startswith(NEARBY) else ("self_extend", settings)
+        options = None if name in parts else _options(config, parameters)
+        parts[name] = _joined(options, {**own, "layers": layers})
+    return parts
+
+
+def _joined(options: dict[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any] | None:
+    return None if options is None else {**options, **more}
+
+
+def _as_it_turns(host: Host, parts: Parts) -> dict[str, Any]:
+    """The encoding, with the layout of pairs, by which a model gives for a few tokens what it gives by itself: both are asked.
+
+    Raises HostRefused where there is none.
+    """
+    if parts and None not in parts.values():
         without = patch(host.model, "none", submodel=host.submodel)
-        expected = _answer(host, twin_of(host.model))
-        changed = (_answer(host, without) - expected).abs().max()
+        expected = host.answer(twin_of(host.model), FEW)
+        changed = (host.answer(without, FEW) - expected).abs().max()
         tolerance = max(SAME, 16 * torch.finfo(expected.dtype).eps)
         for layout in ("half", "interleaved"):
-            answer = _answer(host, patch(host.model, "rope", **options, layout=layout, submodel=host.submodel))
+            each = {name: {**(options or {}), "layout": layout} for name, options in parts.items()}
+            encoding = {"type": "+".join(each), **(each if len(each) > 1 else next(iter(each.values())))}
+            answer = host.answer(patch(host.model, encoding, submodel=host.submodel), FEW)
             if (answer - expected).abs().max() < tolerance * changed:
-                return {**options, "layout": layout}
+                return encoding
     raise HostRefused(
-        f"no options of 'rope' turn queries and keys as {type(host.model).__name__} does in all its layers",
+        f"no options of {listed([*parts])} turn queries and keys as {type(host.model).__name__} does in all its layers",
         reason="rotations of its own kind",
         remedy=f"take one of {listed(EXTENDING)} where its config has {ROPE}",
     )
-
-
-def _answer(host: Host, model: Any) -> Tensor:
-    """The states of a model, or of the one within it, for a few tokens, without dropout."""
-    inner = model.get_submodule(host.path).eval().base_model
-    with torch.no_grad():
-        return inner(input_ids=torch.arange(1, 9, device=inner.device)[None])[0]

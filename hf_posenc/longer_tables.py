@@ -10,14 +10,18 @@ from hf_posenc.encodings import listed
 from hf_posenc.encodings.stretching import DYNAMIC, STATIC
 from hf_posenc.longer_hosts import Host
 from hf_posenc.patching import patch
-from hf_posenc.sources import HostRefused
+from hf_posenc.sources import HostRefused, Source
 from hf_posenc.spec import LENGTH_FIELD
 from hf_posenc.structure import is_patched
-from hf_posenc.transfer import share, shell
+from hf_posenc.transfer import share, shell, twin_of
 
 NO_FIELD = "a table whose length no config says"
 BESIDE = "positions beside a table"
 """Reasons of refusals."""
+SAME = 1e-3
+"""The part of the spread of token states by which two ways of adding biases may differ."""
+BIASES = "t5"
+"""The encoding of biases that can stand beside a table (MPNet)."""
 
 
 def with_longer_tables(host: Host) -> Any:
@@ -61,21 +65,45 @@ def with_longer_tables(host: Host) -> Any:
 
 
 def stretched_by_length(host: Host) -> Any:
-    """A patched model whose `learned` encoding has the host's table, over which it stretches longer texts."""
-    name, asked = type(host.model).__name__, host.asked
+    """A patched model whose `learned` encoding has the host's table, over which it stretches longer texts; biases of the host's
+    beside it go on as `t5`."""
+    asked = host.asked
     asked.refuse_other_settings()
-    if others := [source for found in host.stacks.values() for source in found.sources if not source.takes_vectors]:
-        raise HostRefused(
-            f"{name} has positions beside its table, {others[0].path}, which method={DYNAMIC!r} would take out",
-            reason=BESIDE,
-            remedy="take a static method, such as 'linear'",
-        )
-    encoding = {"type": "learned", "init": "host", "trained_rows": asked.before}
+    learned = {"init": "host", "trained_rows": asked.before}
+    encoding = {"type": "learned", **learned}
+    if beside := [source for found in host.stacks.values() for source in found.sources if not source.takes_vectors]:
+        if any(source.encoding != BIASES for source in beside):
+            raise _would_be_lost(host, beside)
+        rows = {len(source.module.get_parameter("weight")) for source in beside}
+        encoding = {"type": f"learned+{BIASES}", "learned": learned, BIASES: {"num_buckets": max(rows)}}
     where = "encoder" if getattr(host.inner.config, "is_encoder_decoder", False) else None
     patched = patch(host.model, encoding, max_length=asked.after, where=where, submodel=host.submodel)
     for path, found in host.stacks.items():
         stack: Any = patched.get_submodule(path)
         if is_patched(stack):
             key, _ = next(source.learned_table for source in found.sources if source.learned_table)
-            stack.posenc.requires_grad_(found.stack.get_parameter(key).requires_grad)
+            part = stack.posenc.get_submodule("learned") if beside else stack.posenc
+            part.requires_grad_(found.stack.get_parameter(key).requires_grad)
+            for source in found.sources:
+                if source in beside:
+                    _take_over(source.module.get_parameter("weight"), stack.posenc.get_submodule(BIASES))
+    if beside:
+        expected = host.answer(twin_of(host.model), asked.before)
+        if not torch.allclose(host.answer(patched, asked.before), expected, atol=SAME * float(expected.std())):
+            raise _would_be_lost(host, beside)
     return patched
+
+
+def _take_over(weight: nn.Parameter, biases: nn.Module) -> None:
+    with torch.no_grad():
+        biases.get_parameter("weight").copy_(weight)
+    biases.requires_grad_(weight.requires_grad)
+
+
+def _would_be_lost(host: Host, beside: list[Source]) -> HostRefused:
+    return HostRefused(
+        f"{type(host.model).__name__} has positions beside its table, {beside[0].path}, which method={DYNAMIC!r} would take "
+        "out",
+        reason=BESIDE,
+        remedy="take a static method, such as 'linear'",
+    )

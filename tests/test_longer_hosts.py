@@ -234,6 +234,23 @@ def test_longer_texts_are_stretched_to_their_own_length(name, length):
         assert_close(both[1, before : length - behind], encoded(model, ids[1:, before : length - behind])[0])
 
 
+def test_biases_beside_a_stretched_table_stay(tmp_path):
+    """MPNet's: the same function as its own attention, but for the order of sums."""
+    model = stock(TABLES["mpnet"])
+    model.encoder.relative_attention_bias.requires_grad_(False)
+    longer = hf_posenc.extend(model.train(), LONG, "dynamic")
+    assert longer.training and all(module.training for module in longer.modules())
+    assert [parameter.requires_grad for parameter in longer.posenc.parameters()] == [True, False]
+    model.eval(), longer.eval()
+    for length in (9, LENGTH):
+        assert_close(asked(longer, tokens(length=length)), asked(model, tokens(length=length)), 1e-5)
+    ids = tokens(length=41)
+    assert_close(asked(longer, ids), asked(hf_posenc.extend(model, 41, "linear"), ids), 1e-5)
+    longer.save_pretrained(tmp_path)
+    assert torch.equal(asked(AutoModel.from_pretrained(tmp_path), ids), asked(longer, ids))
+    assert torch.equal(asked(hf_posenc.unpatch(longer), tokens()), asked(model, tokens()))
+
+
 RELOADED = """
 import json, sys, torch, hf_posenc
 from transformers import AutoModel
@@ -589,6 +606,28 @@ def turning(model):
     return {name: options[name] for name in ("theta", "layout", "partial_rotary_factor") if name in options}
 
 
+TURNING_BY_LAYER = {
+    "ModernBert": dict(LLAMA, local_attention=12, layer_types=["sliding_attention", "full_attention"]),
+    "Gemma3Text": dict(LLAMA, head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
+    "SmolLM3": dict(LLAMA, no_rope_layers=[0, 1]),
+}
+
+
+@pytest.mark.parametrize("family", TURNING_BY_LAYER)
+def test_grouped_where_layers_turn_in_several_ways(family, tmp_path):
+    """The first layer, of a window or not turned at all, does what it did; tokens are grouped in the second one alone."""
+    model = stock(Host(family, TURNING_BY_LAYER[family]))
+    longer = hf_posenc.extend(model, FACTOR * LENGTH, "grouped", window=5)
+    assert hf_posenc.inspect(longer).options.get("self_extend", hf_posenc.inspect(longer).options)["window"] == 5
+    short, ids = tokens(length=LENGTH), tokens(length=FACTOR * LENGTH)
+    assert_close(asked(longer, short), asked(model, short), 1e-5)
+    states = [each(ids, output_hidden_states=True).hidden_states for each in (longer, model)]
+    assert_close(states[0][1], states[1][1], 1e-5)
+    assert_apart(states[0][2], states[1][2])
+    longer.save_pretrained(tmp_path)
+    assert torch.equal(asked(AutoModel.from_pretrained(tmp_path), ids), asked(longer, ids))
+
+
 def test_grouped_generation():
     """Within a text that has grown over the trained length, each step sees all keys grouped by its present length."""
     longer = hf_posenc.extend(stock(ROTARY["llama"], "ForCausalLM"), FACTOR * LENGTH, "grouped", window=4)
@@ -715,14 +754,13 @@ def a_model(name):
         ("bert", 99, "keep_first", {"keep": "5"}, "keep='5': allowed is a number of rows"),
         ("bert", 99, None, {"keep": 5}, "keep=5: settings belong to a method"),
         ("gpt2", 99, "dynamic", {}, "a decoder's cache keeps vectors .*a static method, such as 'linear'"),
-        ("mpnet", 99, "dynamic", {}, "MPNetModel has positions beside its table.*take a static method"),
         ("lilt", 99, "dynamic", {}, "positions beside its table"),
         ("llama", 99, "cubic", {}, "method='cubic' is one of learned tables, and LlamaModel has rotary positions: allowed"),
         ("gptj", 99, "cubic", {}, "method='cubic' is one of learned tables"),
         ("llama", 99, "longrope", {}, "method='longrope' needs 'short_factor', 'long_factor'"),
         ("llama", 99, "linear", {"beta_fast": 3.0}, "beta_fast=3.0: extend with method='linear' takes 'factor'"),
         ("llama", 99, "grouped", {"window": LENGTH}, f"window={LENGTH}: allowed is a number below trained_length={LENGTH}"),
-        ("deepseek", 99, "grouped", {}, "no options of 'rope' turn queries and keys as DeepseekV3Model does"),
+        ("deepseek", 99, "grouped", {}, "no options of 'self_extend' turn queries and keys as DeepseekV3Model does"),
         ("llama", 99, "linear", {"factor": -1.0}, "rope.factor=-1.0: allowed is"),
         ("llama", 99, "linear", {"factor": "x"}, "rope.factor='x': allowed is"),
         ("llama", 99, "ntk", {"factor": -2.0}, "factor=-2.0: allowed is"),
@@ -762,7 +800,6 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 
 @pytest.mark.parametrize(
     ("host", "method", "words"),
     [
-        (Host("SmolLM3", dict(LLAMA, num_hidden_layers=4)), "grouped", "as SmolLM3Model does in all its layers"),
         (Host("Qwen2VLText", dict(LLAMA, rope_parameters=MROPE)), "grouped", "as Qwen2VLTextModel does"),
         (Host("Gemma2", dict(LLAMA, head_dim=8)), "grouped", "caps its scores at 50.0 before a bias is added"),
         (Host("Phi3", LLAMA), "yarn", "can't be made with rope_parameters.*take another of 'linear'"),
