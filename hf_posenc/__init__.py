@@ -11,7 +11,7 @@ from hf_posenc import modeling as _modeling  # noqa: E402
 from hf_posenc.cards import model_card  # noqa: E402
 from hf_posenc.conversion import convert  # noqa: E402
 from hf_posenc.declarations import register_attention, register_positions  # noqa: E402
-from hf_posenc.diagnostics import inspect  # noqa: E402
+from hf_posenc.inspection import inspect  # noqa: E402
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
 from hf_posenc.encodings import meant as _meant  # noqa: E402

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_posenc.diagnostics import inspect
+from hf_posenc.inspection import inspect
 
 BATCH_TOKENS = 16 * 512
 """Tokens in a batch, padding included; a longer text is a batch of its own."""

@@ -759,7 +759,7 @@ ORDER = [
     {"longer_hosts"},
     {"longer_tables", "longer_rotations"},
     {"extension"},
-    {"diagnostics"},
+    {"inspection"},
     {"conversion"},
     {"evaluation", "leaks", "retries", "scores", "questions"},
     {"retrieval"},
