@@ -105,12 +105,13 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
         )
     if isinstance(model, PosEncModelMixin):
         return _extended_model(model, max_length, method, settings)
-    if method is None or max_length is None:
+    host = None if max_length is None else Host.find(model, max_length, method or STATIC[0], settings, submodel)
+    if method is None or host is None:
         raise ValueError(
             f"{type(model).__name__} is not patched, and its own positions need a method to go on, {CHOICE}: docs/longer.md "
             f"says which; others go on by themselves: hf_posenc.patch(model, 'alibi', max_length={max_length})"
         )
-    return _extended_host(Host.find(model, max_length, method, settings, submodel))
+    return _extended_host(host)
 
 
 def _extended_host(host: Host) -> Any:
@@ -178,22 +179,28 @@ def _asked(
             f"method={method!r} starts from the length that positions were trained for, which nothing tells here: patch with "
             "max_length, or give the rule to the encoding"
         )
-    if after is not None and (before is None or after < before):
-        now = "this model has no limit now" if before is None else f"give {before} or more"
+    if after is not None and before is None:
+        raise ValueError(f"max_length={after} would make the longest input shorter: this model has no limit; leave it so")
+    if after is not None and before is not None and after < before:
         endless = "" if method else ", or None for no limit"
-        raise ValueError(f"max_length={after} would make the longest input shorter: {now}{endless}")
+        raise ValueError(f"max_length={after} would make the longest input shorter: give {before} or more{endless}")
     asked = None if method is None or before is None or after is None else Extension(method, before, after, settings)
     for kind, options in kinds:
         for name, part in encoding_class(kind).component_classes().items():
             given = encoding_class(kind).by_part(options)[name]
             if part.needs_max_length(geometry) and (asked is None or part.extended(given, asked, geometry) is None):
                 suited = [each for each in TABLES if part.extended(given, Extension(each, 1, 1), geometry) is not None]
+                if suited and method is not None:
+                    raise ValueError(
+                        f"method={method!r}: {name!r} has positions of its own making here, {shown(given)}, which go on by "
+                        f"{listed(suited)} alone; the host's own go on by others, hf_posenc.unpatch(model)"
+                    )
                 raise _made_for_its_length(name, suited)
     if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds):
         named = " or ".join(repr(kind) for kind, _ in kinds)
         raise ValueError(
-            f"method={method!r} changes nothing in {named}: allowed is {CHOICE}; without a method, extend raises the promise "
-            "of encodings that go on by themselves; a stock model may take others, hf_posenc.unpatch(model)"
+            f"method={method!r} changes nothing in {named}: leave it out, hf_posenc.extend(model, {after}), where positions go "
+            f"on by themselves; the methods are {CHOICE}; a stock model may take others, hf_posenc.unpatch(model)"
         )
     return asked
 

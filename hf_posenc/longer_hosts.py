@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc import structure
-from hf_posenc.encodings import listed
+from hf_posenc.encodings import Geometry, listed
 from hf_posenc.encodings.stretching import DYNAMIC, Extension
 from hf_posenc.sources import HostRefused, Source
 from hf_posenc.structure import Structure
@@ -47,7 +47,10 @@ class Host:
                 remedy="give it longer inputs as it is",
             )
         if max_length < min(lengths):
-            raise ValueError(f"max_length={max_length} would make the longest input shorter: give {min(lengths)} or more")
+            raise ValueError(
+                f"max_length={max_length} would make the longest input shorter: give {min(lengths)} or more; what cuts texts "
+                "before is a tokenizer's model_max_length or a SentenceTransformer's max_seq_length"
+            )
         return cls(model, inner, path, submodel, stacks, Extension(method, min(lengths), max_length, settings))
 
     @property
@@ -64,6 +67,12 @@ class Host:
             remedy="computed positions go on by hf_posenc.patch(model, 'sinusoidal'); images of other sizes are the host's own "
             "interpolate_pos_encoding=True",
         )
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the stacks, which are alike, for the new length."""
+        (geometry,) = {found.geometry(self.asked.after, "input") for found in self.stacks.values()}
+        return geometry
 
     def answer(self, model: Any, count: int) -> Tensor:
         """The states `[1, L, D]` that a model of this kind, or the one within it, has for so many tokens, without dropout."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_posenc.encodings import Geometry, encoding_class, listed
-from hf_posenc.encodings.frequency_rules import ALL, EXTENDING, extended
+from hf_posenc.encodings.frequency_rules import ALL, EXTENDING, ORIGINAL, extended
 from hf_posenc.encodings.stretching import DYNAMIC, GROUPED
 from hf_posenc.longer_hosts import Host
 from hf_posenc.patching import patch
@@ -45,13 +45,11 @@ def with_other_rotations(host: Host) -> Any:
     if asked.method != GROUPED and given and len(modules) == len(host.stacks):
         return _with_other_parameters(host, given, modules)
     if asked.method == GROUPED:
-        asked.refuse_other_settings("window", "group")
-        encoding = _as_it_turns(host, _by_type_of_layer(host.inner.config, given, asked.settings))
+        encoding = _as_it_turns(host, _by_type_of_layer(host, given))
     else:
-        own = _as_it_turns(host, {"rope": _options(host.inner.config, given)})
-        rope, (geometry,) = encoding_class("rope"), {found.geometry(asked.after, "input") for found in host.stacks.values()}
+        own, rope = _as_it_turns(host, {"rope": _options(host.inner.config, given)}), encoding_class("rope")
         options = rope.checked_options({name: value for name, value in own.items() if name != "type"})
-        encoding = {"type": "rope", **(rope.extended(options, asked, geometry) or {})}
+        encoding = {"type": "rope", **(rope.extended(options, asked, host.geometry) or {})}
     return patch(host.model, encoding, max_length=asked.after, submodel=host.submodel)
 
 
@@ -87,7 +85,10 @@ def _checked(given: dict[str, Any], host: Host, rotated: int) -> dict[str, Any]:
     options = {name: longer[name] for name in ALL[longer["rope_type"]] if longer.get(name) is not None}
     options = rope.checked_options({"rope_type": longer["rope_type"], "theta": longer["rope_theta"], **options})
     rope(Geometry(rotated, 1, rotated, trained_length=host.asked.before), **options)
-    return {**longer, **{name: options[name] for name in host.asked.settings if name in options}}
+    if longer["rope_type"] == DYNAMIC:  # Transformers takes the length that the config says, and warns of another
+        longer.pop(ORIGINAL)
+    checked = {name: options[name] for name in host.asked.settings if name in options}
+    return {**longer, **{name: [*value] if isinstance(value, tuple) else value for name, value in checked.items()}}
 
 
 def _by_layer(parameters: dict[str, Any]) -> bool:
@@ -117,24 +118,26 @@ def _options(config: Any, given: dict[str, Any] | None) -> dict[str, Any] | None
     return {**options, "theta": given.get("rope_theta"), "partial_rotary_factor": given.get("partial_rotary_factor", 1.0)}
 
 
-def _by_type_of_layer(config: Any, given: dict[str, Any] | None, settings: Mapping[str, Any]) -> Parts:
-    """SelfExtend for the layers whose tokens see all others, with its settings, and `rope` for those that see nearby ones."""
+def _by_type_of_layer(host: Host, given: dict[str, Any] | None) -> Parts:
+    """SelfExtend for the layers whose tokens see all others, and `rope` for those that see nearby ones."""
+    config = host.inner.config
     if given is None or not _by_layer(given):
         turning = [layer for layer, turns in enumerate(getattr(config, "no_rope_layers", None) or ()) if turns]  # SmolLM3
-        return {"self_extend": _joined(_options(config, given), {**settings, **({"layers": turning} if turning else {})})}
+        return {"self_extend": _grouped(host, _options(config, given), {"layers": turning} if turning else {})}
     parts: Parts = {}
     for kind, parameters in given.items():
-        layers = [layer for layer, each in enumerate(config.layer_types) if each == kind]
-        if parameters is None or not layers:
+        layers = {"layers": [layer for layer, each in enumerate(config.layer_types) if each == kind]}
+        if parameters is None or not layers["layers"]:
             continue
-        name, own = ("rope", {}) if kind.startswith(NEARBY) else ("self_extend", settings)
-        options = None if name in parts else _options(config, parameters)
-        parts[name] = _joined(options, {**own, "layers": layers})
+        name = "rope" if kind.startswith(NEARBY) else "self_extend"
+        options = None if name in parts else _options(config, parameters)  # two rotations of one kind are none of ours
+        parts[name] = {**options, **layers} if name == "rope" and options is not None else _grouped(host, options, layers)
     return parts
 
 
-def _joined(options: dict[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any] | None:
-    return None if options is None else {**options, **more}
+def _grouped(host: Host, options: dict[str, Any] | None, layers: dict[str, Any]) -> dict[str, Any] | None:
+    longer = None if options is None else encoding_class("self_extend").extended(options, host.asked, host.geometry)
+    return None if longer is None else {**longer, **layers}
 
 
 def _as_it_turns(host: Host, parts: Parts) -> dict[str, Any]:

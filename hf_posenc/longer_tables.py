@@ -69,6 +69,13 @@ def stretched_by_length(host: Host) -> Any:
     beside it go on as `t5`."""
     asked = host.asked
     asked.refuse_other_settings()
+    if any(found.geometry(asked.after, "input").is_causal for found in host.stacks.values()):
+        raise HostRefused(
+            f"method={DYNAMIC!r}: tokens of {type(host.inner).__name__} see earlier ones alone, and what is computed of them "
+            "had its positions before the text got its length",
+            reason="causal attention",
+            remedy="take a static method, such as 'keep_first'",
+        )
     learned = {"init": "host", "trained_rows": asked.before}
     encoding = {"type": "learned", **learned}
     if beside := [source for found in host.stacks.values() for source in found.sources if not source.takes_vectors]:

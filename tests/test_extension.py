@@ -188,7 +188,7 @@ def test_an_encoding_of_ones_own_loses_nothing(own_registry):
             8,
             "max_length=8 would make the longest input shorter: give 9 or more",
         ),
-        (lambda: patched("bert", "alibi"), 9, "shorter: this model has no limit now"),
+        (lambda: patched("bert", "alibi"), 9, "shorter: this model has no limit; leave it so"),
         (lambda: patched("bert", "alibi", max_length=9), 0, "max_length=0: allowed is an integer above 0 or None"),
         (lambda: patched("bert", "alibi", max_length=9), "10", "max_length='10': allowed is"),
         (lambda: patched("bert", "alibi", max_length=9), 2**25, "max_length=33554432: allowed is"),

@@ -31,6 +31,7 @@ from conftest import (
     tokens,
 )
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
+from hf_posenc.encodings.self_extend import least_group as least_group_of
 from hf_posenc.encodings.stretching import STATIC, Extension
 
 LONG = 2 * LENGTH + 13
@@ -553,10 +554,8 @@ def least_group(length, trained, window):
 
 @pytest.mark.parametrize(("trained", "window"), [(24, 6), (8, 2), (2048, 512), (2048, 1000)])
 def test_the_least_group(trained, window):
-    geometry = Geometry(16, 2, 8, None, True, trained_length=trained)
-    encoding = build(canonical({"type": "self_extend", "window": window}), geometry)
     lengths = torch.arange(trained + 1, 8 * trained, max(1, trained // 500))
-    groups = encoding._least_group(lengths[:, None])[:, 0]
+    groups = least_group_of(lengths, trained, window)
     assert groups.tolist() == [least_group(length, trained, window) for length in lengths.tolist()]
 
 
@@ -639,11 +638,14 @@ def test_grouped_generation():
     assert step.isfinite().all()
 
 
-@pytest.mark.parametrize("sliding", [None, 12])
-def test_grouped_decoding(sliding):
-    """As the forward pass where the group stays the same, also where a cache keeps a window of keys alone."""
+@pytest.mark.parametrize(("sliding", "settings"), [(None, {}), (None, {"group": 6}), (12, {"window": 5, "group": 6})])
+def test_grouped_decoding(sliding, settings):
+    """As the forward pass beyond the old length, also where a cache keeps a window of keys alone."""
     host = Host("Mistral", dict(LLAMA, sliding_window=sliding), "ForCausalLM")
-    longer = hf_posenc.extend(stock(host, "ForCausalLM"), FACTOR * LENGTH, "grouped", window=5, group=4)
+    longer = hf_posenc.extend(stock(host, "ForCausalLM"), FACTOR * LENGTH, "grouped", **settings)
+    assert hf_posenc.inspect(longer).options["group"] == settings.get(
+        "group", least_group(FACTOR * LENGTH, LENGTH, LENGTH // 4)
+    )
     ids, prompt = tokens(length=50), 30
     with torch.no_grad():
         whole, out = longer(ids).logits, longer(ids[:, :prompt], use_cache=True)
@@ -753,7 +755,7 @@ def a_model(name):
         ("bert", 99, "keep_first", {"keep": LENGTH}, f"keep={LENGTH}: allowed is a number of rows from 0 to {LENGTH - 1}"),
         ("bert", 99, "keep_first", {"keep": "5"}, "keep='5': allowed is a number of rows"),
         ("bert", 99, None, {"keep": 5}, "keep=5: settings belong to a method"),
-        ("gpt2", 99, "dynamic", {}, "a decoder's cache keeps vectors .*a static method, such as 'linear'"),
+        ("gpt2", 99, "dynamic", {}, "tokens of GPT2Model see earlier ones alone.*a static method"),
         ("lilt", 99, "dynamic", {}, "positions beside its table"),
         ("llama", 99, "cubic", {}, "method='cubic' is one of learned tables, and LlamaModel has rotary positions: allowed"),
         ("gptj", 99, "cubic", {}, "method='cubic' is one of learned tables"),
@@ -761,9 +763,13 @@ def a_model(name):
         ("llama", 99, "linear", {"beta_fast": 3.0}, "beta_fast=3.0: extend with method='linear' takes 'factor'"),
         ("llama", 99, "grouped", {"window": LENGTH}, f"window={LENGTH}: allowed is a number below trained_length={LENGTH}"),
         ("deepseek", 99, "grouped", {}, "no options of 'self_extend' turn queries and keys as DeepseekV3Model does"),
-        ("llama", 99, "linear", {"factor": -1.0}, "rope.factor=-1.0: allowed is"),
-        ("llama", 99, "linear", {"factor": "x"}, "rope.factor='x': allowed is"),
+        ("llama", 99, "linear", {"factor": -1.0}, "factor=-1.0: allowed is"),
+        ("llama", 99, "linear", {"factor": "x"}, "factor='x': allowed is"),
         ("llama", 99, "ntk", {"factor": -2.0}, "factor=-2.0: allowed is"),
+        ("llama", 96, "linear", {"factor": 3.0}, "factor=3.0 with max_length=96, where 24 tokens .*: allowed is 4 or more"),
+        ("llama", 96, "ntk", {"factor": 1}, "factor=1.0 with max_length=96"),
+        ("llama", 96, "dynamic", {"original_max_position_embeddings": 9}, "takes no setting here"),
+        ("llama", 96, "grouped", {"group": 4}, "group=4 with window=6 and max_length=96, where 24 .*: allowed is 6 or more"),
         ("llama", 99, "dynamic", {"factor": 9.0}, "factor=9.0: extend with method='dynamic' takes"),
         ("llama", 99, "longrope", {"short_factor": [1.0], "long_factor": [2.0]}, "has 1 values, for 4 rotated pairs"),
     ],
@@ -821,19 +827,36 @@ def vit(host):
 
 
 def test_patched_models_that_no_method_suits():
-    with pytest.raises(ValueError, match="method='linear' changes nothing in 'alibi'.*without a method, extend raises"):
+    with pytest.raises(ValueError, match="method='linear' changes nothing in 'alibi': leave it out, hf_posenc.extend"):
         hf_posenc.extend(patched("bert", "alibi", max_length=9), 20, "linear")
     with pytest.raises(ValueError, match="method='cubic' changes nothing in 'rope'"):
         hf_posenc.extend(patched("bert", "rope", max_length=9), 20, "cubic")
     with pytest.raises(ValueError, match="submodel='text_model' names a part of a stock model"):
         hf_posenc.extend(patched("bert", "alibi", max_length=9), 20, submodel="text_model")
     stretched = hf_posenc.extend(stock("bert"), LONG, "dynamic")
-    with pytest.raises(ValueError, match="made for its max_length: give a method by which a table is made longer, 'dynamic'"):
+    with pytest.raises(ValueError, match="'learned' has positions of its own making here.*by 'dynamic' alone"):
         hf_posenc.extend(stretched, 2 * LONG, "linear")
     with pytest.raises(ValueError, match=r"a stock model may take others, hf_posenc\.unpatch"):
         hf_posenc.extend(patched("llama", "rope"), 99, "grouped")
     with pytest.raises(ValueError, match="learned.trained_rows=30: allowed are rows up to max_length=24"):
         hf_posenc.patch(stock("bert"), "learned", trained_rows=30, max_length=24)
+
+
+def test_a_trained_length_that_is_given():
+    """The factor follows it."""
+    model = stock(ROTARY["llama"], "ForCausalLM")
+    longer = hf_posenc.extend(model, 96, "yarn", original_max_position_embeddings=12)
+    assert longer.config.rope_parameters["factor"] == 8.0
+    lists = hf_posenc.extend(model, 96, "longrope", **LISTS).config.rope_parameters
+    assert isinstance(lists["short_factor"], list)
+
+
+def test_a_grouped_model_is_made_longer():
+    model = stock(ROTARY["llama"])
+    once, twice = (hf_posenc.extend(model, length, "grouped", window=5) for length in (2 * LENGTH, FACTOR * LENGTH))
+    again = hf_posenc.extend(once, FACTOR * LENGTH, "grouped")
+    assert hf_posenc.inspect(again) == hf_posenc.inspect(twice)
+    assert torch.equal(asked(again, tokens(length=90)), asked(twice, tokens(length=90)))
 
 
 def test_a_rule_that_this_transformers_lacks(monkeypatch):

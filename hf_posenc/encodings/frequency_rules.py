@@ -111,16 +111,18 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
         asked.refuse_other_settings("factor")
         if rule != "default":
             raise _other_rule(rule, method)
-        factor = checked_value("factor", asked.settings.get("factor", asked.after / asked.before), Annotated[float, Above(0)])
+        factor = _factor(asked, asked.before)
         return {**given, "rope_type": rule, "rope_theta": given["rope_theta"] * factor ** (rotated / (rotated - 2))}
     if method not in ROPE_INIT_FUNCTIONS:
         raise ValueError(f"method={method!r}: this version of Transformers has {listed([*ROPE_INIT_FUNCTIONS])}")
     if rule not in ("default", method):
         raise _other_rule(rule, method)
-    # By the factor of "dynamic" the new length is told.
-    asked.refuse_other_settings(*(name for name in ALL[method] if method != "dynamic" or name != "factor"))
-    trained = given.get(ORIGINAL) or round(asked.before / (given.get("factor") or 1))
-    own: dict[str, Any] = {"factor": asked.after / trained} if "factor" in ALL[method] else {}
+    # By the factor of "dynamic" the new length is told, and by the config the old one.
+    asked.refuse_other_settings(*(ALL[method] if method != "dynamic" else ()))
+    trained = asked.settings.get(ORIGINAL) or given.get(ORIGINAL) or round(asked.before / (given.get("factor") or 1))
+    own: dict[str, Any] = {"factor": _factor(asked, trained)} if "factor" in NEEDED[method] else {}
+    if "factor" in TAKEN.get(method, ()):
+        own["factor"] = asked.after / trained
     if ORIGINAL in ALL[method]:
         own[ORIGINAL] = trained
     if method == rule and asked.after > asked.before:  # lists were found for one length
@@ -133,6 +135,18 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
             f"{', '.join(f'{name}=…' for name in missing)}"
         )
     return longer
+
+
+def _factor(asked: Extension, trained: int) -> float:
+    """The factor that was given, or the least one. Raises ValueError for one by which the new length isn't reached."""
+    least = asked.after / checked_value(ORIGINAL, trained, Annotated[int, Above(1)])
+    factor = checked_value("factor", asked.settings.get("factor", least), Annotated[float, Above(0)])
+    if factor < least * (1 - 1e-6):
+        raise ValueError(
+            f"factor={factor} with max_length={asked.after}, where {trained} tokens were trained: allowed is {least:g} or more"
+            "; or leave it out"
+        )
+    return factor
 
 
 def _other_rule(rule: str, method: str) -> ValueError:

@@ -14,7 +14,7 @@ from hf_posenc.encodings.frequency_rules import BY_LENGTH
 from hf_posenc.encodings.options import Above
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.encodings.rotation import rotated
-from hf_posenc.encodings.stretching import Extension
+from hf_posenc.encodings.stretching import GROUPED, Extension
 
 
 class SelfExtend(RoPE, type="self_extend"):
@@ -30,6 +30,7 @@ class SelfExtend(RoPE, type="self_extend"):
     Options, and those of `rope`:
         window: w; None takes a quarter of T.
         group: G; None takes the least by which the distances of a text of n tokens are less than T, n its last position + 1.
+            `extend` gives decoders the least one for their new length.
         trained_length: T; None takes the longest input that the host's own positions were made for.
     """
 
@@ -55,8 +56,7 @@ class SelfExtend(RoPE, type="self_extend"):
             raise ValueError(
                 f"{self.type}.trained_length=None: this host's own positions tell no length that they were made for: give one"
             )
-        if self._window >= self._length:
-            raise ValueError(f"{self.type}.window={self._window}: allowed is a number below trained_length={self._length}")
+        self._check_window(self._window, self._length)
 
     @classmethod
     def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
@@ -64,15 +64,38 @@ class SelfExtend(RoPE, type="self_extend"):
         return {**given, "trained_length": given.get("trained_length") or geometry.trained_length}
 
     @classmethod
-    def extended(cls, options: dict[str, Any], asked: Extension, geometry: Geometry) -> None:
-        return None
+    def extended(cls, options: dict[str, Any], asked: Extension, geometry: Geometry) -> dict[str, Any] | None:
+        """In a decoder one group for all lengths: with a group that grows with the text, what later layers cached of it would
+        have had another one."""
+        if asked.method != GROUPED:
+            return None
+        asked.refuse_other_settings("window", "group")
+        given = {name: value for name, value in asked.settings.items() if value is not None}
+        options = {**options, **given, **({} if "group" in given else {"group": None})}
+        cls.checked_options(options)
+        trained = options.get("trained_length") or geometry.trained_length or asked.before
+        window = options.get("window") or max(1, trained // 4)
+        cls._check_window(window, trained)
+        least = int(least_group(torch.tensor(asked.after), trained, window))
+        group = given.get("group", least if geometry.is_causal else None)
+        if group is not None and group < least:
+            raise ValueError(
+                f"group={group} with window={window} and max_length={asked.after}, where {trained} tokens were trained: "
+                f"allowed is {least} or more; or leave it out"
+            )
+        return {**options, "trained_length": trained, "window": window, "group": group}
+
+    @classmethod
+    def _check_window(cls, window: int, trained: int) -> None:
+        if window >= trained:
+            raise ValueError(f"{cls.type}.window={window}: allowed is a number below trained_length={trained}")
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
         keys, window, length = key.shape[2], self._window, context.lengths
         if context.consecutive and isinstance(context.past, int) and context.past + query.shape[2] <= self._length:
             return None
         here, there = context.positions, context.key_positions(keys).clamp(min=0)
-        group: Any = self._least_group(length) if self.group is None else self.group
+        group: Any = least_group(length, self._length, self._window) if self.group is None else self.group
         precise = torch.promote_types(query.dtype, torch.float32)
         query, key = query.to(precise), key.to(precise)
         scores, grouped_keys = query @ key.mT, self._turned(key, there // group - there, context)
@@ -85,13 +108,13 @@ class SelfExtend(RoPE, type="self_extend"):
             bias = torch.where(longer & (sign * distance >= window), grouped - scores, bias)
         return bias * context.scaling
 
-    def _least_group(self, length: Tensor) -> Tensor:
-        """The least G by which no distance in texts of these lengths is T or more."""
-        trained, window = self._length, self._window
-        group = -((window - length) // (trained - window)).clamp(max=-1)
-        return group + ((length - 1) // group + window - window // group >= trained)
-
     def _turned(self, states: Tensor, by: Tensor, context: PositionContext) -> Tensor:
         """States `[B, H, L, E]` rotated on by so many positions, `[1 or B, L]`."""
         angles = by.double()[:, None, :, None] * self._frequencies(context)
         return rotated(states, angles.cos().to(states.dtype), angles.sin().to(states.dtype), self.layout)
+
+
+def least_group(length: Tensor, trained: int, window: int) -> Tensor:
+    """The least group by which no distance in texts of these lengths is `trained` or more."""
+    group = -((window - length) // (trained - window)).clamp(max=-1)
+    return group + ((length - 1) // group + window - window // group >= trained)
