@@ -370,8 +370,8 @@ def test_bad_arguments(monkeypatch, capsys, arguments, words):
     assert words in capsys.readouterr().err
 
 
-def test_the_readme_shows_the_kept_results():
-    lines = (ROOT / "README.md").read_text().splitlines()
+def test_the_page_shows_the_kept_results():
+    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
     records = [
         json.loads((SCRIPTS / "results" / f"length-{name}.json").read_text())["scores"]
         for name in ("linux-doc-6.1", "postgresql-doc-15")

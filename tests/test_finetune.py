@@ -888,8 +888,8 @@ def test_a_run_of_several_that_fails_ends_them(tmp_path, launch, monkeypatch):
     assert stopped.value.code == 2 and not (tmp_path / "seeds.json").exists()
 
 
-def test_the_readme_shows_the_kept_results():
-    shown = (ROOT / "README.md").read_text()
+def test_the_page_shows_the_kept_results():
+    shown = (ROOT / "docs" / "results.md").read_text()
     kept = json.loads((SCRIPTS / "results" / "seeds.json").read_text())
     for name, record in kept["models"].items():
         figures = [f"{mean:.3f} ± {half:.3f}" for mean, half in record["mean_and_half_width"].values()]

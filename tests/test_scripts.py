@@ -253,7 +253,7 @@ def test_distill_without_text(launch, tiny, tmp_path):
 
 def test_the_readme_shows_the_kept_results():
     """The table, and the figures behind it, are those of one run."""
-    shown, kept = (ROOT / "README.md").read_text(), json.loads((SCRIPTS / "results" / "demo.json").read_text())
+    shown, kept = (ROOT / "docs" / "results.md").read_text(), json.loads((SCRIPTS / "results" / "demo.json").read_text())
     table = (SCRIPTS / "results" / "demo.txt").read_text().rstrip()
     assert table in shown
     for name, score in kept["scores"].items():
