@@ -25,14 +25,14 @@ from evaluation import pages, records
 
 TRAINED = "minilm-t5"
 METHODS = ("linear", "cubic", "tiled", "grouped", "keep_first", "dynamic")
-SIZES = {1024: 120, 2048: 60, 4096: 30}
+SIZES = {1024: 120, 2048: 60, 4096: 16}
 """Length -> documents of that length or more."""
 SHORT = 512
 """The length at which short texts show what a longer table costs them, beside the first of SIZES."""
 QUESTIONS = {"title": "mrr", "deep": "mrr"}
 NEEDLES = {"needle": "recall_at_1", "needle beyond": "recall_at_1"}
 """Task -> its metric, of the two kinds of runs at each length."""
-FACTS = ("--haystacks", "3", "--candidates", "4")
+FACTS = ("--haystacks", "2", "--candidates", "3")
 """How many documents of each length facts are put into, and other facts to tell them from."""
 
 
