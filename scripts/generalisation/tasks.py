@@ -161,11 +161,11 @@ def _task(
 
 
 TASKS = {
-    "copy": _task(functools.partial(drawn_symbols, as_copied), "symbols", SYMBOLS, lambda n: 2 * n + 3, length=6, steps=400),
+    "copy": _task(functools.partial(drawn_symbols, as_copied), "symbols", SYMBOLS, lambda n: 2 * n + 3, length=8, steps=1200),
     "reverse": _task(
-        functools.partial(drawn_symbols, as_reversed), "symbols", SYMBOLS, lambda n: 2 * n + 3, length=6, steps=400
+        functools.partial(drawn_symbols, as_reversed), "symbols", SYMBOLS, lambda n: 2 * n + 3, length=8, steps=800
     ),
-    "addition": _task(drawn_numbers, "digits", DIGITS, lambda n: 3 * n + 4, length=2, steps=600),
+    "addition": _task(drawn_numbers, "digits", DIGITS, lambda n: 3 * n + 4, length=2, steps=800),
     "lm": Task(
         unit="bytes",
         measure="perplexity",
@@ -175,7 +175,7 @@ TASKS = {
         train=windows,
         test=tiled,
         length=64,
-        steps=200,
+        steps=600,
         batch_size=16,
         digest=text_digest,
     ),
