@@ -109,9 +109,11 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str], *, sub
         ValueError: a model whose sources of position hf_posenc can't take over, one that is made of several models, or another
             submodel than it has.
     """
-    model = _unwrapped(model) if isinstance(model, nn.Module) else _without_weights(model)
-    if submodel is not None:
-        model = structure.submodel(model, submodel)
+    whole = _unwrapped(model) if isinstance(model, nn.Module) else _without_weights(model)
+    return _report(whole if submodel is None else structure.submodel(whole, submodel))
+
+
+def _report(model: PreTrainedModel) -> Report:
     config = model.config
     if isinstance(model, PositionEmbedding):
         options = options_of(portable(config.position_encoding))

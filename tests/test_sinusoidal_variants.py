@@ -166,7 +166,7 @@ def test_shifts():
         ({"base": 100.0, "bases": (10.0, 20.0)}, r"base=100 and sinusoidal.bases=\(10.0, 20.0\) contradict"),
         ({"bases": (10.0,) * 5}, "hidden_size=8 has room for 1 to 4"),
         ({"bases": ()}, "has room for 1 to 4"),
-        ({"bases": (1.0, 10.0)}, r"bases=\(1.0, 10.0\): allowed is None or a list in which each value is a finite number above 1"),
+        ({"bases": (1.0, 10.0)}, r"bases=\(1.0, 10.0\): allowed is None or a list in which each value is a finite number"),
         ({"bases": 10.0}, "sinusoidal.bases=10.0: allowed is None or a list"),
         ({"frequencies": "trained"}, "allowed is 'fixed' or 'learned' or 'dynamic'"),
         ({"trained_length": 8}, "trained_length=8 has no use with frequencies='fixed'"),
