@@ -135,7 +135,7 @@ def save(out: Output, changed: Any, original: Original, output_dir: Path, submod
     submodel: the part that was changed. Returns what --json prints.
     """
     tokenizer = write(changed, original, output_dir)
-    report, inner = _report(changed, submodel), _transformers_model(changed)
+    report, inner = _report(changed, submodel), inner_model(changed)
     out.result(str(report))
     missing = "" if tokenizer is not None else " (there was no tokenizer beside the model)"
     out.message(f"saved to {output_dir}{missing}")
@@ -179,7 +179,8 @@ def _is_sentences(model: Any) -> bool:
     return not isinstance(model, PreTrainedModel)
 
 
-def _transformers_model(model: Any) -> PreTrainedModel:
+def inner_model(model: Any) -> PreTrainedModel:
+    """The model of Transformers in what `load` gives."""
     return model[0].model if _is_sentences(model) else model
 
 

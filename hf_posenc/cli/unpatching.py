@@ -8,7 +8,7 @@ import typer
 import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import OutputDir, Overwrite
-from hf_posenc.cli.folders import Original, check_output_dir, save
+from hf_posenc.cli.folders import Original, check_output_dir, inner_model, save
 from hf_posenc.cli.output import AsJson, Output
 
 
@@ -28,7 +28,7 @@ def unpatch(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         stock = hf_posenc.unpatch(original.model)
-    saved = save(out, stock, original, output_dir)
+    saved = save(out, stock, original, output_dir, inner_model(original.model).config.position_spec.submodel)
     for warning in caught:
         out.message(f"Note: {warning.message}")
     out.document(saved)
