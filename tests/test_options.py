@@ -677,7 +677,7 @@ def test_title_and_paper_are_those_of_the_file(name):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("paper = 'https://example.org'", "Own.paper='https://example.org': allowed is a tuple of a string"),
+        ("paper = 'https://example.org'", "Own.paper='https://example.org': allowed is a list in which each value is a string"),
         ("title = 3", "Own.title=3: allowed is a string"),
     ],
 )
