@@ -7,7 +7,7 @@ from typing import Any
 import hf_posenc
 from generalisation.results import Results
 from generalisation.study import Study
-from generalisation.tasks import TASKS
+from generalisation.tasks import ALL
 
 FAMILIES = {
     "embed": "vectors added to the input",
@@ -59,8 +59,8 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
         for axis, name in zip(row, families, strict=True):
             _draw_lines(axis, results, task, [label for label in labels if of[label] == name], BASELINE in labels)
         _scale(row[0], results, task, labels)
-        about = f"{task}: {TASKS[task].unit}, L = {results.trained_length(task)}"
-        row[0].set_ylabel(f"{about}\n{NAMES[CURVES[TASKS[task].measure]]}", fontsize=9)
+        about = f"{task}: {ALL[task].unit}, L = {results.trained_length(task)}"
+        row[0].set_ylabel(f"{about}\n{NAMES[CURVES[ALL[task].measure]]}", fontsize=9)
     for column, name in zip(axes.T, families, strict=True):
         column[0].set_title(FAMILIES[name], fontsize=10)
         entries: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
 
 
 def _draw_lines(axis: Any, results: Results, task: str, labels: list[str], baseline: bool) -> None:
-    measure, lengths = CURVES[TASKS[task].measure], results.lengths(task)
+    measure, lengths = CURVES[ALL[task].measure], results.lengths(task)
     for place, label in enumerate([*labels, *([BASELINE] if baseline else [])]):
         means = [results.mean(task, label, length, measure) for length in lengths]
         own = place < len(labels)
@@ -85,7 +85,7 @@ def _draw_lines(axis: Any, results: Results, task: str, labels: list[str], basel
             axis.fill_between(lengths, low, high, color=style["color"], alpha=0.12, linewidth=0)
     axis.axvline(results.trained_length(task), color="#bbbbbb", linewidth=1, zorder=1)
     if measure != "perplexity":
-        axis.axhline(TASKS[task].chance, color="#bbbbbb", linestyle=":", linewidth=1, zorder=1)
+        axis.axhline(ALL[task].chance, color="#bbbbbb", linestyle=":", linewidth=1, zorder=1)
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(length) for length in lengths])
     axis.minorticks_off()
@@ -95,7 +95,7 @@ def _draw_lines(axis: Any, results: Results, task: str, labels: list[str], basel
 
 def _scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
     """The scale of a row of panels: of accuracies from 0 to 1, of perplexities the logarithm, up to WORST of the least one."""
-    measure = CURVES[TASKS[task].measure]
+    measure = CURVES[ALL[task].measure]
     if measure != "perplexity":
         axis.set_ylim(0, 1.03)
         return
@@ -125,7 +125,7 @@ def draw_map(study: Study, results: Results, path: Path) -> None:
     order = {name: number for number, name in enumerate(["", *FAMILIES])}
     present = {label for task in results.tasks for label in results.encodings(task) if label in of}
     labels = sorted(present, key=lambda label: (order[of[label]], label))
-    panels = [(task, measure) for task in results.tasks for measure in MAPPED[TASKS[task].measure]]
+    panels = [(task, measure) for task in results.tasks for measure in MAPPED[ALL[task].measure]]
     widths = [len(results.lengths(task)) for task, _ in panels]
     size = (1.8 + 0.42 * sum(widths), 1.5 + 0.25 * len(labels))
     figure, axes = pyplot.subplots(1, len(panels), figsize=size, width_ratios=widths, squeeze=False, layout="constrained")

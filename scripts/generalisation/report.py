@@ -9,7 +9,7 @@ from evaluation import records
 from generalisation import verdict
 from generalisation.results import Results
 from generalisation.study import Study
-from generalisation.tasks import TASKS
+from generalisation.tasks import ALL
 from generalisation.verdict import Finding
 
 ENDS = "†"
@@ -23,11 +23,11 @@ NAMES = {"exact": "exact match of the whole answer", "tokens": "right tokens of 
 
 def tables(results: Results) -> list[Table]:
     """For each task one table for each measure: the mean over seeds, and its 95 % interval."""
-    return [_table(results, task, measure) for task in results.tasks for measure in MEASURES[TASKS[task].measure]]
+    return [_table(results, task, measure) for task in results.tasks for measure in MEASURES[ALL[task].measure]]
 
 
 def _table(results: Results, task: str, measure: str) -> Table:
-    own, length = TASKS[task], results.trained_length(task)
+    own, length = ALL[task], results.trained_length(task)
     best_first = measure != "perplexity"
     title = f"{task}, trained to L = {length} {own.unit}: {NAMES[measure]}"
     ending = {label for label in results.encodings(task) if results.ends(task, label) is not None}
@@ -62,7 +62,7 @@ def shown_range(counts: set[int]) -> str:
 
 
 def exact_tasks(results: Results) -> list[str]:
-    return [task for task in results.tasks if TASKS[task].measure == "exact match"]
+    return [task for task in results.tasks if ALL[task].measure == "exact match"]
 
 
 def learned_table(results: Results) -> Table:
@@ -99,7 +99,7 @@ def as_record(study: Study, results: Results, found: list[Finding], failed: dict
                 "parameters": results.records[task, label, results.seeds(task, label)[0]]["parameters"],
                 "by_length": {
                     str(length): {
-                        measure: _rounded(results, task, label, length, measure) for measure in MEASURES[TASKS[task].measure]
+                        measure: _rounded(results, task, label, length, measure) for measure in MEASURES[ALL[task].measure]
                     }
                     for length in results.lengths(task)
                 },
@@ -139,9 +139,9 @@ def as_markdown(record: dict[str, Any]) -> str:
     tasks, labels = list(record["scores"]), list(record["encodings"])
     headings = []
     for task in tasks:
-        length, unit = record["trainings"][task]["length"], TASKS[task].unit
+        length, unit = record["trainings"][task]["length"], ALL[task].unit
         at = " → ".join(f"{multiple * length}" for multiple in ON_PAGES)
-        name = "perplexity" if TASKS[task].measure == "perplexity" else "right tokens"
+        name = "perplexity" if ALL[task].measure == "perplexity" else "right tokens"
         headings.append(f"{task}: {name} at {at} {unit}")
     lines = [_how(record), "", f"| | {' | '.join(headings)} |", f"|{'---|' * (len(headings) + 1)}"]
     for label in labels:
@@ -170,7 +170,7 @@ def _how(record: dict[str, Any]) -> str:
     """How the models of a study were trained."""
     host, sizes, runs = record["setup"]["host"], record["setup"]["sizes"], record["runs"]
     trained = "; ".join(
-        f"{task} {of['steps']} steps of {of['batch_size']} rows, L = {of['length']} {TASKS[task].unit}"
+        f"{task} {of['steps']} steps of {of['batch_size']} rows, L = {of['length']} {ALL[task].unit}"
         for task, of in record["trainings"].items()
     )
     model = f"{sizes['num_hidden_layers']} layers, width {sizes['hidden_size']}, {sizes['num_attention_heads']} heads"
@@ -180,7 +180,7 @@ def _how(record: dict[str, Any]) -> str:
 
 def _on_page(record: dict[str, Any], task: str, found: dict[str, Any] | None) -> str:
     length, shown = record["trainings"][task]["length"], []
-    measure = MEASURES[TASKS[task].measure][-1]
+    measure = MEASURES[ALL[task].measure][-1]
     for multiple in ON_PAGES:
         values = found["by_length"].get(str(multiple * length)) if found else None
         mean = values[measure]["mean"] if values else None

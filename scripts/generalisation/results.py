@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evaluation.intervals import STUDENT, interval
-from generalisation.tasks import TASKS
+from generalisation.tasks import ALL
 
 Record = dict[str, Any]
 
@@ -34,7 +34,7 @@ class Results:
 
     def __init__(self, found: Sequence[Record]) -> None:
         self.records = {(record["task"], record["encoding"], record["seed"]): record for record in found}
-        self.tasks = [task for task in TASKS if any(key[0] == task for key in self.records)]
+        self.tasks = [task for task in ALL if any(key[0] == task for key in self.records)]
 
     def encodings(self, task: str) -> list[str]:
         return list(dict.fromkeys(label for kind, label, _ in self.records if kind == task))
@@ -65,4 +65,4 @@ class Results:
 
     def chance(self, task: str) -> float:
         """The token accuracy of answers drawn at random."""
-        return TASKS[task].chance
+        return ALL[task].chance
