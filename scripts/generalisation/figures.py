@@ -19,10 +19,12 @@ FAMILIES = {
 """Verb -> heading of a column of panels."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#555500", "#000000")
 BASELINE = "none"
-CURVES = {"exact match": "tokens", "perplexity": "perplexity"}
+GREY: dict[str, Any] = {"color": "#888888", "linestyle": "--"}
+"""The style of the baseline's line."""
+CURVES = {"exact match": "tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
 """What curves show: exact match is zero beyond L for most, right tokens tell more of them apart."""
-MAPPED = {"exact match": ("exact", "tokens"), "perplexity": ("perplexity",)}
-NAMES = {"exact": "exact match", "tokens": "right tokens", "perplexity": "perplexity"}
+MAPPED = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
+NAMES = {"exact": "exact match", "tokens": "right tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
 WORST, LARGEST = 4.0, 1e6
 """Perplexities are drawn up to this multiple of the least one; those that aren't finite count as LARGEST."""
 
@@ -35,7 +37,7 @@ def family(label: str, options: dict[str, Any]) -> str:
     return next((verb for verb in FAMILIES if kind and verb in kind.acts_by()), "several")
 
 
-def _pyplot() -> Any:
+def pyplot_for_files() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -46,7 +48,7 @@ def _pyplot() -> Any:
 
 def draw_curves(study: Study, results: Results, path: Path) -> None:
     """A row for each task, a column for each family: the mean over seeds, and the range of the seeds."""
-    pyplot = _pyplot()
+    pyplot = pyplot_for_files()
     of = {each.label: family(each.label, each.options) for each in study.encodings}
     present = {of[label] for task in results.tasks for label in results.encodings(task) if label in of}
     families = [name for name in FAMILIES if name in present] or ["several"]
@@ -57,8 +59,8 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
     for row, task in zip(axes, results.tasks, strict=True):
         labels = [label for label in results.encodings(task) if label in of]
         for axis, name in zip(row, families, strict=True):
-            _draw_lines(axis, results, task, [label for label in labels if of[label] == name], BASELINE in labels)
-        _scale(row[0], results, task, labels)
+            draw_lines(axis, results, task, _styles([label for label in labels if of[label] == name], BASELINE in labels))
+        scale(row[0], results, task, labels)
         about = f"{task}: {ALL[task].unit}, L = {results.trained_length(task)}"
         row[0].set_ylabel(f"{about}\n{NAMES[CURVES[ALL[task].measure]]}", fontsize=9)
     for column, name in zip(axes.T, families, strict=True):
@@ -72,12 +74,18 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_lines(axis: Any, results: Results, task: str, labels: list[str], baseline: bool) -> None:
+def _styles(labels: list[str], baseline: bool) -> dict[str, dict[str, Any]]:
+    """The lines of a family, and that of the baseline."""
+    styles = {label: {"color": COLOURS[place % len(COLOURS)]} for place, label in enumerate(labels)}
+    return styles | ({BASELINE: GREY} if baseline else {})
+
+
+def draw_lines(axis: Any, results: Results, task: str, styles: dict[str, dict[str, Any]]) -> None:
+    """A line for each label: the mean over seeds, and their range as a shade where the line is no grey one."""
     measure, lengths = CURVES[ALL[task].measure], results.lengths(task)
-    for place, label in enumerate([*labels, *([BASELINE] if baseline else [])]):
+    for label, style in styles.items():
         means = [results.mean(task, label, length, measure) for length in lengths]
-        own = place < len(labels)
-        style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)]} if own else {"color": "#888888", "linestyle": "--"}
+        own = style is not GREY
         values = [min(mean.mean, LARGEST) for mean in means]
         axis.plot(lengths, values, marker="o", markersize=3, linewidth=1.6, label=label, zorder=3 if own else 2, **style)
         if own:
@@ -93,7 +101,7 @@ def _draw_lines(axis: Any, results: Results, task: str, labels: list[str], basel
     axis.tick_params(labelsize=8)
 
 
-def _scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
+def scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
     """The scale of a row of panels: of accuracies from 0 to 1, of perplexities the logarithm, up to WORST of the least one."""
     measure = CURVES[ALL[task].measure]
     if measure != "perplexity":
@@ -120,7 +128,7 @@ def draw_map(study: Study, results: Results, path: Path) -> None:
 
     Colours of perplexities are of their ratio to the encoding's own at L, so that growth is what is seen.
     """
-    pyplot = _pyplot()
+    pyplot = pyplot_for_files()
     of = {each.label: family(each.label, each.options) for each in study.encodings}
     order = {name: number for number, name in enumerate(["", *FAMILIES])}
     present = {label for task in results.tasks for label in results.encodings(task) if label in of}

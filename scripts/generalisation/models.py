@@ -29,7 +29,7 @@ from generalisation.tasks import CAUSAL, LABELS, MASKED
 STD, TOKEN_STD, OUTPUT_STD = 0.1, 0.7, 0.02
 """Standard deviations of the weights, of token vectors, which have the size of sinusoidal ones so, and of what makes logits."""
 
-HEADS = {
+HEADS: dict[str, Any] = {
     CAUSAL: MODEL_FOR_CAUSAL_LM_MAPPING,
     MASKED: MODEL_FOR_MASKED_LM_MAPPING,
     LABELS: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,

@@ -14,11 +14,16 @@ from generalisation.verdict import Finding
 
 ENDS = "†"
 """Marks encodings that end at a length: they were given that of the longest test."""
-MEASURES = {"exact match": ("exact", "tokens"), "perplexity": ("perplexity",)}
+MEASURES = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
 MARKERS = "<!-- tables by scripts/generalise.py: begin -->", "<!-- tables by scripts/generalise.py: end -->"
 ON_PAGES = (1, 2, 8)
 """The lengths, in L, that a page shows."""
-NAMES = {"exact": "exact match of the whole answer", "tokens": "right tokens of the answer", "perplexity": "perplexity"}
+NAMES = {
+    "exact": "exact match of the whole answer",
+    "tokens": "right tokens of the answer",
+    "accuracy": "accuracy",
+    "perplexity": "perplexity",
+}
 
 
 def tables(results: Results) -> list[Table]:
@@ -91,6 +96,16 @@ def refused_table(refused: dict[str, str]) -> Table:
 
 def as_record(study: Study, results: Results, found: list[Finding], failed: dict[str, str]) -> dict[str, Any]:
     """All settings and figures. Scores are lists over the seeds."""
+    return {
+        **record_of(study, results),
+        "failed": failed,
+        "verdict": verdict.as_record(found),
+        "learned": {task: verdict.learned(results, task) for task in exact_tasks(results)},
+    }
+
+
+def record_of(study: Study, results: Results) -> dict[str, Any]:
+    """The settings and scores of a host."""
     scores = {
         task: {
             label: {
@@ -114,10 +129,7 @@ def as_record(study: Study, results: Results, found: list[Finding], failed: dict
         "trainings": study.trainings,
         "encodings": {each.label: each.options for each in study.encodings},
         "refused": study.refused,
-        "failed": failed,
         "runs": {"planned": len(study.runs()), "finished": len(results.records), "cpu_seconds": round(sum(seconds))},
-        "verdict": verdict.as_record(found),
-        "learned": {task: verdict.learned(results, task) for task in exact_tasks(results)},
         "scores": scores,
     }
 

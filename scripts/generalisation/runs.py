@@ -9,6 +9,7 @@ import math
 import time
 import zlib
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from fractions import Fraction
 from typing import Any
 
@@ -30,6 +31,7 @@ LOSSES = 20
 """Training losses that a record keeps."""
 TEST_TOKENS = 8192
 """Tokens in a batch of test rows."""
+LONG = timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ def test_lengths(training: Training, multiples: tuple[float, ...]) -> list[int]:
     return list(dict.fromkeys(int(training.length * Fraction(multiple)) for multiple in multiples))
 
 
-def device() -> torch.device:
-    """That of this process: a GPU of its own under Accelerate's launcher, else the first one, or the CPU."""
-    return PartialState(cpu=not torch.cuda.is_available()).device
+def process_state() -> PartialState:
+    """This process among those of Accelerate's launcher, if it has started any. They wait for each other for LONG."""
+    return PartialState(cpu=not torch.cuda.is_available(), timeout=LONG)
 
 
 def run(setup: Setup, training: Training, task: str, encoding: Encoding, seed: int) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def run(setup: Setup, training: Training, task: str, encoding: Encoding, seed: i
         digests["host"] = digest(*made.state_dict().values())
         return made
 
-    model = models.fitting(host, encoding, seed, kind.tokens(max(lengths))).to(device())
+    model = models.fitting(host, encoding, seed, kind.tokens(max(lengths))).to(process_state().device)
     losses, digests["train"] = trained(model, setup, training, kind, stream_seed(task, seed))
     rows = {length: kind.test(length, setup.test_rows) for length in lengths}
     digests["test"] = digest(*(each for pair in rows.values() for each in pair))
@@ -120,7 +122,7 @@ def digest(*tensors: Tensor) -> str:
     """Of values in their order."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -193,7 +195,7 @@ def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, head: st
     size = max(1, TEST_TOKENS // input_ids.shape[1])
     right, losses = [], []
     for rows, answers in zip(input_ids.split(size), labels.split(size), strict=True):
-        logits = logits_of(model, rows.to(device()), head).cpu()
+        logits = logits_of(model, rows.to(process_state().device), head).cpu()
         wanted = aligned(answers, head)
         right.append(logits.argmax(-1) == wanted)
         losses.append(negative_log_likelihood(logits, wanted))

@@ -40,7 +40,8 @@ def texts(folder: str) -> Texts:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} has no tokenizer that can be loaded: {error}") from None
-    train, test = (torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in _paragraphs())
+    numbers = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in _paragraphs()]
+    train, test = map(torch.tensor, numbers)
     special = {*tokenizer.all_special_ids}
     ordinary = [number for number in range(len(tokenizer)) if number not in special][:SYMBOLIC]
     if len(ordinary) < SYMBOLIC:
