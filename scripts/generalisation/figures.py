@@ -113,14 +113,14 @@ def scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
     axis.set_ylim(0.97 * min(finite), min(WORST * min(finite), 1.1 * max(finite)))
     axis.minorticks_off()
     ticks = _ticks(*axis.get_ylim())
-    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers within an axis of perplexities, at most six."""
+    """Round numbers within an axis of perplexities, at most six; its ends where it has fewer than two."""
     rounds = [base * 10.0**power for power in range(0, 7) for base in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)]
     inside = [tick for tick in rounds if low <= tick <= high]
-    return inside[:: max(1, math.ceil(len(inside) / 6))]
+    return inside[:: math.ceil(len(inside) / 6)] if len(inside) > 1 else [low, high]
 
 
 def draw_map(study: Study, results: Results, path: Path) -> None:
