@@ -1,11 +1,13 @@
 """compare.py: hosts, tasks and their heads, the same data for all encodings, studies that resume, processes, files."""
 
 import re
+import shlex
+import sys
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import compare
 from conftest import ROOT, stock
@@ -411,3 +413,39 @@ def test_the_table_by_hand():
 def test_an_encoding_has_one_line_in_all_panels():
     styles = several.styles_of(["none", *(f"e{number}" for number in range(20))])
     assert len({str(style) for style in styles.values()}) == 21 and styles["none"]["color"] == "#888888"
+
+
+def test_the_page_runs(tmp_path, monkeypatch, minilm):
+    """Runs all commands of docs/compare.md in a folder with the files and the checkpoint that it names, smaller and shorter."""
+    page = (ROOT / "docs" / "compare.md").read_text()
+    assert len(page.split()) <= 700
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "study.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    (tmp_path / "my_window.py").write_text(re.search(r"```python\n# my_window.py\n(.*?)```", page, re.DOTALL)[1])
+    stock("bert", "ForMaskedLM", vocab_size=30522).save_pretrained(tmp_path / "my-bert")
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "my-bert")
+    trained, tested = tasks.texts()
+    monkeypatch.setattr(tasks, "texts", lambda: (trained, tested[:256]))
+    monkeypatch.setattr(tokenised, "_paragraphs", lambda: ("one two three " * 200, "two three one " * 100))
+    shorter = [*SIZES, "--steps", "1", "--batch_size", "1", "--test_rows", "2", "--processes", "1", "--seeds", "0"]
+    commands = re.findall(
+        r"^(?:python|accelerate launch --config_file (\S+)) (scripts/\S+) (.*)$", joined_lines(page), re.MULTILINE
+    )
+    for config, script, rest in commands:
+        assert (ROOT / script).is_file() and (not config or (ROOT / config).is_file())
+        compare.main([*shlex.split(rest), *shorter])
+    assert {file.parent.name for file in tmp_path.glob("*/compare.png")} == {
+        "first",
+        "study",
+        "quick_look",
+        "window",
+        "trained",
+    }
+    assert [*records.read(tmp_path / "window" / "compare.json")["hosts"]["bert"]["encodings"]] == [
+        "none", "window", "window width=4"
+    ]  # fmt: skip
+
+
+def joined_lines(text):
+    return text.replace("\\\n", " ")

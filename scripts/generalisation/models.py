@@ -152,6 +152,8 @@ def heads_of(host: str) -> tuple[str, ...]:
     """The heads that a host can have. Raises ValueError for a checkpoint that isn't a language model of one stack."""
     if (folder := folder_of(host)) is None:
         return HOSTS[host].heads
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"{folder} is no checkpoint: it is to be a local folder with a config.json")
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -180,9 +182,9 @@ def _loaded(folder: str, head: str) -> PreTrainedModel:
 
 
 def weights_digest(folder: str) -> str:
-    """Of a checkpoint's weights and config."""
+    """Of a checkpoint's weights, config and tokenizer."""
     found = hashlib.sha256()
-    for file in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
+    for file in sorted(file for end in ("safetensors", "bin", "json") for file in Path(folder).glob(f"*.{end}")):
         with file.open("rb") as opened:
             while part := opened.read(2**20):
                 found.update(part)
