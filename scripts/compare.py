@@ -162,8 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     if not process_state().is_main_process:
         return
     parts = [Part(own, Results(study.records_of(folder, own))) for folder, own in studies.items()]
-    parts = [part for part in parts if part.results.records]
-    if not parts:
+    if not any(part.results.records for part in parts):
         raise SystemExit("\n".join([f"{arguments.output_dir} has no finished run of this study", *study.told(failed)]))
     write(arguments.output_dir, parts, left_out, failed)
     study.stop_for(failed)

@@ -117,10 +117,14 @@ def scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers within an axis of perplexities, at most six; its ends where it has fewer than two."""
+    """Round numbers within an axis of perplexities, at most six."""
+    from matplotlib.ticker import MaxNLocator
+
     rounds = [base * 10.0**power for power in range(0, 7) for base in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)]
     inside = [tick for tick in rounds if low <= tick <= high]
-    return inside[:: math.ceil(len(inside) / 6)] if len(inside) > 1 else [low, high]
+    if len(inside) < 2:  # the axis is short
+        return [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
+    return inside[:: math.ceil(len(inside) / 6)]
 
 
 def draw_map(study: Study, results: Results, path: Path) -> None:

@@ -72,7 +72,7 @@ def by_key(given: Sequence[str], keys: Collection[str], number: Callable[[str], 
             found |= dict.fromkeys([key] if equals else keys, number(value))
         except ValueError as error:
             first = next(iter(keys))
-            allowed = f"{error}, or one for a part of the study, as {first}=20, of {', '.join(keys)}"
+            allowed = f"{error}, or one for a part of the study, as {first}=N, of {', '.join(keys)}"
             raise ValueError(f"{text!r}: allowed is {allowed}") from None
     return found
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from generalisation import figures, report
@@ -46,12 +47,12 @@ def table(parts: Sequence[Part]) -> Table:
     for column in made.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for part in parts:
-        for task in part.results.tasks:
+        for task in (task for task in ALL if task in part.study.trainings):
             for measure in report.MEASURES[ALL[task].measure]:
                 made.add_section()
-                made.add_row(f"[bold]{part.heading(task)}: {report.NAMES[measure]}[/bold]")
+                made.add_row(f"[bold]{escape(part.heading(task))}: {report.NAMES[measure]}[/bold]")
                 for label, cells in _rows(part, task, measure, multiples, max(seeds)):
-                    made.add_row(label, *cells)
+                    made.add_row(escape(label), *cells)
     return made
 
 
@@ -86,7 +87,7 @@ def refused_table(parts: Sequence[Part]) -> Table | None:
     made = Table("host", "encoding", "reason", title="refused by a host, the rest runs on", show_lines=True)
     for part in parts:
         for label, reason in part.study.refused.items():
-            made.add_row(part.study.label, label, reason)
+            made.add_row(*map(escape, (part.study.label, label, reason)))
     return made if made.row_count else None
 
 

@@ -204,7 +204,13 @@ def masked_windows(length: int, rows: int, generator: Generator) -> Rows:
 
 
 def masked_tiled(length: int, rows: int) -> Rows:
-    return masked(cut(texts()[1], length), MASK, torch.Generator().manual_seed(TEST_SEED - length))
+    return cut_masked(texts()[1], length, MASK)
+
+
+def cut_masked(text: Tensor, length: int, mask: int) -> Rows:
+    """A text in pieces, masked at the same places for each length, so that lengths differ in what is around them."""
+    input_ids, labels = masked(text[None], mask, torch.Generator().manual_seed(TEST_SEED))
+    return cut(input_ids[0], length), cut(labels[0], length)
 
 
 def _task(

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from transformers import AutoTokenizer
 
 from generalisation import tasks
-from generalisation.tasks import ALL, CAUSAL, IGNORED, MASKED, TEST_SEED, TEST_TOKENS, Rows, Task
+from generalisation.tasks import ALL, CAUSAL, IGNORED, MASKED, TEST_TOKENS, Rows, Task
 
 SYMBOLIC = max(task.vocabulary for task in ALL.values() if task.unit != "bytes")
 """Tokens that a task of symbols needs at most."""
@@ -64,8 +64,8 @@ def task(name: str, folder: str) -> Task:
             train=functools.partial(_mapped_training, own, found.ordinary),
             test=functools.partial(_mapped_test, own, found.ordinary),
         )
-    if own.head == MASKED and found.mask is None:
-        raise ValueError(f"the tokenizer of {folder} has no mask token, which {name} needs")
+    if own.head == MASKED:
+        mask_of(found)
     return replace(
         own,
         unit="tokens",
@@ -78,18 +78,22 @@ def task(name: str, folder: str) -> Task:
     )
 
 
-def _rows(found: Texts, head: str, input_ids: Tensor, generator: Generator) -> Rows:
-    if head == CAUSAL or found.mask is None:
-        return tasks.scored_from(input_ids, 1)
-    return tasks.masked(input_ids, found.mask, generator)
-
-
 def _training(found: Texts, head: str, length: int, rows: int, generator: Generator) -> Rows:
-    return _rows(found, head, tasks.pieces(found.train, length, rows, generator), generator)
+    input_ids = tasks.pieces(found.train, length, rows, generator)
+    return tasks.scored_from(input_ids, 1) if head == CAUSAL else tasks.masked(input_ids, mask_of(found), generator)
 
 
 def _test(found: Texts, head: str, length: int, rows: int) -> Rows:
-    return _rows(found, head, tasks.cut(found.test, length), torch.Generator().manual_seed(TEST_SEED - length))
+    if head == CAUSAL:
+        return tasks.scored_from(tasks.cut(found.test, length), 1)
+    return tasks.cut_masked(found.test, length, mask_of(found))
+
+
+def mask_of(found: Texts) -> int:
+    """Raises ValueError where a tokenizer has no mask token."""
+    if found.mask is None:
+        raise ValueError("the tokenizer of the checkpoint has no mask token, which mlm needs")
+    return found.mask
 
 
 def _mapped_training(own: Task, ordinary: Tensor, length: int, rows: int, generator: Generator) -> Rows:
