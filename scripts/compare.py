@@ -28,7 +28,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; processes are what more cores are for
 
 from rich.console import Console
-from transformers.utils import logging
 
 from evaluation import records
 from evaluation.intervals import STUDENT
@@ -46,10 +45,10 @@ TEST_ROWS = 256
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags; those of a study file stand before the command line's, of which the last one counts."""
+    """The flags; what the command line says replaces what a study file says."""
     parser, setup = flags.parser(__doc__, COMPARED), Setup()
     add = parser.add_argument
-    add("study", nargs="?", type=Path, metavar="STUDY.yaml", help="a file with these flags as keys")
+    add("study", nargs="?", type=Path, metavar="STUDY.yaml", help="a file with these flags as keys; give it first")
     add("--hosts", nargs="+", default=["bert", "llama"], metavar="NAME|JSON", help="default: bert llama")
     add(
         "--multiples",
@@ -64,10 +63,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--learning_rate", nargs="+", default=[], metavar="[HOST=]X", help=f"default: {rates}")
     add("--weight_decay", type=float, default=setup.weight_decay, help=f"default: {setup.weight_decay}")
     add("--warmup_steps", type=at_least(0), default=setup.warmup_steps, help=f"default: {setup.warmup_steps}")
-    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     if arguments.study:
-        arguments = parser.parse_args([*study_files.as_flags(arguments.study, parser), *argv])
+        said = [*study_files.as_flags(arguments.study, parser), "--output_dir", str(arguments.output_dir)]
+        arguments = parser.parse_args(argv, namespace=parser.parse_args(said))
     flags.check(parser, arguments)
     if len(arguments.seeds) > max(STUDENT):
         parser.error(f"--seeds: {len(arguments.seeds)} are given, and intervals are of up to {max(STUDENT)}")
@@ -152,7 +151,6 @@ def write(output: Path, parts: list[Part], left_out: dict[str, list[str]], faile
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     flags.begin(arguments)
-    logging.set_verbosity_error()  # what a checkpoint lacks is told once
     studies, left_out = studies_of(arguments)
     if process_state().is_main_process:
         tell(studies, left_out)
@@ -169,4 +167,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    study.quiet()
     main()

@@ -273,7 +273,7 @@ def test_a_file_is_its_flags(tmp_path):
         with pytest.raises(SystemExit, match=message):
             compare.parse_arguments([str(file), "--output_dir", "here"])
     file.write_text("a: [")
-    with pytest.raises(SystemExit, match="is no study: .*expected"):
+    with pytest.raises(SystemExit, match="is no study: while parsing"):
         compare.parse_arguments([str(file), "--output_dir", "here"])
 
 
@@ -285,11 +285,12 @@ def test_the_study_that_is_kept_can_be_run():
 
 
 @pytest.fixture
-def checkpoint(tmp_path, tokenizer):
-    """An encoder that has been trained on nothing, with a tokenizer."""
-    folder = tmp_path / "encoder"
-    stock("bert", "ForMaskedLM", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def checkpoint(tmp_path, minilm, monkeypatch):
+    """The folder of an encoder with a tokenizer; texts are short."""
+    folder = tmp_path / "my-bert"
+    stock("bert", "ForMaskedLM", vocab_size=30522).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
+    monkeypatch.setattr(tokenised, "_paragraphs", lambda: ("one two three " * 200, "two three one " * 100))
     return folder
 
 
@@ -297,7 +298,6 @@ def test_a_checkpoint_keeps_its_weights(checkpoint, tmp_path, capsys, monkeypatc
     seen = []
     patched = models.patched
     monkeypatch.setattr(models, "patched", lambda *of: seen.append(patched(*of)) or seen[-1])
-    monkeypatch.setattr(tokenised, "SYMBOLIC", 20)
     arguments = [*QUICK, "--hosts", f"checkpoint:{checkpoint}", "--tasks", "mlm", "--encodings", "none", "t5", "cope"]
     arguments += ["--seeds", "0", "--length", "6", "--output_dir", str(tmp_path / "out")]
     compare.main([*arguments, "--steps", "0"])
@@ -312,7 +312,7 @@ def test_a_checkpoint_keeps_its_weights(checkpoint, tmp_path, capsys, monkeypatc
         compare.main(arguments)
     capsys.readouterr()
     compare.main([*arguments, "--steps", "0", "--tasks", "classification", "--length", "3"])
-    assert "lacks weights, which are drawn at random: classifier.bias" in capsys.readouterr().err
+    assert re.search("lacks weights, which are drawn at random: .*classifier.bias", capsys.readouterr().err)
     # Other weights in the same folder are another host.
     model = AutoModelForMaskedLM.from_pretrained(checkpoint)
     model.bert.embeddings.word_embeddings.weight.data.neg_()
@@ -418,7 +418,7 @@ def test_an_encoding_has_one_line_in_all_panels():
     assert len({str(style) for style in styles.values()}) == 21 and styles["none"]["color"] == "#888888"
 
 
-def test_the_page_runs(tmp_path, monkeypatch, minilm):
+def test_the_page_runs(tmp_path, monkeypatch, checkpoint):
     """Runs all commands of docs/compare.md in a folder with the files and the checkpoint that it names, smaller and shorter."""
     page = (ROOT / "docs" / "compare.md").read_text()
     assert len(page.split()) <= 700
@@ -426,11 +426,9 @@ def test_the_page_runs(tmp_path, monkeypatch, minilm):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "study.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
     (tmp_path / "my_window.py").write_text(re.search(r"```python\n# my_window.py\n(.*?)```", page, re.DOTALL)[1])
-    stock("bert", "ForMaskedLM", vocab_size=30522).save_pretrained(tmp_path / "my-bert")
-    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "my-bert")
     trained, tested = tasks.texts()
     monkeypatch.setattr(tasks, "texts", lambda: (trained, tested[:256]))
-    monkeypatch.setattr(tokenised, "_paragraphs", lambda: ("one two three " * 200, "two three one " * 100))
+    monkeypatch.setattr(several, "draw", lambda parts, path: None)  # half of the time
     shorter = [*SIZES, "--steps", "1", "--batch_size", "1", "--test_rows", "2", "--processes", "1", "--seeds", "0"]
     commands = re.findall(
         r"^(?:python|accelerate launch --config_file (\S+)) (scripts/\S+) (.*)$", joined_lines(page), re.MULTILINE
@@ -438,7 +436,7 @@ def test_the_page_runs(tmp_path, monkeypatch, minilm):
     for config, script, rest in commands:
         assert (ROOT / script).is_file() and (not config or (ROOT / config).is_file())
         compare.main([*shlex.split(rest), *shorter])
-    assert {file.parent.name for file in tmp_path.glob("*/compare.png")} == {
+    assert {file.parent.name for file in tmp_path.glob("*/compare.json")} == {
         "first",
         "study",
         "quick_look",

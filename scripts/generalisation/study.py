@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from evaluation import records
 from generalisation import models
@@ -180,6 +181,8 @@ def begin(modules: tuple[str, ...], begun: Any = None) -> None:
     begun: a shared number of the pool's processes that have begun.
     """
     torch.set_num_threads(1)
+    if begun is not None:
+        quiet()
     if begun is not None and torch.cuda.is_available():
         with begun.get_lock():
             os.environ["ACCELERATE_TORCH_DEVICE"] = f"cuda:{begun.value % torch.cuda.device_count()}"
@@ -188,6 +191,12 @@ def begin(modules: tuple[str, ...], begun: Any = None) -> None:
         sys.path.insert(0, "")
     for name in modules:
         importlib.import_module(name)
+
+
+def quiet() -> None:
+    """Of a process's own: what a checkpoint lacks is told once by the command, not at each loading."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def attempt(*arguments: Any) -> Record | str:
