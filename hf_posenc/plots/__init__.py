@@ -1,0 +1,1 @@
+"""Figures of encodings, of models, and of what was measured."""
