@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_posenc.plots.style import NORMAL, WIDTH, Sheet
-from hf_posenc.plots.drawn import Encoding, label, size, vectors_of
+from hf_posenc.plots.drawn import Encoding, label, vectors_of
 
 Path = str | os.PathLike[str]
 
@@ -23,7 +23,7 @@ def vectors(
 
     Returns a matplotlib Figure. Raises ValueError for an encoding that adds no vectors, ImportError without matplotlib.
     """
-    values = vectors_of(encoding, size("length", length), size("hidden_size", hidden_size))
+    values = vectors_of(encoding, length, hidden_size)
     sheet = Sheet((WIDTH * 0.72, 3.6), dark=dark, path=path)
     axis = sheet.axes[0, 0]
     image = sheet.heat(axis, values)
@@ -48,14 +48,14 @@ def waves(
 
     Returns and raises as `vectors` does; ValueError for a column that isn't there, too.
     """
-    values = vectors_of(encoding, size("length", length, 2), size("hidden_size", hidden_size))
+    values = vectors_of(encoding, length, hidden_size)
     width = values.shape[1]
     if columns is None:
         columns = range(0, width, max(1, width // 8))[:6]
     if wrong := [column for column in columns if not 0 <= column < width] or ([] if columns else ["none"]):
         raise ValueError(f"columns={wrong[0]}: the vectors have the columns 0 to {width - 1}")
     sheet = Sheet((WIDTH * 0.85, 0.8 + 0.62 * len(columns)), len(columns), dark=dark, path=path, sharex=True, sharey=True)
-    low, high = values[:, list(columns)].min().item(), values[:, list(columns)].max().item()
+    low, high = values[:, list(columns)].min(), values[:, list(columns)].max()
     room = 0.12 * (high - low or 1)
     for place, (axis, column) in enumerate(zip(sheet.axes[:, 0], columns, strict=True)):
         sheet.reference(axis, y=0)
@@ -79,7 +79,7 @@ def similarity(
 
     Returns and raises as `vectors` does.
     """
-    values = vectors_of(encoding, size("length", length, 2), size("hidden_size", hidden_size)).numpy()
+    values = vectors_of(encoding, length, hidden_size)
     products = values @ values.T
     distances = range(1 - length, length)
     found = [products.diagonal(distance) for distance in distances]

@@ -1,13 +1,14 @@
 """The binary counter: the bits of a number flip at different rates, as the columns of a sinusoidal encoding do."""
 
+import math
 from typing import Any
 
-import torch
+import numpy as np
 
-from hf_posenc.encodings.sinusoidal import Sinusoidal
+from hf_posenc.encodings import checked_value
 from hf_posenc.plots.absolute import Path
 from hf_posenc.plots.style import WIDTH, Sheet
-from hf_posenc.plots.drawn import size, vectors_of
+from hf_posenc.plots.drawn import vectors_of
 
 
 def counter(*, bits: int = 5, dark: bool = False, path: Path | None = None) -> Any:
@@ -18,13 +19,13 @@ def counter(*, bits: int = 5, dark: bool = False, path: Path | None = None) -> A
 
     Returns a matplotlib Figure. Raises ValueError for other bits than 2 to 7, ImportError without matplotlib.
     """
-    if not 2 <= size("bits", bits) <= 7:
+    if not 2 <= checked_value("bits", bits, int) <= 7:
         raise ValueError(f"bits={bits}: allowed are 2 to 7, of which 128 rows can still be read")
     count = 2**bits
-    positions = torch.arange(count)
-    places = torch.arange(bits - 1, -1, -1)  # the highest bit first, as numbers are written
+    positions = np.arange(count)
+    places = np.arange(bits - 1, -1, -1)  # the highest bit first, as numbers are written
     numbers = positions[:, None] >> places & 1
-    encoding = {"type": Sinusoidal.type, "base": float(count), "layout": "concatenated"}
+    encoding = {"type": "sinusoidal", "base": float(count), "layout": "concatenated"}
     sines = vectors_of(encoding, count, 2 * bits)[:, places]
     sheet = Sheet((WIDTH * 0.85, 1.4 + 0.155 * count), 1, 2, dark=dark, path=path, sharey=True)
     left, right = sheet.axes[0]
@@ -34,7 +35,7 @@ def counter(*, bits: int = 5, dark: bool = False, path: Path | None = None) -> A
     left.set(xlabel="bit, by what it counts", ylabel="position")
     sheet.title(left, "binary numbers")
     image = sheet.heat(right, sines, -1, 1)
-    right.set_xticks(range(bits), [f"{2 * torch.pi * 2**place:.0f}" for place in places.tolist()])
+    right.set_xticks(range(bits), [f"{2 * math.pi * 2**place:.0f}" for place in places.tolist()])
     right.set_xlabel("column, by its wavelength in positions")
     sheet.title(right, "sines")
     for axis in (left, right):

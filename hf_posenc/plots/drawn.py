@@ -1,81 +1,43 @@
-"""The encodings that a figure is asked for: built by name, or taken as they are from a model.
+"""The encodings that a figure is asked for.
 
-Shapes: L positions, D features, H heads, N distances.
+Shapes: L positions, D features.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from hf_posenc.encodings import Above, Geometry, PositionEncoding, build, canonical, checked_value, list_encodings, listed
+from hf_posenc.diagnostics.subjects import Subject, subject
+from hf_posenc.encodings import PositionEncoding, canonical, encoding_class, options_of
 
 Encoding = str | Mapping[str, Any] | PositionEncoding
 """A name, a dict `{"type": name, **options}`, or a module, such as a trained model's."""
-MEANS = {
-    "embed": "add vectors to the input",
-    "distance_bias": "add a bias by distance to the scores",
-    "rotate": "rotate queries and keys",
-}
 
 
-def size(name: str, value: int, least: int = 1) -> int:
-    """A number that a figure was asked for. Raises ValueError for one below `least` or no integer."""
-    return checked_value(name, value, Annotated[int, Above(least - 1)])
+def subject_of(encoding: Encoding, length: int, **sizes: int | bool | None) -> Subject:
+    """The encoding in float64, built with those sizes that aren't None; a module is taken as it is, with its own."""
+    return subject(encoding, length, sizes_of(encoding, **sizes))
 
 
-def made(encoding: Encoding, verbs: tuple[str, ...], geometry: Geometry) -> PositionEncoding:
-    """The encoding as a module with fresh parameters; one that was given as a module as it is.
+def sizes_of(encoding: Any, **sizes: Any) -> Any:
+    """The sizes with which an encoding is built: none for one that is a module and has sizes of its own."""
+    return {} if not isinstance(encoding, str | Mapping) else {name: size for name, size in sizes.items() if size is not None}
 
-    Raises ValueError for one that acts by none of the verbs, and for one of the cells of a grid.
-    """
-    if isinstance(encoding, PositionEncoding):
-        module, acts, name = encoding, encoding.acts_by(encoding._options), encoding.type
-    else:
-        given = canonical(encoding if isinstance(encoding, str) else dict(encoding))
-        module, name = build(given, geometry), given["type"]
-        acts = module.acts_by(module._options)
-    kinds = {kind: cls for kind, cls in list_encodings().items() if {*verbs} & {*cls.acts_by()} and cls.axes == 1}
-    if not {*verbs} & {*acts}:
-        asked = " or ".join(MEANS[verb] for verb in verbs)
-        raise ValueError(f"{name!r} doesn't {asked}, which this figure shows; these encodings do: {listed(kinds)}")
-    if any(part.axes > 1 for part in module.named_parts().values()):
-        raise ValueError(f"{name!r} is of the rows and columns of images, and this figure of positions in a text: {listed(kinds)}")
-    return module
+
+def vectors_of(encoding: Encoding, length: int, hidden_size: int) -> np.ndarray:
+    """The vectors of positions 0 … length - 1: `[L, D]`. Raises ValueError for an encoding that adds none, or ends before."""
+    found = subject_of(encoding, length, hidden_size=hidden_size, num_attention_heads=1)
+    found.quantity("vectors")
+    return found.vectors().numpy()
 
 
 def label(encoding: Encoding) -> str:
-    """An encoding's name with the options that aren't as by default."""
+    """An encoding's name with the options that aren't as by default; of a composition its name."""
     if isinstance(encoding, PositionEncoding):
-        options, kind = dict(encoding._options or {}), type(encoding)
+        kind, options = type(encoding), dict(encoding._options or {})
     else:
-        options = canonical(encoding if isinstance(encoding, str) else dict(encoding))
-        kind = list_encodings().get(options.pop("type")) or PositionEncoding
-    if kind.component_classes().keys() != {kind.type}:  # a composition
-        return kind.type
-    return ", ".join([kind.type, *(f"{name}={value}" for name, value in options.items() if value != getattr(kind, name, None))])
-
-
-def vectors_of(encoding: Encoding, length: int, hidden_size: int) -> Tensor:
-    """The vectors of positions 0 … length - 1: `[L, D]`, float64. Raises ValueError beyond a table's end."""
-    module = made(encoding, ("embed",), Geometry(hidden_size=hidden_size, max_length=length))
-    limit = module.geometry.max_length
-    if limit is not None and length > limit:
-        raise ValueError(f"length={length}: this {module.type!r} has vectors of {limit} positions; ask for no more")
-    with torch.no_grad():
-        return module("embed", torch.arange(length)).double()
-
-
-def bias_of(encoding: Encoding, distances: Tensor, heads: int, causal: bool = False) -> Tensor:
-    """The bias by signed distance `[N]`, key position - query position: `[H, N]`, float64."""
-    module = made(encoding, ("distance_bias",), heads_of(heads, int(distances.abs().max()) + 1, causal))
-    with torch.no_grad():
-        return module("distance_bias", distances).double()
-
-
-def heads_of(heads: int, length: int, causal: bool) -> Geometry:
-    """The sizes of an attention of heads of 64 features."""
-    return Geometry(
-        hidden_size=64 * heads, num_attention_heads=heads, head_dim=64, max_length=length, is_causal=causal, trained_length=length
-    )
+        given = canonical(encoding if isinstance(encoding, str) else dict(encoding))
+        kind, options = encoding_class(given["type"]), options_of(given)
+    changed = {name: value for name, value in options.items() if value != getattr(kind, name, None)}
+    return kind.type if "+" in kind.type else ", ".join([kind.type, *(f"{name}={value}" for name, value in changed.items())])

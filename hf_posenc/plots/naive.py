@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.encodings import Geometry
+from hf_posenc.encodings import Geometry, PositionEncoding, canonical, encoding_class
 from hf_posenc.plots.absolute import Path
 from hf_posenc.plots.style import LARGE, NORMAL, WIDTH, Sheet
-from hf_posenc.plots.drawn import Encoding, label, made, size
+from hf_posenc.plots.drawn import Encoding, label, subject_of
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 TABLE = LENGTHS[3]
@@ -62,12 +62,15 @@ CRITERIA = (
 def measured(encoding: Encoding, hidden_size: int) -> list[tuple[list[float], bool]]:
     """For each of CRITERIA what was measured at LENGTHS, NaN where there are no vectors, and whether it holds."""
     free = Geometry(hidden_size=hidden_size)
-    module = made(encoding, ("embed",), replace(free, max_length=TABLE))
-    if module is not encoding and not module.needs_max_length(free):
-        module = made(encoding, ("embed",), free)
-    limit = module.geometry.max_length or math.inf
-    with torch.no_grad():
-        vectors = {length: module("embed", torch.arange(length)).double() for length in LENGTHS if length <= limit}
+    limited = not isinstance(encoding, PositionEncoding) and encoding_class(canonical(encoding)["type"]).needs_max_length(free)
+    limit = TABLE if limited else getattr(encoding, "geometry", free).max_length
+    known = [length for length in LENGTHS if limit is None or length <= limit]
+    if not known:
+        raise ValueError(f"this {label(encoding)!r} has vectors of {limit} positions, and this figure needs {LENGTHS[0]} or more")
+    sizes = {"hidden_size": hidden_size, "num_attention_heads": 1, "max_length": limit}
+    whole = subject_of(encoding, known[-1], **sizes)
+    whole.quantity("vectors")
+    vectors = {length: replace(whole, length=length).vectors() for length in known}
     found = []
     for each in CRITERIA:
         values = [each.measure(vectors[length]) for length in vectors]
@@ -95,7 +98,7 @@ def criteria(
     """
     if not 1 <= len(encodings) <= 6:
         raise ValueError(f"{len(encodings)} encodings: this figure compares 1 to 6")
-    found = [measured(encoding, size("hidden_size", hidden_size)) for encoding in encodings]
+    found = [measured(encoding, hidden_size) for encoding in encodings]
     height = 0.22 * len(encodings)
     sheet = Sheet((WIDTH, 3.0 + height), 2, 3, dark=dark, path=path, height_ratios=(2.2, height + 0.15))
     for number, (each, (above, below)) in enumerate(zip(CRITERIA, sheet.axes.T, strict=True)):

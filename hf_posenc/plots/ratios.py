@@ -24,13 +24,7 @@ def bench(record: Mapping[str, Any], *, dark: bool = False, path: Path | None = 
     Returns a matplotlib Figure. Raises ValueError for another record, or one without any of KINDS; ImportError without
     matplotlib.
     """
-    groups = record.get("groups") if isinstance(record, Mapping) else None
-    if not isinstance(groups, Mapping) or not all("subjects" in group for group in groups.values()):
-        raise ValueError("this is no record of scripts/bench.py: it has no groups of subjects; give the bench.json that it wrote")
-    chosen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for group in groups.values():
-        if group["kind"] in KINDS and group["host"] == "bert" and not group.get("padded") and not group.get("dropout"):
-            chosen.setdefault((group["kind"], group["dtype"]), []).append(group)
+    chosen = groups_by_panel(record)
     if not chosen:
         raise ValueError(f"the record has no group of the kinds {', '.join(KINDS)} on BERT, which this figure shows")
     found = {name for in_panel in chosen.values() for group in in_panel for name in group["subjects"]} - {STOCK, NONE}
@@ -73,3 +67,15 @@ def bench(record: Mapping[str, Any], *, dark: bool = False, path: Path | None = 
     sheet.below("throughput as a ratio to the stock model, with 95 % intervals")
     sheet.legend({f"{length} tokens": entries[length] for length in lengths}, len(lengths), loc="outside upper center")
     return sheet.done()
+
+
+def groups_by_panel(record: Mapping[str, Any]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
+    """(kind, dtype) -> the groups of a record that `bench` shows. Raises ValueError for another record."""
+    groups = record.get("groups") if isinstance(record, Mapping) else None
+    if not isinstance(groups, Mapping) or not all("subjects" in group for group in groups.values()):
+        raise ValueError("this is no record of scripts/bench.py: it has no groups of subjects; give the bench.json that it wrote")
+    chosen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for group in groups.values():
+        if group["kind"] in KINDS and group["host"] == "bert" and not group.get("padded") and not group.get("dropout"):
+            chosen.setdefault((group["kind"], group["dtype"]), []).append(group)
+    return chosen
