@@ -1,16 +1,16 @@
 """What can be measured of an encoding, and of a model before and after it is patched. Results are frozen dataclasses with
-`to_dict`, `to_json` and a summary as `str`; `hf_posenc.plots` draws them."""
+`to_dict`, `to_json` and a summary as `str`."""
 
-from hf_posenc.diagnostics.curves import LengthCurve
-from hf_posenc.diagnostics.gradients import ReceptiveField
-from hf_posenc.diagnostics.maps import AttentionByDistance
-from hf_posenc.diagnostics.probing import Probing
+from hf_posenc.diagnostics.curves import LengthCurve, length_curve
+from hf_posenc.diagnostics.gradients import ReceptiveField, receptive_field
+from hf_posenc.diagnostics.maps import AttentionByDistance, attention_by_distance
+from hf_posenc.diagnostics.probing import Probing, probing
 from hf_posenc.diagnostics.result import Result
-from hf_posenc.diagnostics.roundings import Precision, Uniqueness
-from hf_posenc.diagnostics.shifts import ShiftError
-from hf_posenc.diagnostics.similarities import Decay, Properties, Similarity
-from hf_posenc.diagnostics.waves import Wavelengths
-from hf_posenc.diagnostics.word_order import OrderSensitivity
+from hf_posenc.diagnostics.roundings import Precision, Uniqueness, precision, uniqueness
+from hf_posenc.diagnostics.shifts import ShiftError, shift_error
+from hf_posenc.diagnostics.similarities import Decay, Properties, Similarity, decay, properties, similarity
+from hf_posenc.diagnostics.waves import Wavelengths, wavelengths
+from hf_posenc.diagnostics.word_order import OrderSensitivity, order_sensitivity
 
 __all__ = [
     "AttentionByDistance",
@@ -26,4 +26,16 @@ __all__ = [
     "Similarity",
     "Uniqueness",
     "Wavelengths",
+    "attention_by_distance",
+    "decay",
+    "length_curve",
+    "order_sensitivity",
+    "precision",
+    "probing",
+    "properties",
+    "receptive_field",
+    "shift_error",
+    "similarity",
+    "uniqueness",
+    "wavelengths",
 ]

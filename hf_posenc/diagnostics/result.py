@@ -45,7 +45,9 @@ class Result:
         given = dict(values)
         cls = Result.classes.get(given.pop(NAME, None))
         if cls is None:
-            raise ValueError(f"{NAME}={values.get(NAME)!r}: allowed is one of {', '.join(Result.classes)}, as to_dict writes it")
+            raise ValueError(
+                f"{NAME}={values.get(NAME)!r}: allowed is one of {', '.join(Result.classes)}, as to_dict writes it"
+            )
         names = {field.name for field in dataclasses.fields(cls)}
         if odd := names ^ given.keys():
             raise ValueError(f"{cls.__name__} has the fields {', '.join(sorted(names))}; missing or unknown: {sorted(odd)}")
@@ -62,9 +64,7 @@ class Result:
 
     def lines(self) -> Iterator[str]:
         """The summary, line by line."""
-        for name, value in self.to_dict().items():
-            if not isinstance(value, (list, dict)):
-                yield f"{name}: {value}"
+        raise NotImplementedError
 
 
 def _plain(value: Any) -> Any:
@@ -99,10 +99,21 @@ def _values(value: Any) -> Any:
     return INFINITE.get(value, value) if isinstance(value, str) else value
 
 
-def named(values: Tensor) -> str:
-    """The smallest and the largest number of a tensor, for a summary."""
-    known = values[values.isfinite()]
+def ranged(values: Tensor) -> str:
+    """The least and the largest number of a tensor, in words."""
+    known = values[~values.isnan()]
     if not known.numel():
         return "undefined"
-    least, most = float(known.min()), float(known.max())
-    return f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+    least, most = f"{known.min():.3g}", f"{known.max():.3g}"
+    return least if least == most else f"{least} to {most}"
+
+
+def by_layer(values: Tensor) -> str:
+    """The means over heads of `[layers, H]`, in words."""
+    means = values.nanmean(-1).tolist()
+    return ", ".join("undefined" if math.isnan(mean) else f"{mean:.3g}" for mean in means)
+
+
+def heads(values: Tensor) -> str:
+    """How many heads `[H, ...]` has, in words."""
+    return "all heads alike" if len(values) == 1 else f"{len(values)} heads"
