@@ -1,5 +1,6 @@
 """Another position encoding in a Transformers model, with one call."""
 
+import importlib
 from typing import Any
 
 from hf_posenc import requirements as _requirements
@@ -11,12 +12,12 @@ from hf_posenc import modeling as _modeling  # noqa: E402
 from hf_posenc.cards import model_card  # noqa: E402
 from hf_posenc.conversion import convert  # noqa: E402
 from hf_posenc.declarations import register_attention, register_positions  # noqa: E402
-from hf_posenc.inspection import inspect  # noqa: E402
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
 from hf_posenc.encodings import meant as _meant  # noqa: E402
 from hf_posenc.extension import extend  # noqa: E402
 from hf_posenc.hub import push_to_hub  # noqa: E402
+from hf_posenc.inspection import inspect  # noqa: E402
 from hf_posenc.legacy import from_v4  # noqa: E402
 from hf_posenc.patching import patch, unpatch  # noqa: E402
 from hf_posenc.sources import HostRefused  # noqa: E402
@@ -28,6 +29,7 @@ __all__ = [
     "PositionEncoding",
     "TokenPositionEmbedding",
     "convert",
+    "diagnostics",
     "extend",
     "from_v4",
     "inspect",
@@ -44,7 +46,9 @@ _modeling.register_auto_classes()
 
 
 def __getattr__(name: str) -> Any:
-    """`hf_posenc.PosEnc<HostClass>`, made when it is first asked for."""
+    """`hf_posenc.PosEnc<HostClass>`, made when it is first asked for; packages, which are imported then."""
+    if name == "diagnostics":
+        return importlib.import_module(f"hf_posenc.{name}")
     if name.startswith(_modeling.PREFIX):
         return getattr(_modeling, name)
     raise AttributeError(f"module 'hf_posenc' has no attribute {name!r}{_meant(name, __all__)}")

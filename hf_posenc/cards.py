@@ -16,9 +16,9 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import modeling
-from hf_posenc.inspection import Report, inspect
 from hf_posenc.encodings import encoding_class
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, metric_name, read_json, table_key
+from hf_posenc.inspection import Report, inspect
 from hf_posenc.spec import HUB_ID
 from hf_posenc.user_code import is_ours
 

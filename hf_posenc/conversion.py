@@ -16,8 +16,8 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from hf_posenc import calibration, offsets, structure
 from hf_posenc import spec as specs
 from hf_posenc.calls import reads_tokens
-from hf_posenc.inspection import inspect
 from hf_posenc.encodings import PositionEncoding, encoding_class, mark, shown
+from hf_posenc.inspection import inspect
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within, holds_a_model, patch, refuse
 from hf_posenc.sources import HostRefused

@@ -29,8 +29,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc import leaks, saving
 from hf_posenc.cards import SIGNATURE, model_card, user_classes
 from hf_posenc.commits import Api, Change, commit_id
-from hf_posenc.inspection import inspect
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, read_json, result_files
+from hf_posenc.inspection import inspect
 from hf_posenc.repositories import base_metadata, earlier_push, ensure_branch, merged
 from hf_posenc.retries import Requests
 

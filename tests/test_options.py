@@ -760,6 +760,7 @@ ORDER = [
     {"longer_tables", "longer_rotations"},
     {"extension"},
     {"inspection"},
+    {"diagnostics"},
     {"conversion"},
     {"evaluation", "leaks", "retries", "scores", "questions"},
     {"retrieval"},

@@ -15,8 +15,8 @@ import hf_posenc
 from hf_posenc import saving
 from hf_posenc.cards import architecture
 from hf_posenc.cli import console
-from hf_posenc.inspection import Report
 from hf_posenc.encodings import canonical, encoding_class, shown
+from hf_posenc.inspection import Report
 from hf_posenc.patching import changed_within
 from hf_posenc.spec import V4_RELATIVE
 
