@@ -36,6 +36,7 @@ __all__ = [
     "list_encodings",
     "model_card",
     "patch",
+    "plots",
     "push_to_hub",
     "register_attention",
     "register_positions",
@@ -47,7 +48,7 @@ _modeling.register_auto_classes()
 
 def __getattr__(name: str) -> Any:
     """`hf_posenc.PosEnc<HostClass>`, made when it is first asked for; packages, which are imported then."""
-    if name == "diagnostics":
+    if name in ("diagnostics", "plots"):
         return importlib.import_module(f"hf_posenc.{name}")
     if name.startswith(_modeling.PREFIX):
         return getattr(_modeling, name)

@@ -1,6 +1,6 @@
-"""The command `hf-posenc list | inspect | patch | convert | unpatch | extend | card | push`.
+"""The command `hf-posenc list | inspect | patch | convert | unpatch | extend | plot | card | push`.
 
-One file per subcommand; all files here are imported.
+One file per subcommand, two for `plot`; all files here are imported.
 
 They are named listing, patching, …: modules `patch` and `inspect` would hide a public function and a standard module.
 """

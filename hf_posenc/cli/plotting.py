@@ -45,7 +45,7 @@ def vectors(
     """
     chosen = given_encoding(encoding, option or [])
     plots.vectors(chosen, length=length, hidden_size=hidden_size, dark=dark, path=output)
-    _said(output)
+    said(output)
 
 
 @kinds.command("waves")
@@ -64,7 +64,7 @@ def waves(
     """
     chosen = given_encoding(encoding, option or [])
     plots.waves(chosen, columns=column or None, length=length, hidden_size=hidden_size, dark=dark, path=output)
-    _said(output)
+    said(output)
 
 
 @kinds.command("similarity")
@@ -82,7 +82,7 @@ def similarity(
     """
     chosen = given_encoding(encoding, option or [])
     plots.similarity(chosen, length=length, hidden_size=hidden_size, dark=dark, path=output)
-    _said(output)
+    said(output)
 
 
 @kinds.command("counter")
@@ -96,7 +96,7 @@ def counter(
     [bold]hf-posenc plot counter --bits 4 --output counter.png[/]
     """
     plots.counter(bits=bits, dark=dark, path=output)
-    _said(output)
+    said(output)
 
 
 @kinds.command("criteria")
@@ -112,7 +112,7 @@ def criteria(
     """
     chosen = [given_encoding(each, []) for each in encodings or ("counter", "normalized", "sinusoidal")]
     plots.criteria(chosen, hidden_size=hidden_size, dark=dark, path=output)
-    _said(output)
+    said(output)
 
 
 @kinds.command("bias")
@@ -133,7 +133,7 @@ def bias(
     chosen = given_encoding(encoding, option or [])
     sizes: Any = {"length": length, "num_attention_heads": num_attention_heads, "causal": causal}
     plots.bias(chosen, heads=head or None, dark=dark, path=output, **sizes)
-    _said(output)
+    said(output)
 
 
 @kinds.command("decay")
@@ -153,11 +153,13 @@ def decay(
     [bold]hf-posenc plot decay alibi kerple rope sinusoidal --output decay.png[/]
     """
     if option and len(encodings) > 1:
-        raise ValueError(f"--option {option[0]!r}: of several encodings give options as JSON, '{{\"type\": \"rope\", \"theta\": 100}}'")
+        raise ValueError(
+            f'--option {option[0]!r}: of several encodings give options as JSON, \'{{"type": "rope", "theta": 100}}\''
+        )
     chosen = [given_encoding(each, option or []) for each in encodings]
     sizes: Any = {"num_attention_heads": num_attention_heads, "hidden_size": hidden_size, "causal": causal}
     plots.decay(chosen, length=length, heads=head or None, dark=dark, path=output, **sizes)
-    _said(output)
+    said(output)
 
 
 @kinds.command("lengths")
@@ -167,7 +169,7 @@ def lengths(record: Record, output: Output, dark: Dark = False) -> None:
     [bold]hf-posenc plot lengths scripts/results/length-linux-doc-6.1.json --output lengths.png[/]
     """
     plots.lengths(_read(record, output), dark=dark, path=output)
-    _said(output)
+    said(output)
 
 
 @kinds.command("needle")
@@ -177,7 +179,7 @@ def needle(record: Record, output: Output, dark: Dark = False) -> None:
     [bold]hf-posenc plot needle scripts/results/needle.json --output needle.png[/]
     """
     plots.needle(_read(record, output), dark=dark, path=output)
-    _said(output)
+    said(output)
 
 
 @kinds.command("bench")
@@ -187,7 +189,7 @@ def bench(record: Record, output: Output, dark: Dark = False) -> None:
     [bold]hf-posenc plot bench scripts/results/bench.json --output bench.png[/]
     """
     plots.bench(_read(record, output), dark=dark, path=output)
-    _said(output)
+    said(output)
 
 
 def _read(file: Path, output: Path) -> Any:
@@ -198,5 +200,5 @@ def _read(file: Path, output: Path) -> Any:
         raise ValueError(f"{file} is no JSON: {error}") from None
 
 
-def _said(output: Path) -> None:
+def said(output: Path) -> None:
     console.print(f"{output} is written.", markup=False, highlight=False)

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hf_posenc.plots.style import NORMAL, WIDTH, Sheet
 from hf_posenc.plots.drawn import Encoding, label, vectors_of
+from hf_posenc.plots.style import NORMAL, WIDTH, Sheet
 
 Path = str | os.PathLike[str]
 

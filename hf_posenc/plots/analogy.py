@@ -7,8 +7,8 @@ import numpy as np
 
 from hf_posenc.encodings import checked_value
 from hf_posenc.plots.absolute import Path
-from hf_posenc.plots.style import WIDTH, Sheet
 from hf_posenc.plots.drawn import vectors_of
+from hf_posenc.plots.style import WIDTH, Sheet
 
 
 def counter(*, bits: int = 5, dark: bool = False, path: Path | None = None) -> Any:

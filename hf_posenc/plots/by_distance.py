@@ -13,7 +13,7 @@ from hf_posenc.diagnostics import Decay, Similarity
 from hf_posenc.encodings.alibi import UNSEEN
 from hf_posenc.plots.absolute import Path
 from hf_posenc.plots.drawn import Encoding, label, sizes_of
-from hf_posenc.plots.style import NORMAL, SMALL, WIDTH, Sheet, panels
+from hf_posenc.plots.style import SMALL, WIDTH, Sheet, panels
 
 MAPS, LINES = 8, 4
 """How many heads are shown by default at most: each has a map, or a line."""

@@ -15,11 +15,6 @@ Encoding = str | Mapping[str, Any] | PositionEncoding
 """A name, a dict `{"type": name, **options}`, or a module, such as a trained model's."""
 
 
-def subject_of(encoding: Encoding, length: int, **sizes: int | bool | None) -> Subject:
-    """The encoding in float64, built with those sizes that aren't None; a module is taken as it is, with its own."""
-    return subject(encoding, length, sizes_of(encoding, **sizes))
-
-
 def sizes_of(encoding: Any, **sizes: Any) -> Any:
     """The sizes with which an encoding is built: none for one that is a module and has sizes of its own."""
     return {} if not isinstance(encoding, str | Mapping) else {name: size for name, size in sizes.items() if size is not None}
@@ -27,9 +22,17 @@ def sizes_of(encoding: Any, **sizes: Any) -> Any:
 
 def vectors_of(encoding: Encoding, length: int, hidden_size: int) -> np.ndarray:
     """The vectors of positions 0 … length - 1: `[L, D]`. Raises ValueError for an encoding that adds none, or ends before."""
-    found = subject_of(encoding, length, hidden_size=hidden_size, num_attention_heads=1)
+    return embedding(encoding, length, hidden_size=hidden_size, num_attention_heads=1).vectors().numpy()
+
+
+def embedding(encoding: Encoding, length: int, **sizes: int | bool | None) -> Subject:
+    """The encoding in float64, built with those sizes that aren't None; a module is taken as it is, with its own.
+
+    Raises ValueError for one that adds no vectors to the input, or has fewer positions.
+    """
+    found = subject(encoding, length, sizes_of(encoding, **sizes))
     found.quantity("vectors")
-    return found.vectors().numpy()
+    return found
 
 
 def label(encoding: Encoding) -> str:

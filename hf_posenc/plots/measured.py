@@ -26,8 +26,8 @@ APART = 1.05
 def lengths(record: Mapping[str, Any], *, dark: bool = False, path: Path | None = None) -> Any:
     """A column for each task: above the metric by length, below the difference to the baseline with its 95 % interval.
 
-    record: length.json of scripts/eval_length.py. Shown are the baseline, the first model's mean of chunks, and each other model
-    as it is, or, where it is limited, truncated. Chance is what a random order gets.
+    record: length.json of scripts/eval_length.py. Shown are the baseline, the first model's mean of chunks, and each other
+    model as it is, or, where it is limited, truncated. Chance is what a random order gets.
 
     Returns a matplotlib Figure. Raises ValueError for another record, ImportError without matplotlib.
     """

@@ -65,7 +65,8 @@ def attention(
     results: of `diagnostics.attention_by_distance`; of several models, such as before and after a conversion, by name.
     layers: which have a line, from 0; without, up to 4 at equal steps.
 
-    Returns a matplotlib Figure. Raises ValueError for another result or layers that aren't there; ImportError without matplotlib.
+    Returns a matplotlib Figure. Raises ValueError for another result or layers that aren't there; ImportError
+    without matplotlib.
     """
     named = _named(results, AttentionByDistance)
     sheet = Sheet((WIDTH, 0.6 + 2.4 * len(named)), len(named), 2, dark=dark, path=path, width_ratios=(1.5, 1))
@@ -95,7 +96,7 @@ def attention(
 def receptive_field(
     results: ReceptiveField | Mapping[str, ReceptiveField], *, dark: bool = False, path: Path | None = None
 ) -> Any:
-    """How far away the tokens are on which a state depends: the share of the gradient by distance, and the share of all tokens up
+    """How far away the tokens are on which a state depends: the share of the gradient by distance, and that of all tokens up
     to a distance, with the radius of each share that was asked for.
 
     results: of `diagnostics.receptive_field`; of several models by name, a line for each.
@@ -142,7 +143,9 @@ def length_curve(results: LengthCurve | Mapping[str, LengthCurve], *, dark: bool
     named = _named(results, LengthCurve)
     measures = {result.measure for result in named.values()}
     if len(measures) > 1:
-        raise ValueError(f"the models were measured by {' and '.join(sorted(measures))}: draw each measure in a figure of its own")
+        raise ValueError(
+            f"the models were measured by {' and '.join(sorted(measures))}: draw each measure in a figure of its own"
+        )
     sheet = Sheet((WIDTH * 0.7, 3.3), dark=dark, path=path)
     axis = sheet.axes[0, 0]
     for place, (name, result) in enumerate(named.items()):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hf_posenc.encodings import Geometry, PositionEncoding, canonical, encoding_class
 from hf_posenc.plots.absolute import Path
+from hf_posenc.plots.drawn import Encoding, embedding, label
 from hf_posenc.plots.style import LARGE, NORMAL, WIDTH, Sheet
-from hf_posenc.plots.drawn import Encoding, label, subject_of
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 TABLE = LENGTHS[3]
@@ -66,10 +66,9 @@ def measured(encoding: Encoding, hidden_size: int) -> list[tuple[list[float], bo
     limit = TABLE if limited else getattr(encoding, "geometry", free).max_length
     known = [length for length in LENGTHS if limit is None or length <= limit]
     if not known:
-        raise ValueError(f"this {label(encoding)!r} has vectors of {limit} positions, and this figure needs {LENGTHS[0]} or more")
+        raise ValueError(f"this {label(encoding)!r} has vectors of {limit} positions, and this figure needs {LENGTHS[0]}")
     sizes = {"hidden_size": hidden_size, "num_attention_heads": 1, "max_length": limit}
-    whole = subject_of(encoding, known[-1], **sizes)
-    whole.quantity("vectors")
+    whole = embedding(encoding, known[-1], **sizes)
     vectors = {length: replace(whole, length=length).vectors() for length in known}
     found = []
     for each in CRITERIA:

@@ -31,7 +31,9 @@ def bench(record: Mapping[str, Any], *, dark: bool = False, path: Path | None = 
     names = [NONE, *sorted(name for name in found if "'" not in name)]  # without those of other options
     columns = min(2, len(chosen))
     rows = -(-len(chosen) // columns)
-    sheet = Sheet((WIDTH * columns / 2, rows * (0.8 + 0.25 * len(names))), rows, columns, dark=dark, path=path, sharex=True, sharey=True)
+    sheet = Sheet(
+        (WIDTH * columns / 2, rows * (0.8 + 0.25 * len(names))), rows, columns, dark=dark, path=path, sharex=True, sharey=True
+    )
     lengths = sorted({group["length"] for in_panel in chosen.values() for group in in_panel})
     entries: dict[int, Any] = {}
     for axis, ((kind, dtype), in_panel) in zip(panels(sheet.axes, len(chosen)), chosen.items(), strict=True):
@@ -73,7 +75,9 @@ def groups_by_panel(record: Mapping[str, Any]) -> dict[tuple[str, str], list[Map
     """(kind, dtype) -> the groups of a record that `bench` shows. Raises ValueError for another record."""
     groups = record.get("groups") if isinstance(record, Mapping) else None
     if not isinstance(groups, Mapping) or not all("subjects" in group for group in groups.values()):
-        raise ValueError("this is no record of scripts/bench.py: it has no groups of subjects; give the bench.json that it wrote")
+        raise ValueError(
+            "this is no record of scripts/bench.py, which has groups of subjects: give the bench.json that it wrote"
+        )
     chosen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for group in groups.values():
         if group["kind"] in KINDS and group["host"] == "bert" and not group.get("padded") and not group.get("dropout"):

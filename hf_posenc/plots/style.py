@@ -179,7 +179,9 @@ class Sheet:
     def lengths(self, axis: Any, lengths: Sequence[int], label: str = "tokens") -> None:
         """A logarithmic axis of lengths, each written out; of two that would touch the longer one."""
         axis.set_xscale("log", base=2)
-        shown = [length for length, after in zip(lengths, [*lengths[1:], None], strict=True) if not after or after > 1.2 * length]
+        shown = [
+            length for length, after in zip(lengths, [*lengths[1:], None], strict=True) if not after or after > 1.2 * length
+        ]
         axis.set_xticks(shown, [str(length) for length in shown])
         axis.minorticks_off()
         axis.set_xlabel(label)
