@@ -56,7 +56,8 @@ def bias(
     for axis, head in zip(panels(sheet.axes, len(shown)), shown, strict=True):
         image = sheet.heat(axis, values[head], low, high, aspect="equal")
         name_of_map = "all heads" if len(values) == 1 else f"head {head + 1}"
-        sheet.title(axis, f"{name_of_map}\n{np.nanmin(values[head]):.3g} to {np.nanmax(values[head]):.3g}", SMALL)
+        ends = f"{np.nanmin(values[head]):.3g} to {np.nanmax(values[head]):.3g}".replace("-", "−")
+        sheet.title(axis, f"{name_of_map}\n{ends}", SMALL)
         axis.tick_params(length=2)
     for axis in sheet.axes[:, 0]:
         axis.set_ylabel("query")
@@ -122,7 +123,8 @@ def decay(
         low, high = axis.get_ylim()
         axis.set_ylim(min(low, 0), max(high, 0))
         sheet.title(axis, name)
-    sheet.legend(columns=2 * columns)
+    if any(len(result.mean) > 1 or result.bound is not None for result, _ in found):
+        sheet.legend(columns=2 * columns)
     return sheet.done()
 
 

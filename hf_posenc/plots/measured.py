@@ -97,11 +97,7 @@ def needle(record: Mapping[str, Any], *, dark: bool = False, path: Path | None =
     first.set_yticks(range(depths), [f"{100 * part // depths}–{100 * (part + 1) // depths} %" for part in range(depths)])
     first.set_ylabel("depth of the fact")
     bar = sheet.scale(image, list(sheet.axes[0]), "R@1", aspect=14)
-    bar.ax.axhline(chance(record, "needle"), color=sheet.theme.lines[1], linewidth=2)
-    bar.ax.annotate(
-        "chance", (0, chance(record, "needle")), xytext=(-2, 0), textcoords="offset points", xycoords=("axes fraction", "data"),
-        ha="right", va="center", rotation=90, fontsize=SMALL - 1, color=sheet.theme.ink,
-    )  # fmt: skip
+    sheet.mark(bar, chance(record, "needle"), "chance")
     return sheet.done()
 
 

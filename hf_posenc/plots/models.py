@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_posenc.diagnostics import AttentionByDistance, LengthCurve, Probing, ReceptiveField, Result
 from hf_posenc.plots.absolute import Path
-from hf_posenc.plots.style import NORMAL, SMALL, WIDTH, Sheet
+from hf_posenc.plots.style import NORMAL, SMALL, WIDTH, Sheet, require_matplotlib
 
 MOST_LAYERS, MOST_HEADS = 4, 6
 R = TypeVar("R", bound=Result)
@@ -29,26 +29,31 @@ def probing(
 
     result: of `diagnostics.probing`. layers, heads: which are shown, from 0; without, up to 4 and 6 at equal steps.
 
-    Colours end at the weight that 99 of 100 pairs don't exceed. Returns a matplotlib Figure. Raises ValueError for another
+    Colours are logarithmic, from a fiftieth of the weight that all pairs would have if position didn't count ("even") to 1.
+    Returns a matplotlib Figure. Raises ValueError for another
     result, or layers or heads that aren't there; ImportError without matplotlib.
     """
+    require_matplotlib()
+    from matplotlib.colors import LogNorm
+
     values = _checked(result, Probing).attention.numpy()
     rows = _chosen("layers", layers, values.shape[0], MOST_LAYERS)
     columns = _chosen("heads", heads, values.shape[1], MOST_HEADS)
     size = (1.2 + 1.05 * len(columns), 0.8 + 1.3 * len(rows))
     sheet = Sheet(size, len(rows), len(columns), dark=dark, path=path, sharex=True, sharey=True)
-    shown = values[np.ix_(rows, columns)]
-    high = np.nanquantile(shown, 0.99)
+    even = 1 / result.length
+    norm = LogNorm(even / 50, 1)
     for line, (layer, row) in enumerate(zip(rows, sheet.axes, strict=True)):
         for head, axis in zip(columns, row, strict=True):
-            image = sheet.heat(axis, values[layer, head], 0, high, aspect="equal")
+            image = sheet.heat(axis, values[layer, head], norm=norm, aspect="equal")
             axis.tick_params(length=2)
             strength = f"{result.strength[layer, head]:.2f}"
             sheet.title(axis, f"head {head + 1}\n{strength}" if line == 0 else strength, SMALL)
         row[0].set_ylabel(f"layer {layer + 1}")
     sheet.heading(f"{result.model}: attention among {result.length} identical words")
     sheet.below("key (above each map: the strength of position, in nats)")
-    sheet.scale(image, list(sheet.axes.flat), "attention weight", extend="max", aspect=12 * len(rows))
+    bar = sheet.scale(image, list(sheet.axes.flat), "attention weight", extend="min", aspect=12 * len(rows))
+    sheet.mark(bar, even, "even")
     return sheet.done()
 
 

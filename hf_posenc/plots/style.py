@@ -155,10 +155,11 @@ class Sheet:
         axis.set_axisbelow(True)
 
     def heat(self, axis: Any, values: Any, low: float | None = None, high: float | None = None, **more: Any) -> Any:
-        """A map of values `[rows, columns]`, the first row on top, from dark (low) to light (high)."""
+        """A map of values `[rows, columns]`, the first row on top, from dark (low) to light (high). NaN is blank."""
         axis.spines[:].set_visible(False)
-        options = {"cmap": MAP, "aspect": "auto", "interpolation": "nearest", **more}
-        return axis.imshow(np.asarray(values), vmin=low, vmax=high, **options)
+        ends = {} if "norm" in more else {"vmin": low, "vmax": high}
+        options = {"cmap": MAP, "aspect": "auto", "interpolation": "nearest", **ends, **more}
+        return axis.imshow(np.asarray(values), **options)
 
     def cells(self, axis: Any, image: Any, texts: Sequence[Sequence[str]], size: float = SMALL) -> None:
         """A text in each cell of a map, dark on light cells and light on dark ones."""
@@ -175,6 +176,22 @@ class Sheet:
         bar.outline.set_visible(False)  # type: ignore[operator]
         bar.set_label(label, color=self.theme.ink, fontsize=NORMAL)
         return bar
+
+    def mark(self, bar: Any, value: float, text: str) -> None:
+        """Mark a value on the bar of `scale`."""
+        bar.ax.axhline(value, color=self.theme.lines[1], linewidth=2)
+        bar.ax.annotate(
+            text,
+            (0, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            rotation=90,
+            fontsize=SMALL - 1,
+            color=self.theme.ink,
+        )
 
     def lengths(self, axis: Any, lengths: Sequence[int], label: str = "tokens") -> None:
         """A logarithmic axis of lengths, each written out; of two that would touch the longer one."""
