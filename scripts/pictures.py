@@ -5,6 +5,7 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
+from PIL import Image
 from transformers import AutoModel, AutoTokenizer
 
 import hf_posenc
@@ -29,6 +30,9 @@ def main() -> None:
     for picture, code in BLOCK.findall((DOCS / "plots.md").read_text(encoding="utf-8")):
         code = code.replace('"scripts/', f'"{DOCS.parent}/scripts/').replace(f'"{picture}"', f'"{DOCS}/images/{picture}"')
         exec(code, dict(names))
+        file = DOCS / "images" / picture
+        # 256 colours are a third of the size, and look the same.
+        Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
         print(f"docs/images/{picture}", flush=True)
 
 
