@@ -92,6 +92,9 @@ def attention(
         right.set(ylabel="layer")
         right.tick_params(length=0)
         sheet.scale(image, right, "mean distance, tokens")
+    limits = [axis.get_ylim() for axis in sheet.axes[:, 0]]
+    for axis in sheet.axes[:, 0]:
+        axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
     sheet.axes[-1, 0].set_xlabel("distance in tokens: key − query")
     sheet.axes[-1, 1].set_xlabel("head")
     sheet.legend(columns=MOST_LAYERS)
@@ -158,7 +161,7 @@ def length_curve(results: LengthCurve | Mapping[str, LengthCurve], *, dark: bool
         errors = [error or 0.0 for error in result.error]
         axis.errorbar(result.lengths, result.mean, yerr=errors, capsize=2.5, elinewidth=1.2, label=name, **style)
     sheet.lengths(axis, sorted({length for result in named.values() for length in result.lengths}))
-    units = {"loss": "loss, nats per token", "masked loss": "loss, nats per masked token", "cosine": "cosine"}
+    units = {"loss": "loss, nats per token", "masked loss": "loss, nats per masked token", "cosine": "cosine with states at the shortest"}
     axis.set_ylabel(units[measures.pop()])
     _tell(sheet, named)
     return sheet.done()
