@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import ROOT, run_python, stock
+from conftest import ROOT, run_python, slow, stock
 from hf_posenc import diagnostics, plots
 from hf_posenc.cli import app
 from hf_posenc.plots import style
@@ -47,7 +47,7 @@ def image(axis):
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def page():
     """Name of a picture -> its block of docs/plots.md, run: the figure, light or dark."""
     model = stock("bert", num_hidden_layers=3)
     texts = torch.randint(1, 20, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -60,7 +60,6 @@ def page(tmp_path_factory):
         "texts": texts,
         "tokenizer": None,
     }
-    folder = tmp_path_factory.mktemp("page")
     made = {}
 
     def figure(name, dark=False):
@@ -71,7 +70,7 @@ def page(tmp_path_factory):
                 .replace("length=32", "length=16")
                 .replace("targets=8", "targets=4")
             )
-            code = code.replace("path=", f"dark={dark}, path=").replace(f'"{name}.png"', repr(str(folder / f"{name}.png")))
+            code = code.replace(f'path="{name}.png"', f"dark={dark}")
             space = dict(names)
             exec(code, space)
             made[name, dark] = space["figure"]
@@ -82,26 +81,18 @@ def page(tmp_path_factory):
 
 def texts_of(figure):
     """The texts that a reader sees, with their extents in pixels."""
-    from matplotlib.text import Text
-
     figure.draw_without_rendering()
-    renderer, found = figure._get_renderer(), []
-    for text in figure.findobj(Text):
-        axis = text.axes
-        hidden = axis is not None and not (axis.get_visible() and (axis.axison or text in axis.texts))
-        if text.get_text() and text.get_visible() and not hidden:
-            box = text.get_window_extent(renderer)
-            tick = axis and any(text in (t.label1, t.label2) for each in (axis.xaxis, axis.yaxis) for t in _unseen(each))
-            if not tick:
-                found.append((text, box))
-    return found
-
-
-def _unseen(axis):
-    """Ticks out of the shown interval, which matplotlib doesn't draw, and label positions that are off."""
-    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-    drawn = {id(tick) for tick in axis._update_ticks()}
-    return [tick for tick in ticks if id(tick) not in drawn]
+    found = [*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())]
+    for axis in figure.axes:
+        found += [text for text in axis.texts if axis.get_visible()]
+        if axis.get_visible() and axis.axison:
+            found += [axis.title, axis.xaxis.label, axis.yaxis.label]
+            found += axis.get_legend().get_texts() if axis.get_legend() else []
+            # Of the ticks, those within the axis, which alone are drawn.
+            ticks = [tick for each in (axis.xaxis, axis.yaxis) for tick in each._update_ticks()]
+            found += [label for tick in ticks for label in (tick.label1, tick.label2)]
+    shown = [text for text in found if text.get_text() and text.get_visible()]
+    return [(text, text.get_window_extent(figure._get_renderer())) for text in shown]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -548,13 +539,13 @@ def folder(tmp_path_factory):
     [
         ("vectors", ("sinusoidal", "--option", "base=50", "--length", 8, "--dark")),
         ("waves", ("--column", 2, "--length", 8)),
-        ("similarity", ('{"type": "sinusoidal", "base": 9}', "--length", 8)),
+        slow("similarity", ('{"type": "sinusoidal", "base": 9}', "--length", 8)),
         ("counter", ("--bits", 2)),
         ("criteria", ("counter",)),
         ("bias", ("kerple", "--causal", "--head", 1, "--length", 8)),
         ("decay", ("alibi", "rope", "--length", 8)),
-        ("lengths", (RESULTS / "length-linux-doc-6.1.json",)),
-        ("needle", (RESULTS / "needle.json",)),
+        slow("lengths", (RESULTS / "length-linux-doc-6.1.json",)),
+        slow("needle", (RESULTS / "needle.json",)),
         ("bench", (RESULTS / "bench.json",)),
         ("probing", ("{folder}/bert", "--length", 6)),
         ("attention", ("{folder}/attention.json",)),

@@ -13,6 +13,11 @@ from hf_posenc.plots.absolute import Path
 from hf_posenc.plots.style import NORMAL, SMALL, WIDTH, Sheet, require_matplotlib
 
 MOST_LAYERS, MOST_HEADS = 4, 6
+MEASURES = {
+    "loss": "loss, nats per token",
+    "masked loss": "loss, nats per masked token",
+    "cosine": "cosine with states at the shortest length",
+}
 R = TypeVar("R", bound=Result)
 
 
@@ -161,8 +166,7 @@ def length_curve(results: LengthCurve | Mapping[str, LengthCurve], *, dark: bool
         errors = [error or 0.0 for error in result.error]
         axis.errorbar(result.lengths, result.mean, yerr=errors, capsize=2.5, elinewidth=1.2, label=name, **style)
     sheet.lengths(axis, sorted({length for result in named.values() for length in result.lengths}))
-    units = {"loss": "loss, nats per token", "masked loss": "loss, nats per masked token", "cosine": "cosine with states at the shortest"}
-    axis.set_ylabel(units[measures.pop()])
+    axis.set_ylabel(MEASURES[measures.pop()])
     _tell(sheet, named)
     return sheet.done()
 
