@@ -20,6 +20,7 @@ def main() -> None:
     text = (DOCS / "longer.md").read_text(encoding="utf-8")
     names = {
         "json": json,
+        "Path": Path,
         "diagnostics": diagnostics,
         "plots": plots,
         "model": AutoModel.from_pretrained(minilm),

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hf_posenc.plots.drawn import Encoding, label, vectors_of
+from hf_posenc.plots.drawn import Encoding, chosen, label, vectors_of
 from hf_posenc.plots.style import NORMAL, WIDTH, Sheet
 
 Path = str | os.PathLike[str]
@@ -50,12 +50,9 @@ def waves(
     """
     values = vectors_of(encoding, length, hidden_size)
     width = values.shape[1]
-    if columns is None:
-        columns = range(0, width, max(1, width // 8))[:6]
-    if wrong := [column for column in columns if not 0 <= column < width] or ([] if columns else ["none"]):
-        raise ValueError(f"columns={wrong[0]}: the vectors have the columns 0 to {width - 1}")
+    columns = chosen("columns", range(0, width, max(1, width // 8))[:6] if columns is None else columns, width, 6)
     sheet = Sheet((WIDTH * 0.85, 0.8 + 0.62 * len(columns)), len(columns), dark=dark, path=path, sharex=True, sharey=True)
-    low, high = values[:, list(columns)].min(), values[:, list(columns)].max()
+    low, high = values[:, columns].min(), values[:, columns].max()
     room = 0.12 * (high - low or 1)
     for place, (axis, column) in enumerate(zip(sheet.axes[:, 0], columns, strict=True)):
         sheet.reference(axis, y=0)

@@ -12,7 +12,7 @@ from hf_posenc import diagnostics
 from hf_posenc.diagnostics import Decay, Similarity
 from hf_posenc.encodings.alibi import UNSEEN
 from hf_posenc.plots.absolute import Path
-from hf_posenc.plots.drawn import Encoding, label, sizes_of
+from hf_posenc.plots.drawn import Encoding, chosen, label, sizes_of
 from hf_posenc.plots.style import SMALL, WIDTH, Sheet, panels
 
 MAPS, LINES = 8, 4
@@ -47,7 +47,7 @@ def bias(
         sizes = sizes_of(encoding, **_sizes(num_attention_heads, causal))
         found, name = diagnostics.similarity(encoding, length, quantity="scores", **sizes), label(encoding)
     values = _seen(found.matrix)
-    shown = _chosen(heads, len(values), MAPS)
+    shown = _heads(heads, len(values), MAPS)
     columns = min(4, len(shown))
     rows = -(-len(shown) // columns)
     size = (1.2 + 1.5 * columns, 0.7 + 1.75 * rows) if len(shown) > 1 else (3.6, 3.2)
@@ -108,7 +108,7 @@ def decay(
     sheet = Sheet((max(3.6, WIDTH * columns / 3), 0.6 + 2.2 * rows), rows, columns, dark=dark, path=path)
     for axis, (result, name) in zip(panels(sheet.axes, len(found)), found, strict=True):
         mean, spread = _seen(result.mean), result.spread.numpy()
-        for place, head in enumerate(_chosen(heads, len(mean), LINES)):
+        for place, head in enumerate(_heads(heads, len(mean), LINES)):
             style = sheet.line(place) if len(mean) > 1 else {"color": sheet.theme.ink, "linewidth": 1.6}
             axis.plot(result.distances, mean[head], label=f"head {head + 1}" if len(mean) > 1 else "all heads", **style)
             if np.nanmax(spread[head]) > 1e-6 * np.nanmax(np.abs(mean[head])):
@@ -138,12 +138,6 @@ def _seen(values: Any) -> np.ndarray:
     return np.where(np.isfinite(numbers) & (numbers > UNSEEN / 2), numbers, np.nan)
 
 
-def _chosen(heads: Sequence[int] | None, count: int, most: int) -> list[int]:
-    """The heads that are shown. Raises ValueError for one that isn't there; an encoding whose heads are alike has one."""
-    if count == 1:
-        return [0]
-    if heads is None:
-        return sorted({round(place * (count - 1) / (min(most, count) - 1)) for place in range(min(most, count))})
-    if wrong := [head for head in heads if not 0 <= head < count] or ([] if heads else ["none"]):
-        raise ValueError(f"heads={wrong[0]}: there are {count}, 0 to {count - 1}")
-    return list(heads)
+def _heads(given: Sequence[int] | None, count: int, most: int) -> list[int]:
+    """The heads that are shown; of an encoding whose heads are alike the one that stands for all."""
+    return [0] if count == 1 else chosen("heads", given, count, most)

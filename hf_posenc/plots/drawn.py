@@ -3,7 +3,7 @@
 Shapes: L positions, D features.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,3 +44,18 @@ def label(encoding: Encoding) -> str:
         kind, options = encoding_class(given["type"]), options_of(given)
     changed = {name: value for name, value in options.items() if value != getattr(kind, name, None)}
     return kind.type if "+" in kind.type else ", ".join([kind.type, *(f"{name}={value}" for name, value in changed.items())])
+
+
+def chosen(what: str, given: Sequence[int] | None, count: int, most: int) -> list[int]:
+    """The heads, layers or columns that are shown: as given, or up to `most` at equal steps from the first to the last.
+
+    Raises ValueError for one that isn't there.
+    """
+    if given is None:
+        steps = max(1, min(most, count) - 1)
+        return sorted({round(place * (count - 1) / steps) for place in range(min(most, count))})
+    if not given:
+        raise ValueError(f"{what} is empty: name one or more of 0 to {count - 1}")
+    if wrong := [each for each in given if not 0 <= each < count]:
+        raise ValueError(f"{what}={wrong[0]}: there are {count}, 0 to {count - 1}")
+    return list(given)

@@ -10,6 +10,7 @@ import numpy as np
 
 from hf_posenc.diagnostics import AttentionByDistance, LengthCurve, Probing, ReceptiveField, Result
 from hf_posenc.plots.absolute import Path
+from hf_posenc.plots.drawn import chosen
 from hf_posenc.plots.style import NORMAL, SMALL, WIDTH, Sheet, require_matplotlib
 
 MOST_LAYERS, MOST_HEADS = 4, 6
@@ -42,8 +43,8 @@ def probing(
     from matplotlib.colors import LogNorm
 
     values = _checked(result, Probing).attention.numpy()
-    rows = _chosen("layers", layers, values.shape[0], MOST_LAYERS)
-    columns = _chosen("heads", heads, values.shape[1], MOST_HEADS)
+    rows = chosen("layers", layers, values.shape[0], MOST_LAYERS)
+    columns = chosen("heads", heads, values.shape[1], MOST_HEADS)
     size = (1.2 + 1.05 * len(columns), 0.8 + 1.3 * len(rows))
     sheet = Sheet(size, len(rows), len(columns), dark=dark, path=path, sharex=True, sharey=True)
     even = 1 / result.length
@@ -83,7 +84,7 @@ def attention(
     reach = [result.mean_distance.numpy() for result in named.values()]
     for (left, right), (name, result), distance in zip(sheet.axes, named.items(), reach, strict=True):
         weights = result.weights.numpy().mean(axis=1)
-        for place, layer in enumerate(_chosen("layers", layers, len(weights), MOST_LAYERS)):
+        for place, layer in enumerate(chosen("layers", layers, len(weights), MOST_LAYERS)):
             left.plot(result.distances, weights[layer], label=f"layer {layer + 1}", **sheet.line(place))
         left.set_yscale("log")
         left.set(ylabel="mean weight of a pair", xlim=(result.distances[0], result.distances[-1]))
@@ -191,13 +192,3 @@ def _checked(result: Any, kind: type[R]) -> R:
     if not isinstance(result, kind):
         raise ValueError(f"this figure is of a {kind.__name__} of hf_posenc.diagnostics, not of a {type(result).__name__}")
     return result
-
-
-def _chosen(what: str, given: Sequence[int] | None, count: int, most: int) -> list[int]:
-    """Those that are shown: as given, or up to `most` at equal steps from the first to the last."""
-    if given is None:
-        steps = max(1, min(most, count) - 1)
-        return sorted({round(place * (count - 1) / steps) for place in range(min(most, count))})
-    if wrong := [each for each in given if not 0 <= each < count] or ([] if given else ["none"]):
-        raise ValueError(f"{what}={wrong[0]}: there are {count}, 0 to {count - 1}")
-    return list(given)
