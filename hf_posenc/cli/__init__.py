@@ -1,7 +1,7 @@
-"""The command `hf-posenc list | inspect | patch | convert | unpatch | extend | card | push`.
+"""The command `hf-posenc list | inspect | patch | convert | unpatch | extend | plot | card | push`.
 
-One file per subcommand; all files here are imported. What they share: `arguments` (arguments of several commands), `completing`
-(what the Tab key offers), `output` (text or JSON), `folders` and `texts` (what is read and written).
+One file per subcommand, two for `plot`; all files here are imported. What they share: `arguments` (arguments of several
+commands), `completing` (what the Tab key offers), `output` (text or JSON), `folders` and `texts` (what is read and written).
 
 They are named listing, patching, …: modules `patch` and `inspect` would hide a public function and a standard module.
 """
