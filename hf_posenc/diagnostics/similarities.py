@@ -74,7 +74,8 @@ class Decay(Result):
 class Properties(Result):
     """The result of `properties`: those of Wang et al. (2021), each of `[H]` heads, from 0 to 1.
 
-    translation_invariance: the part of the matrix's variance that distance explains (R²); 1: distance alone counts.
+    translation_invariance: the part of the variance between different positions that distance explains (R²); 1: distance
+        alone counts.
     monotonicity: of all pairs of distances on one side of a query, the part in which the farther key is the less similar one
         (ties count half): 1 falls everywhere, 0.5 is as good as chance.
     local_monotonicity: the same of distances up to `near` tokens.
