@@ -259,8 +259,8 @@ def test_precision():
         found = diagnostics.precision(encoding, 300, dtypes=dtypes, **sizes)
         assert found.dtypes == ("float32", "bfloat16") and found.told_apart == (300, 257), encoding
         assert found.error[0] == 0 and found.error[1] == pytest.approx(1 / 299)
-    half = diagnostics.precision("counter", 2060, dtypes=(torch.float16,), hidden_size=2, num_attention_heads=1)
-    assert half.told_apart == (2049,)
+    late = embedding(lambda p: [p + 2040.0])
+    assert diagnostics.precision(late, 20, dtypes=(torch.float16,), hidden_size=1, num_attention_heads=1).told_apart == (9,)
 
 
 def test_rounding_tells_nothing_apart():
@@ -319,7 +319,7 @@ def test_seeds():
     ("call", "message"),
     [
         (lambda: diagnostics.similarity("none"), "'none' acts by nothing"),
-        (lambda: diagnostics.similarity("alibi", quantity="vectors"), "'alibi' acts by distance_bias, of which 'scores' can be"),
+        (lambda: diagnostics.similarity("alibi", quantity="vectors"), "'alibi' acts by distance_bias, of which 'scores' can"),
         (lambda: diagnostics.decay("sinusoidal+alibi"), "say which, quantity='vectors' or 'scores'"),
         (lambda: diagnostics.similarity("sinusoidal_2d"), "takes 2 coordinates"),
         (lambda: diagnostics.similarity("alibbi"), "did you mean 'alibi'"),
