@@ -255,7 +255,7 @@ def test_uniqueness_in_attention():
 def test_precision():
     """bfloat16 has 8 significant bits: 257 is 256 there, and so are slopes 2^-h times these. float16 has 11."""
     dtypes = (torch.float32, torch.bfloat16)
-    for encoding, sizes in (("counter", SMALL), ("alibi", EIGHT)):
+    for encoding, sizes in (("counter", SMALL), ("alibi", EIGHT), ("alibi", {**EIGHT, "causal": True})):
         found = diagnostics.precision(encoding, 300, dtypes=dtypes, **sizes)
         assert found.dtypes == ("float32", "bfloat16") and found.told_apart == (300, 257), encoding
         assert found.error[0] == 0 and found.error[1] == pytest.approx(1 / 299)

@@ -63,7 +63,7 @@ class Decay(Result):
     def lines(self) -> Iterator[str]:
         yield f"{self.encoding}: {self.quantity} by distance, {heads(self.mean)}"
         by_place = {distance: place for place, distance in enumerate(self.distances)}
-        for distance in (0, -1, -2, -4, -8, -16, -32, -64, self.distances[0]):
+        for distance in dict.fromkeys((0, -1, -2, -4, -8, -16, -32, -64, self.distances[0])):
             if distance in by_place:
                 place = by_place[distance]
                 spread = f", spread up to {self.spread[:, place].max():.3g}" if (self.spread[:, place] > 1e-9).any() else ""
