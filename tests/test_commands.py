@@ -20,17 +20,33 @@ from transformers import AutoTokenizer, BertTokenizer
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import stock
+from conftest import ROOT, stock
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_settings, given_where
 
 GROUP = typer.main.get_command(app)
-COMMANDS = GROUP.commands
+
+
+def leaves(group, *names):
+    """Words -> command, of all that do something; `hf-posenc plot` is a group of its own."""
+    found = {}
+    for name, command in group.commands.items():
+        words = (*names, name)
+        found |= leaves(command, *words) if hasattr(command, "commands") else {" ".join(words): command}
+    return found
+
+
+COMMANDS = leaves(GROUP)
 EXAMPLE = re.compile(r"\[bold\](hf-posenc .*?)\[/\]", re.DOTALL)
 EXAMPLES = [example for command in COMMANDS.values() for example in EXAMPLE.findall(command.help or "")]
-TAKES_LONGER = ("convert",)
-"""Subcommands whose examples run with `make test-all` alone."""
+TAKES_LONGER = ("convert", "plot")
+"""Subcommands whose examples run with `make test-all` alone; tests/test_plots.py draws with some."""
 WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]
+
+
+def command_of(example):
+    words = shlex.split(example)[1:]
+    return next(name for name in (" ".join(words[:2]), words[0]) if name in COMMANDS)
 
 
 def invoke(words, code=0, **environment):
@@ -52,7 +68,10 @@ def models(tmp_path_factory):
         model.save_pretrained(path / name)
         BertTokenizer(str(path / "vocab.txt"), model_max_length=length).save_pretrained(path / name)
     stock("roberta").save_pretrained(path / "roberta-base")
-    stock("gpt2", "LMHeadModel", n_positions=128).save_pretrained(path / "gpt2")
+    gpt2 = stock("gpt2", "LMHeadModel", n_positions=128)
+    for name, model in (("gpt2", gpt2), ("gpt2-alibi", hf_posenc.patch(gpt2, "alibi"))):
+        model.save_pretrained(path / name)
+        BertTokenizer(str(path / "vocab.txt"), model_max_length=128).save_pretrained(path / name)
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
     texts = dict(sizes, vocab_size=61, max_position_embeddings=32, bos_token_id=1, eos_token_id=2)
     clip = transformers.CLIPConfig(
@@ -62,6 +81,7 @@ def models(tmp_path_factory):
     BertTokenizer(str(path / "vocab.txt"), model_max_length=32).save_pretrained(path / "openai" / "clip-vit-base-patch32")
     choose = random.Random(0)
     rows = [" ".join(" ".join(choose.choices(WORDS, k=9)).capitalize() + "." for _ in range(20)) for _ in range(40)]
+    (path / "scripts").symlink_to(ROOT / "scripts")
     (path / "my.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
     return path
 
@@ -69,7 +89,7 @@ def models(tmp_path_factory):
 @pytest.fixture
 def workplace(models, tmp_path, monkeypatch):
     """A copy of these as the current folder."""
-    shutil.copytree(models, tmp_path / "here")
+    shutil.copytree(models, tmp_path / "here", symlinks=True)
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
 
@@ -78,11 +98,11 @@ def workplace(models, tmp_path, monkeypatch):
 def test_its_help(name):
     """Has an example, and the default of each argument that may be left out: a value, or words where None means something."""
     command = COMMANDS[name]
-    assert any(shlex.split(example)[1] == name for example in EXAMPLE.findall(command.help or "")), "no example"
-    shown, _ = invoke([name, "--help"], COLUMNS="300")
+    assert any(command_of(example) == name for example in EXAMPLE.findall(command.help or "")), "no example"
+    shown, _ = invoke([*name.split(), "--help"], COLUMNS="300")
     rows = {}
     for parameter in command.params:
-        row = next(line for line in shown.splitlines() if re.search(rf"│ *\*? *{re.escape(label(parameter))} ", line))
+        row = next(line for line in shown.splitlines() if re.search(rf"│ *\*? *{re.escape(label(parameter))}(\.\.\.)? ", line))
         rows[parameter.name] = row
         # A switch is off unless it is given, and --help has no value.
         switch = getattr(parameter, "is_flag", False) and not parameter.secondary_opts
@@ -98,7 +118,7 @@ def label(parameter):
 @pytest.mark.parametrize(
     "example",
     [
-        pytest.param(example, marks=[pytest.mark.slow] * (shlex.split(example)[1] in TAKES_LONGER), id=example[10:50])
+        pytest.param(example, marks=[pytest.mark.slow] * (command_of(example).split()[0] in TAKES_LONGER), id=example[10:50])
         for example in EXAMPLES
     ],
 )
@@ -107,8 +127,8 @@ def test_its_examples(workplace, example):
     words = shlex.split(example)[1:]
     made = words[words.index("--output-dir") + 1] if "--output-dir" in words else None
     ways = [words]
-    if "--json" in flags(words[0]) and "--json" not in words:
-        shutil.copytree(workplace, workplace.parent / "again")
+    if "--json" in flags(command_of(example)) and "--json" not in words:
+        shutil.copytree(workplace, workplace.parent / "again", symlinks=True)
         ways.append([*words, "--json"])
     for folder, given in zip(("here", "again"), ways, strict=False):
         os.chdir(workplace.parent / folder)
@@ -118,6 +138,7 @@ def test_its_examples(workplace, example):
         if "--json" in given:
             json.loads(printed)
         assert made is None or os.path.isfile(os.path.join(made, "config.json"))
+        assert "--output" not in given or os.path.getsize(given[given.index("--output") + 1])
 
 
 def flags(name):

@@ -26,7 +26,7 @@ Dark = Annotated[bool, typer.Option("--dark", help="For a dark page.")]
 Length = Annotated[int, typer.Option(help="Number of positions.")]
 HiddenSize = Annotated[int, typer.Option(help="Number of features of a vector.")]
 Heads = Annotated[int, typer.Option(help="Number of attention heads.")]
-Causal = Annotated[bool | None, typer.Option(help="Whether queries see no later keys. [default: of decoders' encodings]")]
+Causal = Annotated[bool | None, typer.Option(help="Whether queries see no later keys.", show_default="of decoders' encodings")]
 Record = Annotated[Path, typer.Argument(help="The JSON file that the script wrote.")]
 
 
@@ -53,7 +53,7 @@ def waves(
     output: Output,
     encoding: One = "sinusoidal",
     option: Options = None,
-    column: Annotated[list[int] | None, typer.Option(help="A feature; may be repeated. [default: six of them]")] = None,
+    column: Annotated[list[int] | None, typer.Option(help="A feature; may be repeated.", show_default="six of them")] = None,
     length: Length = 64,
     hidden_size: HiddenSize = 32,
     dark: Dark = False,
@@ -102,11 +102,13 @@ def counter(
 @kinds.command("criteria")
 def criteria(
     output: Output,
-    encodings: Annotated[list[str] | None, typer.Argument(help=f"Up to six. {ENCODING}")] = None,
+    encodings: Annotated[
+        list[str] | None, typer.Argument(help=f"Up to six. {ENCODING}", show_default="counter normalized sinusoidal")
+    ] = None,
     hidden_size: HiddenSize = 64,
     dark: Dark = False,
 ) -> None:
-    """The three criteria of an encoding, and which scheme fails which. [default: counter normalized sinusoidal]
+    """The three criteria of an encoding, and which scheme fails which.
 
     [bold]hf-posenc plot criteria counter normalized learned --output criteria.png[/]
     """
@@ -123,7 +125,7 @@ def bias(
     length: Length = 48,
     num_attention_heads: Heads = 8,
     causal: Causal = None,
-    head: Annotated[list[int] | None, typer.Option(help="From 0; may be repeated. [default: up to 8]")] = None,
+    head: Annotated[list[int] | None, typer.Option(help="From 0; may be repeated.", show_default="up to 8")] = None,
     dark: Dark = False,
 ) -> None:
     """What an encoding adds to scores: a map of query × key for each head.
@@ -145,7 +147,7 @@ def decay(
     num_attention_heads: Heads = 8,
     hidden_size: HiddenSize = 512,
     causal: Causal = None,
-    head: Annotated[list[int] | None, typer.Option(help="From 0; may be repeated. [default: up to 4]")] = None,
+    head: Annotated[list[int] | None, typer.Option(help="From 0; may be repeated.", show_default="up to 4")] = None,
     dark: Dark = False,
 ) -> None:
     """What encodings make of distance, side by side: biases, rotations, vectors. --option is for a single encoding.

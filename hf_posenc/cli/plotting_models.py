@@ -16,11 +16,16 @@ from hf_posenc.plots.style import checked_path
 MODEL = "Folder or Hub id of a model, patched or not; or a .json file with what hf_posenc.diagnostics measured (to_json)."
 Model = Annotated[str, typer.Argument(help=MODEL)]
 Models = Annotated[list[str], typer.Argument(help=f"One or more. {MODEL}")]
-Texts = Annotated[Path | None, typer.Option(help="Texts of the model's kind: .jsonl, .json, .csv, .parquet, or .txt.")]
+Texts = Annotated[
+    Path | None,
+    typer.Option(
+        help="Texts of the model's kind: .jsonl, .json, .csv, .parquet, or .txt.", show_default="none, for .json files"
+    ),
+]
 Column = Annotated[str, typer.Option(help="The column of --texts.")]
 Count = Annotated[int, typer.Option(min=1, help="How many of the texts are read, from the first.")]
 Length = Annotated[int, typer.Option(help="Texts are cut to so many tokens.")]
-Layer = Annotated[list[int] | None, typer.Option(help="From 0; may be repeated. [default: up to 4]")]
+Layer = Annotated[list[int] | None, typer.Option(help="From 0; may be repeated.", show_default="up to 4")]
 
 
 @kinds.command("probing")
@@ -29,7 +34,7 @@ def probing(
     output: Output,
     length: Annotated[int, typer.Option(help="How often a word is repeated.")] = 32,
     layer: Layer = None,
-    head: Annotated[list[int] | None, typer.Option(help="From 0; may be repeated. [default: up to 6]")] = None,
+    head: Annotated[list[int] | None, typer.Option(help="From 0; may be repeated.", show_default="up to 6")] = None,
     dark: Dark = False,
 ) -> None:
     """Attention among identical words, where position alone decides.
