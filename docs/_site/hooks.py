@@ -5,21 +5,31 @@ first page, docs/longer.md the page longer, scripts/results/demo.png a file.
 """
 
 import json
+import logging
 import os
 import posixpath
 import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
+LOG = logging.getLogger("mkdocs.plugins.hooks")
+"""Its warnings are errors in strict mode."""
 LINK = re.compile(r"(\]\()([^()\s#]+)(#[^()\s]*)?(?=\))")
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 PAGES = {"README.md": "index.md"}
 """Places on the site, by paths in the repository, that have another name there."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Pages that mkdocs.yml doesn't name come last."""
+    rest = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in str(config.nav))
+    if rest and config.nav is not None:
+        config.nav.append({"More": rest})
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -50,7 +60,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         there = site_path(posixpath.normpath(posixpath.join(posixpath.dirname(source), target)))
         if not (ROOT / repository_path(there)).is_file() and files.get_file_from_path(there) is None:
-            raise PluginError(f"{source} links to {target}, which is no file")
+            LOG.warning(f"{source} links to {target}, which is no file")
+            return match[0]
         return f"{start}{posixpath.relpath(there, folder or '.')}{anchor}"
 
     return outside_code(LINK, placed, markdown)
