@@ -51,6 +51,7 @@ def blocks(page):
 def main(page, folder):
     """Run a page's Python in a folder. Tracebacks show its own lines."""
     os.chdir(folder)
+    os.environ["MPLBACKEND"] = "Agg"
     sys.path.insert(0, "")
     namespace = vars(sys.modules["__main__"])
     for block in blocks(Path(page)):

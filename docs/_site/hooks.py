@@ -33,10 +33,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add README.md, the notebook, and all files outside docs/ that a page links to, or one of those."""
-    waiting = [(PAGES["README.md"], ROOT / "README.md")]
+    """Add README.md and CHANGELOG.md, notebooks, and all files outside docs/ that a page links to."""
+    waiting = [(site_path(name), ROOT / name) for name in ("README.md", "CHANGELOG.md")]
     waiting += [(file.src_uri, Path(file.abs_src_path or "")) for file in files.documentation_pages()]
-    for notebook in files:
+    for notebook in list(files):
         if notebook.src_uri.endswith(".ipynb"):
             content = as_markdown(Path(notebook.abs_src_path or ""))
             files.append(File.generated(config, notebook.src_uri.replace(".ipynb", ".md"), content=content))
