@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo cards test test-all test-gpu gpu bench bench-gpu quality clean
+.PHONY: demo cards test test-all test-gpu gpu bench bench-gpu site quality clean
 
 # torch first, as the constraint has it: a CPU build suffices, and a bare `torch` can pull gigabytes of CUDA.
 .venv/installed: pyproject.toml constraints.txt
@@ -42,6 +42,14 @@ bench-gpu: gpu .venv/benchmarks
 
 .venv/benchmarks: .venv/installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
+	touch $@
+
+site: .venv/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "built: build/site/index.html"
+
+.venv/site: .venv/installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 quality: .venv/installed

@@ -1,0 +1,236 @@
+"""The documentation: its Python runs from top to bottom, its commands parse, its links lead somewhere."""
+
+import functools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+from typer.main import get_command
+
+from attacks.hub_server import TOKEN, serve
+from conftest import ROOT, run_python, stock
+from hf_posenc.cli import app
+from hosts import tiny
+from page_worker import blocks
+
+PAGES = {path.name: path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
+PAGES |= {path.name: path for path in sorted((ROOT / "docs").glob("*.md"))}
+NOTEBOOKS = {path.name: path for path in sorted((ROOT / "docs").glob("*.ipynb"))}
+NOUNS = [
+    f"{colour} {animal}"
+    for colour in ("red", "grey", "white")
+    for animal in ("dog", "cat", "fox", "cow", "ox", "hen", "bee", "ram")
+]
+SLOW = ("sentence_transformers.md",)
+"""Pages that take longer than a few seconds."""
+NOT_RUN = 0
+"""Blocks of Python that a comment leaves out: counted, so that a new one is noticed."""
+RUN = "import sys, page_worker; page_worker.main(*sys.argv[1:])"
+
+
+def runnable(page):
+    return [block for block in blocks(page) if block.language == "python" and not block.not_run]
+
+
+def to_run():
+    pages = {name: path for name, path in (PAGES | NOTEBOOKS).items() if runnable(path)}
+    return [pytest.param(path, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, path in pages.items()]
+
+
+def bert(folder, minilm):
+    stock("bert", "ForMaskedLM", vocab_size=30522, max_position_embeddings=512, num_hidden_layers=4).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(minilm, model_max_length=512).save_pretrained(folder)
+
+
+def old_checkpoint(folder, minilm):
+    folder.symlink_to(ROOT / "tests" / "v4" / "bert")
+
+
+def sentences(folder, minilm):
+    folder.symlink_to(minilm)
+
+
+def some_texts(file, minilm):
+    lines = (" ".join(f"The {noun} bit the man, and then it ran {number} miles." for number in range(16)) for noun in NOUNS)
+    file.write_text("\n".join(lines))
+
+
+def evaluation(file, minilm):
+    result = (
+        '{"model": "alibi", "this": true, "task": "fill-mask", "dataset": {"name": "pages"}, "metric": "loss", "value": 2.0}'
+    )
+    file.write_text(f'{{"results": [{result}]}}')
+
+
+def picture(file, minilm):
+    file.write_bytes(b"\x89PNG of lengths")
+
+
+def of_type(kind):
+    return lambda folder, minilm: tiny.build(kind).save_pretrained(folder)
+
+
+def llama(folder, minilm):
+    stock("llama", vocab_size=30522).save_pretrained(folder)
+
+
+THINGS = {
+    "all-MiniLM-L6-v2": sentences,
+    "bert-alibi/evaluation.json": evaluation,
+    "bert-alibi/length.png": picture,
+    "bert-base-uncased": bert,
+    "facebook/bart-base": of_type("bart"),
+    "google-t5/t5-small": of_type("t5"),
+    "google/vit-base-patch16-224": of_type("vit"),
+    "llava-hf/llava-1.5-7b-hf": of_type("llava"),
+    "meta-llama/Llama-3.2-1B": llama,
+    "my.txt": some_texts,
+    "old-checkpoint": old_checkpoint,
+    "openai/clip-vit-base-patch32": of_type("clip"),
+    "sentence-transformers/all-MiniLM-L6-v2": sentences,
+}
+"""What pages load and don't make: models of the Hub by name, tiny and random but for MiniLM, and a reader's own files."""
+
+
+@pytest.mark.parametrize("page", to_run())
+def test_the_page_runs(page, minilm, tmp_path):
+    code = "".join(block.text for block in runnable(page))
+    for name, made in THINGS.items():
+        if f'"{name}"' in code:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            made(tmp_path / name, minilm)
+    if "push_to_hub(" in code:
+        return run_with_a_hub(page, tmp_path)
+    run_python(RUN, page, tmp_path)
+
+
+def run_with_a_hub(page, folder):
+    """The client reads its settings when it is imported: a new interpreter."""
+    with serve() as hub:
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
+        settings |= {"HF_HUB_DISABLE_XET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+        command = [sys.executable, "-c", RUN, str(page), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings}, timeout=240)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_blocks_that_are_not_run_are_counted():
+    left_out = [(name, block.line) for name, path in PAGES.items() for block in blocks(path) if block.not_run]
+    assert len(left_out) == NOT_RUN, left_out
+
+
+def commands(page, program):
+    """(words, whether some are left out) of each command in a page that calls a program; "…" stands for words left out."""
+    for block in blocks(page):
+        for line in block.text.replace("\\\n", " ").splitlines() if block.language == "" else ():
+            words = shlex.split(line, comments=True) if line.startswith(program) else ()
+            if words:
+                yield [word for word in words if word != "…"], "…" in words
+
+
+def calling(*programs):
+    """Pages with commands that call one of these programs."""
+    return [pytest.param(path, id=name) for name, path in PAGES.items() if any(any(commands(path, each)) for each in programs)]
+
+
+@pytest.mark.parametrize("page", calling("hf-posenc"))
+def test_commands_parse(page, tmp_path, monkeypatch):
+    """Subcommands, arguments and options exist, and values are of their types."""
+    monkeypatch.chdir(tmp_path)
+    group = get_command(app)
+    group.callback = None
+    commands_of = [*group.commands.values()]
+    for command in commands_of:
+        command.callback = lambda **given: None
+        commands_of += getattr(command, "commands", {}).values()
+    for words, _ in commands(page, "hf-posenc"):
+        for word in words[2:]:  # folders that have to be there
+            if not word.startswith("-") and not Path(word).suffix:
+                Path(word).mkdir(parents=True, exist_ok=True)
+        group.main(words[1:], "hf-posenc", standalone_mode=False)
+
+
+PARSE = """
+import argparse, json, runpy, sys
+
+sys.path.insert(0, "scripts")
+
+class Parsed(BaseException):
+    pass
+
+def parse_args(self, args=None, namespace=None):
+    for action in self._actions if cut else ():
+        action.required = False
+    parse(self, args, namespace)
+    raise Parsed
+
+def error(self, message):
+    raise ValueError(message)
+
+parse, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, parse_args
+argparse.ArgumentParser.error = error
+for words, cut in json.load(open(sys.argv[1])):
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except Parsed:
+        print("parsed")
+    except Exception as wrong:
+        print("wrong:", words, repr(wrong))
+"""
+"""Each script up to where its arguments are parsed."""
+
+
+def script_of(words):
+    """The words of a command from the script on, if it runs one of ours."""
+    start = next((place for place, word in enumerate(words) if word.startswith("scripts/") and word.endswith(".py")), None)
+    return words[start:] if start is not None else []
+
+
+@pytest.mark.parametrize("page", calling("python scripts", "accelerate launch"))
+def test_scripts_parse(page, tmp_path, monkeypatch):
+    """Scripts exist, and take these arguments."""
+    monkeypatch.chdir(ROOT)
+    found = [*commands(page, "python"), *commands(page, "accelerate")]
+    asked = [(script_of(words), cut) for words, cut in found if script_of(words)]
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    said = run_python(PARSE, tmp_path / "asked.json")
+    assert said.count("parsed") == len(asked) and "wrong:" not in said, said
+
+
+@pytest.mark.parametrize("page", calling("make"))
+def test_targets_exist(page):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {words[1] for words, _ in commands(page, "make")} <= {*targets}
+
+
+LINK = re.compile(r"\]\(([^()\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
+CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+
+
+@functools.cache
+def anchors(path):
+    """The anchors that GitHub gives the headings of a page."""
+    slugs = []
+    for heading in re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE), re.M):
+        words = re.sub(r"\]\([^)]*\)", "", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")
+        slugs.append(f"{slug}-{slugs.count(slug)}" if slug in slugs else slug)
+    return set(slugs)
+
+
+@pytest.mark.parametrize("page", [pytest.param(path, id=name) for name, path in (PAGES | NOTEBOOKS).items()])
+def test_links_lead_somewhere(page):
+    lost = []
+    for match in LINK.finditer(CODE.sub("", page.read_text(encoding="utf-8"))):
+        target, _, anchor = (match[1] or match[2]).partition("#")
+        there = page.parent / target if target else page
+        if "://" not in target and not (there.exists() and (not anchor or anchor in anchors(there))):
+            lost.append(match[0])
+    assert not lost
