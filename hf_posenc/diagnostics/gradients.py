@@ -110,7 +110,7 @@ def _sees_later(read: Reader, row: Mapping[str, Tensor]) -> bool:
 
 
 def _norms(read: Reader, row: Mapping[str, Tensor], place: int, probes: int, seed: int) -> Tensor:
-    """By token, the norm of the gradient of the state at `place` by its embedding: `[L]`, float64."""
+    """By token, the norm of the gradient of the state at `place` by its embedding, times √probes: `[L]`, float64."""
     inputs: list[Tensor] = []
 
     def leaf(module: Any, args: Any, output: Tensor) -> Tensor:
@@ -129,4 +129,4 @@ def _norms(read: Reader, row: Mapping[str, Tensor], place: int, probes: int, see
             signs = torch.randint(0, 2, state.shape, generator=generator).mul(2).sub(1).to(state)
             (gradient,) = torch.autograd.grad((state * signs).sum(), inputs[0], retain_graph=probe < probes - 1)
             squares += gradient[0].double().square().sum(-1).cpu()
-    return (squares / probes).sqrt()
+    return squares.sqrt()

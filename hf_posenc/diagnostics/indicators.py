@@ -44,15 +44,16 @@ def strength(matrix: Tensor) -> Tensor:
 
 
 def translation_invariance(matrix: Tensor, still: float) -> Tensor:
-    """The part of the variance of all cells that their distance explains, R², `[...]`.
+    """The part of the variance of the cells beside the diagonal that their distance explains, R², `[...]`.
 
     still: the standard deviation up to which cells count as equal; the number is then NaN, as there is nothing to explain.
     """
-    known = matrix.isfinite()
-    means, _ = by_distance(matrix.where(known, torch.nan))
     length = matrix.shape[-1]
-    rest = (matrix - means[..., distances(length) + length - 1]).where(known, 0.0) ** 2
-    whole = strength(matrix)
+    known = matrix.isfinite() & (distances(length) != 0)
+    cells = matrix.where(known, torch.nan)
+    means, _ = by_distance(cells)
+    rest = (cells - means[..., distances(length) + length - 1]).where(known, 0.0) ** 2
+    whole = strength(cells)
     explained = 1 - rest.sum((-2, -1)) / (whole**2 * known.sum((-2, -1)))
     return explained.clamp(0, 1).masked_fill(whole <= still, torch.nan)
 

@@ -53,10 +53,12 @@ class Reader:
         return max(1e-4, 4 * torch.finfo(self.model.dtype).eps)
 
     def read(self, texts: Texts, length: int | None, least: int = 2) -> list[dict[str, Tensor]]:
-        """Each text as name -> `[1, L]`, without padding, cut to `length` tokens. Raises ValueError for texts of fewer than
-        `least` tokens, and for ids that the model has no embedding of."""
-        if self.usable is not None:
-            length = self.usable if length is None else min(length, self.usable)
+        """Each text as name -> `[1, L]`, without padding, cut to `length` tokens and to what the model reads; whole with None.
+
+        Raises ValueError for texts of fewer than `least` tokens, and for ids that the model has no embedding of.
+        """
+        if self.usable is not None and length is not None:
+            length = min(length, self.usable)
         rows = list(self._rows(texts, length))
         if not rows:
             raise ValueError("texts has none: give some texts, or a batch of input_ids")

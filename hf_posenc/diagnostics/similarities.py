@@ -63,7 +63,7 @@ class Decay(Result):
     def lines(self) -> Iterator[str]:
         yield f"{self.encoding}: {self.quantity} by distance, {heads(self.mean)}"
         by_place = {distance: place for place, distance in enumerate(self.distances)}
-        for distance in (0, -1, -2, -4, -8, -16, -32, -64, self.distances[0]):
+        for distance in dict.fromkeys((0, -1, -2, -4, -8, -16, -32, -64, self.distances[0])):
             if distance in by_place:
                 place = by_place[distance]
                 spread = f", spread up to {self.spread[:, place].max():.3g}" if (self.spread[:, place] > 1e-9).any() else ""
@@ -74,7 +74,8 @@ class Decay(Result):
 class Properties(Result):
     """The result of `properties`: those of Wang et al. (2021), each of `[H]` heads, from 0 to 1.
 
-    translation_invariance: the part of the matrix's variance that distance explains (R²); 1: distance alone counts.
+    translation_invariance: the part of the variance between different positions that distance explains (R²); 1: distance
+        alone counts.
     monotonicity: of all pairs of distances on one side of a query, the part in which the farther key is the less similar one
         (ties count half): 1 falls everywhere, 0.5 is as good as chance.
     local_monotonicity: the same of distances up to `near` tokens.

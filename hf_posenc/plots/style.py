@@ -111,11 +111,12 @@ class Sheet:
     ) -> None:
         require_matplotlib()
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
 
         self.theme = DARK if dark else LIGHT
         self._path = None if path is None else checked_path(path)
-        self.figure: Any = Figure(figsize=size, facecolor=self.theme.paper, edgecolor=self.theme.paper, layout="constrained")
-        self.figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06)
+        layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
+        self.figure: Any = Figure(figsize=size, facecolor=self.theme.paper, edgecolor=self.theme.paper, layout=layout)
         self.axes: Any = self.figure.subplots(rows, columns, squeeze=False, **subplots)
         for axis in self.axes.flat:
             self.dress(axis)
