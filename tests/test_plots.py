@@ -553,7 +553,7 @@ def folder(tmp_path_factory):
         ("decay", ("alibi", "rope", "--length", 8)),
         slow("lengths", (RESULTS / "length-linux-doc-6.1.json",)),
         slow("needle", (RESULTS / "needle.json",)),
-        ("bench", (RESULTS / "bench.json",)),
+        slow("bench", (RESULTS / "bench.json",)),
         ("probing", ("{folder}/bert", "--length", 6)),
         ("attention", ("{folder}/attention.json",)),
     ],

@@ -111,11 +111,12 @@ class Sheet:
     ) -> None:
         require_matplotlib()
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
 
         self.theme = DARK if dark else LIGHT
         self._path = None if path is None else checked_path(path)
-        self.figure = Figure(figsize=size, facecolor=self.theme.paper, edgecolor=self.theme.paper, layout="constrained")
-        self.figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06)  # type: ignore[union-attr]
+        layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
+        self.figure: Any = Figure(figsize=size, facecolor=self.theme.paper, edgecolor=self.theme.paper, layout=layout)
         self.axes: Any = self.figure.subplots(rows, columns, squeeze=False, **subplots)
         for axis in self.axes.flat:
             self.dress(axis)
@@ -173,7 +174,7 @@ class Sheet:
         """A bar beside these panels that tells which colour is which number."""
         bar = self.figure.colorbar(image, ax=axes, **more)
         self.dress(bar.ax)
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.outline.set_visible(False)
         bar.set_label(label, color=self.theme.ink, fontsize=NORMAL)
         return bar
 
