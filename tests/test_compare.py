@@ -418,7 +418,7 @@ def test_an_encoding_has_one_line_in_all_panels():
     assert len({str(style) for style in styles.values()}) == 21 and styles["none"]["color"] == "#888888"
 
 
-def test_the_page_runs(tmp_path, monkeypatch, checkpoint):
+def test_the_page_runs(tmp_path, monkeypatch, checkpoint, own_registry):
     """Runs all commands of docs/compare.md in a folder with the files and the checkpoint that it names, smaller and shorter."""
     page = (ROOT / "docs" / "compare.md").read_text()
     assert len(page.split()) <= 700
@@ -436,6 +436,7 @@ def test_the_page_runs(tmp_path, monkeypatch, checkpoint):
     for config, script, rest in commands:
         assert (ROOT / script).is_file() and (not config or (ROOT / config).is_file())
         compare.main([*shlex.split(rest), *shorter])
+    del sys.modules["my_window"]
     assert {file.parent.name for file in tmp_path.glob("*/compare.json")} == {
         "first",
         "study",
