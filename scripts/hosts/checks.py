@@ -349,9 +349,14 @@ def saves_and_loads(host: Host) -> Iterator[bool]:
 
 
 def _reloaded(host: Host, model: PreTrainedModel) -> PreTrainedModel:
+    """Weights are copied to memory of their own: in a mapped file they may lie at odd addresses, where some CPUs sum in another
+    order."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return tiny.loader(host.kind, model).from_pretrained(folder).eval()
+        loaded = tiny.loader(host.kind, model).from_pretrained(folder).eval()
+    for tensor in (*loaded.parameters(), *loaded.buffers()):
+        tensor.data = tensor.data.clone()
+    return loaded
 
 
 def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
