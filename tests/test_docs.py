@@ -27,8 +27,8 @@ NOUNS = [
     for colour in ("red", "grey", "white")
     for animal in ("dog", "cat", "fox", "cow", "ox", "hen", "bee", "ram")
 ]
-SLOW = ("sentence_transformers.md",)
-"""Pages that take longer than a few seconds."""
+SLOW = ("longer.md", "sentence_transformers.md")
+"""Pages that convert MiniLM on texts of full length."""
 NOT_RUN = 0
 """Blocks of Python that a comment leaves out: counted, so that a new one is noticed."""
 RUN = "import sys, page_worker; page_worker.main(*sys.argv[1:])"
