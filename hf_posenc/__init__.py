@@ -1,5 +1,6 @@
 """Another position encoding in a Transformers model, with one call."""
 
+import importlib
 from typing import Any
 
 from hf_posenc import requirements as _requirements
@@ -28,12 +29,14 @@ __all__ = [
     "PositionEncoding",
     "TokenPositionEmbedding",
     "convert",
+    "diagnostics",
     "extend",
     "from_v4",
     "inspect",
     "list_encodings",
     "model_card",
     "patch",
+    "plots",
     "push_to_hub",
     "register_attention",
     "register_positions",
@@ -44,7 +47,9 @@ _modeling.register_auto_classes()
 
 
 def __getattr__(name: str) -> Any:
-    """`hf_posenc.PosEnc<HostClass>`, made when it is first asked for."""
+    """`hf_posenc.PosEnc<HostClass>`, made when it is first asked for; packages, which are imported then."""
+    if name in ("diagnostics", "plots"):
+        return importlib.import_module(f"hf_posenc.{name}")
     if name.startswith(_modeling.PREFIX):
         return getattr(_modeling, name)
     raise AttributeError(f"module 'hf_posenc' has no attribute {name!r}{_meant(name, __all__)}")

@@ -96,17 +96,24 @@ def _listed(values: tuple[float, ...]) -> str:
     return ", ".join(f"{value:.2f}" for value in values)
 
 
-def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Report:
+def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str], *, submodel: str | None = None) -> Report:
     """How a model knows word order: its encoding, where it enters, the usable length, and what is ignored.
 
     Args:
         model: a model, patched or not, also within a SentenceTransformer, a PEFT model or another wrapper; or the config,
             folder or Hub id of one (no weights are read). A PEFT adapter's report is that of its base.
+        submodel: of a model made of several (CLIP, LLaVA, an EncoderDecoderModel) the one to report on, as `patch` takes it;
+            the error for such a model without it names them. The report's paths begin in it.
 
     Raises:
-        ValueError: a model whose sources of position hf_posenc can't take over, or one that is made of several models.
+        ValueError: a model whose sources of position hf_posenc can't take over, one that is made of several models, or another
+            submodel than it has.
     """
-    model = _unwrapped(model) if isinstance(model, nn.Module) else _without_weights(model)
+    whole = _unwrapped(model) if isinstance(model, nn.Module) else _without_weights(model)
+    return _report(whole if submodel is None else structure.submodel(whole, submodel))
+
+
+def _report(model: PreTrainedModel) -> Report:
     config = model.config
     if isinstance(model, PositionEmbedding):
         options = options_of(portable(config.position_encoding))
@@ -116,10 +123,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str]) -> Rep
     if not stacks:
         return _stock_report(model)
     if not hasattr(config, "position_spec"):
-        raise ValueError(
-            f"{type(model).__name__} is made of several models, each with positions of its own: inspect them one by one, "
-            f"hf_posenc.inspect(model.{next(iter(stacks))})"
-        )
+        raise _several_models(model, structure.submodels_of(model))
     stack = next(iter(stacks.values()))
     spec = stack.config.position_spec
     verbs = dict.fromkeys(verb for each in spec.every for verb in each.encoding.acts_by(each.options))
@@ -211,10 +215,7 @@ def _stock_report(model: PreTrainedModel) -> Report:
             return Report(type(model).__name__, "none", {}, {}, None, False, ignored)
         if not refused.submodels:
             raise
-        base = "model" if model.base_model is model else f"model.{model.base_model_prefix}"
-        one_by_one = " and ".join(f"hf_posenc.inspect({base}.{path})" for path in refused.submodels)
-        message = f"{type(model).__name__} is made of several models, each with positions of its own: inspect them one by one, "
-        raise HostRefused(message + one_by_one, submodels=refused.submodels) from None
+        raise _several_models(model, refused.submodels) from None
     enters: dict[str, tuple[str, ...]] = {}
     for path, found in reversed(stacks.items()):
         for source in found.sources:
@@ -229,6 +230,16 @@ def _stock_report(model: PreTrainedModel) -> Report:
         host_kept=False,
         ignored=_ignored(model),
         stays=_stays((path, {**found.others, **found.fronts}) for path, found in stacks.items()),
+    )
+
+
+def _several_models(model: PreTrainedModel, submodels: tuple[str, ...]) -> HostRefused:
+    """The refusal of a report on the whole of a model whose parts have positions of their own."""
+    named = " or ".join(f"submodel={path!r}" for path in submodels)
+    return HostRefused(
+        f"{type(model).__name__} is made of several models, each with positions of its own: say which, {named} "
+        "(--submodel of `hf-posenc inspect`)",
+        submodels=submodels,
     )
 
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from hf_posenc import spec as specs
 from hf_posenc.modeling import PosEncModelMixin, derive
 from hf_posenc.sources import HostRefused
 from hf_posenc.sources.source import is_transformers
@@ -168,8 +170,8 @@ def changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedMod
     """A twin of a SentenceTransformer with its model changed and a tokenizer of its own; it shares all else.
 
     Its max_seq_length, which is its tokenizer's model_max_length, becomes the patched model's usable length: without a limit
-    Transformers' VERY_LARGE_INTEGER, so that no text is cut. A stock model cuts it down to its own (`unpatch`), or, if it was
-    made longer, sets it to that.
+    Transformers' VERY_LARGE_INTEGER, so that no text is cut. The one before is kept with the model, and `unpatch` brings it
+    back; a model patched without one gets its own usable length at most. A stock model that was made longer sets it to that.
     """
     first = outer[0]
     model = change(first.model)
@@ -183,12 +185,19 @@ def changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedMod
         # Without this key sentence-transformers loads the tokenizer's length cut down to config.max_position_embeddings,
         # which stays the host's if the encoding has no limit.
         holder.config_keys = [*type(first).config_keys, "max_seq_length"]
+        spec = model.config.position_spec
+        if spec.host is not None and not isinstance(first.model, PosEncModelMixin):
+            specs.write(model.config, replace(spec, host=replace(spec.host, max_seq_length=first.max_seq_length)))
     else:
         vars(holder).pop("config_keys", None)
-        within = first.model.config.position_spec.submodel if isinstance(first.model, PosEncModelMixin) else None
-        stacks = find_all(model if within is None else submodel_of(model, within)).values()
+        spec = first.model.config.position_spec if isinstance(first.model, PosEncModelMixin) else None
+        stacks = find_all(model if spec is None or spec.submodel is None else submodel_of(model, spec.submodel)).values()
         lengths = [found.usable_length for found in stacks if found.usable_length]
-        holder.max_seq_length = min(lengths if longer else [first.max_seq_length, *lengths])
+        before = spec.host.max_seq_length if spec is not None and spec.host is not None else None
+        if before is not None:
+            holder.max_seq_length = before
+        else:
+            holder.max_seq_length = min(lengths if longer else [first.max_seq_length, *lengths])
         if longer:  # Transformers' dynamic rotation leaves config.max_position_embeddings at the trained length
             holder.config_keys = [*type(first).config_keys, "max_seq_length"]
     # As sentence-transformers' own merge does: the given model's card doesn't describe this one.

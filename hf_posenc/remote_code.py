@@ -124,7 +124,11 @@ def _copy(module: str, wanted: Iterable[str], found: dict[str, str]) -> None:
 def _stand_in(package: str, wanted: Iterable[str]) -> tuple[str, list[str]]:
     """A flat module with the public names of a package that come from encodings/; other names are errors."""
     values = {name: getattr(sys.modules[package], name) for name in sys.modules[package].__all__}  # type: ignore[attr-defined]
-    owners = {name: value.__module__ for name, value in values.items() if value.__module__.startswith(f"{PACKAGE}.encodings.")}
+    owners = {
+        name: value.__module__
+        for name, value in values.items()
+        if getattr(value, "__module__", "").startswith(f"{PACKAGE}.encodings.")
+    }
     modules = sorted(module for module in wanted if module.rpartition(".")[0] == package)
     lines = [f"from .{flat(owner)} import {name}\n" for name, owner in owners.items()]
     lines += [f"from . import {flat(module)} as {module.rpartition('.')[2]}\n" for module in modules]

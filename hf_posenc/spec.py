@@ -72,12 +72,14 @@ class HostSpec:
     rows: the stock config's own length field: the rows of its position table, if it has one.
     kept: whether the host's learned positions are kept as `posenc.host.*`.
     fingerprint: a hash of the weights that were patched.
+    max_seq_length: of the SentenceTransformer in which it was patched; written only where it was one.
     """
 
     name_or_path: str
     rows: int | None
     kept: bool
     fingerprint: str
+    max_seq_length: int | None = None
 
     @classmethod
     def parse(cls, given: Any) -> "HostSpec | None":
@@ -85,10 +87,11 @@ class HostSpec:
         if given is None:
             return None
         kinds = {"name_or_path": (str,), "rows": (int, type(None)), "kept": (bool,), "fingerprint": (str,)}
+        optional = {"max_seq_length": (int,)}
         if (
             not isinstance(given, dict)
-            or given.keys() != kinds.keys()
-            or not all(type(given[key]) in allowed for key, allowed in kinds.items())
+            or not {*kinds} <= {*given} <= {*kinds, *optional}
+            or not all(type(value) in {**kinds, **optional}[key] for key, value in given.items())
         ):
             raise ValueError(
                 f"position_encoding['host'] is written by patch and not to be edited, but reads {shown(given)}: restore it "
@@ -97,6 +100,12 @@ class HostSpec:
         checked_max_length(given["rows"])
         # A folder's name, as earlier versions wrote it, says something about a machine, and nothing elsewhere.
         return cls(**{**given, "name_or_path": given["name_or_path"] if HUB_ID.fullmatch(given["name_or_path"]) else ""})
+
+    def to_dict(self) -> dict[str, Any]:
+        written = asdict(self)
+        if self.max_seq_length is None:
+            del written["max_seq_length"]
+        return written
 
 
 @dataclass(frozen=True)
@@ -285,7 +294,7 @@ class PositionSpec:
             **self._written(),
             "inject": self.inject,
             "max_length": self.max_length,
-            "host": None if self.host is None else asdict(self.host),
+            "host": None if self.host is None else self.host.to_dict(),
             **({} if self.calibration is None else {"calibration": self.calibration.to_dict()}),
             **({} if self.submodel is None else {"submodel": self.submodel}),
             **({"where": where} if where else {}),

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_posenc import written_out
 from hf_posenc.calls import TOKENS, argument_names, reads_tokens
 from hf_posenc.declarations import names_in
-from hf_posenc.encodings import Geometry
+from hf_posenc.encodings import Geometry, listed, meant
 from hf_posenc.sources import HostRefused, Source, patch_projection, sees_order, signs_of_position
 from hf_posenc.sources.convolutions import is_convolution
 from hf_posenc.sources.declared import declared_in
@@ -473,9 +473,9 @@ def submodel(model: Any, path: str) -> Any:
     base = model.base_model
     inner = dict(base.named_modules()).get(path)
     if not isinstance(inner, PreTrainedModel) or type(inner.config) is type(base.config):
-        named = ", ".join(map(repr, submodels_of(model)))
-        there = f"those that can be taken are {named}" if named else "none of those within it can be taken; leave it out"
-        raise ValueError(f"submodel={path!r} is no model of its own within {type(base).__name__}: {there}")
+        there = submodels_of(model)
+        taken = f"those that can be taken are {listed(there)}" if there else "none of those within can be taken; leave it out"
+        raise ValueError(f"submodel={path!r} is no model of its own within {type(base).__name__}{meant(path, there)}: {taken}")
     _refuse_mixed(model, inner, path)
     return inner
 

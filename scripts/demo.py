@@ -25,6 +25,7 @@ from evaluation import records
 from evaluation.corpus import split
 from evaluation.lengths import BAG, cases
 from evaluation.library import bag_of_words, evaluate
+from hf_posenc.plots.style import LIGHT
 from hf_posenc.retrieval import Embedder, Method, lexical_similarity, methods
 from hf_posenc.scores import Difference, Ranks, Score, paired, ranked, score
 
@@ -164,7 +165,8 @@ def draw(scores: dict[str, Score], deep: dict[str, Score], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colours = {"original": "#bbbbbb", "just patched": "#ee6677", "calibrated, no training": "#4477aa", "trained": "#228833"}
+    others = ("just patched", "calibrated, no training", "trained")
+    colours = dict(zip(others, (LIGHT.lines[1], LIGHT.lines[0], LIGHT.lines[2]), strict=True))
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
     chosen = {name: scores[name] for name in ("just patched", "calibrated, no training", "trained", "original")}
     behind = {name: each for name, each in deep.items() if name != BAG}
@@ -176,7 +178,7 @@ def draw(scores: dict[str, Score], deep: dict[str, Score], path: Path) -> None:
             [*found],
             [each.mrr for each in found.values()],
             xerr=[low, high],
-            color=[colours.get(name, colours["original"]) for name in found],
+            color=[colours.get(name, LIGHT.quiet) for name in found],
             capsize=3,
         )
         axis.bar_label(bars, [f"{each.mrr:.3f}" for each in found.values()], label_type="center", color="white")

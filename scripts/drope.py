@@ -49,6 +49,7 @@ from transformers.utils import logging
 
 import hf_posenc
 from evaluation import corpus, pages, passkeys, perplexity, records
+from hf_posenc.plots.style import LIGHT, MAP, MARKERS
 from hf_posenc.scores import bootstrapped
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -64,9 +65,12 @@ MAX_CHARACTERS = 6000
 JOINED = 8
 """Passages of the standard library that make a training text."""
 COLOURS = {
-    ORIGINAL: "#999999", SHORT: "#000000", "short + PI": "#cc79a7", "short + NTK": "#56b4e9", "short + YaRN": "#009e73",
-    "short + dynamic": "#e69f00", DROPPED: "#b8a5d6", DROPE: "#d55e00", SCALED: "#0072b2",
+    ORIGINAL: LIGHT.quiet, SHORT: LIGHT.ink, "short + PI": LIGHT.lines[3], "short + NTK": LIGHT.lines[4],
+    "short + YaRN": LIGHT.lines[2], "short + dynamic": LIGHT.lines[5], DROPPED: LIGHT.quiet, DROPE: LIGHT.lines[1],
+    SCALED: LIGHT.lines[0],
 }  # fmt: skip
+SIGNS = dict(zip(COLOURS, (*MARKERS, "x"), strict=True))
+"""Method -> the marker of its line."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -474,7 +478,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     loss.set(title="loss while training (moving mean)", xlabel="thousand tokens", ylabel="nats per token")
     loss.legend(frameon=False)
     for place, (name, by_length) in enumerate(found.items()):
-        style: dict[str, Any] = {"color": COLOURS[name], "marker": "o", "markersize": 4, "zorder": 3 + place}
+        style: dict[str, Any] = {"color": COLOURS[name], "marker": SIGNS[name], "markersize": 4.5, "zorder": 3 + place}
         style |= {"linestyle": "--" if name in (ORIGINAL, DROPPED) else "-", "linewidth": 2.4 if name == DROPE else 1.6}
         by_perplexity.plot(columns, [by_length[str(length)]["perplexity"] for length in columns], label=name, **style)
         shift = 0.006 * (place - len(found) / 2)  # lines that lie on each other stay visible
@@ -500,7 +504,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     for axis, name in zip(heats, found, strict=True):
         of_name = record["methods"][name]["passkeys"]
         values = np.asarray([np.asarray(of_name[str(length)]).reshape(len(parts), -1).mean(1) for length in columns]).T
-        image = axis.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        image = axis.imshow(values, vmin=0, vmax=1, cmap=MAP, aspect="auto")
         axis.set_xticks(range(len(columns)), [str(length) for length in columns], fontsize=7.5)
         axis.set_yticks(range(len(parts)), [f"{part:.0%}" for part in parts])
         axis.set_title(name, fontsize=9)

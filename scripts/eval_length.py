@@ -31,10 +31,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 import hf_posenc  # noqa: F401  (registers patched models with the Auto classes)
 from evaluation import library, pages, perplexity, records
 from evaluation.corpus import EVALUATION_MODULES
-from evaluation.figures import draw, draw_heat, tables
 from evaluation.lengths import Found, Texts, baseline_of, cases, evaluate, evaluate_needles, ways
 from evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
-from hf_posenc import retrieval
+from evaluation.tables import tables
+from hf_posenc import plots, retrieval
 from hf_posenc.retrieval import Embedder
 from training import sentences
 
@@ -193,11 +193,12 @@ def main() -> None:
     }
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     records.write(arguments.output_dir / "length.json", record)
+    written = records.read(arguments.output_dir / "length.json")
     for name, path in paths.items() if arguments.add_to_models else ():
-        records.add(Path(path), records.of_lengths(records.read(arguments.output_dir / "length.json"), name))
-    draw(found, perplexities, settings, arguments.output_dir / "length.png")
+        records.add(Path(path), records.of_lengths(written, name))
+    plots.lengths(written, path=arguments.output_dir / "length.png")
     if found.cells:
-        draw_heat(found, settings, arguments.output_dir / "needle.png")
+        plots.needle(written, path=arguments.output_dir / "needle.png")
     with (arguments.output_dir / "length.txt").open("w") as file:
         for each in (console, Console(file=file, width=170)):
             for table in tables(found, perplexities, settings):

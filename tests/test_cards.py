@@ -382,7 +382,7 @@ def test_from_a_shell(tmp_path):
 
     assert run() == model_card(folder, "bert-alibi")
     output.write_text("---\nlicense: mit\n---\n")
-    run("--repo-id", "me/x", "--figure", "a.png", "--output", output)
+    run("--repo-id", "me/x", "--figures", "a.png", "--output", output)
     assert output.read_text() == model_card(folder, "me/x", figures=["a.png"], metadata={"license": "mit"})
     run("--output", output)  # ours, so it may be replaced
     output.write_text(output.read_text() + "Mine.\n")

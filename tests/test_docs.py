@@ -27,8 +27,8 @@ NOUNS = [
     for colour in ("red", "grey", "white")
     for animal in ("dog", "cat", "fox", "cow", "ox", "hen", "bee", "ram")
 ]
-SLOW = ("longer.md", "sentence_transformers.md")
-"""Pages that convert MiniLM on texts of full length."""
+SLOW = ("diagnostics.md", "plots.md", "sentence_transformers.md", "first_steps.ipynb")
+"""Pages that take longer than a few seconds."""
 NOT_RUN = 0
 """Blocks of Python that a comment leaves out: counted, so that a new one is noticed."""
 RUN = "import sys, page_worker; page_worker.main(*sys.argv[1:])"
@@ -145,8 +145,10 @@ def test_commands_parse(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     group = get_command(app)
     group.callback = None
-    for command in group.commands.values():
+    commands_of = [*group.commands.values()]
+    for command in commands_of:
         command.callback = lambda **given: None
+        commands_of += getattr(command, "commands", {}).values()
     for words, _ in commands(page, "hf-posenc"):
         for word in words[2:]:  # folders that have to be there
             if not word.startswith("-") and not Path(word).suffix:

@@ -14,7 +14,7 @@ from transformers import BertTokenizer
 import eval_length
 import hf_posenc
 from conftest import LETTERS, ROOT, stock
-from evaluation import corpus, figures, lengths, needles, perplexity, records
+from evaluation import corpus, lengths, needles, perplexity, records
 from evaluation import library as stdlib
 from hf_posenc.evaluation import checked_evaluation
 from hf_posenc.retrieval import Embedder, Method, cut
@@ -286,12 +286,6 @@ def test_which_method_is_the_baseline(tokenizer, model):
     assert lengths.baseline_of(lengths.ways({"b": free, "a": limited}, 100, window=10), None) == "b, truncated at 10"
     with pytest.raises(SystemExit, match="--baseline 'c' is none of the methods: 'bag of words', 'b'"):
         lengths.baseline_of(lengths.ways({"b": free}, 100), "c")
-
-
-def test_figures_show_few_lines():
-    names = [*NAMES, "other, truncated at 24", "other, chunked by 24, mean", "other, chunked by 24, max"]
-    shown = list(figures.shown_methods(names, ["stock", "alibi", "other"], NAMES[1]))
-    assert shown == [NAMES[1], NAMES[2], "alibi", "other, truncated at 24"]
 
 
 def test_the_heat_map_has_each_fact_in_its_cell(tokenizer):

@@ -103,9 +103,9 @@ def test_all_encodings_have_the_same_host_and_rows(monkeypatch):
     seen, hosts = [], []
     train, losses = tasks.TASKS["copy"].train, runs.losses_of
 
-    def recorded(model, input_ids, labels):
+    def recorded(model, input_ids, labels, head):
         seen[-1].append(input_ids.tolist())
-        return losses(model, input_ids, labels)
+        return losses(model, input_ids, labels, head)
 
     monkeypatch.setattr(runs, "losses_of", recorded)
     patched = models.patched

@@ -130,7 +130,8 @@ done = CliRunner().invoke(app, ["push", str(folder / "ready"), "me/ready", "--cr
 results["ready"] = [done.exit_code, done.stdout.strip()]
 masked.save_pretrained(folder / "saved")
 tokenizer.save_pretrained(folder / "saved")
-done = CliRunner().invoke(app, ["push", str(folder / "saved"), "me/from-shell", "--private", "--message", "From a shell"])
+flags = ["--private", "--commit-message", "From a shell"]
+done = CliRunner().invoke(app, ["push", str(folder / "saved"), "me/from-shell", *flags])
 results["shell"] = [done.exit_code, done.stdout.strip()]
 done = CliRunner().invoke(app, ["push", str(folder / "saved"), "you/model"])
 results["refused"] = [done.exit_code, done.stderr]

@@ -677,7 +677,7 @@ def test_title_and_paper_are_those_of_the_file(name):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("paper = 'https://example.org'", "Own.paper='https://example.org': allowed is a tuple of a string"),
+        ("paper = 'https://example.org'", "Own.paper='https://example.org': allowed is a list in which each value is a string"),
         ("title = 3", "Own.title=3: allowed is a string"),
     ],
 )
@@ -760,6 +760,8 @@ ORDER = [
     {"longer_tables", "longer_rotations"},
     {"extension"},
     {"inspection"},
+    {"diagnostics"},
+    {"plots"},
     {"conversion"},
     {"evaluation", "leaks", "retries", "scores", "questions"},
     {"retrieval"},
@@ -848,7 +850,7 @@ def test_copies_of_modules_have_files_of_their_own():
     assert {name for name in saved if saved.count(name) > 1} == set()
 
 
-MEASURING = {"retrieval", "scores", "questions"}
+MEASURING = {"retrieval", "scores", "questions", "plots"}
 """Modules that scripts and commands share; they know nothing of how models are patched."""
 
 

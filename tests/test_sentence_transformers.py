@@ -42,7 +42,7 @@ def test_sentence_transformer(minilm, tmp_path):
     model.save_pretrained(str(tmp_path / "saved"))
     torch.save((texts, torch.from_numpy(embeddings)), tmp_path / "expected.pt")
     loaded, back = run_python(SENTENCES, tmp_path / "saved", tmp_path / "expected.pt").splitlines()[-2:]
-    assert loaded == "[1024, 1024, true]" and back == '[512, "BertModel"]'
+    assert loaded == "[1024, 1024, true]" and back == '[256, "BertModel"]'
     assert (hf_posenc.unpatch(model).encode(["a short one"]) == stock_model.encode(["a short one"])).all()
     with pytest.raises(ValueError, match="unknown position encoding 'alibbi'"):
         hf_posenc.patch(stock_model, "alibbi")
@@ -59,7 +59,8 @@ for folder in sys.argv[1:]:
 
 
 def test_the_length_follows_the_model(minilm, tmp_path):
-    """Without a limit nothing is cut, also after reloading, which takes config.max_position_embeddings for a limit."""
+    """Without a limit nothing is cut, also after reloading, which takes config.max_position_embeddings for a limit. unpatch
+    brings the length before back."""
     from sentence_transformers import SentenceTransformer
 
     stock_model = SentenceTransformer(minilm, device="cpu")
@@ -69,11 +70,16 @@ def test_the_length_follows_the_model(minilm, tmp_path):
     model.max_seq_length = 1500
     model.save_pretrained(str(tmp_path / "by hand"))
     lines = run_python(UNLIMITED, tmp_path / "unlimited", tmp_path / "by hand").splitlines()[-2:]
-    assert [json.loads(line) for line in lines] == [[VERY_LARGE_INTEGER, 2002, 512], [1500, 1500, 512]]
+    assert [json.loads(line) for line in lines] == [[VERY_LARGE_INTEGER, 2002, 256], [1500, 1500, 256]]
     assert hf_posenc.patch(stock_model, "learned").max_seq_length == 512
     back = hf_posenc.unpatch(hf_posenc.patch(stock_model, "alibi", max_length=128))
     back.save_pretrained(str(tmp_path / "back"))
-    assert back.max_seq_length == 128 and "max_seq_length" not in (tmp_path / "back" / "sentence_bert_config.json").read_text()
+    assert back.max_seq_length == 256 and "max_seq_length" not in (tmp_path / "back" / "sentence_bert_config.json").read_text()
+    assert SentenceTransformer(str(tmp_path / "back"), device="cpu").max_seq_length == 256
+    longer = hf_posenc.extend(hf_posenc.patch(stock_model, "alibi", max_length=128), 600)
+    assert longer.max_seq_length == 600 and hf_posenc.unpatch(longer).max_seq_length == 256
+    host = model[0].model.config.position_encoding["host"]
+    assert host["max_seq_length"] == 256 and "max_seq_length" not in patched("bert", "alibi").config.position_encoding["host"]
 
 
 @pytest.mark.parametrize("host", ["bert", "roberta", "mpnet"])

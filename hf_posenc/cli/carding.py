@@ -13,9 +13,13 @@ from hf_posenc.cli import app, console
 @app.command("card")
 def card(
     folder: Annotated[Path, typer.Argument(help="Folder of a saved model.", exists=True, file_okay=False)],
-    repo_id: Annotated[str | None, typer.Option(help="The id to load the model by; default: the folder's name.")] = None,
-    figure: Annotated[list[str] | None, typer.Option(help="Name of an image beside the card; may be repeated.")] = None,
-    output: Annotated[Path | None, typer.Option(help="The file to write, README.md; default: to the screen.")] = None,
+    repo_id: Annotated[str | None, typer.Option(help="The id to load the model by.", show_default="the folder's name")] = None,
+    figures: Annotated[
+        list[str] | None, typer.Option(help="The name of an image beside the card; may be repeated.", show_default="none")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The file to write, such as README.md.", show_default="standard output")
+    ] = None,
 ) -> None:
     """Generate the model card from the model's config and its evaluation. No weights are read.
 
@@ -26,7 +30,7 @@ def card(
     existing = output.read_text(encoding="utf-8") if output and output.exists() else ""
     if (kept := replaceable(existing)) is None:
         raise ValueError(f"{output} was written by hand, and stays as it is: choose another --output")
-    text = hf_posenc.model_card(folder, repo_id or folder.resolve().name, figures=figure or (), metadata=kept)
+    text = hf_posenc.model_card(folder, repo_id or folder.resolve().name, figures=figures or (), metadata=kept)
     if output is None:
         print(text, end="")
     else:

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +14,20 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
 from hf_posenc import comparison
-from hf_posenc.cli import app, console
-from hf_posenc.cli.folders import Overwrite, check_output_dir, load, load_tokenizer, save, write
-from hf_posenc.cli.patching import Encoding, Layers, MaxLength, Options, Submodel, given_encoding, option_value
+from hf_posenc.cli import app
+from hf_posenc.cli.arguments import (
+    Encoding,
+    Layers,
+    MaxLength,
+    Options,
+    OutputDir,
+    Overwrite,
+    Submodel,
+    given_encoding,
+    option_value,
+)
+from hf_posenc.cli.folders import Original, check_output_dir, load, save, write
+from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.cli.texts import read
 from hf_posenc.retrieval import Embedder, pooling
 
@@ -24,6 +36,9 @@ DOCUMENTS = 200
 
 TEXT_LENGTH = 256
 """Longest texts in training, in tokens, that the original reads at once; distill.py's default."""
+
+STDERR = 2
+"""The file descriptor of standard error."""
 
 
 @app.command("convert")
@@ -36,16 +51,22 @@ def convert(
             help="24 texts or more of the model's kind: .jsonl, .json, .csv, .parquet, or .txt with one in each line."
         ),
     ],
-    output_dir: Annotated[Path, typer.Option(help="Where the converted model and its tokenizer are saved.")],
+    output_dir: OutputDir,
     max_length: MaxLength = None,
     option: Options = None,
     layers: Layers = None,
     submodel: Submodel = None,
     text_column: Annotated[str, typer.Option(help="The column of --texts.")] = "text",
-    queries: Annotated[Path | None, typer.Option(help="20 rows or more: a `query` and the `document` it should find.")] = None,
+    queries: Annotated[
+        Path | None,
+        typer.Option(
+            help="20 rows or more: a `query` and the `document` it should find.", show_default="sentences out of the texts"
+        ),
+    ] = None,
     train_steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the calibration.")] = 0,
     compare: Annotated[bool, typer.Option(help="End with what was gained and lost, by length.")] = True,
     overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
     """Give a trained model another position encoding, calibrated on your texts, and say what it costs and gains.
 
@@ -68,25 +89,24 @@ def convert(
         raise ValueError(
             f"{queries} has {len(pairs)} rows: {comparison.FEWEST} are needed to compare; --no-compare leaves it out"
         )
-    original = load(model)
-    tokenizer = getattr(original, "tokenizer", None) or load_tokenizer(model)
+    out, original = Output(as_json), Original.load(model)
     some: dict[str, Any] = {} if layers is None else {"layers": option_value(layers)}
     some |= {} if submodel is None else {"submodel": submodel}
     chosen = given_encoding(encoding, option or [])
     converted = hf_posenc.convert(
-        original, chosen, texts=rows, tokenizer=_only_called(tokenizer), max_length=max_length, **some
+        original.model, chosen, texts=rows, tokenizer=_only_called(original.tokenizer), max_length=max_length, **some
     )
     # Before anything is saved: texts that give too few questions are an error.
-    asked = _questions(_within(original, submodel), tokenizer, rows, pairs) if compare else None
+    stock = _within(original.model, submodel)
+    asked = _questions(out, stock, original.tokenizer, rows, pairs) if compare else None
     models = {"calibrated": converted}
-    if script is None:
-        save(converted, model, output_dir)
-    else:
-        models["trained"] = _distilled(converted, script, model, texts, text_column, train_steps, max_length)
-        save(models["trained"], model, output_dir)
+    if script is not None:
+        models["trained"] = _distilled(converted, script, original, texts, text_column, train_steps, max_length)
+    saved = save(out, [*models.values()][-1], original, output_dir, submodel)
     if asked:
         models = {name: _within(model, submodel) for name, model in models.items()}
-        _compare(_within(original, submodel), models, tokenizer, *asked, max_length)
+        saved["comparison"] = _compare(out, stock, models, original.tokenizer, *asked, max_length)
+    out.document(saved)
 
 
 def _within(model: Any, submodel: str | None) -> Any:
@@ -110,23 +130,24 @@ def _distillation_script() -> Path:
 
 
 def _distilled(
-    converted: Any, script: Path, original: str, texts: Path, column: str, steps: int, max_length: int | None
+    converted: Any, script: Path, original: Original, texts: Path, column: str, steps: int, max_length: int | None
 ) -> Any:
     """A copy of the converted model, its body trained by distill.py, with its own progress bar.
 
     Raises ValueError if that fails, which it explains itself.
     """
     sentences = not isinstance(converted, PreTrainedModel)
-    usable = hf_posenc.inspect(load(original)).max_length
+    usable = hf_posenc.inspect(original.model).max_length
     with tempfile.TemporaryDirectory() as folder:
         calibrated, made = Path(folder, "calibrated"), Path(folder, "trained")
         write(converted, original, calibrated)
-        command = [sys.executable, str(script), "--model_name_or_path", str(calibrated), "--teacher", original]
+        command = [sys.executable, str(script), "--model_name_or_path", str(calibrated), "--teacher", original.name]
         command += ["--train_file", str(texts), "--text_column", column, "--max_train_steps", str(steps)]
         if usable is not None:
             command += ["--text_length", str(min(TEXT_LENGTH, usable))]
             command += ["--long_text_length", str(max_length)] if max_length is not None and max_length > usable else []
-        if subprocess.run([*command, "--output_dir", str(made)], check=False).returncode:
+        # Its standard output is no part of this command's, which may be JSON.
+        if subprocess.run([*command, "--output_dir", str(made)], check=False, stdout=STDERR).returncode:
             raise ValueError("the distillation failed, as it says above; nothing was saved")
         if sentences:
             return load(str(made))
@@ -139,14 +160,14 @@ def _distilled(
 
 
 def _questions(
-    original: Any, tokenizer: Any, texts: list[str], pairs: list[comparison.Pair]
+    out: Output, original: Any, tokenizer: Any, texts: list[str], pairs: list[comparison.Pair]
 ) -> tuple[list[comparison.Pair], str] | None:
     """What the models are compared by, and what it is in words; None, which is said, without a tokenizer.
 
     Raises ValueError where the texts have too few sentences for questions.
     """
     if tokenizer is None:
-        console.print("There is no tokenizer beside the model, so nothing is compared.")
+        out.message("There is no tokenizer beside the model, so nothing is compared.")
         return None
     if pairs:
         return pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} queries of your own find their documents"
@@ -155,13 +176,15 @@ def _questions(
 
 
 def _compare(
+    out: Output,
     original: Any,
     models: dict[str, Any],
     tokenizer: Any,
     pairs: list[comparison.Pair],
     about: str,
     max_length: int | None,
-) -> None:
+) -> dict[str, Any]:
+    """Prints the comparison, and returns it for --json."""
     embedders = {name: Embedder(*_parts(model, tokenizer)) for name, model in {"original": original, **models}.items()}
     lengths = comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
     found = comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
@@ -177,8 +200,9 @@ def _compare(
             difference = f" ({each.difference.shown()})" if each and each.difference else ""
             cells.append(f"{each.score.mrr:.3f}{difference}" if each else "")
         table.add_row(name, *cells)
-    console.print(table)
-    console.print(found.verdict, highlight=False)
+    out.result(table)
+    out.result(found.verdict)
+    return {"questions": about, **asdict(found)}
 
 
 def _parts(model: Any, tokenizer: Any) -> tuple[Any, Any, Any]:

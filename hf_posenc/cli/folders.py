@@ -1,24 +1,28 @@
 """The folders that the commands read and write: a model, or one of sentence-transformers, with its tokenizer."""
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import cached_file, has_file
 
 import hf_posenc
 from hf_posenc import saving
 from hf_posenc.cards import architecture
-from hf_posenc.cli import console
-from hf_posenc.encodings import canonical, encoding_class, shown
+from hf_posenc.cli.output import Output
+from hf_posenc.encodings import canonical, encoding_class, meant, shown
 from hf_posenc.inspection import Report
+from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within
 from hf_posenc.spec import V4_RELATIVE
+from hf_posenc.structure import submodels_of
 
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -29,7 +33,24 @@ SENTENCES = "config_sentence_transformers.json"
 SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
 """Values of `model_type` in SENTENCES, which older folders don't have: classes of sentence-transformers."""
 
-Overwrite = Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")]
+
+@dataclass(frozen=True)
+class Original:
+    """A model before a command changes it.
+
+    name: its folder or Hub id.
+    model: as `load` gives it; None where its weights are read in another way (`load_v4`).
+    tokenizer: None where it has none.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+    @classmethod
+    def load(cls, name: str) -> "Original":
+        model = load(name)
+        return cls(name, model, model.tokenizer if _is_sentences(model) else load_tokenizer(name))
 
 
 def load(model: str) -> Any:
@@ -54,12 +75,14 @@ def asks_for_its_own(model: str, encoding: dict[str, Any]) -> bool:
     return True
 
 
-def load_v4(model: str, max_length: int | None) -> Any:
-    """A checkpoint of Transformers v4 with relative positions, as `load` gives models."""
-    sentences = _load_sentences(model)
+def load_v4(name: str, max_length: int | None) -> tuple[Original, Any]:
+    """A checkpoint of Transformers v4 with relative positions, before and after: as Transformers 5 has it, and with them."""
+    sentences = _load_sentences(name)
     if sentences is not None:
-        return changed_within(sentences, lambda stock: _from_v4(str(stock.name_or_path), type(stock), max_length))
-    return _from_v4(model, architecture(AutoConfig.from_pretrained(model)) or AutoModel, max_length)
+        changed = changed_within(sentences, lambda stock: _from_v4(str(stock.name_or_path), type(stock), max_length))
+        return Original(name, sentences, sentences.tokenizer), changed
+    changed = _from_v4(name, architecture(AutoConfig.from_pretrained(name)) or AutoModel, max_length)
+    return Original(name, None, load_tokenizer(name)), changed
 
 
 def _from_v4(model: str, cls: Any, max_length: int | None) -> PreTrainedModel:
@@ -85,7 +108,10 @@ def _load_sentences(model: str) -> Any:
     about = json.loads(Path(str(cached_file(model, SENTENCES))).read_text("utf-8")) if has_file(model, SENTENCES) else {}
     kind = about.get("model_type", SENTENCE_CLASSES[0])
     if kind not in SENTENCE_CLASSES:
-        raise ValueError(f"{SENTENCES} of {model} has model_type {kind!r}: allowed is {', '.join(SENTENCE_CLASSES)}")
+        raise ValueError(
+            f"{SENTENCES} of {model} has model_type {kind!r}{meant(kind, SENTENCE_CLASSES)}: allowed is "
+            f"{', '.join(SENTENCE_CLASSES)}"
+        )
     with _reading_weights(model):
         return getattr(sentence_transformers, kind)(model, device="cpu")
 
@@ -103,42 +129,91 @@ def _reading_weights(model: str) -> Iterator[None]:
         raise ValueError(f"the weights of {model} don't load: {error}") from None
 
 
-def save(changed: Any, source: str, output_dir: Path) -> None:
-    """Saves a model as `load` gives it, with the tokenizer of the one it was made from, and reports on it."""
-    found = write(changed, source, output_dir)
-    console.print(str(_report(changed)), markup=False)
-    missing = "" if found else " (there was no tokenizer beside the model)"
-    console.print(f"saved to {output_dir}{missing}", markup=False)
-    if isinstance(changed, PreTrainedModel) and has_file(source, "modules.json"):
-        console.print(
+def save(out: Output, changed: Any, original: Original, output_dir: Path, submodel: str | None = None) -> dict[str, Any]:
+    """Saves a model as `load` gives it, with the tokenizer of the one it was made from, and reports on it.
+
+    submodel: the part that was changed. Returns what --json prints.
+    """
+    tokenizer = write(changed, original, output_dir)
+    report, inner = _report(changed, submodel), inner_model(changed)
+    out.result(str(report))
+    missing = "" if tokenizer is not None else " (there was no tokenizer beside the model)"
+    out.message(f"saved to {output_dir}{missing}")
+    lengths = _changed_lengths(original, changed, tokenizer)
+    for what, each in lengths.items():
+        named = "The tokenizer's model_max_length" if what == "model_max_length" else what
+        out.message(f"{named} was {_length(each['before'])}, and is {_length(each['after'])} now.")
+    needs = isinstance(inner, PosEncModelMixin)
+    if needs:
+        out.message("To load it, `import hf_posenc` first; where that isn't installed, trust_remote_code=True does as well.")
+    if not _is_sentences(changed) and has_file(original.name, "modules.json"):
+        out.message(
             "Its sentence-transformers modules (pooling) are not saved: pip install sentence-transformers, and do it again."
         )
+    return {
+        "output_dir": str(output_dir),
+        "report": asdict(report),
+        "tokenizer": tokenizer is not None,
+        "lengths": lengths,
+        "needs_hf_posenc": needs,
+    }
 
 
-def write(changed: Any, source: str, output_dir: Path) -> bool:
-    """Saves the same without a word. Returns whether there was a tokenizer."""
-    sentences = not isinstance(changed, PreTrainedModel)
-    report = _report(changed)
-    tokenizer = changed.tokenizer if sentences else load_tokenizer(source)
+def write(changed: Any, original: Original, output_dir: Path) -> Any:
+    """Saves the same without a word. Returns the tokenizer as it is saved, or None."""
+    sentences = _is_sentences(changed)
+    tokenizer = changed.tokenizer if sentences else copy.deepcopy(original.tokenizer)
+    if tokenizer is not None and not sentences:
+        tokenizer.model_max_length = _reader(changed).model_max_length
     with saving.replaced(output_dir, _all_others) as folder:
         if sentences:
             changed.save_pretrained(str(folder), create_model_card=False)
         else:
             changed.save_pretrained(folder)
             if tokenizer is not None:
-                tokenizer.model_max_length = report.model_max_length
                 tokenizer.save_pretrained(folder)
-    return tokenizer is not None
+    return tokenizer
 
 
-def _report(model: Any) -> Report:
-    """How a model knows word order; of a stock one that is made of several, how the one does that reads texts."""
+def _is_sentences(model: Any) -> bool:
+    return not isinstance(model, PreTrainedModel)
+
+
+def inner_model(model: Any) -> PreTrainedModel:
+    """The model of Transformers in what `load` gives."""
+    return model[0].model if _is_sentences(model) else model
+
+
+def _changed_lengths(original: Original, changed: Any, tokenizer: Any) -> dict[str, dict[str, int | None]]:
+    """Which lengths at which texts are cut have changed; None: no limit. A SentenceTransformer's is its tokenizer's."""
+    if tokenizer is None:
+        return {}
+    name = "max_seq_length" if _is_sentences(changed) else "model_max_length"
+    before, after = (_limit(each.model_max_length) for each in (original.tokenizer, tokenizer))
+    return {} if before == after else {name: {"before": before, "after": after}}
+
+
+def _limit(model_max_length: int) -> int | None:
+    return None if model_max_length >= VERY_LARGE_INTEGER else model_max_length
+
+
+def _length(limit: int | None) -> str:
+    return "unlimited" if limit is None else str(limit)
+
+
+def _report(model: Any, submodel: str | None) -> Report:
+    """How a model knows word order; of a stock one that is made of several, how the named one does or the one that reads."""
     try:
         return hf_posenc.inspect(model)
     except hf_posenc.HostRefused as refused:
         if not refused.submodels:
             raise
-        return hf_posenc.inspect(model.base_model.get_submodule(refused.submodels[0]))
+        return hf_posenc.inspect(model, submodel=submodel or refused.submodels[0])
+
+
+def _reader(model: PreTrainedModel) -> Report:
+    """The report on what reads the tokens: the model, or the first of several."""
+    return hf_posenc.inspect(model, submodel=next(iter(submodels_of(model)), None))
 
 
 def check_output_dir(output_dir: Path, overwrite: bool) -> None:

@@ -1,6 +1,5 @@
 """hf-posenc list"""
 
-import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -9,28 +8,33 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_posenc import catalog
-from hf_posenc.cli import app, console
+from hf_posenc.cli import app
+from hf_posenc.cli.output import AsJson, Output
 
 
 @app.command("list")
 def list_(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/encodings.md.")] = False,
 ) -> None:
     """List all encodings: aliases, how they act, what they learn, options with defaults and allowed values, papers.
 
     Parameters are counted at BERT-base's size, of 512 positions. One model can have several encodings, as in
-    "sinusoidal+alibi": [bold]hf-posenc list --json[/]
+    "sinusoidal+alibi".
+
+    [bold]hf-posenc list --json[/]
     """
     if as_json and as_markdown:
         raise ValueError("--json and --markdown are two forms of one table: give one of them")
     if as_markdown:
         print(catalog.as_markdown(), end="")
         return
-    rows = catalog.entries()
-    if as_json:
-        print(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=2))
-        return
+    out, rows = Output(as_json), catalog.entries()
+    out.result(_table(rows))
+    out.document({name: asdict(row) for name, row in rows.items()})
+
+
+def _table(rows: dict[str, catalog.Entry]) -> Table:
     table = Table("name", "acts by", "what it is, and its options", leading=1)
     for name, row in rows.items():
         aliases = [f"[dim]{alias}{_preset(options)}[/]" for alias, options in row.aliases.items()]
@@ -44,7 +48,7 @@ def list_(
             "\n".join(row.acts_by),
             "\n".join([*filter(None, [escape(row.title)]), facts, *options, *row.papers]),
         )
-    console.print(table)
+    return table
 
 
 def _preset(options: dict[str, Any]) -> str:

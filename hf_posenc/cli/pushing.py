@@ -8,8 +8,9 @@ from huggingface_hub import is_offline_mode
 
 import hf_posenc
 from hf_posenc.cards import replaceable
-from hf_posenc.cli import app, console
+from hf_posenc.cli import app
 from hf_posenc.cli.folders import load_model, load_tokenizer
+from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.evaluation import EVALUATION
 from hf_posenc.hub import IMAGES
 
@@ -22,17 +23,22 @@ def push(
     folder: Annotated[Path, typer.Argument(help="Folder of a saved model.")],
     repo_id: Annotated[str, typer.Argument(help="Where to: user/name.")],
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Of a new repository; default: your account's.")
+        bool | None, typer.Option("--private/--public", help="Of a new repository.", show_default="your account's")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="A branch, made from main if there is none; default: main.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="A branch, made from main if there is none.", show_default="main")
+    ] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
-    message: Annotated[str | None, typer.Option(help="The commit's message.")] = None,
+    commit_message: Annotated[
+        str | None, typer.Option(help="The commit's message.", show_default="Upload, with the model's class and encoding")
+    ] = None,
     save_directory: Annotated[
         Path | None,
-        typer.Option(help="Keep what is pushed here as well; offline, the default is the repository's name."),
+        typer.Option(help="Keep what is pushed here as well.", show_default="none; offline, the repository's name"),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds of silence after which a request has failed.")] = 60.0,
     deadline: Annotated[float, typer.Option(help="Seconds for the whole push.")] = 6 * 3600.0,
+    as_json: AsJson = False,
 ) -> None:
     """Push a model, its tokenizer, its evaluation and a model card to the Hub, in one commit.
 
@@ -48,6 +54,7 @@ def push(
             f"{folder} is a SentenceTransformer, of which this would push the model without its other modules (pooling): "
             f"from Python, SentenceTransformer({str(folder)!r}).push_to_hub({repo_id!r})"
         )
+    out = Output(as_json)
     _refuse_foreign_links(folder)
     if is_offline_mode() and save_directory is None and Path(repo_id.rpartition("/")[2]).resolve() == folder.resolve():
         save_directory = Path(f"{folder}-to-push")
@@ -56,11 +63,11 @@ def push(
     offered = [path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES or path == evaluation]
     for path in offered:
         if path.is_symlink() or not path.is_file():
-            console.print(f"{path} is a link or no file, and isn't pushed: put the file itself into the folder", markup=False)
+            out.message(f"{path} is a link or no file, and isn't pushed: put the file itself into the folder")
     files = [path for path in offered if path.is_file() and not path.is_symlink()]
     if card.is_file() and replaceable(card.read_text(encoding="utf-8", errors="replace")) is None:
-        console.print(f"{card} is no card of this package's and isn't pushed. To use it, push it afterwards:", markup=False)
-        console.print(f"  hf upload {repo_id} {card} README.md", markup=False)
+        out.message(f"{card} is no card of this package's and isn't pushed. To use it, push it afterwards:")
+        out.message(f"  hf upload {repo_id} {card} README.md")
     done = hf_posenc.push_to_hub(
         model,
         repo_id,
@@ -70,12 +77,18 @@ def push(
         private=private,
         revision=revision,
         create_pr=create_pr,
-        commit_message=message,
+        commit_message=commit_message,
         save_directory=save_directory,
         timeout=timeout,
         deadline=deadline,
     )
-    console.print(str(done) if isinstance(done, Path) else done.pr_url or done.repo_url, markup=False)
+    if isinstance(done, Path):  # offline
+        out.result(str(done))
+        out.document({"repo_id": repo_id, "pushed": False, "folder": str(done)})
+        return
+    url = str(done.pr_url or done.repo_url)
+    out.result(url)
+    out.document({"repo_id": repo_id, "pushed": True, "url": url, "commit": done.oid})
 
 
 def _refuse_foreign_links(folder: Path) -> None:

@@ -3,9 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from datasets import disable_progress_bars, enable_progress_bars, load_dataset
-from datasets.exceptions import DatasetGenerationError
-
 KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -14,6 +11,10 @@ def read(path: Path, columns: dict[str, str]) -> list[tuple[str, ...]]:
 
     Raises ValueError for a file that can't be read, a column that isn't there, and blank or other values.
     """
+    # Imported here: it takes most of a second, which the Tab key has to wait for.
+    from datasets import disable_progress_bars, enable_progress_bars, load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
     if not path.is_file():
         raise ValueError(f"{path} is no file: give one of {', '.join(KINDS)}")
     if path.suffix not in KINDS:

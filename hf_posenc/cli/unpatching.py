@@ -1,31 +1,34 @@
 """hf-posenc unpatch"""
 
 import warnings
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import hf_posenc
-from hf_posenc.cli import app, console
-from hf_posenc.cli.folders import Overwrite, check_output_dir, load, save
+from hf_posenc.cli import app
+from hf_posenc.cli.arguments import OutputDir, Overwrite
+from hf_posenc.cli.folders import Original, check_output_dir, inner_model, save
+from hf_posenc.cli.output import AsJson, Output
 
 
 @app.command("unpatch")
 def unpatch(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a patched model.")],
-    output_dir: Annotated[Path, typer.Option(help="Where the stock model and its tokenizer are saved.")],
+    output_dir: OutputDir,
     overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
     """Give a patched model its own positions back, and save it with its tokenizer.
 
     [bold]hf-posenc unpatch bert-alibi --output-dir bert[/]
     """
     check_output_dir(output_dir, overwrite)
-    patched = load(model)
+    out, original = Output(as_json), Original.load(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        stock = hf_posenc.unpatch(patched)
-    save(stock, model, output_dir)
+        stock = hf_posenc.unpatch(original.model)
+    saved = save(out, stock, original, output_dir, inner_model(original.model).config.position_spec.submodel)
     for warning in caught:
-        console.print(f"Note: {warning.message}", markup=False)
+        out.message(f"Note: {warning.message}")
+    out.document(saved)

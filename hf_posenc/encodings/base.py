@@ -269,6 +269,11 @@ class PositionEncoding(nn.Module):
         each row: calibration then needs no gradients. Returns whether that is so."""
         return False
 
+    def angular_frequencies(self, length: int) -> Tensor | None:
+        """Radians per position of the sines that this encoding is made of, `[R]`, float64, in a text of `length` tokens; None
+        for one that isn't. Diagnostics show them."""
+        return None
+
     def is_trained(self) -> bool:
         """Whether its parameters get gradients from what is computed now."""
         return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())

@@ -83,6 +83,10 @@ class FoPE(PositionEncoding, type="fope"):
         cos, sin = (wave @ each.double() for wave, each in zip(waves, (self.cosines, self.sines), strict=True))
         return self._turned(query, cos, sin), self._turned(key, cos, sin)
 
+    def angular_frequencies(self, length: int) -> Tensor:
+        size = self.geometry.head_dim
+        return F.pad(frequencies(size, self.theta)[: self._turning], (0, size // 2 - self._turning))
+
     def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, `[1 or B, 1, L, W]` each, float64, of the W frequencies that turn."""
         steps = frequencies(self.geometry.head_dim, self.theta, positions.device)[: self._turning]

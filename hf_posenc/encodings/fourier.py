@@ -68,3 +68,6 @@ class Fourier(PositionEncoding, type="fourier"):
         hidden_weight, hidden_bias, weight, bias = (parameter.to(kind) for parameter in each)
         with torch.autocast(positions.device.type, enabled=False):
             return F.linear(F.gelu(F.linear(features.to(kind), hidden_weight, hidden_bias)), weight, bias)
+
+    def angular_frequencies(self, length: int) -> Tensor:
+        return self.frequencies.detach().double().flatten() * self.scale

@@ -52,11 +52,14 @@ def described(annotation: Any) -> str:
         bounds = [f" above {extra.bound:g}" for extra in args[1:] if isinstance(extra, Above)]
         return described(args[0]) + "".join(bounds)
     if origin in (Union, types.UnionType):
-        return " or ".join(described(arg) for arg in args)
+        # A list last, where it can't be mistaken for one of what stands behind it.
+        return " or ".join(described(arg) for arg in sorted(args, key=lambda arg: get_origin(arg) is tuple))
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin is tuple:
-        return f"a tuple of {', '.join(described(arg) for arg in args if arg is not Ellipsis)}"
+        if args[1:] == (Ellipsis,):
+            return f"a list in which each value is {described(args[0])}"
+        return f"a list of {len(args)} values: {', '.join(map(described, args))}"
     plain = {float: "a finite number", int: "an integer", bool: "True or False", str: "a string", type(None): "None"}
     return plain.get(annotation, str(annotation))
 

@@ -58,11 +58,16 @@ class PoPE(PositionEncoding, type="pope"):
             query = _cartesian(query, angles - self.weight[:, None].double() if self.phase else angles)
         return query, None if key is None else _cartesian(key, angles)
 
+    def angular_frequencies(self, length: int) -> Tensor:
+        return self._frequencies(None)
+
+    def _frequencies(self, device: torch.device | None) -> Tensor:
+        size = self.geometry.head_dim
+        return self.theta ** (-torch.arange(size, dtype=torch.float64, device=device) / size)
+
     def _angles(self, positions: Tensor) -> Tensor:
         """`[1 or B, 1, L, E]`, float64."""
-        size = self.geometry.head_dim
-        steps = self.theta ** (-torch.arange(size, dtype=torch.float64, device=positions.device) / size)
-        return positions.double()[:, None, :, None] * steps
+        return positions.double()[:, None, :, None] * self._frequencies(positions.device)
 
 
 def _cartesian(states: Tensor, angles: Tensor) -> Tensor:

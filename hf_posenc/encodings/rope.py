@@ -135,6 +135,10 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
 
         return turned(query), turned(key)
 
+    def angular_frequencies(self, length: int) -> Tensor:
+        positions = torch.arange(length)[None]
+        return self._frequencies(PositionContext(self, positions, 0, positions[:, :1])).flatten()
+
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in (self._options or {}).items())
 

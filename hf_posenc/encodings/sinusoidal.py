@@ -93,6 +93,9 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
         powers = torch.cat([torch.linspace(0, 1, len(each), dtype=torch.float64, device=device) for each in steps])
         return torch.cat(steps) * (self._trained / length.clamp(min=self._trained).double())[..., None] ** powers
 
+    def angular_frequencies(self, length: int) -> Tensor:
+        return self._frequencies(torch.arange(length)).detach().flatten()
+
     def shift_matrix(self, offset: int) -> Tensor:
         """M of shape `[D, D]`, float64, with PE(p + offset) = M · PE(p) for every p and every `scale`.
 

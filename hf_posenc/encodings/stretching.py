@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.encodings.options import check_size, listed, shown
+from hf_posenc.encodings.options import check_size, listed, meant, shown
 
 LINEAR, CUBIC, TILED, RECURRENT, GROUPED, KEEP_FIRST = "linear", "cubic", "tiled", "recurrent", "grouped", "keep_first"
 STATIC = (LINEAR, CUBIC, TILED, RECURRENT, GROUPED, KEEP_FIRST)
@@ -40,8 +40,8 @@ class Extension:
         for name, value in self.settings.items():
             if name not in allowed:
                 raise ValueError(
-                    f"{name}={shown(value)}: extend with method={self.method!r} takes {listed(allowed) or 'no setting'} here; "
-                    "leave it out"
+                    f"{name}={shown(value)}{meant(name, allowed)}: extend with method={self.method!r} takes "
+                    f"{listed(allowed) or 'no setting'} here; leave it out"
                 )
 
     def stretched(self, table: Tensor) -> Tensor:

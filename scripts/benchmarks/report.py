@@ -8,6 +8,8 @@ from benchmarks.comparing import NONE, STOCK, Record
 from benchmarks.grid import Group
 from benchmarks.targets import TARGETS, Verdict, verdicts
 from evaluation import records
+from hf_posenc import plots
+from hf_posenc.plots.ratios import groups_by_panel
 
 MARKERS = "<!-- tables by scripts/bench.py: begin -->", "<!-- tables by scripts/bench.py: end -->"
 LEGEND = (
@@ -17,8 +19,6 @@ LEGEND = (
 HOSTS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "vit": "ViT"}
 MODELS = ("forward", "train", "decode", "attention", "attention-train")
 """Kinds of groups that have every encoding."""
-DRAWN = ("forward", "train", "attention")
-"""Those of which the figure has panels, on an encoder."""
 SHOWN = 6
 """Subjects that a row of the page's table of targets names."""
 HEADINGS = {
@@ -257,58 +257,6 @@ def both(by_device: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """The throughput of every encoding as a ratio to the stock model, with 95 % intervals; a panel for each kind and dtype, a
-    colour for each length."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels: dict[str, Groups] = {}
-    for name, group in results["groups"].items():
-        if group["kind"] in DRAWN and group["host"] == "bert" and not group.get("padded") and not group.get("dropout"):
-            panels.setdefault(f"{HEADINGS[group['kind']]}, {group['dtype']}", {})[name] = group
-    if not panels:
-        return
-    names = [STOCK, NONE]
-    names += sorted({name for groups in panels.values() for group in groups.values() for name in group["subjects"]} - {*names})
-    names = [name for name in names if name != STOCK and "'" not in name]
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(
-        rows,
-        columns,
-        figsize=(4.2 * columns, rows * (1.1 + 0.3 * len(names))),
-        squeeze=False,
-        sharey=True,
-        layout="constrained",
-    )
-    lengths = sorted({group["length"] for groups in panels.values() for group in groups.values()})
-    colours = dict(zip(lengths, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"), strict=False))
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, (heading, groups) in zip(axes.flat, panels.items(), strict=False):
-        for place, group in enumerate(groups.values()):
-            shift = (place - (len(groups) - 1) / 2) * 0.18
-            found = [(names.index(name) + shift, each["ratios"][STOCK]) for name, each in group["subjects"].items()
-                     if name in names and STOCK in each.get("ratios", {})]  # fmt: skip
-            if found:
-                errors = [[max(0.0, r[0] - r[1]) for _, r in found], [max(0.0, r[2] - r[0]) for _, r in found]]
-                axis.errorbar(
-                    [r[0] for _, r in found], [y for y, _ in found], xerr=errors, fmt="o", markersize=3.5, elinewidth=1.2,
-                    color=colours[group["length"]], label=f"{group['length']} tokens",
-                )  # fmt: skip
-        axis.axvline(1, color="#777777", linestyle="--", linewidth=1)
-        axis.set_title(heading, fontsize=9)
-        axis.set_xlim(left=0)
-        axis.grid(axis="y", color="#eeeeee")
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_yticks(range(len(names)), names)
-    axes[0][0].set_ylim(len(names) - 0.5, -0.5)
-    figure.supxlabel("throughput as a ratio to the stock model, 95 % interval", fontsize=9)
-    entries = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    ordered = sorted(entries, key=lambda label: int(label.split()[0]))
-    figure.legend([entries[label] for label in ordered], ordered, loc="outside upper center", ncols=len(ordered), frameon=False)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    """The figure of hf_posenc.plots.bench, where there is something that it shows."""
+    if groups_by_panel(results):
+        plots.bench(results, path=path)

@@ -1,1 +1,1 @@
-"""The parts of generalise.py: tasks of any length, tiny models, runs, a study that resumes, tables, figures, the verdict."""
+"""The parts of compare.py and generalise.py: tasks of any length, hosts, runs, studies that resume, tables, the verdict."""

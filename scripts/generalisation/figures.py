@@ -7,7 +7,7 @@ from typing import Any
 import hf_posenc
 from generalisation.results import Results
 from generalisation.study import Study
-from generalisation.tasks import TASKS
+from generalisation.tasks import ALL
 
 FAMILIES = {
     "embed": "vectors added to the input",
@@ -19,10 +19,12 @@ FAMILIES = {
 """Verb -> heading of a column of panels."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#555500", "#000000")
 BASELINE = "none"
-CURVES = {"exact match": "tokens", "perplexity": "perplexity"}
+GREY: dict[str, Any] = {"color": "#888888", "linestyle": "--"}
+"""The style of the baseline's line."""
+CURVES = {"exact match": "tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
 """What curves show: exact match is zero beyond L for most, right tokens tell more of them apart."""
-MAPPED = {"exact match": ("exact", "tokens"), "perplexity": ("perplexity",)}
-NAMES = {"exact": "exact match", "tokens": "right tokens", "perplexity": "perplexity"}
+MAPPED = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
+NAMES = {"exact": "exact match", "tokens": "right tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
 WORST, LARGEST = 4.0, 1e6
 """Perplexities are drawn up to this multiple of the least one; those that aren't finite count as LARGEST."""
 
@@ -35,7 +37,7 @@ def family(label: str, options: dict[str, Any]) -> str:
     return next((verb for verb in FAMILIES if kind and verb in kind.acts_by()), "several")
 
 
-def _pyplot() -> Any:
+def pyplot_for_files() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -46,7 +48,7 @@ def _pyplot() -> Any:
 
 def draw_curves(study: Study, results: Results, path: Path) -> None:
     """A row for each task, a column for each family: the mean over seeds, and the range of the seeds."""
-    pyplot = _pyplot()
+    pyplot = pyplot_for_files()
     of = {each.label: family(each.label, each.options) for each in study.encodings}
     present = {of[label] for task in results.tasks for label in results.encodings(task) if label in of}
     families = [name for name in FAMILIES if name in present] or ["several"]
@@ -57,10 +59,10 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
     for row, task in zip(axes, results.tasks, strict=True):
         labels = [label for label in results.encodings(task) if label in of]
         for axis, name in zip(row, families, strict=True):
-            _draw_lines(axis, results, task, [label for label in labels if of[label] == name], BASELINE in labels)
-        _scale(row[0], results, task, labels)
-        about = f"{task}: {TASKS[task].unit}, L = {results.trained_length(task)}"
-        row[0].set_ylabel(f"{about}\n{NAMES[CURVES[TASKS[task].measure]]}", fontsize=9)
+            draw_lines(axis, results, task, _styles([label for label in labels if of[label] == name], BASELINE in labels))
+        scale(row[0], results, task, labels)
+        about = f"{task}: {ALL[task].unit}, L = {results.trained_length(task)}"
+        row[0].set_ylabel(f"{about}\n{NAMES[CURVES[ALL[task].measure]]}", fontsize=9)
     for column, name in zip(axes.T, families, strict=True):
         column[0].set_title(FAMILIES[name], fontsize=10)
         entries: dict[str, Any] = {}
@@ -72,12 +74,18 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_lines(axis: Any, results: Results, task: str, labels: list[str], baseline: bool) -> None:
-    measure, lengths = CURVES[TASKS[task].measure], results.lengths(task)
-    for place, label in enumerate([*labels, *([BASELINE] if baseline else [])]):
+def _styles(labels: list[str], baseline: bool) -> dict[str, dict[str, Any]]:
+    """The lines of a family, and that of the baseline."""
+    styles = {label: {"color": COLOURS[place % len(COLOURS)]} for place, label in enumerate(labels)}
+    return styles | ({BASELINE: GREY} if baseline else {})
+
+
+def draw_lines(axis: Any, results: Results, task: str, styles: dict[str, dict[str, Any]]) -> None:
+    """A line for each label: the mean over seeds, and their range as a shade where the line is no grey one."""
+    measure, lengths = CURVES[ALL[task].measure], results.lengths(task)
+    for label, style in styles.items():
         means = [results.mean(task, label, length, measure) for length in lengths]
-        own = place < len(labels)
-        style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)]} if own else {"color": "#888888", "linestyle": "--"}
+        own = style is not GREY
         values = [min(mean.mean, LARGEST) for mean in means]
         axis.plot(lengths, values, marker="o", markersize=3, linewidth=1.6, label=label, zorder=3 if own else 2, **style)
         if own:
@@ -85,7 +93,7 @@ def _draw_lines(axis: Any, results: Results, task: str, labels: list[str], basel
             axis.fill_between(lengths, low, high, color=style["color"], alpha=0.12, linewidth=0)
     axis.axvline(results.trained_length(task), color="#bbbbbb", linewidth=1, zorder=1)
     if measure != "perplexity":
-        axis.axhline(TASKS[task].chance, color="#bbbbbb", linestyle=":", linewidth=1, zorder=1)
+        axis.axhline(ALL[task].chance, color="#bbbbbb", linestyle=":", linewidth=1, zorder=1)
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(length) for length in lengths])
     axis.minorticks_off()
@@ -93,9 +101,9 @@ def _draw_lines(axis: Any, results: Results, task: str, labels: list[str], basel
     axis.tick_params(labelsize=8)
 
 
-def _scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
+def scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
     """The scale of a row of panels: of accuracies from 0 to 1, of perplexities the logarithm, up to WORST of the least one."""
-    measure = CURVES[TASKS[task].measure]
+    measure = CURVES[ALL[task].measure]
     if measure != "perplexity":
         axis.set_ylim(0, 1.03)
         return
@@ -105,14 +113,18 @@ def _scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
     axis.set_ylim(0.97 * min(finite), min(WORST * min(finite), 1.1 * max(finite)))
     axis.minorticks_off()
     ticks = _ticks(*axis.get_ylim())
-    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
 
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers within an axis of perplexities, at most six."""
+    from matplotlib.ticker import MaxNLocator
+
     rounds = [base * 10.0**power for power in range(0, 7) for base in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)]
     inside = [tick for tick in rounds if low <= tick <= high]
-    return inside[:: max(1, math.ceil(len(inside) / 6))]
+    if len(inside) < 2:  # the axis is short
+        return [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
+    return inside[:: math.ceil(len(inside) / 6)]
 
 
 def draw_map(study: Study, results: Results, path: Path) -> None:
@@ -120,12 +132,12 @@ def draw_map(study: Study, results: Results, path: Path) -> None:
 
     Colours of perplexities are of their ratio to the encoding's own at L, so that growth is what is seen.
     """
-    pyplot = _pyplot()
+    pyplot = pyplot_for_files()
     of = {each.label: family(each.label, each.options) for each in study.encodings}
     order = {name: number for number, name in enumerate(["", *FAMILIES])}
     present = {label for task in results.tasks for label in results.encodings(task) if label in of}
     labels = sorted(present, key=lambda label: (order[of[label]], label))
-    panels = [(task, measure) for task in results.tasks for measure in MAPPED[TASKS[task].measure]]
+    panels = [(task, measure) for task in results.tasks for measure in MAPPED[ALL[task].measure]]
     widths = [len(results.lengths(task)) for task, _ in panels]
     size = (1.8 + 0.42 * sum(widths), 1.5 + 0.25 * len(labels))
     figure, axes = pyplot.subplots(1, len(panels), figsize=size, width_ratios=widths, squeeze=False, layout="constrained")

@@ -9,25 +9,30 @@ from evaluation import records
 from generalisation import verdict
 from generalisation.results import Results
 from generalisation.study import Study
-from generalisation.tasks import TASKS
+from generalisation.tasks import ALL
 from generalisation.verdict import Finding
 
 ENDS = "†"
 """Marks encodings that end at a length: they were given that of the longest test."""
-MEASURES = {"exact match": ("exact", "tokens"), "perplexity": ("perplexity",)}
+MEASURES = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
 MARKERS = "<!-- tables by scripts/generalise.py: begin -->", "<!-- tables by scripts/generalise.py: end -->"
 ON_PAGES = (1, 2, 8)
 """The lengths, in L, that a page shows."""
-NAMES = {"exact": "exact match of the whole answer", "tokens": "right tokens of the answer", "perplexity": "perplexity"}
+NAMES = {
+    "exact": "exact match of the whole answer",
+    "tokens": "right tokens of the answer",
+    "accuracy": "accuracy",
+    "perplexity": "perplexity",
+}
 
 
 def tables(results: Results) -> list[Table]:
     """For each task one table for each measure: the mean over seeds, and its 95 % interval."""
-    return [_table(results, task, measure) for task in results.tasks for measure in MEASURES[TASKS[task].measure]]
+    return [_table(results, task, measure) for task in results.tasks for measure in MEASURES[ALL[task].measure]]
 
 
 def _table(results: Results, task: str, measure: str) -> Table:
-    own, length = TASKS[task], results.trained_length(task)
+    own, length = ALL[task], results.trained_length(task)
     best_first = measure != "perplexity"
     title = f"{task}, trained to L = {length} {own.unit}: {NAMES[measure]}"
     ending = {label for label in results.encodings(task) if results.ends(task, label) is not None}
@@ -62,7 +67,7 @@ def shown_range(counts: set[int]) -> str:
 
 
 def exact_tasks(results: Results) -> list[str]:
-    return [task for task in results.tasks if TASKS[task].measure == "exact match"]
+    return [task for task in results.tasks if ALL[task].measure == "exact match"]
 
 
 def learned_table(results: Results) -> Table:
@@ -91,6 +96,16 @@ def refused_table(refused: dict[str, str]) -> Table:
 
 def as_record(study: Study, results: Results, found: list[Finding], failed: dict[str, str]) -> dict[str, Any]:
     """All settings and figures. Scores are lists over the seeds."""
+    return {
+        **record_of(study, results),
+        "failed": failed,
+        "verdict": verdict.as_record(found),
+        "learned": {task: verdict.learned(results, task) for task in exact_tasks(results)},
+    }
+
+
+def record_of(study: Study, results: Results) -> dict[str, Any]:
+    """The settings and scores of a host."""
     scores = {
         task: {
             label: {
@@ -99,7 +114,7 @@ def as_record(study: Study, results: Results, found: list[Finding], failed: dict
                 "parameters": results.records[task, label, results.seeds(task, label)[0]]["parameters"],
                 "by_length": {
                     str(length): {
-                        measure: _rounded(results, task, label, length, measure) for measure in MEASURES[TASKS[task].measure]
+                        measure: _rounded(results, task, label, length, measure) for measure in MEASURES[ALL[task].measure]
                     }
                     for length in results.lengths(task)
                 },
@@ -114,10 +129,7 @@ def as_record(study: Study, results: Results, found: list[Finding], failed: dict
         "trainings": study.trainings,
         "encodings": {each.label: each.options for each in study.encodings},
         "refused": study.refused,
-        "failed": failed,
         "runs": {"planned": len(study.runs()), "finished": len(results.records), "cpu_seconds": round(sum(seconds))},
-        "verdict": verdict.as_record(found),
-        "learned": {task: verdict.learned(results, task) for task in exact_tasks(results)},
         "scores": scores,
     }
 
@@ -139,9 +151,9 @@ def as_markdown(record: dict[str, Any]) -> str:
     tasks, labels = list(record["scores"]), list(record["encodings"])
     headings = []
     for task in tasks:
-        length, unit = record["trainings"][task]["length"], TASKS[task].unit
+        length, unit = record["trainings"][task]["length"], ALL[task].unit
         at = " → ".join(f"{multiple * length}" for multiple in ON_PAGES)
-        name = "perplexity" if TASKS[task].measure == "perplexity" else "right tokens"
+        name = "perplexity" if ALL[task].measure == "perplexity" else "right tokens"
         headings.append(f"{task}: {name} at {at} {unit}")
     lines = [_how(record), "", f"| | {' | '.join(headings)} |", f"|{'---|' * (len(headings) + 1)}"]
     for label in labels:
@@ -170,7 +182,7 @@ def _how(record: dict[str, Any]) -> str:
     """How the models of a study were trained."""
     host, sizes, runs = record["setup"]["host"], record["setup"]["sizes"], record["runs"]
     trained = "; ".join(
-        f"{task} {of['steps']} steps of {of['batch_size']} rows, L = {of['length']} {TASKS[task].unit}"
+        f"{task} {of['steps']} steps of {of['batch_size']} rows, L = {of['length']} {ALL[task].unit}"
         for task, of in record["trainings"].items()
     )
     model = f"{sizes['num_hidden_layers']} layers, width {sizes['hidden_size']}, {sizes['num_attention_heads']} heads"
@@ -180,7 +192,7 @@ def _how(record: dict[str, Any]) -> str:
 
 def _on_page(record: dict[str, Any], task: str, found: dict[str, Any] | None) -> str:
     length, shown = record["trainings"][task]["length"], []
-    measure = MEASURES[TASKS[task].measure][-1]
+    measure = MEASURES[ALL[task].measure][-1]
     for multiple in ON_PAGES:
         values = found["by_length"].get(str(multiple * length)) if found else None
         mean = values[measure]["mean"] if values else None

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from evaluation.intervals import STUDENT, interval
-from generalisation.tasks import TASKS
+from generalisation.tasks import ALL
 
 Record = dict[str, Any]
+DIGESTS = {"host": "weights of the host", "train": "training rows", "test": "test rows"}
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,26 @@ class Mean:
         return f"{self.mean:.{digits}f}" + ("" if self.half is None else f" ± {self.half:.{digits}f}")
 
 
+def _check_same(found: Sequence[Record]) -> None:
+    first: dict[tuple[str, int], Record] = {}
+    for record in found:
+        other = first.setdefault((record["task"], record["seed"]), record)
+        for name, digest in record.get("digests", {}).items():  # records of earlier versions have none
+            if digest != other.get("digests", {}).get(name, digest):
+                raise SystemExit(
+                    f"{record['task']}, seed {record['seed']}: {record['encoding']} and {other['encoding']} had different "
+                    f"{DIGESTS[name]}, so they can't be compared (another version of torch or Transformers?): remove the "
+                    "older of their files"
+                )
+
+
 class Results:
-    """What finished runs have measured."""
+    """What finished runs have measured. Raises SystemExit where encodings haven't seen the same data, or had other hosts."""
 
     def __init__(self, found: Sequence[Record]) -> None:
+        _check_same(found)
         self.records = {(record["task"], record["encoding"], record["seed"]): record for record in found}
-        self.tasks = [task for task in TASKS if any(key[0] == task for key in self.records)]
+        self.tasks = [task for task in ALL if any(key[0] == task for key in self.records)]
 
     def encodings(self, task: str) -> list[str]:
         return list(dict.fromkeys(label for kind, label, _ in self.records if kind == task))
@@ -54,8 +69,10 @@ class Results:
         return self.records[task, label, self.seeds(task, label)[0]]["max_length"]
 
     def value(self, task: str, label: str, seed: int, length: int, measure: str) -> float:
-        """A score: "exact", "tokens" or "perplexity", infinite where the loss isn't finite."""
+        """A score: "exact", "tokens", "accuracy" or "perplexity", infinite where the loss isn't finite."""
         score = self.records[task, label, seed]["scores"][str(length)]
+        if measure == "accuracy":
+            return score["exact"]
         if measure != "perplexity":
             return score[measure]
         return math.inf if score["loss"] is None else math.exp(min(score["loss"], 700.0))
@@ -65,4 +82,4 @@ class Results:
 
     def chance(self, task: str) -> float:
         """The token accuracy of answers drawn at random."""
-        return TASKS[task].chance
+        return ALL[task].chance

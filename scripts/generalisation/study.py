@@ -1,10 +1,14 @@
-"""A study: tasks × encodings × seeds, a file for each finished run, so that one that was killed goes on where it was."""
+"""A study: tasks × encodings × seeds of a host, a file for each finished run, so that one that was killed goes on where it was.
+
+Runs are spread over processes: those of `carry_out`, or those that Accelerate's launcher has started.
+"""
 
 import importlib
 import json
 import multiprocessing
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -12,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from evaluation import records
 from generalisation import models
 from generalisation.models import Encoding
-from generalisation.runs import Setup, Training, run
+from generalisation.runs import Setup, Training, process_state, run, task_of
 
 RUNS = "runs"
 Record = dict[str, Any]
@@ -28,6 +34,7 @@ class Study:
     """
     trainings: task -> how it is trained.
     refused: label -> reason, of encodings that the host can't have.
+    label: of the host, where a command has several.
     """
 
     setup: Setup
@@ -35,6 +42,7 @@ class Study:
     encodings: tuple[Encoding, ...]
     refused: dict[str, str]
     seeds: tuple[int, ...]
+    label: str = ""
 
     def runs(self) -> list[tuple[str, Encoding, int]]:
         """All runs, seed by seed, so that an unfinished study has something to say of everything."""
@@ -43,7 +51,7 @@ class Study:
     def settings(self, task: str, label: str) -> Record:
         """What a run depends on beside its seed, by name; of a task or encoding of another study, what runs have in common."""
         settings = asdict(self.setup)
-        settings |= settings.pop("sizes")
+        settings |= settings.pop("sizes") or {}
         if task in self.trainings:
             settings |= asdict(self.trainings[task])
         for each in self.encodings:
@@ -52,12 +60,15 @@ class Study:
         return json.loads(json.dumps(settings))  # as a file gives it back
 
 
-def planned(setup: Setup, trainings: dict[str, Training], encodings: Sequence[Encoding], seeds: Sequence[int]) -> Study:
+def planned(
+    setup: Setup, trainings: dict[str, Training], encodings: Sequence[Encoding], seeds: Sequence[int], label: str = ""
+) -> Study:
     """The study of the encodings that the host can have."""
-    reasons = {each.label: models.refusal(setup.host, setup.sizes, each) for each in encodings}
+    head = task_of(setup.host, next(iter(trainings))).head
+    reasons = {each.label: models.refusal(setup.host, setup.sizes, each, head, setup.host_options) for each in encodings}
     taken = tuple(each for each in encodings if reasons[each.label] is None)
     refused = {label: reason for label, reason in reasons.items() if reason is not None}
-    return Study(setup, trainings, taken, refused, tuple(seeds))
+    return Study(setup, trainings, taken, refused, tuple(seeds), label)
 
 
 def file_of(folder: Path, task: str, encoding: Encoding, seed: int) -> Path:
@@ -76,15 +87,23 @@ def finished(folder: Path, study: Study) -> dict[tuple[str, str, int], Record]:
             key, before = (record["task"], record["encoding"], record["seed"]), record["settings"]
         except (ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"{file} is no record of a run ({error!r}): remove it, or give another --output_dir") from None
-        for name, now in study.settings(*key[:2]).items():
-            if before.get(name) != now:
-                raise SystemExit(
-                    f"{file} was made with {name}={before.get(name)!r}, and now it is {now!r}: a study has one setting; give "
-                    f"{name} as it was, or another --output_dir"
-                )
+        now = study.settings(*key[:2])
+        if differing := [name for name in now if before.get(name) != now[name]]:
+            name, *others = differing
+            also = f" ({', '.join(others)} {'differs' if len(others) == 1 else 'differ'}, too)" if others else ""
+            raise SystemExit(
+                f"{file} was made with {name}={before.get(name)!r}, and now it is {now[name]!r}{also}: a study has one "
+                f"setting; give {' and '.join(differing)} as before, or another --output_dir"
+            )
         if key in planned:
             found[key] = record
     return found
+
+
+def records_of(folder: Path, study: Study) -> list[Record]:
+    """The finished runs of a study, in their order."""
+    done = finished(folder, study)
+    return [done[key] for key in ((task, each.label, seed) for task, each, seed in study.runs()) if key in done]
 
 
 def write(file: Path, record: Record) -> None:
@@ -93,32 +112,49 @@ def write(file: Path, record: Record) -> None:
     records.write_whole(file, record)
 
 
-def carry_out(folder: Path, study: Study, processes: int, modules: tuple[str, ...] = ()) -> dict[str, str]:
-    """Do the runs that the folder doesn't have. Returns the reasons of those that failed, which are tried again next time."""
-    done = finished(folder, study)
-    missing = [(task, each, seed) for task, each, seed in study.runs() if (task, each.label, seed) not in done]
+Planned = tuple[Path, str, Encoding, int]
+"""A run: the folder of its study, task, encoding, seed."""
+
+
+def carry_out(studies: Mapping[Path, Study], processes: int, modules: tuple[str, ...] = ()) -> dict[str, str]:
+    """Do the runs that the folders of studies don't have. Returns the reasons of those that failed, tried again next time.
+
+    Processes of Accelerate's launcher take every so many runs of one list each, and all return the reasons of all.
+    """
+    state = process_state()
+    if processes > 1 and state.num_processes > 1:
+        raise SystemExit(f"--processes {processes}: Accelerate's launcher has started {state.num_processes} already")
+    done = {folder: finished(folder, study) for folder, study in studies.items()}
+    every = [(folder, *run) for folder, study in studies.items() for run in study.runs()]
+    missing = [each for each in every if (each[1], each[2].label, each[3]) not in done[each[0]]]
+    missing.sort(key=lambda each: studies[each[0]].seeds.index(each[3]))
+    state.wait_for_everyone()  # until all have read the folders, and have the same list
+    # Neighbours in the list take like times, so each process has its share of slow ones.
+    mine = missing[state.process_index :: state.num_processes]
     failed: dict[str, str] = {}
-    with tqdm(total=len(study.runs()), initial=len(done), desc="runs", unit="run") as bar:
-        for (task, each, seed), outcome in _outcomes(study, missing, processes, modules):
+    start = len(every) - len(missing)
+    bar = tqdm(total=start + len(mine), initial=start, desc="runs", unit="run", disable=not state.is_main_process)
+    with bar:
+        for planned, outcome in _outcomes(studies, mine, processes, modules):
+            folder, task, each, seed = planned
+            study = studies[folder]
+            name = ", ".join(filter(None, (study.label, task, each.label, f"seed {seed}")))
             if isinstance(outcome, str):
-                failed[f"{task}, {each.label}, seed {seed}"] = outcome
+                failed[name] = outcome
             else:
                 settings = study.settings(task, each.label)
                 write(file_of(folder, task, each, seed), {**outcome, "settings": settings, "torch": torch.__version__})
-            bar.set_postfix_str(f"{task} {each.label} {seed}")
+            bar.set_postfix_str(name)
             bar.update()
-    return failed
-
-
-Planned = tuple[str, Encoding, int]
+    return dict(gather_object(list(failed.items())))
 
 
 def _outcomes(
-    study: Study, missing: list[Planned], processes: int, modules: tuple[str, ...]
+    studies: Mapping[Path, Study], missing: list[Planned], processes: int, modules: tuple[str, ...]
 ) -> Iterator[tuple[Planned, Record | str]]:
     def arguments(planned: Planned) -> tuple[Any, ...]:
-        task, each, seed = planned
-        return study.setup, study.trainings[task], task, each, seed
+        folder, task, each, seed = planned
+        return studies[folder].setup, studies[folder].trainings[task], task, each, seed
 
     if processes == 1 or len(missing) < 2:
         torch.set_num_threads(1)
@@ -126,7 +162,8 @@ def _outcomes(
             yield planned, attempt(*arguments(planned))
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=begin, initargs=(modules,)) as pool:
+    begun = modules, context.Value("i", 0)
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=begin, initargs=begun) as pool:
         try:
             running = {pool.submit(attempt, *arguments(planned)): planned for planned in missing}
             while running:
@@ -138,13 +175,28 @@ def _outcomes(
             pool.shutdown(cancel_futures=True)
 
 
-def begin(modules: tuple[str, ...]) -> None:
-    """In each process: one thread, and encodings of one's own."""
+def begin(modules: tuple[str, ...], begun: Any = None) -> None:
+    """In each process: one thread, encodings of one's own, and a GPU in turn where there are some.
+
+    begun: a shared number of the pool's processes that have begun.
+    """
     torch.set_num_threads(1)
+    if begun is not None:
+        quiet()
+    if begun is not None and torch.cuda.is_available():
+        with begun.get_lock():
+            os.environ["ACCELERATE_TORCH_DEVICE"] = f"cuda:{begun.value % torch.cuda.device_count()}"
+            begun.value += 1
     if modules:
         sys.path.insert(0, "")
     for name in modules:
         importlib.import_module(name)
+
+
+def quiet() -> None:
+    """Of a process's own: what a checkpoint lacks is told once by the command, not at each loading."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def attempt(*arguments: Any) -> Record | str:
@@ -153,3 +205,13 @@ def attempt(*arguments: Any) -> Record | str:
         return run(*arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
+
+
+def told(failed: Mapping[str, str]) -> list[str]:
+    return [f"{name}: {why}" for name, why in failed.items()]
+
+
+def stop_for(failed: Mapping[str, str]) -> None:
+    """Raises SystemExit if there is any."""
+    if failed:
+        raise SystemExit("\n".join(["These runs failed, and are tried again next time:", *told(failed)]))

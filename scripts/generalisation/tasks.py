@@ -1,7 +1,9 @@
 """Tasks whose inputs have a length: what a model is trained on up to a length L, and tested on beyond it.
 
 A row of copy, reverse or addition (Kazemnejad et al., 2023: https://arxiv.org/abs/2305.19466) is a question and its answer;
-the answer alone is scored. One of lm (Press et al., 2022: https://arxiv.org/abs/2108.12409) is a piece of text.
+the answer alone is scored. One of lm (Press et al., 2022: https://arxiv.org/abs/2108.12409) is a piece of text, one of mlm a
+piece in which some bytes are masked (Devlin et al., 2019: https://arxiv.org/abs/1810.04805). One of classification is a
+sequence of symbols in which two markers stand; its label says which comes first, so it depends on their order alone.
 
 Shapes: B rows, N length of the task, T tokens of a row.
 """
@@ -10,7 +12,7 @@ import functools
 import hashlib
 import pydoc_data.topics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor
@@ -23,17 +25,26 @@ BEGIN, THEN, END = range(3)
 TEST_SEED = 2**31 - 1
 HELD_OUT = 8
 """Every so many topics of `help()`, one is for tests."""
-TEST_BYTES = 2**13
+TEST_TOKENS = 2**13
+"""Of the text for tests: bytes, or a tokenizer's tokens."""
+
+MASK = BYTES
+"""The token behind the bytes that stands for a masked one."""
+MASKED_PART = 0.15
+MARKERS = SYMBOLS + 3, SYMBOLS + 4
+"""The two tokens behind the symbols and the special ones whose order classification asks for."""
+CAUSAL, MASKED, LABELS = "causal", "masked", "labels"
+"""Heads of models: for the next token, for masked tokens, for one label of a row."""
 
 Rows = tuple[Tensor, Tensor]
-"""input_ids and labels, `[B, T]` each. A label is the token itself or IGNORED."""
+"""input_ids `[B, T]`, and labels: `[B, T]`, the token itself or IGNORED; of a task with LABELS `[B]`."""
 
 
 @dataclass(frozen=True)
 class Task:
     """
     unit: what a length counts.
-    measure: "exact match" or "perplexity".
+    measure: "exact match", "accuracy" or "perplexity".
     vocabulary: number of tokens, special ones included.
     chance: token accuracy of answers drawn at random.
     tokens: a length -> the tokens of a row of it.
@@ -41,6 +52,9 @@ class Task:
     test: a length, number of rows -> rows that are the same in each call.
     length, steps, batch_size: what a study has by default; length is L.
     digest: of texts that come from the machine, else empty.
+    head: of the model: CAUSAL, MASKED or LABELS.
+    shortest: the least length of a row.
+    longest: of a test row, where the text for tests is limited.
     """
 
     unit: str
@@ -54,6 +68,9 @@ class Task:
     steps: int
     batch_size: int
     digest: Callable[[], str] = str
+    head: str = CAUSAL
+    shortest: int = 1
+    longest: int | None = None
 
 
 def special(symbols: int, which: int, rows: int) -> Tensor:
@@ -106,44 +123,94 @@ def drawn_numbers(length: int, rows: int, generator: Generator) -> Rows:
     return as_sum(first, second)
 
 
-def up_to(draw: Callable[[int, int, Generator], Rows], longest: int, rows: int, generator: Generator) -> Rows:
-    """Rows of one length, drawn from 1 to `longest`, so that none is padded."""
-    return draw(int(torch.randint(1, longest + 1, (), generator=generator)), rows, generator)
+def drawn_order(length: int, rows: int, generator: Generator) -> Rows:
+    symbols = torch.randint(SYMBOLS, (rows, length), generator=generator)
+    return as_order(symbols, torch.rand(rows, length, generator=generator).argsort(1)[:, :2])
+
+
+def as_order(symbols: Tensor, places: Tensor) -> Rows:
+    """BEGIN, the symbols with the markers at two places `[B, 2]`, END; the label is 1 where the first marker comes first."""
+    begin, end = (special(SYMBOLS, which, len(symbols)) for which in (BEGIN, END))
+    marked = symbols.scatter(1, places, torch.tensor([MARKERS]).expand_as(places))
+    return torch.cat([begin, marked, end], dim=1), (places[:, 0] < places[:, 1]).long()
+
+
+def up_to(
+    draw: Callable[[int, int, Generator], Rows], longest: int, rows: int, generator: Generator, shortest: int = 1
+) -> Rows:
+    """Rows of one length, drawn from `shortest` to `longest`, so that none is padded."""
+    return draw(int(torch.randint(shortest, longest + 1, (), generator=generator)), rows, generator)
 
 
 def always_the_same(draw: Callable[[int, int, Generator], Rows], length: int, rows: int) -> Rows:
     return draw(length, rows, torch.Generator().manual_seed(TEST_SEED - length))
 
 
-@functools.cache
-def texts() -> tuple[Tensor, Tensor]:
-    """The topics of `help()` as bytes, for training and for tests. They share no paragraph."""
+def paragraphs() -> tuple[str, str]:
+    """The topics of `help()`, for training and for tests. They share no paragraph."""
     topics = pydoc_data.topics.topics
     held_out = sorted(topics)[HELD_OUT // 2 :: HELD_OUT]
     tested = [paragraph for name in held_out for paragraph in topics[name].split("\n\n")]
     trained = [paragraph for name in sorted(topics) if name not in held_out for paragraph in topics[name].split("\n\n")]
     known = {paragraph.strip() for paragraph in tested}
     kept = [paragraph for paragraph in trained if paragraph.strip() not in known]
-    first, second = (torch.tensor(list("\n\n".join(text).encode())) for text in (kept, tested))
-    return first, second[:TEST_BYTES]
+    return "\n\n".join(kept), "\n\n".join(tested)
+
+
+@functools.cache
+def texts() -> tuple[Tensor, Tensor]:
+    """The paragraphs as bytes, for training, and so many of those for tests."""
+    first, second = (torch.tensor(list(text.encode())) for text in paragraphs())
+    return first, second[:TEST_TOKENS]
+
+
+def digest_of(found: tuple[Tensor, Tensor]) -> str:
+    return hashlib.sha256(b"|".join(bytes(text.tolist()) for text in found)).hexdigest()[:16]
 
 
 def text_digest() -> str:
     """Of the texts, which differ between versions of Python."""
-    return hashlib.sha256(b"|".join(bytes(text.tolist()) for text in texts())).hexdigest()[:16]
+    return digest_of(texts())
 
 
 def windows(length: int, rows: int, generator: Generator) -> Rows:
     """Pieces of `length` bytes from anywhere in the training text."""
-    text = texts()[0]
-    starts = torch.randint(len(text) - length + 1, (rows, 1), generator=generator)
-    return scored_from(text[starts + torch.arange(length)], 1)
+    return scored_from(pieces(texts()[0], length, rows, generator), 1)
 
 
 def tiled(length: int, rows: int) -> Rows:
     """The test text in pieces of `length` bytes, one behind the other, a remainder left out; `rows` don't count here."""
-    text = texts()[1]
-    return scored_from(text[: len(text) // length * length].view(-1, length), 1)
+    return scored_from(cut(texts()[1], length), 1)
+
+
+def pieces(text: Tensor, length: int, rows: int, generator: Generator) -> Tensor:
+    starts = torch.randint(len(text) - length + 1, (rows, 1), generator=generator)
+    return text[starts + torch.arange(length)]
+
+
+def cut(text: Tensor, length: int) -> Tensor:
+    return text[: len(text) // length * length].view(-1, length)
+
+
+def masked(input_ids: Tensor, mask: int, generator: Generator) -> Rows:
+    """MASKED_PART of each row's tokens, at least one, replaced by `mask`; they alone are scored."""
+    count = max(1, round(MASKED_PART * input_ids.shape[1]))
+    hidden = torch.rand(input_ids.shape, generator=generator).argsort(1) < count
+    return input_ids.masked_fill(hidden, mask), input_ids.masked_fill(~hidden, IGNORED)
+
+
+def masked_windows(length: int, rows: int, generator: Generator) -> Rows:
+    return masked(pieces(texts()[0], length, rows, generator), MASK, generator)
+
+
+def masked_tiled(length: int, rows: int) -> Rows:
+    return cut_masked(texts()[1], length, MASK)
+
+
+def cut_masked(text: Tensor, length: int, mask: int) -> Rows:
+    """A text in pieces, masked at the same places for each length, so that lengths differ in what is around them."""
+    input_ids, labels = masked(text[None], mask, torch.Generator().manual_seed(TEST_SEED))
+    return cut(input_ids[0], length), cut(labels[0], length)
 
 
 def _task(
@@ -161,11 +228,11 @@ def _task(
 
 
 TASKS = {
-    "copy": _task(functools.partial(drawn_symbols, as_copied), "symbols", SYMBOLS, lambda n: 2 * n + 3, length=6, steps=400),
+    "copy": _task(functools.partial(drawn_symbols, as_copied), "symbols", SYMBOLS, lambda n: 2 * n + 3, length=8, steps=1200),
     "reverse": _task(
-        functools.partial(drawn_symbols, as_reversed), "symbols", SYMBOLS, lambda n: 2 * n + 3, length=6, steps=400
+        functools.partial(drawn_symbols, as_reversed), "symbols", SYMBOLS, lambda n: 2 * n + 3, length=8, steps=800
     ),
-    "addition": _task(drawn_numbers, "digits", DIGITS, lambda n: 3 * n + 4, length=2, steps=600),
+    "addition": _task(drawn_numbers, "digits", DIGITS, lambda n: 3 * n + 4, length=2, steps=800),
     "lm": Task(
         unit="bytes",
         measure="perplexity",
@@ -175,9 +242,35 @@ TASKS = {
         train=windows,
         test=tiled,
         length=64,
-        steps=200,
+        steps=600,
         batch_size=16,
         digest=text_digest,
+        longest=TEST_TOKENS,
     ),
 }
-"""Name -> task."""
+"""Name -> task, of generalise.py."""
+
+COMPARED = {
+    "mlm": replace(
+        TASKS["lm"], vocabulary=BYTES + 1, train=masked_windows, test=masked_tiled, head=MASKED, steps=600, batch_size=32
+    ),
+    "clm": TASKS["lm"],
+    **{name: TASKS[name] for name in ("copy", "reverse", "addition")},
+    "classification": Task(
+        unit="symbols",
+        measure="accuracy",
+        vocabulary=SYMBOLS + 5,
+        chance=0.5,
+        tokens=lambda n: n + 2,
+        train=functools.partial(up_to, drawn_order, shortest=2),
+        test=functools.partial(always_the_same, drawn_order),
+        length=16,
+        steps=600,
+        batch_size=32,
+        head=LABELS,
+        shortest=2,
+    ),
+}
+"""Name -> task, of compare.py."""
+
+ALL = {**TASKS, **COMPARED}

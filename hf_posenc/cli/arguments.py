@@ -1,0 +1,108 @@
+"""Arguments that several commands take, and how their texts are read."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_posenc.cli import completing
+from hf_posenc.spec import INJECT, WHERE
+
+LISTS = "A value may be JSON; a list is [1, 2] or 1,2."
+
+Encoding = Annotated[
+    str,
+    typer.Argument(help='A name, a composition "a+b", or JSON with "type".', autocompletion=completing.encodings),
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        help="The longest input in tokens.", show_default="no limit for computed encodings, the model's own length for tables"
+    ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        help=f"An option of the encoding, name=value, or part__name=value; may be repeated. {LISTS}",
+        show_default="the encoding's, see hf-posenc list",
+    ),
+]
+Layers = Annotated[
+    str | None, typer.Option(help="A slice such as 3::4, or indices of layers such as 0,2.", show_default="all layers")
+]
+Submodel = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a model made of several (CLIP) the one that is meant, as a dotted path; the error without it names them.",
+        show_default="the whole model",
+    ),
+]
+Where = Annotated[
+    str | None,
+    typer.Option(
+        help="Of an encoder and a decoder, which: one or more of encoder, decoder, cross, such as encoder,cross; or JSON with "
+        "an encoding for each.",
+        show_default="encoder,decoder",
+        autocompletion=completing.one_of(WHERE),
+    ),
+]
+Inject = Annotated[
+    str,
+    typer.Option(
+        help=f"Where vectors of an encoding that embeds are added: {', '.join(INJECT)}.",
+        autocompletion=completing.one_of(INJECT),
+    ),
+]
+KeepHost = Annotated[bool, typer.Option(help="Keep the model's own positions, for unpatch.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")]
+OutputDir = Annotated[Path, typer.Option(help="The folder in which the model and its tokenizer are saved.")]
+
+
+def given_encoding(given: str, options: list[str]) -> dict[str, Any]:
+    encoding = _parsed(given) if given.startswith("{") else {"type": given}
+    settings = given_settings(options)
+    for name in settings:
+        if name in ("type", "max_length", "layers", "submodel", "where", "inject", "host"):
+            raise ValueError(f"--option {name}: {name!r} is no option of an encoding; see hf-posenc patch --help")
+        if name in encoding:
+            raise ValueError(f"--option {name}: {name!r} is given twice")
+    return {**encoding, **settings}
+
+
+def given_settings(options: list[str]) -> dict[str, Any]:
+    """The values of --option name=value, by name."""
+    settings: dict[str, Any] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not name or not equals:
+            raise ValueError(f"--option {option!r}: give name=value")
+        if name in settings:
+            raise ValueError(f"--option {option!r}: {name!r} is given twice")
+        settings[name] = option_value(value)
+    return settings
+
+
+def given_where(text: str) -> Any:
+    """The value of --where: a name, several behind one another, or JSON."""
+    value = option_value(text)
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) and "," in value else value
+
+
+def option_value(text: str) -> Any:
+    """The value of an option: JSON, numbers separated by commas as a list, or else the text itself."""
+    for written in (text, f"[{text.rstrip().removesuffix(',')}]"):
+        try:
+            value = json.loads(written)
+        except json.JSONDecodeError:
+            continue
+        if written == text or ("," in text and all(type(each) in (int, float) for each in value)):
+            return value
+    return text
+
+
+def _parsed(encoding: str) -> dict[str, Any]:
+    try:
+        return json.loads(encoding)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{encoding!r} is no JSON: {error}") from None

@@ -1,0 +1,119 @@
+"""What all results of diagnostics share: plain fields, and JSON that gives the same result again."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+NAME = "diagnostic"
+"""The key of `to_dict` that names the class."""
+INFINITE = {"inf": math.inf, "-inf": -math.inf}
+"""Infinite numbers, which JSON doesn't have, are these strings there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Base of all results. Tensors are float64 and lie on the CPU; NaN in them is what isn't defined: a later key in a decoder,
+    a distance that no pair of tokens has.
+
+    In JSON undefined numbers are null, and infinite ones "inf" or "-inf". Two results are equal if these forms are.
+    """
+
+    classes: ClassVar[dict[str, type["Result"]]] = {}
+    """Name -> class, of all results."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Result.classes[cls.__name__] = cls
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dicts alone, as JSON has them."""
+        values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {NAME: type(self).__name__, **values}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Any:
+        """The result of which `to_dict` gave these values. Raises ValueError for others."""
+        given = dict(values)
+        cls = Result.classes.get(given.pop(NAME, None))
+        if cls is None:
+            raise ValueError(
+                f"{NAME}={values.get(NAME)!r}: allowed is one of {', '.join(Result.classes)}, as to_dict writes it"
+            )
+        names = {field.name for field in dataclasses.fields(cls)}
+        if odd := names ^ given.keys():
+            raise ValueError(f"{cls.__name__} has the fields {', '.join(sorted(names))}; missing or unknown: {sorted(odd)}")
+        kinds = get_type_hints(cls)
+        return cls(**{name: _restored(value, kinds[name]) for name, value in given.items()})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Result) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]  # equal by values, of which some can't be hashed
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The summary, line by line."""
+        raise NotImplementedError
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value
+
+
+def _restored(value: Any, kind: Any) -> Any:
+    if value is not None and kind in (Tensor, Tensor | None):
+        return torch.tensor(_numbers(value), dtype=torch.float64)
+    return _values(value)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_numbers(each) for each in value]
+    return math.nan if value is None else INFINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_values(each) for each in value)
+    if isinstance(value, Mapping):
+        return {name: _values(each) for name, each in value.items()}
+    return INFINITE.get(value, value) if isinstance(value, str) else value
+
+
+def ranged(values: Tensor) -> str:
+    """The least and the largest number of a tensor, in words."""
+    known = values[~values.isnan()]
+    if not known.numel():
+        return "undefined"
+    least, most = f"{known.min():.3g}", f"{known.max():.3g}"
+    return least if least == most else f"{least} to {most}"
+
+
+def by_layer(values: Tensor) -> str:
+    """The means over heads of `[layers, H]`, in words."""
+    means = values.nanmean(-1).tolist()
+    return ", ".join("undefined" if math.isnan(mean) else f"{mean:.3g}" for mean in means)
+
+
+def heads(values: Tensor) -> str:
+    """How many heads `[H, ...]` has, in words."""
+    return "all heads alike" if len(values) == 1 else f"{len(values)} heads"

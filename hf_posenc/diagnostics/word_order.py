@@ -1,0 +1,97 @@
+"""Order sensitivity: how much a model's states change when the tokens of a text change places."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import fmean as mean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_posenc.diagnostics.reading import Texts, reader
+from hf_posenc.diagnostics.result import Result
+
+
+@dataclass(frozen=True, eq=False)
+class OrderSensitivity(Result):
+    """The result of `order_sensitivity`.
+
+    model: its class. texts: how many were read.
+    changes: "shuffled", all tokens in a random order; "neighbours", each pair of tokens swapped; "halves", the text's two
+        halves swapped.
+    tokens: by change, 1 - the cosine of a token's last state with its state in the text as it was, wherever it stands now; the
+        mean over tokens. text: 1 - the cosine of the mean over tokens. 0: order changes nothing.
+    """
+
+    model: str
+    texts: int
+    changes: tuple[str, ...]
+    tokens: tuple[float, ...]
+    text: tuple[float, ...]
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.model}: change of states (1 - cosine) when tokens change places, {self.texts} texts"
+        for change, tokens, text in zip(self.changes, self.tokens, self.text, strict=True):
+            yield f"  {change}: {tokens:.3g} of a token, {text:.3g} of the text"
+
+
+@torch.no_grad()
+def order_sensitivity(model: Any, texts: Texts, *, tokenizer: Any = None, length: int = 256, seed: int = 0) -> OrderSensitivity:
+    """How much the last states change when the tokens of a text change places; a bag of words changes nothing.
+
+    Special tokens stay where they are, if a tokenizer tells them. In decoders a token's state changes by what stands before it,
+    too, without any position encoding.
+
+    Args:
+        model, texts, tokenizer, length: as of `attention_by_distance`.
+        seed: of the random order.
+
+    Raises:
+        ValueError: texts of fewer than four tokens that could change places, ids that the model doesn't know.
+    """
+    read = reader(model, tokenizer)
+    rows, generator = read.read(texts, length), torch.Generator().manual_seed(seed)
+    special = torch.tensor(sorted({*getattr(read.tokenizer, "all_special_ids", ())}), dtype=torch.long)
+    tokens: dict[str, list[float]] = {name: [] for name in CHANGES}
+    text: dict[str, list[float]] = {name: [] for name in CHANGES}
+    for place, row in enumerate(rows):
+        ids = row["input_ids"]
+        free = (~torch.isin(ids[0].cpu(), special)).nonzero()[:, 0]
+        if len(free) < 4:
+            raise ValueError(
+                f"text {place} has {len(free)} tokens that could change places, and 4 are needed: give longer texts"
+            )
+        before = read.states(row).double()
+        for name, change in CHANGES.items():
+            order = torch.arange(ids.shape[1])
+            order[free] = free[change(len(free), generator)]  # of each place, which token stands there now
+            after = read.states({**row, "input_ids": ids[:, order.to(ids.device)]}).double()
+            tokens[name].append(float(1 - F.cosine_similarity(after, before[order.to(ids.device)], dim=-1).mean()))
+            text[name].append(float(1 - F.cosine_similarity(after.mean(0), before.mean(0), dim=0)))
+    return OrderSensitivity(
+        read.name, len(rows), tuple(CHANGES), tuple(map(mean, tokens.values())), tuple(map(mean, text.values()))
+    )
+
+
+def _shuffled(size: int, generator: torch.Generator) -> Tensor:
+    return torch.randperm(size, generator=generator)
+
+
+def _neighbours(size: int, generator: torch.Generator) -> Tensor:
+    order = torch.arange(size)
+    even = size - size % 2
+    order[:even] = order[:even].unflatten(0, (-1, 2)).flip(1).flatten()
+    return order
+
+
+def _halves(size: int, generator: torch.Generator) -> Tensor:
+    return torch.arange(size).roll(size // 2)
+
+
+CHANGES: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+    "shuffled": _shuffled,
+    "neighbours": _neighbours,
+    "halves": _halves,
+}
+"""Name -> the order `[size]` in which so many tokens then stand."""

@@ -1,0 +1,142 @@
+"""What scripts/eval_length.py measured of models by length: curves, and maps of needles by depth.
+
+Both take the record that it writes, length.json, as a dict.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hf_posenc.plots.absolute import Path
+from hf_posenc.plots.style import NORMAL, SMALL, WIDTH, Sheet
+
+METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
+"""Task -> the metric that is shown."""
+TITLES = {
+    "title": "by title: MRR",
+    "deep": "by a sentence from\nbehind 512 tokens: MRR",
+    "needle": "a fact within\n512 tokens: R@1",
+    "needle beyond": "a fact behind\n512 tokens: R@1",
+    "perplexity": "perplexity,\nsliding windows",
+}
+PARTS = ("settings", "chance", "scores", "differences", "heat", "perplexity")
+APART = 1.05
+"""Lines of the lower panels stand side by side, each so much further along the logarithmic axis."""
+
+
+def lengths(record: Mapping[str, Any], *, dark: bool = False, path: Path | None = None) -> Any:
+    """A column for each task: above the metric by length, below the difference to the baseline with its 95 % interval.
+
+    record: length.json of scripts/eval_length.py. Shown are the baseline, the first model's mean of chunks, and each other
+    model as it is, or, where it is limited, truncated. Chance is what a random order gets.
+
+    Returns a matplotlib Figure. Raises ValueError for another record, ImportError without matplotlib.
+    """
+    settings = _checked(record)["settings"]
+    tasks = [task for task in TITLES if record["scores"].get(task) or (task == "perplexity" and record[task])]
+    if not tasks:
+        raise ValueError("the record has no task that was measured: see --tasks of scripts/eval_length.py")
+    size = (max(0.62 * WIDTH, 0.5 + 2.1 * len(tasks)), 5.2)
+    sheet = Sheet(size, 2, len(tasks), dark=dark, path=path, sharex="col")
+    entries: dict[str, Any] = {}
+    for (above, below), task in zip(sheet.axes.T, tasks, strict=True):
+        of_models = task == "perplexity"
+        by_length = record["perplexity"] if of_models else record["scores"][task]
+        baseline = settings["perplexity_baseline" if of_models else "baseline"]
+        columns = sorted(by_length, key=int)
+        names = shown(list(by_length[columns[0]]), settings["models"], baseline)
+        for place, name in enumerate(names):
+            style = _style(sheet, place, name, baseline, settings["models"][0])
+            points = [by_length[column][name][task if of_models else METRICS[task]] for column in columns]
+            (line,) = above.plot([int(column) for column in columns], points, zorder=2 + place, **style)
+            entries[name] = line
+            if name != baseline:
+                x = [int(column) * APART ** (place - (len(names) - 1) / 2) for column in columns]
+                found = [_difference(record, task, column, name) for column in columns]
+                # Where all questions have one answer, the interval is a point, which rounding may put beside the value.
+                errors = [
+                    [max(0.0, value - low) for value, (low, _) in found],
+                    [max(0.0, high - value) for value, (_, high) in found],
+                ]
+                values = [value for value, _ in found]
+                below.errorbar(x, values, yerr=errors, capsize=2.5, elinewidth=1.2, zorder=2 + place, **style)
+        if not of_models:
+            entries["chance"] = sheet.reference(above, y=chance(record, task))
+            above.set_ylim(0, 1.04)
+        below.axhline(1 if of_models else 0, color=sheet.theme.quiet, linestyle="--", linewidth=1.4)
+        sheet.title(above, TITLES[task], NORMAL)
+        sheet.title(below, "ratio to the dashed line" if of_models else "difference to the dashed line", NORMAL)
+        sheet.lengths(below, [int(column) for column in columns])
+    sheet.legend(entries, 2 if len(tasks) < 3 else 3)
+    return sheet.done()
+
+
+def needle(record: Mapping[str, Any], *, dark: bool = False, path: Path | None = None) -> Any:
+    """A map for each method that `lengths` shows: how often a fact was found (R@1), by length and depth in the text.
+
+    record: length.json of scripts/eval_length.py, with the task "needle". n is how many questions were asked.
+
+    Returns a matplotlib Figure. Raises ValueError for another record or one without needles, ImportError without matplotlib.
+    """
+    settings, heat = _checked(record)["settings"], record["heat"]
+    if not heat:
+        raise ValueError('the record has no needles: see --tasks of scripts/eval_length.py, of which "needle" is one')
+    names = shown(list(heat), settings["models"], settings["baseline"])
+    columns, depths = sorted(next(iter(heat.values())), key=int), settings["depths"]
+    size = (1.3 + len(names) * (0.35 + 0.42 * len(columns)), 1.2 + 0.42 * depths)
+    sheet = Sheet(size, 1, len(names), dark=dark, path=path, sharey=True)
+    for axis, name in zip(sheet.axes[0], names, strict=True):
+        cells = [[heat[name][column][part]["score"] for column in columns] for part in range(depths)]
+        image = sheet.heat(axis, [[cell["recall_at_1"] for cell in row] for row in cells], 0, 1)
+        texts = [[f"{cell['recall_at_1']:.2f}\nn={cell['queries']}" for cell in row] for row in cells]
+        sheet.cells(axis, image, texts, SMALL - 1)
+        axis.set_xticks(range(len(columns)), columns)
+        axis.set_xlabel("tokens")
+        axis.tick_params(length=0)
+        sheet.title(axis, name.replace(", ", ",\n", 1), NORMAL)
+    first = sheet.axes[0, 0]
+    first.set_yticks(range(depths), [f"{100 * part // depths}–{100 * (part + 1) // depths} %" for part in range(depths)])
+    first.set_ylabel("depth of the fact")
+    bar = sheet.scale(image, list(sheet.axes[0]), "R@1", aspect=14)
+    sheet.mark(bar, chance(record, "needle"), "chance")
+    return sheet.done()
+
+
+def chance(record: Mapping[str, Any], task: str) -> float:
+    """The metric of a task for a random order."""
+    return record["chance"]["candidates" if task.startswith("needle") else "documents"][METRICS[task] == "mrr"]
+
+
+def shown(names: Sequence[str], models: Sequence[str], baseline: str) -> list[str]:
+    """The methods that figures show: the baseline, the first model and its mean of chunks, and every other model as it is, or,
+    where it is limited, truncated."""
+    first = models[0]
+    found = [baseline] if baseline in names else []
+    found += [name for name in names if name == first or (name.startswith(f"{first}, chunked by ") and name.endswith(", mean"))]
+    for model in models[1:]:
+        limited = [name for name in names if name.startswith(f"{model}, truncated at ")]
+        found += [model] if model in names else limited[:1]
+    return list(dict.fromkeys(found))
+
+
+def _style(sheet: Sheet, place: int, name: str, baseline: str, first: str) -> dict[str, Any]:
+    """The baseline's line is dashed and grey, that of the first model grey, those of other models have colours."""
+    if name == baseline:
+        return {"color": sheet.theme.quiet, "linestyle": "--", "marker": "o", "markersize": 3.5, "linewidth": 1.4}
+    if name == first or name.startswith(f"{first}, "):
+        return {"color": sheet.theme.quiet, "linestyle": "-", "marker": "x", "markersize": 4.5, "linewidth": 1.4}
+    return sheet.line(place - 2 if place > 1 else place, markers=True) | {"linewidth": 1.8}
+
+
+def _difference(record: Mapping[str, Any], task: str, column: str, name: str) -> tuple[float, tuple[float, float]]:
+    if task == "perplexity":
+        found = record["perplexity"][column][name]
+        return found["ratio"], found["ratio_interval"]
+    found = record["differences"][task][column][name]
+    return found["value"], found["interval"]
+
+
+def _checked(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(record, Mapping) or (missing := [part for part in PARTS if part not in record]):
+        lacks = f"it has no {missing[0]!r}" if isinstance(record, Mapping) else f"it is a {type(record).__name__}"
+        raise ValueError(f"this is no record of scripts/eval_length.py: {lacks}; give the length.json that it wrote")
+    return record

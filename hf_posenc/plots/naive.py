@@ -1,0 +1,122 @@
+"""Which naive scheme fails which criterion of a position encoding, measured on the vectors of texts of several lengths.
+
+The criteria: https://kazemnejad.com/blog/transformer_architecture_positional_encoding/
+
+Shapes: L positions, D features.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.encodings import Geometry, PositionEncoding, canonical, encoding_class
+from hf_posenc.plots.absolute import Path
+from hf_posenc.plots.drawn import Encoding, embedding, label
+from hf_posenc.plots.style import LARGE, NORMAL, WIDTH, Sheet
+
+LENGTHS = (8, 16, 32, 64, 128, 256, 512)
+TABLE = LENGTHS[3]
+"""Rows of an encoding that has vectors of so many positions alone, a learned table."""
+HOLDS, FAILS = "✓", "✗"
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What is asked, what is measured of the vectors of a text `[L, D]`, and whether it holds, by what was measured at the
+    lengths that the encoding has vectors for; `beyond`: whether it has to have them at all lengths."""
+
+    asked: str
+    what: str
+    measure: Callable[[Tensor], float]
+    holds: Callable[[Sequence[float]], bool]
+    beyond: bool = False
+
+
+CRITERIA = (
+    Criterion(
+        "Each position is unique",
+        "distance of the nearest two vectors",
+        lambda vectors: torch.pdist(vectors).min().item(),
+        lambda values: min(values) > 0,
+    ),
+    Criterion(
+        "A step is one in all texts",
+        "distance of the first two vectors",
+        lambda vectors: (vectors[1] - vectors[0]).norm().item(),
+        lambda values: min(values) > 0 and math.isclose(min(values), max(values), rel_tol=1e-6),
+    ),
+    Criterion(
+        "Values stay bounded",
+        "largest value",
+        lambda vectors: vectors.abs().max().item(),
+        lambda values: values[-1] <= 2 * max(values[: len(values) // 2 + 1]),
+        beyond=True,
+    ),
+)
+
+
+def measured(encoding: Encoding, hidden_size: int) -> list[tuple[list[float], bool]]:
+    """For each of CRITERIA what was measured at LENGTHS, NaN where there are no vectors, and whether it holds."""
+    free = Geometry(hidden_size=hidden_size)
+    limited = not isinstance(encoding, PositionEncoding) and encoding_class(canonical(encoding)["type"]).needs_max_length(free)
+    limit = TABLE if limited else getattr(encoding, "geometry", free).max_length
+    known = [length for length in LENGTHS if limit is None or length <= limit]
+    if not known:
+        raise ValueError(f"this {label(encoding)!r} has vectors of {limit} positions, and this figure needs {LENGTHS[0]}")
+    sizes = {"hidden_size": hidden_size, "num_attention_heads": 1, "max_length": limit}
+    whole = embedding(encoding, known[-1], **sizes)
+    vectors = {length: replace(whole, length=length).vectors() for length in known}
+    found = []
+    for each in CRITERIA:
+        values = [each.measure(vectors[length]) for length in vectors]
+        holds = each.holds(values) and (not each.beyond or len(values) == len(LENGTHS))
+        found.append(([*values, *[math.nan] * (len(LENGTHS) - len(values))], holds))
+    return found
+
+
+def criteria(
+    encodings: Sequence[Encoding] = ("counter", "normalized", "sinusoidal"),
+    *,
+    hidden_size: int = 64,
+    dark: bool = False,
+    path: Path | None = None,
+) -> Any:
+    """The three criteria of an encoding that adds vectors to the input, and which of these encodings fails which.
+
+    Each position has a vector of its own; a step is the same in texts of any length; longer texts than before have vectors,
+    too, whose values stay bounded (eight times the length doubles them at most). What is shown is measured on the encodings'
+    vectors in texts of 8 to 512 tokens. A learned table has 64 rows.
+
+    encodings: up to six, by name, as a dict `{"type": name, **options}`, or as a module.
+
+    Returns a matplotlib Figure. Raises ValueError for an encoding that adds no vectors, ImportError without matplotlib.
+    """
+    if not 1 <= len(encodings) <= 6:
+        raise ValueError(f"{len(encodings)} encodings: this figure compares 1 to 6")
+    found = [measured(encoding, hidden_size) for encoding in encodings]
+    height = 0.22 * len(encodings)
+    sheet = Sheet((WIDTH, 3.0 + height), 2, 3, dark=dark, path=path, height_ratios=(2.2, height + 0.15))
+    for number, (each, (above, below)) in enumerate(zip(CRITERIA, sheet.axes.T, strict=True)):
+        for place, (encoding, by_criterion) in enumerate(zip(encodings, found, strict=True)):
+            values, holds = by_criterion[number]
+            style = sheet.line(place, markers=True) | {"linestyle": sheet.line(place)["linestyle"]}
+            # Lines on each other stay visible: the lower ones have larger, hollow markers.
+            wide = len(encodings) - place
+            style |= {"markerfacecolor": "none", "markersize": 3 + 2 * wide, "linewidth": 1 + 0.5 * wide}
+            above.plot(LENGTHS, values, **style)
+            y = 1 - (place + 0.5) / len(encodings)
+            mark = sheet.note(below, 0.08, y, HOLDS if holds else FAILS, ha="center", va="center", fontsize=LARGE + 2)
+            mark.set_color(sheet.theme.lines[2 if holds else 1])
+            sheet.note(below, 0.16, y, label(encoding), va="center", fontsize=NORMAL)
+            below.plot([0.8, 0.98], [y, y], markevery=[0], **{**style, "markersize": 6})
+        above.set_yscale("log")
+        sheet.lengths(above, LENGTHS)
+        above.set_ylabel(each.what)
+        sheet.title(above, each.asked)
+        below.set(xlim=(0, 1), ylim=(0, 1))
+        below.set_axis_off()
+    return sheet.done()

@@ -1,0 +1,85 @@
+"""What scripts/bench.py measured: throughput beside the stock model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_posenc.plots.absolute import Path
+from hf_posenc.plots.style import MARKERS, WIDTH, Sheet, panels
+
+STOCK, NONE = "stock", "none"
+KINDS = {
+    "forward": "whole model, forward",
+    "train": "whole model, forward and backward",
+    "attention": "attention alone, forward",
+}
+"""Kinds of groups that have a panel for each dtype."""
+
+
+def bench(record: Mapping[str, Any], *, dark: bool = False, path: Path | None = None) -> Any:
+    """The throughput of every encoding as a ratio to the stock model, with 95 % intervals, on an encoder: a panel for each kind
+    of measurement and dtype, a colour and marker for each length.
+
+    record: bench.json of scripts/bench.py.
+
+    Returns a matplotlib Figure. Raises ValueError for another record, or one without any of KINDS; ImportError without
+    matplotlib.
+    """
+    chosen = groups_by_panel(record)
+    if not chosen:
+        raise ValueError(f"the record has no group of the kinds {', '.join(KINDS)} on BERT, which this figure shows")
+    found = {name for in_panel in chosen.values() for group in in_panel for name in group["subjects"]} - {STOCK, NONE}
+    names = [NONE, *sorted(name for name in found if "'" not in name)]  # without those of other options
+    columns = min(2, len(chosen))
+    rows = -(-len(chosen) // columns)
+    sheet = Sheet(
+        (WIDTH * columns / 2, rows * (0.8 + 0.25 * len(names))), rows, columns, dark=dark, path=path, sharex=True, sharey=True
+    )
+    lengths = sorted({group["length"] for in_panel in chosen.values() for group in in_panel})
+    entries: dict[int, Any] = {}
+    for axis, ((kind, dtype), in_panel) in zip(panels(sheet.axes, len(chosen)), chosen.items(), strict=True):
+        for place, group in enumerate(in_panel):
+            shift = (place - (len(in_panel) - 1) / 2) * 0.24
+            ratios = {
+                names.index(name) + shift: subject["ratios"][STOCK]
+                for name, subject in group["subjects"].items()
+                if name in names and STOCK in subject.get("ratios", {})
+            }
+            middle = [value for value, _, _ in ratios.values()]
+            errors = [
+                [max(0.0, value - low) for value, low, _ in ratios.values()],
+                [max(0.0, high - value) for value, _, high in ratios.values()],
+            ]
+            number = lengths.index(group["length"])
+            entries[group["length"]] = axis.errorbar(
+                middle,
+                list(ratios),
+                xerr=errors,
+                fmt=MARKERS[number],
+                markersize=3.5,
+                elinewidth=1.2,
+                color=sheet.theme.lines[number % len(sheet.theme.lines)],
+            )
+        sheet.reference(axis, x=1, linestyle="--")
+        sheet.title(axis, f"{KINDS[kind]}, {dtype}")
+        axis.set_xlim(left=0)
+        sheet.grid(axis, "y")
+        axis.tick_params(axis="y", length=0)
+    sheet.axes[0, 0].set_yticks(range(len(names)), names)
+    sheet.axes[0, 0].set_ylim(len(names) - 0.5, -0.5)
+    sheet.below("throughput as a ratio to the stock model, with 95 % intervals")
+    sheet.legend({f"{length} tokens": entries[length] for length in lengths}, len(lengths), loc="outside upper center")
+    return sheet.done()
+
+
+def groups_by_panel(record: Mapping[str, Any]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
+    """(kind, dtype) -> the groups of a record that `bench` shows. Raises ValueError for another record."""
+    groups = record.get("groups") if isinstance(record, Mapping) else None
+    if not isinstance(groups, Mapping) or not all("subjects" in group for group in groups.values()):
+        raise ValueError(
+            "this is no record of scripts/bench.py, which has groups of subjects: give the bench.json that it wrote"
+        )
+    chosen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for group in groups.values():
+        if group["kind"] in KINDS and group["host"] == "bert" and not group.get("padded") and not group.get("dropout"):
+            chosen.setdefault((group["kind"], group["dtype"]), []).append(group)
+    return chosen

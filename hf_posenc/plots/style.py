@@ -1,0 +1,247 @@
+"""The style of all figures: two themes, one palette, panels, labels, files.
+
+A figure is made without pyplot, whose state all threads share and which needs a display for some of its backends, and
+without rcParams, which are global as well: each artist is given its colour and size.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SUFFIXES = (".png", ".svg", ".pdf")
+SMALL, NORMAL, LARGE = 7.5, 8.5, 9.5
+"""Font sizes in points: ticks and labels of lines; axes and legends; titles. Readable in print at their own size."""
+WIDTH = 7.0
+"""Inches, that of a page of two columns."""
+DPI = 150
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours: of the paper, of text and axes (ink), of reference lines (quiet) and grids (faint), and of lines."""
+
+    paper: str
+    ink: str
+    quiet: str
+    faint: str
+    lines: tuple[str, ...]
+
+
+LIGHT = Theme(
+    paper="#ffffff",
+    ink="#1c1f24",
+    quiet="#70757d",
+    faint="#e3e5e8",
+    lines=("#0072b2", "#c84e00", "#12a07a", "#c268a0", "#47204f", "#d99a00"),
+)
+DARK = Theme(
+    paper="#14171c",
+    ink="#e9ebee",
+    quiet="#9aa0a8",
+    faint="#2e333b",
+    lines=("#4f9fe8", "#ee7f3c", "#35cfa0", "#d58bd0", "#f0e24a", "#e8ecff"),
+)
+"""Near the palette of Okabe and Ito; any two lines differ for readers without one of the three kinds of cones as well."""
+
+MAP = "cividis"
+"""Of all maps: from dark to light, so that it is right for colour-blind readers and on a printer without colours."""
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2, 2, 2)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+def require_matplotlib() -> None:
+    """Raises ImportError, with the remedy, where matplotlib is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f'figures are drawn by matplotlib ({error}): pip install "hf-posenc[plot]"') from None
+
+
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a figure. Raises ValueError for a suffix that isn't drawn, or a folder that isn't there."""
+    given = Path(path)
+    if given.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{given}: a figure's file ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if not given.parent.is_dir():
+        raise ValueError(f"{given}: there is no folder {given.parent}; make it first")
+    if given.is_dir():
+        raise ValueError(f"{given} is a folder: give the name of a file")
+    return given
+
+
+def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a figure as PNG, SVG or PDF, by its suffix. The file is there only once all of it is written.
+
+    Raises ValueError for another suffix or a folder that isn't there.
+    """
+    file = checked_path(path)
+    form = file.suffix.lower().removeprefix(".")
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    # No date, so that the same figure is the same file.
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
+    try:
+        figure.savefig(part, format=form, dpi=DPI, metadata=undated)
+        part.replace(file)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+
+
+class Sheet:
+    """A figure and its panels, `axes[row, column]`, in one theme.
+
+    size: width and height in inches. The rest are options of `Figure.subplots`. Raises ImportError without matplotlib, and
+    ValueError for a path that can't be written to, before anything is drawn.
+    """
+
+    def __init__(
+        self,
+        size: tuple[float, float],
+        rows: int = 1,
+        columns: int = 1,
+        *,
+        dark: bool = False,
+        path: str | os.PathLike[str] | None = None,
+        **subplots: Any,
+    ) -> None:
+        require_matplotlib()
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+        self.theme = DARK if dark else LIGHT
+        self._path = None if path is None else checked_path(path)
+        layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
+        self.figure: Any = Figure(figsize=size, facecolor=self.theme.paper, edgecolor=self.theme.paper, layout=layout)
+        self.axes: Any = self.figure.subplots(rows, columns, squeeze=False, **subplots)
+        for axis in self.axes.flat:
+            self.dress(axis)
+
+    def dress(self, axis: Any) -> None:
+        """Give a panel the theme's colours and sizes, with axes to the left and below alone."""
+        axis.set_facecolor(self.theme.paper)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color(self.theme.quiet)
+        axis.tick_params(which="both", color=self.theme.quiet, labelcolor=self.theme.ink, labelsize=SMALL)
+        for label in (axis.xaxis.label, axis.yaxis.label):
+            label.set(color=self.theme.ink, fontsize=NORMAL)
+        for offset in (axis.xaxis.get_offset_text(), axis.yaxis.get_offset_text()):
+            offset.set(color=self.theme.ink, fontsize=SMALL)
+
+    def title(self, axis: Any, text: str, size: float = LARGE) -> None:
+        axis.set_title(text, fontsize=size, color=self.theme.ink)
+
+    def note(self, axis: Any, x: float, y: float, text: str, **more: Any) -> Any:
+        """Text in a panel, at data coordinates unless `transform` says otherwise."""
+        return axis.text(x, y, text, **{"color": self.theme.ink, "fontsize": SMALL, **more})
+
+    def line(self, place: int, markers: bool = False) -> dict[str, Any]:
+        """Colour and dashes, or colour and marker, of line number `place`: no colour alone tells two lines apart."""
+        colour = self.theme.lines[place % len(self.theme.lines)]
+        if markers:
+            return {"color": colour, "linestyle": "-", "marker": MARKERS[place % len(MARKERS)], "markersize": 4.5}
+        return {"color": colour, "linestyle": DASHES[(place + place // len(self.theme.lines)) % len(DASHES)], "linewidth": 1.6}
+
+    def reference(self, axis: Any, x: float | None = None, y: float | None = None, linestyle: Any = ":") -> Any:
+        """A line to compare with: upright at x, or level at y."""
+        draw, at = (axis.axvline, x) if y is None else (axis.axhline, y)
+        return draw(at, color=self.theme.quiet, linestyle=linestyle, linewidth=1, zorder=1)
+
+    def grid(self, axis: Any, which: str = "both") -> None:
+        axis.grid(axis=which, color=self.theme.faint, linewidth=0.8)
+        axis.set_axisbelow(True)
+
+    def heat(self, axis: Any, values: Any, low: float | None = None, high: float | None = None, **more: Any) -> Any:
+        """A map of values `[rows, columns]`, the first row on top, from dark (low) to light (high). NaN is blank."""
+        axis.spines[:].set_visible(False)
+        ends = {} if "norm" in more else {"vmin": low, "vmax": high}
+        options = {"cmap": MAP, "aspect": "auto", "interpolation": "nearest", **ends, **more}
+        return axis.imshow(np.asarray(values), **options)
+
+    def cells(self, axis: Any, image: Any, texts: Sequence[Sequence[str]], size: float = SMALL) -> None:
+        """A text in each cell of a map, dark on light cells and light on dark ones."""
+        shades = image.cmap(image.norm(image.get_array()))[..., :3] @ (0.299, 0.587, 0.114)
+        for row, line in enumerate(texts):
+            for column, text in enumerate(line):
+                colour = "#ffffff" if shades[row, column] < 0.45 else "#000000"
+                axis.text(column, row, text, ha="center", va="center", fontsize=size, color=colour, linespacing=1.1)
+
+    def scale(self, image: Any, axes: Any, label: str, **more: Any) -> Any:
+        """A bar beside these panels that tells which colour is which number."""
+        bar = self.figure.colorbar(image, ax=axes, **more)
+        self.dress(bar.ax)
+        bar.outline.set_visible(False)
+        bar.set_label(label, color=self.theme.ink, fontsize=NORMAL)
+        return bar
+
+    def mark(self, bar: Any, value: float, text: str) -> None:
+        """Mark a value on the bar of `scale`."""
+        bar.ax.axhline(value, color=self.theme.lines[1], linewidth=2)
+        bar.ax.annotate(
+            text,
+            (0, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            rotation=90,
+            fontsize=SMALL - 1,
+            color=self.theme.ink,
+        )
+
+    def lengths(self, axis: Any, lengths: Sequence[int], label: str = "tokens") -> None:
+        """A logarithmic axis of lengths, each written out; of two that would touch the longer one."""
+        axis.set_xscale("log", base=2)
+        shown = [
+            length for length, after in zip(lengths, [*lengths[1:], None], strict=True) if not after or after > 1.2 * length
+        ]
+        axis.set_xticks(shown, [str(length) for length in shown])
+        axis.minorticks_off()
+        axis.set_xlabel(label)
+        margin = max(2**0.18, (lengths[-1] / lengths[0]) ** 0.05)
+        axis.set_xlim(lengths[0] / margin, lengths[-1] * margin)
+
+    def legend(self, entries: dict[str, Any] | None = None, columns: int = 3, loc: str = "outside lower center") -> Any:
+        """One legend of all panels, beneath them: label -> line; without entries, all labelled lines, each label once."""
+        if entries is None:
+            entries = {}
+            for axis in self.axes.flat:
+                for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+                    entries.setdefault(label, handle)
+        return self.figure.legend(
+            list(entries.values()),
+            list(entries),
+            loc=loc,
+            ncols=min(columns, len(entries)),
+            frameon=False,
+            fontsize=NORMAL,
+            labelcolor=self.theme.ink,
+            handlelength=3.2,
+        )
+
+    def heading(self, text: str) -> None:
+        """The title of the whole figure."""
+        self.figure.suptitle(text, fontsize=LARGE + 1, color=self.theme.ink)
+
+    def below(self, text: str) -> None:
+        """What the horizontal axes of all panels show."""
+        self.figure.supxlabel(text, fontsize=NORMAL, color=self.theme.ink)
+
+    def done(self) -> Any:
+        """The figure, saved if there is a path."""
+        if self._path is not None:
+            save(self.figure, self._path)
+        return self.figure
+
+
+def panels(axes: Any, count: int) -> Iterator[Any]:
+    """The first `count` panels of a sheet, row by row; the others are hidden."""
+    for place, axis in enumerate(axes.flat):
+        axis.set_visible(place < count)
+        if place < count:
+            yield axis

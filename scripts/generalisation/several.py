@@ -1,0 +1,150 @@
+"""What compare.py shows of several hosts: one table, one record, and curves with a panel for each host and task."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from generalisation import figures, report
+from generalisation.results import Results
+from generalisation.runs import task_of
+from generalisation.study import Study
+from generalisation.tasks import ALL
+
+REFUSED = "refused"
+DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+"""Line styles: with the colours they tell 36 encodings apart."""
+COLUMNS = 3
+"""Panels in a row of a figure."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A host of a study, and what its runs have measured."""
+
+    study: Study
+    results: Results
+
+    def heading(self, task: str) -> str:
+        unit = task_of(self.study.setup.host, task).unit
+        return f"{self.study.label}, {task}, L = {self.study.trainings[task].length} {unit}"
+
+
+def table(parts: Sequence[Part]) -> Table:
+    """The mean over seeds and its interval: a section for each host, task and measure, a column for each test length."""
+    multiples = parts[0].study.setup.multiples
+    seeds = {len(part.results.seeds(*key)) for part in parts for key in _keys(part)}
+    several = "one seed" if seeds == {1} else f"{report.shown_range(seeds)} seeds"
+    caption = f"mean over {several}" + (" ± half of Student's 95 % interval" if seeds != {1} else "")
+    if any(part.results.ends(*key) is not None for part in parts for key in _keys(part)):
+        caption += f"\n{report.ENDS} ends at a length: it was given that of the longest test; positions behind L are untrained"
+    made = Table("", *(f"{multiple:g} L" for multiple in multiples), caption=caption)
+    for column in made.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for part in parts:
+        for task in (task for task in ALL if task in part.study.trainings):
+            for measure in report.MEASURES[ALL[task].measure]:
+                made.add_section()
+                made.add_row(f"[bold]{escape(part.heading(task))}: {report.NAMES[measure]}[/bold]")
+                for label, cells in _rows(part, task, measure, multiples, max(seeds)):
+                    made.add_row(escape(label), *cells)
+    return made
+
+
+def _keys(part: Part) -> list[tuple[str, str]]:
+    return [(task, label) for task in part.results.tasks for label in part.results.encodings(task)]
+
+
+def _rows(part: Part, task: str, measure: str, multiples: Sequence[float], seeds: int) -> list[tuple[str, list[str]]]:
+    """The best one at 2 L, or at the last length, first; those that were refused last."""
+    results, lengths = part.results, length_of(part, task, multiples)
+    tried = list(lengths).index(2.0) if 2.0 in lengths else -1
+    means = {
+        label: [results.mean(task, label, length, measure) for length in lengths.values()] for label in results.encodings(task)
+    }
+    sign = 1 if measure == "perplexity" else -1
+    rows = []
+    for label in sorted(means, key=lambda label: sign * means[label][tried].mean):
+        missing = seeds - len(results.seeds(task, label))
+        marks = [report.ENDS] if results.ends(task, label) is not None else []
+        marks += [f"({missing} {'seed' if missing == 1 else 'seeds'} fewer)"] if missing else []
+        rows.append((" ".join([label, *marks]), [mean.shown() for mean in means[label]]))
+    return rows + [(label, [REFUSED] + [""] * (len(lengths) - 1)) for label in part.study.refused]
+
+
+def length_of(part: Part, task: str, multiples: Sequence[float]) -> dict[float, int]:
+    """Multiple of L -> test length."""
+    return {multiple: int(part.study.trainings[task].length * Fraction(multiple)) for multiple in multiples}
+
+
+def refused_table(parts: Sequence[Part]) -> Table | None:
+    """The reasons of all hosts, None where nothing was refused."""
+    made = Table("host", "encoding", "reason", title="refused by a host, the rest runs on", show_lines=True)
+    for part in parts:
+        for label, reason in part.study.refused.items():
+            made.add_row(*map(escape, (part.study.label, label, reason)))
+    return made if made.row_count else None
+
+
+def as_record(parts: Sequence[Part], left_out: dict[str, list[str]], failed: dict[str, str]) -> dict[str, Any]:
+    """All settings and figures by host, and digests of what all encodings have had: host weights, training and test rows.
+
+    left_out: host -> tasks that it has no head for.
+    """
+    hosts = {}
+    for part in parts:
+        digests: dict[str, dict[str, Any]] = {}
+        for (task, _, seed), record in part.results.records.items():
+            digests.setdefault(task, {}).setdefault(str(seed), record["digests"])
+        hosts[part.study.label] = {
+            **report.record_of(part.study, part.results),
+            "tasks_left_out": left_out.get(part.study.label, []),
+            "same_for_all_encodings": digests,
+        }
+    return {"hosts": hosts, "failed": failed}
+
+
+def draw(parts: Sequence[Part], path: Path) -> None:
+    """A panel for each host and task: a line for each encoding, the same in all of them."""
+    pyplot = figures.pyplot_for_files()
+    panels = [(part, task) for part in parts for task in part.results.tasks]
+    styles = styles_of(list(dict.fromkeys(label for part in parts for _, label in _keys(part))))
+    columns = min(COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    size = (max(4.5, 3.9 * columns), 0.5 + 2.9 * rows + 0.22 * math.ceil(len(styles) / (2 * columns)))
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis, (part, task) in zip(axes.flat, panels, strict=False):
+        labels = part.results.encodings(task)
+        figures.draw_lines(axis, part.results, task, {label: styles[label] for label in styles if label in labels})
+        figures.scale(axis, part.results, task, labels)
+        axis.set_title(part.heading(task), fontsize=9)
+        axis.set_ylabel(figures.NAMES[figures.CURVES[ALL[task].measure]], fontsize=9)
+        axis.set_xlabel("length of the test", fontsize=9)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    entries: dict[str, Any] = {}
+    for axis in axes.flat:
+        entries |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    shown = [label for label in styles if label in entries]
+    figure.legend(
+        [entries[label] for label in shown], shown, loc="outside lower center", ncols=2 * columns, frameon=False, fontsize=8
+    )
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def styles_of(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A line for each encoding; the baseline's is grey."""
+    found: dict[str, dict[str, Any]] = {}
+    colours = len(figures.COLOURS)
+    for place, label in enumerate(label for label in labels if label != figures.BASELINE):
+        found[label] = {
+            "color": figures.COLOURS[place % colours],
+            "linestyle": DASHES[place // colours % len(DASHES)],
+        }
+    return found | ({figures.BASELINE: figures.GREY} if figures.BASELINE in labels else {})

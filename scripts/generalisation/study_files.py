@@ -1,0 +1,51 @@
+"""A study as a YAML file: its keys are flags, a list is several values, a mapping TASK=N or an object with options."""
+
+import argparse
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+OBJECTS = ("hosts", "encodings")
+"""Flags whose values may be objects."""
+ELSEWHERE = ("study", "help", "report_only", "output_dir", "processes")
+"""Flags that belong to a command, not to a study."""
+
+
+def as_flags(file: Path, parser: argparse.ArgumentParser) -> list[str]:
+    """The flags that a file stands for. Raises SystemExit for what is no study."""
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SystemExit(f"{file} is no study: {error}") from None
+    known = {
+        action.option_strings[0].removeprefix("--")
+        for action in parser._actions
+        if action.option_strings and action.dest not in ELSEWHERE
+    }
+    if not isinstance(found, dict):
+        raise SystemExit(f"{file} is no study: it is to be a mapping with keys of {', '.join(sorted(known))}")
+    made = []
+    for key, value in found.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise SystemExit(f"{file} has {key!r}, which is no flag of a study: {hint}allowed are {', '.join(sorted(known))}")
+        made += [f"--{key}", *_texts(file, key, value)]
+    return made
+
+
+def _texts(file: Path, key: str, value: Any) -> list[str]:
+    if isinstance(value, dict) and key not in OBJECTS:
+        return [f"{name}={_text(file, key, each)}" for name, each in value.items()]
+    return [_text(file, key, each) for each in (value if isinstance(value, list) else [value])]
+
+
+def _text(file: Path, key: str, value: Any) -> str:
+    if isinstance(value, dict) and key in OBJECTS:
+        return json.dumps(value)
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise SystemExit(f"{file} has {key}: {value!r}; allowed are names, numbers, and lists of them")
+    return str(value)

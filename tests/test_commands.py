@@ -1,0 +1,328 @@
+"""What holds for every subcommand of hf-posenc: its help, its examples, its words, JSON, tracebacks, completion.
+
+A new subcommand is found by itself. Its examples stand in its help, `[bold]hf-posenc NAME …[/]`, and run here in a folder with
+the models and files of `models`, under the names that they have there.
+"""
+
+import inspect
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+
+import pytest
+import torch
+import transformers
+import typer
+from transformers import AutoTokenizer, BertTokenizer
+from typer.testing import CliRunner
+
+import hf_posenc
+from conftest import ROOT, stock
+from hf_posenc.cli import app
+from hf_posenc.cli.arguments import given_settings, given_where
+
+GROUP = typer.main.get_command(app)
+
+
+def leaves(group, *names):
+    """Words -> command, of all that do something; `hf-posenc plot` is a group of its own."""
+    found = {}
+    for name, command in group.commands.items():
+        words = (*names, name)
+        found |= leaves(command, *words) if hasattr(command, "commands") else {" ".join(words): command}
+    return found
+
+
+COMMANDS = leaves(GROUP)
+EXAMPLE = re.compile(r"\[bold\](hf-posenc .*?)\[/\]", re.DOTALL)
+EXAMPLES = [example for command in COMMANDS.values() for example in EXAMPLE.findall(command.help or "")]
+TAKES_LONGER = ("convert", "plot")
+"""Subcommands whose examples run with `make test-all` alone; tests/test_plots.py draws with some."""
+WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]
+
+
+def command_of(example):
+    words = shlex.split(example)[1:]
+    return next(name for name in (" ".join(words[:2]), words[0]) if name in COMMANDS)
+
+
+def invoke(words, code=0, **environment):
+    """Runs a command in this process. Its standard output and error."""
+    done = CliRunner(env=environment).invoke(app, [str(word) for word in words], prog_name="hf-posenc")
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """What the examples name: tiny models, of which some have a tokenizer, and texts."""
+    path = tmp_path_factory.mktemp("examples")
+    (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *WORDS]))
+    for name, length, model in (
+        ("bert-base-uncased", 512, stock("bert", "ForMaskedLM", max_position_embeddings=512)),
+        ("bert-alibi", 32, hf_posenc.patch(stock("bert", "ForMaskedLM"), "alibi", max_length=2048)),
+    ):
+        model.save_pretrained(path / name)
+        BertTokenizer(str(path / "vocab.txt"), model_max_length=length).save_pretrained(path / name)
+    stock("roberta").save_pretrained(path / "roberta-base")
+    gpt2 = stock("gpt2", "LMHeadModel", n_positions=128)
+    for name, model in (("gpt2", gpt2), ("gpt2-alibi", hf_posenc.patch(gpt2, "alibi"))):
+        model.save_pretrained(path / name)
+        BertTokenizer(str(path / "vocab.txt"), model_max_length=128).save_pretrained(path / name)
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    texts = dict(sizes, vocab_size=61, max_position_embeddings=32, bos_token_id=1, eos_token_id=2)
+    clip = transformers.CLIPConfig(
+        text_config=texts, vision_config=dict(sizes, image_size=32, patch_size=16), projection_dim=16
+    )
+    transformers.CLIPModel(clip).save_pretrained(path / "openai" / "clip-vit-base-patch32")
+    BertTokenizer(str(path / "vocab.txt"), model_max_length=32).save_pretrained(path / "openai" / "clip-vit-base-patch32")
+    choose = random.Random(0)
+    rows = [" ".join(" ".join(choose.choices(WORDS, k=9)).capitalize() + "." for _ in range(20)) for _ in range(40)]
+    (path / "scripts").symlink_to(ROOT / "scripts")
+    (path / "my.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    return path
+
+
+@pytest.fixture
+def workplace(models, tmp_path, monkeypatch):
+    """A copy of these as the current folder."""
+    shutil.copytree(models, tmp_path / "here", symlinks=True)
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_its_help(name):
+    """Has an example, and the default of each argument that may be left out: a value, or words where None means something."""
+    command = COMMANDS[name]
+    assert any(command_of(example) == name for example in EXAMPLE.findall(command.help or "")), "no example"
+    shown, _ = invoke([*name.split(), "--help"], COLUMNS="300")
+    rows = {}
+    for parameter in command.params:
+        row = next(line for line in shown.splitlines() if re.search(rf"│ *\*? *{re.escape(label(parameter))}(\.\.\.)? ", line))
+        rows[parameter.name] = row
+        # A switch is off unless it is given, and --help has no value.
+        switch = getattr(parameter, "is_flag", False) and not parameter.secondary_opts
+        assert switch or parameter.required == ("[required]" in row), f"{parameter.name}: {row}"
+        assert switch or parameter.required or "[default: " in row, f"{parameter.name} hides its default"
+    assert all(re.search(r"> +\S", row) for row in rows.values()), "an argument without a word about it"
+
+
+def label(parameter):
+    return parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.name
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(example, marks=[pytest.mark.slow] * (command_of(example).split()[0] in TAKES_LONGER), id=example[10:50])
+        for example in EXAMPLES
+    ],
+)
+def test_its_examples(workplace, example):
+    """Run as they stand; where --json is known, with it as well: standard output is one JSON document then."""
+    words = shlex.split(example)[1:]
+    made = words[words.index("--output-dir") + 1] if "--output-dir" in words else None
+    ways = [words]
+    if "--json" in flags(command_of(example)) and "--json" not in words:
+        shutil.copytree(workplace, workplace.parent / "again", symlinks=True)
+        ways.append([*words, "--json"])
+    for folder, given in zip(("here", "again"), ways, strict=False):
+        os.chdir(workplace.parent / folder)
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        printed, _ = invoke(given)
+        if "--json" in given:
+            json.loads(printed)
+        assert made is None or os.path.isfile(os.path.join(made, "config.json"))
+        assert "--output" not in given or os.path.getsize(given[given.index("--output") + 1])
+
+
+def flags(name):
+    return {flag for parameter in COMMANDS[name].params for flag in (*parameter.opts, *parameter.secondary_opts)}
+
+
+FUNCTIONS = {"push": hf_posenc.push_to_hub, "card": hf_posenc.model_card} | {
+    name: getattr(hf_posenc, name) for name in COMMANDS if inspect.isfunction(getattr(hf_posenc, name, None))
+}
+FROM_THE_FOLDER = {"model", "tokenizer", "evaluation", "metadata"}
+LEFT_OUT = {
+    "push": FROM_THE_FOLDER | {"figures", "token"},  # a token on a command line is kept in the shell's history
+    "card": FROM_THE_FOLDER,
+    "convert": {"tokenizer", "options"},
+    "patch": {"options"},
+    "extend": {"settings"},
+}
+"""Keyword arguments without a flag: what lies in the folder, and what --option gives."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_flags_are_the_words_of_python(name):
+    known = {parameter.name for parameter in COMMANDS[name].params}
+    assert {*inspect.signature(FUNCTIONS[name]).parameters} - LEFT_OUT.get(name, set()) <= known
+    assert not [flag for flag in flags(name) if flag.startswith("-") and "_" in flag]
+
+
+def test_both_spellings(workplace):
+    """--max_length, as in Python, is --max-length."""
+    invoke(shlex.split("extend bert-alibi --max_length 4096 --output_dir new"))
+    assert hf_posenc.inspect("new").max_length == 4096
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ptch bert-alibi", "Did you mean 'patch'"),
+        ("extend bert-alibi --max-lenth 3", "--max-length"),
+        ("patch bert-base-uncased alibbi --output-dir new", "did you mean 'alibi'?"),
+        ("patch bert-base-uncased rope --option thetta=3 --output-dir new", "did you mean 'theta'?"),
+        ("patch bert-base-uncased rope --inject every_layr --output-dir new", "did you mean 'every_layer'?"),
+        ("patch bert-base-uncased rope --where encodr --output-dir new", "did you mean 'encoder'?"),
+        ("extend bert-base-uncased --max-length 640 --method linar --output-dir new", "did you mean 'linear'?"),
+        ("extend gpt2 --max-length 256 --method keep_first --option kep=3 --output-dir new", "did you mean 'keep'?"),
+        ("inspect openai/clip-vit-base-patch32 --submodel text_modl", "did you mean 'text_model'?"),
+        ("inspect openai/clip-vit-base-patch32", "submodel='text_model' or submodel='vision_model' (--submodel of"),
+        ("patch bert-base-uncased rope --import my_encodings --output-dir new", "goes before the subcommand"),
+    ],
+)
+def test_errors_name_what_was_meant(workplace, line, words):
+    done = CliRunner().invoke(app, shlex.split(line), prog_name="hf-posenc")
+    assert done.exit_code in (1, 2) and words in " ".join(re.sub("[│╭╮╰╯]", " ", done.stderr).split()), done.stderr
+    assert not os.path.exists("new") and not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "environment"),
+    [
+        ("--debug inspect nowhere", {}),
+        ("inspect nowhere --debug", {}),
+        ("inspect nowhere", {"HF_POSENC_DEBUG": "1"}),
+        ("inspect nowhere", {}),
+        ("inspect -- nowhere", {}),
+    ],
+)
+def test_debug(line, environment):
+    """With it the error gets through, with its traceback; without it ends in a line."""
+    done = CliRunner(env=environment).invoke(app, shlex.split(line), prog_name="hf-posenc")
+    wanted = "debug" in line or bool(environment)
+    assert isinstance(done.exception, OSError if wanted else SystemExit) and done.exit_code == 1
+    assert ("Error:" in done.stderr) != wanted
+
+
+def test_debug_behind_two_dashes_is_a_name():
+    assert "--debug" in invoke(["inspect", "--", "--debug"], code=1)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["ext"], ["extend"]),
+        (["extend", "--over"], ["--overwrite"]),
+        (["patch", "folder", "ali"], ["alibi"]),
+        (["patch", "folder", "rope+ali"], ["rope+alibi"]),
+        (["convert", "folder", "relative_k"], ["relative_key", "relative_key_query"]),
+        (["patch", "folder", "rope", "--inject", "e"], ["every_layer"]),
+        (["patch", "folder", "rope", "--where", "c"], ["cross"]),
+        (["extend", "folder", "--method", "l"], ["linear", "llama3", "longrope"]),
+        (["inspect", "fol"], []),  # the shell offers its files then
+        (["convert", "folder", "rope", "--texts", "te"], []),
+    ],
+)
+def test_completion(words, offered):
+    typed = {"COMP_WORDS": " ".join(["hf-posenc", *words]), "COMP_CWORD": str(len(words))}
+    printed, _ = invoke([], _HF_POSENC_COMPLETE="complete_bash", **typed)
+    assert sorted(printed.split()) == offered
+
+
+def test_completion_is_installed(tmp_path, monkeypatch):
+    """The script that the shell reads says which shell function asks which command."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    assert "hf-posenc.sh" in invoke(["--install-completion", "bash"])[0]
+    script = (tmp_path / ".bash_completions" / "hf-posenc.sh").read_text()
+    assert "complete -o default -F _hf_posenc_completion hf-posenc" in script and "_HF_POSENC_COMPLETE=complete_bash" in script
+    assert invoke(["--show-completion", "bash"])[0].strip() == script.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,1.5", [1, 1.5]),
+        ("3,", [3]),
+        ("[1, 2]", [1, 2]),
+        ("[[1, 2]]", [[1, 2]]),
+        ("1e3", 1000.0),
+        ("true", True),
+        ("a,b", "a,b"),
+        ("true,1", "true,1"),
+        ("3::4", "3::4"),
+        ("1,,2", "1,,2"),
+        ("keys+queries", "keys+queries"),
+        ("", ""),
+    ],
+)
+def test_lists(text, value):
+    found = given_settings([f"name={text}"])["name"]
+    assert found == value and type(found) is type(value)
+
+
+def test_a_list_of_places():
+    assert given_where("encoder, cross") == ["encoder", "cross"] and given_where("encoder") == "encoder"
+    assert given_where('{"cross": "rope", "encoder": "alibi"}') == {"cross": "rope", "encoder": "alibi"}
+
+
+def test_factors_of_a_rule(workplace):
+    """Lists as they are typed, and the word for what was expected."""
+    llama = stock("llama", "ForCausalLM")
+    llama.save_pretrained("llama")
+    ones, twos = (",".join([factor] * (llama.config.head_dim // 2)) for factor in ("1", "2"))
+    line = f"extend llama --max-length 48 --method longrope --option short_factor={ones} --option long_factor"
+    invoke(shlex.split(f"{line}={twos} --output-dir new"))
+    assert hf_posenc.inspect("new").options["long_factor"] == [2.0] * (llama.config.head_dim // 2)
+    error = invoke(shlex.split(f"{line}=2 --output-dir newer"), code=1)[1]
+    assert "allowed is None or a list in which each value is a finite number above 0" in error
+
+
+def test_a_part_of_a_model_is_reported_on(workplace):
+    """extend on one of several; its tokenizer follows what reads texts."""
+    line = "extend openai/clip-vit-base-patch32 --max-length 64 --method linear --output-dir new --submodel"
+    printed, _ = invoke([*shlex.split(line), "text_model"])
+    assert "CLIPTextModel" in printed and "usable length: 64 tokens" in printed
+    assert "The tokenizer's model_max_length was 32, and is 64 now." in printed
+    assert json.loads(invoke(["inspect", "new", "--submodel", "text_model", "--json"])[0])["max_length"] == 64
+    seen = invoke(shlex.split("patch openai/clip-vit-base-patch32 alibi --submodel vision_model --output-dir seen --json"))[0]
+    document = json.loads(seen)
+    assert document["report"]["encoding"] == "alibi" and document["lengths"] == {} and document["needs_hf_posenc"]
+    assert AutoTokenizer.from_pretrained("seen").model_max_length == 32
+    back = invoke(["unpatch", "seen", "--output-dir", "back"])[0]
+    assert "CLIPVisionModel" in back and "import hf_posenc" not in back
+
+
+def test_lengths_are_said_in_words(workplace, monkeypatch):
+    """And the tokenizer is loaded once."""
+    loaded = []
+    load = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: loaded.append(name) or load(name))
+    printed, _ = invoke(shlex.split("extend bert-alibi --no-limit --output-dir new"))
+    assert "The tokenizer's model_max_length was 32, and is unlimited now." in printed and loaded == ["bert-alibi"]
+    assert "To load it, `import hf_posenc` first" in printed
+    printed, _ = invoke(shlex.split("patch bert-base-uncased alibi --output-dir newer --json"))
+    assert json.loads(printed)["lengths"] == {"model_max_length": {"before": 512, "after": None}}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_length_of_a_sentence_transformer_comes_back(minilm, tmp_path):
+    """Of the real MiniLM, which cuts texts at 256 of its 512 tokens."""
+    from sentence_transformers import SentenceTransformer
+
+    line = ["extend", minilm, "--max-length", 1024, "--method", "dynamic", "--output-dir", tmp_path / "longer"]
+    assert "max_seq_length was 256, and is 1024 now." in invoke(line)[0]
+    line = ["unpatch", tmp_path / "longer", "--output-dir", tmp_path / "back"]
+    assert "max_seq_length was 1024, and is 256 now." in invoke(line)[0]
+    before, after = (SentenceTransformer(str(path), device="cpu") for path in (minilm, tmp_path / "back"))
+    assert after.max_seq_length == 256
+    text = ["the quick brown fox " * 90]
+    assert torch.equal(before.encode(text, convert_to_tensor=True), after.encode(text, convert_to_tensor=True))

@@ -1,0 +1,453 @@
+"""compare.py: hosts, tasks and their heads, the same data for all encodings, studies that resume, processes, files."""
+
+import re
+import shlex
+import sys
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+import compare
+from conftest import ROOT, stock
+from evaluation import records
+from generalisation import models, runs, several, study, tasks, tokenised
+from generalisation.models import Sizes
+from generalisation.results import Results
+from generalisation.runs import Setup, Training
+from generalisation.several import Part
+from generalisation.study import Study
+
+SIZES = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
+QUICK = [*SIZES, "--length", "3", "--multiples", "1", "2", "--steps", "2", "--batch_size", "2", "--test_rows", "4"]
+COPY = [*QUICK, "--hosts", "llama", "--tasks", "copy"]
+TINY = Sizes(16, 1, 2, 16)
+
+
+def test_the_label_is_the_order_of_the_markers_by_hand():
+    symbols = torch.tensor([[3, 1, 2, 5], [3, 1, 2, 5]])
+    begin, end, first, second = 26, 28, 29, 30
+    input_ids, labels = tasks.as_order(symbols, torch.tensor([[1, 3], [2, 0]]))
+    assert input_ids.tolist() == [[begin, 3, first, 2, second, end], [begin, second, 1, first, 5, end]]
+    assert labels.tolist() == [1, 0]
+
+
+def test_drawn_markers_stand_once_each():
+    task = tasks.COMPARED["classification"]
+    generator = torch.Generator().manual_seed(0)
+    for input_ids, labels in (task.test(9, 200), task.train(5, 200, generator)):
+        for row, label in zip(input_ids.tolist(), labels.tolist(), strict=True):
+            first, second = (row.index(marker) for marker in tasks.MARKERS)
+            assert label == (first < second) and sum(token in tasks.MARKERS for token in row) == 2
+        assert 70 < labels.sum() < 130
+    assert {task.train(3, 1, generator)[0].shape[1] for _ in range(30)} == {4, 5}
+
+
+def test_masked_rows():
+    task, text = tasks.COMPARED["mlm"], tasks.TASKS["lm"].test(64, 0)[0].flatten()
+    input_ids, labels = task.test(64, 0)
+    hidden = (input_ids == tasks.MASK).flatten()
+    assert hidden.sum() == 1229  # 15 % of 8192
+    assert input_ids.flatten().equal(text.masked_fill(hidden, tasks.MASK))
+    assert labels.flatten().equal(text.masked_fill(~hidden, tasks.IGNORED))
+    assert (task.test(128, 0)[0] == tasks.MASK).flatten().equal(hidden)  # the same places at each length
+    drawn, wanted = task.train(40, 50, torch.Generator().manual_seed(0))
+    assert (drawn == tasks.MASK).equal(wanted != tasks.IGNORED) and (wanted != tasks.IGNORED).sum(1).eq(6).all()
+    assert len({tuple(row) for row in (drawn == tasks.MASK).tolist()}) == 50
+    assert (task.train(2, 9, torch.Generator().manual_seed(0))[1] != tasks.IGNORED).sum() == 9  # one at least
+
+
+@pytest.mark.parametrize("name", models.HOSTS)
+def test_heads_of_hosts(name):
+    """Each host has a model for each of its heads, with the sizes that were asked for, and without dropout."""
+    for head in models.HOSTS[name].heads:
+        model = models.stock(name, Sizes(24, 2, 3, 40), 11, 8, 0, head)
+        config = model.config
+        assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (24, 2, 3)
+        assert 40 in {value for module in model.modules() for value in getattr(module, "weight", torch.empty(0)).shape}
+        logits = model(input_ids=torch.arange(10).view(2, 5)).logits
+        assert logits.shape == ((2, 2) if head == tasks.LABELS else (2, 5, 11))
+        assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
+
+
+def test_scores_of_labels_and_masked_tokens_by_hand():
+    class Fixed(torch.nn.Module):
+        def __init__(self, logits):
+            super().__init__()
+            self.logits = logits
+
+        def forward(self, input_ids):
+            return type("Output", (), {"logits": self.logits})
+
+    rows = torch.zeros(2, 3, dtype=torch.long)
+    right, wrong = [0.0, 50.0], [50.0, 0.0]
+    found = runs.measured(Fixed(torch.tensor([right, wrong])), rows, torch.tensor([1, 1]), tasks.LABELS)
+    assert found == {"exact": 0.5, "tokens": 0.5, "loss": pytest.approx(25.0)}
+    # Masked tokens aren't shifted: the first of a row, and the last.
+    labels = torch.tensor([[1, -100, -100], [-100, 1, 1]])
+    logits = torch.tensor([[right, wrong, wrong], [wrong, right, wrong]])
+    found = runs.measured(Fixed(logits), rows, labels, tasks.MASKED)
+    assert found == {"exact": 0.5, "tokens": pytest.approx(2 / 3), "loss": pytest.approx(50 / 3)}
+
+
+def test_an_encoder_without_positions_stays_at_chance():
+    """Without positions its answer is the same for each order of the symbols; with them it learns the order."""
+    setup = Setup(host="bert", sizes=Sizes(32, 2, 2, 32), learning_rate=4e-3, multiples=(1.0,))
+    accuracy = {
+        name: runs.run(setup, Training(4, 90, 32), "classification", models.encoding(name), 0)["scores"]["4"]["exact"]
+        for name in ("none", "rope")
+    }
+    assert 0.4 < accuracy["none"] < 0.6 and accuracy["rope"] > 0.9
+
+
+def read_runs(folder):
+    """The records of a study by their paths, without times."""
+    found = {str(file.relative_to(folder)): records.read(file) for file in sorted(folder.glob("*/runs/*.json"))}
+    for record in found.values():
+        del record["cpu_seconds"]
+    return found
+
+
+def test_hosts_refusals_and_the_same_data(tmp_path, capsys, monkeypatch):
+    trained, tested = tasks.texts()
+    monkeypatch.setattr(tasks, "texts", lambda: (trained, tested[:256]))
+    arguments = ["--hosts", "bert", "llama", "--encodings", "none", "learned", "shaw", "cope", "rope_2d", "--seeds", "0", "1"]
+    tasks_of = ["--tasks", "mlm", "clm", "classification"]
+    compare.main([*QUICK, *arguments, *tasks_of, "--length", "8", "--test_rows", "4", "--output_dir", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert "bert has no head for clm" in said and "llama has no head for mlm" in said
+    assert "bert: cope is left out: 'cope' is defined for attention to earlier tokens alone" in said
+    record = records.read(tmp_path / "compare.json")
+    assert [*record["hosts"]] == ["bert", "llama"] and not record["failed"]
+    bert, llama = record["hosts"].values()
+    assert [*bert["refused"]] == ["cope", "rope_2d"] and [*llama["refused"]] == ["rope_2d"]
+    assert [*bert["scores"]["mlm"]] == ["none", "learned", "shaw"]
+    assert [*llama["scores"]["clm"]] == ["none", "learned", "shaw", "cope"]
+    assert bert["tasks_left_out"] == ["clm"] and llama["tasks_left_out"] == ["mlm"]
+    assert bert["scores"]["mlm"]["learned"]["max_length"] == 16
+    text = (tmp_path / "compare.txt").read_text()
+    assert "bert, mlm, L = 8 bytes: perplexity" in text and "refused" in text and "defined for attention to earlier" in text
+    assert (tmp_path / "compare.png").stat().st_size > 10_000
+
+    # All encodings of a host have had the same weights and rows, other seeds and tasks others.
+    found = read_runs(tmp_path)
+    assert len(found) == 2 * 2 * (3 + 4)
+    digests = {}
+    for path, each in found.items():
+        digests.setdefault((path.split("/")[0], each["task"], each["seed"]), []).append(each["digests"])
+    assert len(digests) == 8 and all(all(each == of[0] for each in of) for of in digests.values())
+    assert len({of[0]["train"] for of in digests.values()}) == 6  # classification's are those of both hosts
+    assert len({of[0]["host"] for of in digests.values()}) == 8
+    same = bert["same_for_all_encodings"]["mlm"]
+    assert same["0"] == digests["bert", "mlm", 0][0] != same["1"]
+    with pytest.raises(SystemExit, match="mlm, seed 0: shaw and learned had different training rows"):
+        wrong = [each for path, each in found.items() if path.startswith("bert/runs/mlm")]
+        wrong[-2]["digests"]["train"] = "another"
+        Results(sorted(wrong, key=lambda each: each["encoding"]))
+
+
+def test_digests_tell_rows_and_their_order_apart():
+    first, second = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[3, 4], [1, 2]])
+    assert runs.digest(first) == runs.digest(first.clone()) != runs.digest(second)
+    assert runs.digest(torch.tensor(1.0)) != runs.digest(torch.tensor(-1.0))
+    assert runs.digest(first, second) != runs.digest(second, first)
+
+
+def test_patching_leaves_the_weights_of_a_host(monkeypatch):
+    """The weights that a digest is of are those that the patched model has."""
+    for head in (tasks.MASKED, tasks.LABELS):
+        host = models.stock("bert", TINY, 9, 8, 3, head)
+        before = {name: value.clone() for name, value in host.state_dict().items() if "position_embeddings" not in name}
+        after = models.patched(host, models.encoding("alibi"), 3).state_dict()
+        assert len(before) > 10 and all(after[name].equal(value) for name, value in before.items())
+
+
+def test_a_study_that_was_killed_goes_on(tmp_path, launch):
+    arguments = [*COPY, "--encodings", "none", "t5", "--seeds", "0", "1", "--output_dir"]
+    codes, _ = launch("compare", *arguments, tmp_path / "whole")
+    assert codes == [0]
+    codes, _ = launch("compare", *arguments, tmp_path / "resumed", kill=("generalisation.study.run", 3))
+    assert codes == [-9] and len(read_runs(tmp_path / "resumed")) == 2
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "resumed").glob("*/runs/*.json")}
+    codes, _ = launch("compare", *arguments, tmp_path / "resumed")
+    assert codes == [0] and read_runs(tmp_path / "resumed") == read_runs(tmp_path / "whole")
+    assert len(read_runs(tmp_path / "resumed")) == 4
+    assert all(file.stat().st_mtime_ns == time for file, time in before.items())  # not done again
+
+
+def test_processes_of_accelerate_give_the_same_records(tmp_path, launch):
+    """Two processes, as Accelerate's launcher starts them, take runs from one list; one of them fails in one of its runs."""
+    arguments = [*COPY, "--encodings", "none", "t5", "alibi", "--seeds", "0", "1", "--output_dir"]
+    codes, _ = launch("compare", *arguments, tmp_path / "one")
+    assert codes == [0]
+    codes, said = launch("compare", *arguments, tmp_path / "two", processes=2)
+    assert codes == [0, 0], said
+    assert len(read_runs(tmp_path / "one")) == 6 and read_runs(tmp_path / "one") == read_runs(tmp_path / "two")
+    one, two = (records.read(tmp_path / name / "compare.json")["hosts"]["llama"] for name in ("one", "two"))
+    assert one["scores"] == two["scores"] and said.count("mean over 2 seeds") == 1
+    codes, said = launch("compare", *arguments, tmp_path / "three", "--processes", "2", processes=2)
+    assert codes == [1, 1] and "Accelerate's launcher has started 2 already" in said
+
+
+def test_each_process_takes_its_share(tmp_path, monkeypatch):
+    planned = Study(Setup(), {"copy": Training(3, 1, 1)}, tuple(map(models.encoding, ("none", "t5", "rope"))), {}, (0, 1), "h")
+    taken = []
+
+    class State:
+        num_processes, is_main_process = 2, False
+
+        def wait_for_everyone(self):
+            pass
+
+    monkeypatch.setattr(study, "attempt", lambda *arguments: taken.append((arguments[3].label, arguments[4])) or "no luck")
+    shares = []
+    for State.process_index in (0, 1):
+        monkeypatch.setattr(study, "process_state", State)
+        failed = study.carry_out({tmp_path: planned}, 1)
+        shares.append(taken.copy())
+        taken.clear()
+    assert shares == [[("none", 0), ("rope", 0), ("t5", 1)], [("t5", 0), ("none", 1), ("rope", 1)]]
+    assert failed == dict.fromkeys(("h, copy, t5, seed 0", "h, copy, none, seed 1", "h, copy, rope, seed 1"), "no luck")
+
+
+@pytest.mark.slow
+def test_processes_of_its_own_give_the_same_records(tmp_path):
+    arguments = [*COPY, "--encodings", "none", "t5", "--seeds", "0", "1", "--output_dir"]
+    compare.main([*arguments, str(tmp_path / "one")])
+    compare.main([*arguments, str(tmp_path / "two"), "--processes", "2"])
+    assert len(read_runs(tmp_path / "one")) == 4 and read_runs(tmp_path / "one") == read_runs(tmp_path / "two")
+
+
+def test_other_settings_are_an_error_that_names_them(tmp_path):
+    arguments = [*COPY, "--encodings", "none", "--seeds", "0", "--output_dir", str(tmp_path)]
+    compare.main(arguments)
+    for changed, message in (
+        (["--steps", "3"], "made with steps=2, and now it is 3: .*give steps as before, or another --output_dir"),
+        (["--length", "4", "--batch_size", "3"], r"length=3, and now it is 4 \(batch_size differs, too\)"),
+        (["--multiples", "1", "4"], r"multiples=\[1.0, 2.0\], and now it is \[1.0, 4.0\]"),
+        (["--learning_rate", "llama=0.1"], "learning_rate=0.005, and now it is 0.1"),
+        (["--hidden_size", "32"], "hidden_size=16, and now it is 32"),
+        (["--weight_decay", "0.5"], "weight_decay=0.01"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            compare.main([*arguments, *changed])
+    # What adds to a study joins: another host, encoding, seed and task, other options of the same host.
+    wider = '{"type": "llama", "num_key_value_heads": 1}'
+    compare.main([*arguments, "--hosts", "llama", wider, "--encodings", "alibi", "none", "--seeds", "0", "1"])
+    assert len(read_runs(tmp_path)) == 8
+    assert [*records.read(tmp_path / "compare.json")["hosts"]] == ["llama", "llama num_key_value_heads=1"]
+
+
+def test_a_file_is_its_flags(tmp_path):
+    file = tmp_path / "study.yaml"
+    study_of = {
+        "hosts": ["llama", {"type": "gpt2", "hidden_size": 32}],
+        "encodings": ["none", {"type": "rope", "theta": 50.0}],
+        "tasks": "copy",
+        "seeds": [3, 4],
+        "length": {"copy": 5},
+        "multiples": [1, 1.5],
+        "learning_rate": {"llama": 1e-3, "gpt2": 2e-3},
+        "steps": 7,
+    }
+    file.write_text(yaml.safe_dump(study_of))
+    arguments = compare.parse_arguments([str(file), "--output_dir", "here", "--seeds", "9", *SIZES])
+    assert arguments.seeds == [9] and arguments.length == {"copy": 5} and arguments.steps == {"copy": 7}
+    studies, _ = compare.studies_of(arguments)
+    assert [str(folder.parent) for folder in studies] == ["here"] * 2
+    first, second = studies.values()
+    assert [each.label for each in first.encodings] == ["none", "rope theta=50.0"]
+    assert (first.label, second.label) == ("llama", "gpt2 hidden_size=32")
+    assert (first.setup.learning_rate, second.setup.learning_rate) == (1e-3, 2e-3)
+    assert (first.setup.sizes.hidden_size, second.setup.sizes.hidden_size) == (16, 32)
+    assert first.setup.multiples == (1.0, 1.5) and first.trainings["copy"] == Training(5, 7, 32)
+
+    for wrong, message in (
+        ({"encoding": ["none"]}, "'encoding', which is no flag of a study: did you mean 'encodings'"),
+        ({"output_dir": "x"}, "'output_dir', which is no flag of a study"),
+        ({"seeds": [[1]]}, r"seeds: \[1\]; allowed are"),
+        (["none"], "is to be a mapping"),
+    ):
+        file.write_text(yaml.safe_dump(wrong))
+        with pytest.raises(SystemExit, match=message):
+            compare.parse_arguments([str(file), "--output_dir", "here"])
+    file.write_text("a: [")
+    with pytest.raises(SystemExit, match="is no study: while parsing"):
+        compare.parse_arguments([str(file), "--output_dir", "here"])
+
+
+def test_the_study_that_is_kept_can_be_run():
+    arguments = compare.parse_arguments([str(ROOT / "scripts" / "studies" / "six_encodings.yaml"), "--output_dir", "x", *SIZES])
+    studies, left_out = compare.studies_of(arguments)
+    assert sum(len(each.runs()) for each in studies.values()) == 90 and not any(each.refused for each in studies.values())
+    assert left_out == {"bert": ["clm", "copy"], "llama": ["mlm"]} and max(arguments.multiples) == 4
+
+
+@pytest.fixture
+def checkpoint(tmp_path, minilm, monkeypatch):
+    """The folder of an encoder with a tokenizer; texts are short."""
+    folder = tmp_path / "my-bert"
+    stock("bert", "ForMaskedLM", vocab_size=30522).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
+    monkeypatch.setattr(tokenised, "_paragraphs", lambda: ("one two three " * 200, "two three one " * 100))
+    return folder
+
+
+def test_a_checkpoint_keeps_its_weights(checkpoint, tmp_path, capsys, monkeypatch):
+    seen = []
+    patched = models.patched
+    monkeypatch.setattr(models, "patched", lambda *of: seen.append(patched(*of)) or seen[-1])
+    arguments = [*QUICK, "--hosts", f"checkpoint:{checkpoint}", "--tasks", "mlm", "--encodings", "none", "t5", "cope"]
+    arguments += ["--seeds", "0", "--length", "6", "--output_dir", str(tmp_path / "out")]
+    compare.main([*arguments, "--steps", "0"])
+    own = AutoModelForMaskedLM.from_pretrained(checkpoint).state_dict()
+    kept = [name for name in own if "position_embeddings" not in name and "seq_relationship" not in name]
+    for model in seen[-2:]:
+        assert all(model.state_dict()[name].equal(own[name]) for name in kept) and len(kept) > 20
+    (host,) = records.read(tmp_path / "out" / "compare.json")["hosts"].values()
+    assert [*host["scores"]["mlm"]] == ["none", "t5"] and [*host["refused"]] == ["cope"]
+    assert f"checkpoint:{checkpoint}, mlm, L = 6 tokens" in " ".join((tmp_path / "out" / "compare.txt").read_text().split())
+    with pytest.raises(SystemExit, match="made with steps=0, and now it is 2"):
+        compare.main(arguments)
+    capsys.readouterr()
+    compare.main([*arguments, "--steps", "0", "--tasks", "classification", "--length", "3"])
+    assert re.search("lacks weights, which are drawn at random: .*classifier.bias", capsys.readouterr().err)
+    # Other weights in the same folder are another host.
+    model = AutoModelForMaskedLM.from_pretrained(checkpoint)
+    model.bert.embeddings.word_embeddings.weight.data.neg_()
+    model.save_pretrained(checkpoint)
+    with pytest.raises(SystemExit, match="made with weights="):
+        compare.main([*arguments, "--steps", "0"])
+
+
+def test_tasks_in_the_tokens_of_a_checkpoint(minilm):
+    mlm, clm = (tokenised.task(name, minilm) for name in ("mlm", "clm"))
+    text = tokenised.texts(minilm)
+    input_ids, labels = mlm.test(64, 0)
+    hidden = input_ids == text.mask
+    assert hidden.sum() == 1229 and labels[hidden].equal(text.test[: labels.numel()].view(-1, 64)[hidden])
+    assert mlm.unit == clm.unit == "tokens" and mlm.digest() == clm.digest() != tasks.text_digest()
+    assert clm.test(100, 0)[0].flatten().equal(text.test[:8100])
+    # The symbols are ordinary tokens, one for each, and answers are the same ones.
+    own, mapped = tasks.COMPARED["copy"], tokenised.task("copy", minilm)
+    (ours, scored), (theirs, wanted) = own.test(5, 50), mapped.test(5, 50)
+    pairs = {*zip(ours.flatten().tolist(), theirs.flatten().tolist(), strict=True)}
+    assert len(pairs) == len({first for first, _ in pairs}) == len({second for _, second in pairs}) == 29
+    assert (wanted != tasks.IGNORED).equal(scored != tasks.IGNORED)
+    assert wanted[wanted != tasks.IGNORED].equal(theirs[wanted != tasks.IGNORED])
+    order = tokenised.task("classification", minilm)
+    assert order.test(5, 50)[1].equal(tasks.COMPARED["classification"].test(5, 50)[1])
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (["--hosts", "lama"], "'lama' is no host: did you mean 'llama'"),
+        (["--hosts", '{"type": "llama", "num_heads": 2}'], "config of llama has no 'num_heads'"),
+        (["--hosts", '{"type": "llama", "hidden_size": 7}'], "llama hidden_size=7 can't be made"),
+        (["--hosts", '{"type": "llama"'], "--hosts .*delimiter"),
+        (["--hosts", "llama", '{"type": "llama"}'], "give each once"),
+        (["--hosts", "checkpoint:nowhere"], "nowhere is no checkpoint"),
+        (["--hosts", '{"type": "checkpoint:x", "hidden_size": 4}'], "a checkpoint has a config of its own"),
+        (["--hosts", "bert"], "bert: it has no head for any of --tasks copy"),
+        (["--tasks", "copy", "mlm"], "--tasks mlm: none of the hosts, llama, has a head"),
+        (["--tasks", "classification", "--length", "1"], "classification has no length 1"),
+        (["--tasks", "clm", "--length", "5000"], "tested at 10000 bytes, and its text for tests has 8192"),
+        (["--multiples", "0"], "'0': allowed is a number above 0"),
+        (["--learning_rate", "fast"], "'fast': allowed is a number above 0"),
+        (["--learning_rate", "bert=1"], "'bert=1': allowed is .*of llama"),
+        (["--encodings", "rope_2d"], "the hosts can have none of them"),
+        (["--seeds", *map(str, range(11))], "11 are given, and intervals are of up to 10"),
+        (["--report_only"], "no finished run"),
+        (["nothing.yaml"], "nothing.yaml is no study"),
+    ],
+)
+def test_wrong_flags(wrong, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        compare.main([*COPY, "--encodings", "none", "--output_dir", str(tmp_path), *wrong])
+    assert re.search(message, f"{stopped.value} {capsys.readouterr().err}")
+
+
+def part_by_hand(label, by_encoding, refused=()):
+    """A host whose models were trained to copy 4 symbols: {encoding: {length: exact match of each seed}}."""
+    made = [
+        {
+            "task": "classification",
+            "encoding": encoding,
+            "seed": seed,
+            "settings": {"length": 4},
+            "max_length": 10 if encoding == "learned" else None,
+            "scores": {str(length): {"exact": values[seed]} for length, values in by_length.items()},
+        }
+        for encoding, by_length in by_encoding.items()
+        for seed in range(len(by_length[4]))
+    ]
+    setup = Setup(multiples=(1.0, 2.0))
+    return Part(
+        Study(setup, {"classification": Training(4, 1, 1)}, (), dict.fromkeys(refused, "why"), (0, 1), label), Results(made)
+    )
+
+
+def test_the_table_by_hand():
+    parts = [
+        part_by_hand("first", {"none": {4: [0.5, 0.5], 8: [0.4, 0.4]}, "learned": {4: [0.5, 0.5], 8: [0.5, 0.6]}}, ["cope"]),
+        part_by_hand("second", {"none": {4: [1.0], 8: [0.9]}}),
+    ]
+    table = several.table(parts)
+    assert [[*column.cells] for column in table.columns] == [
+        [
+            "[bold]first, classification, L = 4 symbols: accuracy[/bold]",
+            "learned †",  # by what is right at 2 L
+            "none",
+            "cope",
+            "[bold]second, classification, L = 4 symbols: accuracy[/bold]",
+            "none (1 seed fewer)",
+        ],
+        ["", "0.50 ± 0.00", "0.50 ± 0.00", "refused", "", "1.00"],
+        # Standard deviation 0.1 / √2, Student's t of one degree of freedom 12.706: 12.706 · 0.1 / 2 = 0.635.
+        ["", "0.55 ± 0.64", "0.40 ± 0.00", "", "", "0.90"],
+    ]
+    assert [column.header for column in table.columns] == ["", "1 L", "2 L"] and "1 to 2 seeds" in table.caption
+    (host, encoding, reason) = ([*column.cells] for column in several.refused_table(parts).columns)
+    assert (host, encoding, reason) == (["first"], ["cope"], ["why"]) and several.refused_table(parts[1:]) is None
+
+
+def test_an_encoding_has_one_line_in_all_panels():
+    styles = several.styles_of(["none", *(f"e{number}" for number in range(20))])
+    assert len({str(style) for style in styles.values()}) == 21 and styles["none"]["color"] == "#888888"
+
+
+def test_the_page_runs(tmp_path, monkeypatch, checkpoint, own_registry):
+    """Runs all commands of docs/compare.md in a folder with the files and the checkpoint that it names, smaller and shorter."""
+    page = (ROOT / "docs" / "compare.md").read_text()
+    assert len(page.split()) <= 700
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "study.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    (tmp_path / "my_window.py").write_text(re.search(r"```python\n# my_window.py\n(.*?)```", page, re.DOTALL)[1])
+    trained, tested = tasks.texts()
+    monkeypatch.setattr(tasks, "texts", lambda: (trained, tested[:256]))
+    monkeypatch.setattr(several, "draw", lambda parts, path: None)  # half of the time
+    shorter = [*SIZES, "--steps", "1", "--batch_size", "1", "--test_rows", "2", "--processes", "1", "--seeds", "0"]
+    commands = re.findall(
+        r"^(?:python|accelerate launch --config_file (\S+)) (scripts/\S+) (.*)$", joined_lines(page), re.MULTILINE
+    )
+    for config, script, rest in commands:
+        assert (ROOT / script).is_file() and (not config or (ROOT / config).is_file())
+        compare.main([*shlex.split(rest), *shorter])
+    del sys.modules["my_window"]
+    assert {file.parent.name for file in tmp_path.glob("*/compare.json")} == {
+        "first",
+        "study",
+        "quick_look",
+        "window",
+        "trained",
+    }
+    assert [*records.read(tmp_path / "window" / "compare.json")["hosts"]["bert"]["encodings"]] == [
+        "none", "window", "window width=4"
+    ]  # fmt: skip
+
+
+def joined_lines(text):
+    return text.replace("\\\n", " ")

@@ -1,0 +1,342 @@
+"""Diagnostics of encodings, against cases worked out by hand and loops over floats."""
+
+import cmath
+import json
+import math
+import statistics
+
+import pytest
+import torch
+
+import hf_posenc
+from hf_posenc import diagnostics
+from hf_posenc.diagnostics import indicators
+from hf_posenc.encodings import Geometry, build, canonical
+
+pytestmark = pytest.mark.usefixtures("own_registry")
+
+SMALL = dict(hidden_size=16, num_attention_heads=2)
+EIGHT = dict(hidden_size=64, num_attention_heads=8)
+NAN, INF = math.nan, math.inf
+
+
+def close(actual, expected, within=1e-9):
+    actual = torch.as_tensor(actual, dtype=torch.float64)
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=within, atol=within, equal_nan=True)
+
+
+def embedding(function):
+    """An encoding whose vectors are the lists of floats that a function gives for each position."""
+
+    class Own(hf_posenc.PositionEncoding, type="own"):
+        def embed(self, positions):
+            return torch.tensor([function(position) for position in positions.tolist()], dtype=torch.float64)
+
+    return "own"
+
+
+# Results.
+
+
+def test_results_come_back_from_json():
+    matrix = torch.tensor([[[1.0, NAN], [-INF, 2.5]]], dtype=torch.float64)
+    result = diagnostics.Similarity("own", "scores", matrix, None)
+    text = result.to_json()
+    assert json.loads(text) == {
+        "diagnostic": "Similarity", "encoding": "own", "quantity": "scores",
+        "matrix": [[[1.0, None], ["-inf", 2.5]]], "cosine": None,
+    }  # fmt: skip
+    again = diagnostics.Result.from_dict(json.loads(text))
+    assert again == result and again.matrix.dtype == torch.float64 and again.cosine is None
+    assert again != diagnostics.Similarity("own", "scores", matrix + 1, None)
+    with pytest.raises(AttributeError):
+        again.encoding = "other"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"diagnostic": "Similar"}, "diagnostic='Similar': allowed is one of .*, Similarity"),
+        ({"diagnostic": "ShiftError", "length": 3}, "missing or unknown: .*offsets"),
+    ],
+)
+def test_what_is_no_result(values, message):
+    with pytest.raises(ValueError, match=message):
+        diagnostics.Result.from_dict(values)
+
+
+EVERY = ("similarity", "decay", "properties", "uniqueness", "precision", "shift_error", "wavelengths")
+
+
+@pytest.mark.parametrize("encoding", sorted(name for name, cls in hf_posenc.list_encodings().items() if cls.axes == 1))
+def test_every_encoding_is_measured_or_refused_by_name(encoding):
+    given = {"type": encoding, **({"trained_length": 8} if encoding in ("fope", "logn", "self_extend") else {})}
+    measured = set()
+    for name in EVERY:
+        try:
+            result = getattr(diagnostics, name)(given, length=12, **SMALL)
+        except ValueError as error:
+            assert repr(encoding) in str(error)
+            continue
+        measured.add(name)
+        assert diagnostics.Result.from_dict(json.loads(result.to_json())) == result
+        assert str(result).startswith(f"{encoding}: ") and "nan" not in str(result)
+    verbs = hf_posenc.list_encodings()[encoding].acts_by()
+    assert ({*EVERY[:5]} <= measured) == bool(verbs) and ("shift_error" in measured) == ("embed" in verbs)
+
+
+# Similarity and decay.
+
+
+def test_similarity_of_vectors():
+    found = diagnostics.similarity(embedding(lambda p: [p + 1.0, 1.0]), 3, hidden_size=2, num_attention_heads=1)
+    close(found.matrix, [[[2.0, 3, 4], [3, 5, 7], [4, 7, 10]]])
+    close(found.cosine[0, 0, 2], 4 / math.sqrt(2 * 10))
+
+
+def test_similarity_of_a_rotation():
+    """A query and a key of ones: each pair of features gives 2 cos(d f), scaled by 1/√E."""
+    found = diagnostics.similarity("rope", 5, hidden_size=8, num_attention_heads=2)
+    for i in range(5):
+        for j in range(5):
+            product = sum(2 * math.cos((j - i) * 10000 ** (-2 * pair / 4)) for pair in range(2))
+            close(found.matrix[0, i, j], product / 2)
+            close(found.cosine[0, i, j], product / 4)
+
+
+def test_similarity_of_a_causal_bias():
+    found = diagnostics.similarity("alibi", 3, causal=True, **EIGHT)
+    assert found.matrix.shape == (8, 3, 3) and found.cosine is None
+    close(found.matrix[0], [[0, NAN, NAN], [-0.5, 0, NAN], [-1, -0.5, 0]])
+
+
+def test_rotation_and_bias_are_added():
+    both, rope, alibi = (diagnostics.similarity(name, 6, **SMALL).matrix for name in ("rope+alibi", "rope", "alibi"))
+    assert rope.shape[0] == 1
+    close(both, (rope + alibi).tolist())
+
+
+def test_decay_of_alibi():
+    found = diagnostics.decay("alibi", 20, **EIGHT)
+    assert found.distances == tuple(range(-19, 20)) and found.bound is None
+    close(found.mean, [[-(2.0**-head) * abs(d) for d in found.distances] for head in range(1, 9)])
+    assert not found.spread.any()
+
+
+def test_decay_over_positions():
+    """Dot products (i + 1)(j + 1): at distance -1 these are 2, 6 and 12."""
+    found = diagnostics.decay(embedding(lambda p: [p + 1.0]), 4, hidden_size=1, num_attention_heads=1)
+    place = found.distances.index(-1)
+    close(found.mean[0, place], statistics.mean([2, 6, 12]))
+    close(found.spread[0, place], statistics.pstdev([2, 6, 12]))
+
+
+def test_decay_of_a_window():
+    class Window(hf_posenc.PositionEncoding, type="own_window"):
+        def distance_bias(self, distance):
+            return torch.where(distance.abs() > 1, -torch.inf, 0.0)[None]
+
+    found = diagnostics.decay("own_window", 4, causal=True, **SMALL)
+    close(found.mean, [[-INF, -INF, 0, 0]])
+    assert found.distances == (-3, -2, -1, 0) and not found.spread.any()
+    assert json.loads(found.to_json())["mean"] == [["-inf", "-inf", 0.0, 0.0]]
+
+
+def test_bound_of_rope():
+    found = diagnostics.decay({"type": "rope", "theta": 100.0}, 9, hidden_size=12, num_attention_heads=2)
+    for distance, bound in zip(found.distances, found.bound.tolist(), strict=True):
+        waves = [cmath.exp(1j * distance * 100 ** (-2 * pair / 6)) for pair in range(3)]
+        sums = [abs(sum(waves[: last + 1])) for last in range(3)]
+        close(bound, sum(sums) / (1 + 2 + 3))
+    assert diagnostics.decay("xpos", 9, **SMALL).bound is None
+
+
+# The properties of Wang et al.
+
+
+def loops(matrix, near=None):
+    """Translation invariance, monotonicity and symmetry of a matrix as lists."""
+    size = range(len(matrix))
+    cells = {(i, j): matrix[i][j] for i in size for j in size if math.isfinite(matrix[i][j])}
+    beside = {place: value for place, value in cells.items() if place[0] != place[1]}
+    total = statistics.pvariance(beside.values()) * len(beside)
+    diagonals = [[value for (i, j), value in beside.items() if j - i == d] for d in range(-len(matrix), len(matrix))]
+    within = sum(statistics.pvariance(values) * len(values) for values in diagonals if values)
+    right = count = 0
+    for i, j in cells:
+        for k in size:
+            on_one_side = (j - i) * (k - i) >= 0 and abs(k - i) > abs(j - i)
+            if on_one_side and (i, k) in cells and (near is None or abs(k - i) <= near):
+                right += 1 if cells[i, j] > cells[i, k] else 0.5 if cells[i, j] == cells[i, k] else 0
+                count += 1
+    pairs = {(i, j): value for (i, j), value in beside.items() if (j, i) in beside}
+    mean = statistics.mean(pairs.values()) if pairs else NAN
+    same = sum(((value + pairs[j, i]) / 2 - mean) ** 2 for (i, j), value in pairs.items())
+    whole = sum((value - mean) ** 2 for value in pairs.values())
+    return 1 - within / total, right / count, same / whole if pairs else NAN
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_indicators(causal):
+    matrix = torch.randint(-3, 4, (2, 7, 7), generator=torch.Generator().manual_seed(0)).double()
+    matrix[0, 3, 5] = matrix[0, 5, 3] = -INF
+    if causal:
+        matrix = matrix.masked_fill(indicators.distances(7) > 0, NAN)
+    for place in range(2):
+        given = matrix[place].tolist()
+        invariance, falling, same = loops(given)
+        close(indicators.translation_invariance(matrix, 1e-9)[place], invariance)
+        close(indicators.monotonicity(matrix, 1e-9)[place], falling)
+        close(indicators.monotonicity(matrix, 1e-9, near=2)[place], loops(given, near=2)[1])
+        close(indicators.symmetry(matrix, 1e-9)[place], same)
+
+
+def test_properties_of_alibi_and_of_nothing():
+    found = diagnostics.properties("alibi", 12, **EIGHT)
+    for name in ("translation_invariance", "monotonicity", "local_monotonicity", "symmetry"):
+        close(getattr(found, name), [1.0] * 8)
+    growing = diagnostics.properties(embedding(lambda p: [p + 1.0]), 12, hidden_size=1, num_attention_heads=1)
+    assert growing.translation_invariance < 0.2 and growing.symmetry == 1
+    flat = diagnostics.properties(embedding(lambda p: [1.0]), 12, hidden_size=1, num_attention_heads=1)
+    assert flat.translation_invariance.isnan() and flat.monotonicity.isnan() and "undefined" in str(flat)
+
+
+def test_asymmetric_biases():
+    """Earlier keys fall by m, later ones by √2 m."""
+    found = diagnostics.properties({"type": "alibi", "sides": "asymmetric"}, 8, **SMALL)
+    assert found.monotonicity.eq(1).all() and found.translation_invariance.eq(1).all() and (found.symmetry < 1).all()
+
+
+# Shifts.
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "concatenated"])
+def test_sinusoids_are_shifted_by_one_matrix(layout):
+    encoding = {"type": "sinusoidal", "layout": layout}
+    found = diagnostics.shift_error(encoding, (1, 5, 30), 64, **SMALL)
+    assert max(found.error) < 1e-6
+    module = build(canonical(encoding), Geometry(hidden_size=16))
+    matrix, positions = module.shift_matrix(5), torch.arange(20)
+    close(module.embed(positions + 5), (module.embed(positions) @ matrix.T).tolist())
+
+
+def test_drawn_vectors_are_not():
+    assert min(diagnostics.shift_error("learned", length=64, hidden_size=96, num_attention_heads=2).error) > 0.8
+
+
+def test_shift_error_by_hand():
+    """p(t) = (t²,), k = 2: the best factor over even t, its error over odd t."""
+    found = diagnostics.shift_error(embedding(lambda p: [float(p * p)]), [2], 9, hidden_size=1, num_attention_heads=1)
+    even, odd = range(0, 7, 2), range(1, 7, 2)
+    factor = sum(t**2 * (t + 2) ** 2 for t in even) / sum(t**4 for t in even)
+    mean = statistics.mean((t + 2) ** 2 for t in odd)
+    error = sum(((t + 2) ** 2 - factor * t**2) ** 2 for t in odd) / sum(((t + 2) ** 2 - mean) ** 2 for t in odd)
+    close(found.error[0], math.sqrt(error))
+
+
+# Uniqueness and precision.
+
+
+def test_uniqueness_of_vectors():
+    found = diagnostics.uniqueness(embedding(lambda p: [p // 2 * 3.0, 0.0]), 8, hidden_size=2, num_attention_heads=1)
+    assert (found.distinct, found.least, found.nearest) == (4, 0.0, (0, 1))
+    counted = diagnostics.uniqueness("counter", 8, **SMALL)
+    assert (counted.distinct, counted.least, counted.relative) == (8, 1.0, 1.0)
+
+
+def test_uniqueness_in_attention():
+    """From the middle, position 4 of 9, a symmetric bias tells distances 0 to 4; from the end of a decoder all."""
+    assert diagnostics.uniqueness("alibi", 9, **SMALL).distinct == 5
+    assert diagnostics.uniqueness("alibi", 9, causal=True, **SMALL).distinct == 9
+    assert diagnostics.uniqueness({"type": "relative", "max_distance": 2}, 9, **SMALL).distinct == 5
+    assert diagnostics.uniqueness("rope", 9, **SMALL).distinct == 9
+
+
+def test_precision():
+    """bfloat16 has 8 significant bits: 257 is 256 there, and so are slopes 2^-h times these. float16 has 11."""
+    dtypes = (torch.float32, torch.bfloat16)
+    for encoding, sizes in (("counter", SMALL), ("alibi", EIGHT), ("alibi", {**EIGHT, "causal": True})):
+        found = diagnostics.precision(encoding, 300, dtypes=dtypes, **sizes)
+        assert found.dtypes == ("float32", "bfloat16") and found.told_apart == (300, 257), encoding
+        assert found.error[0] == 0 and found.error[1] == pytest.approx(1 / 299)
+    late = embedding(lambda p: [p + 2040.0])
+    assert diagnostics.precision(late, 20, dtypes=(torch.float16,), hidden_size=1, num_attention_heads=1).told_apart == (9,)
+
+
+def test_rounding_tells_nothing_apart():
+    """Pairs of positions that are the same in float64 stay so."""
+    found = diagnostics.precision({"type": "self_extend", "trained_length": 8}, 24, **SMALL)
+    assert len({*found.told_apart}) == 1 and found.told_apart[0] < 24
+
+
+# Wavelengths.
+
+
+def test_wavelengths():
+    close(diagnostics.wavelengths("sinusoidal", hidden_size=4, num_attention_heads=1).wavelengths, [math.tau, 100 * math.tau])
+    plain = diagnostics.wavelengths("rope", 100, **SMALL)
+    close(plain.wavelengths, [math.tau * 10000 ** (2 * pair / 8) for pair in range(4)])
+    close(plain.turns, (100 / plain.wavelengths).tolist())
+    linear = diagnostics.wavelengths({"type": "rope", "rope_type": "linear", "factor": 2.0}, **SMALL)
+    close(linear.wavelengths, (2 * plain.wavelengths).tolist())
+    dynamic = {"type": "rope", "rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}
+    theta = 10000 * (2 * 64 / 32 - 1) ** (8 / 6)
+    close(diagnostics.wavelengths(dynamic, 32, **SMALL).wavelengths, plain.wavelengths.tolist())
+    found = diagnostics.wavelengths(dynamic, 64, **SMALL).wavelengths
+    close(found, [math.tau * theta ** (2 * pair / 8) for pair in range(4)])
+    still = diagnostics.wavelengths({"type": "rope", "rope_type": "proportional", "partial_rotary_factor": 0.5}, **SMALL)
+    assert still.wavelengths.isinf().sum() == 2 and still.to_dict()["wavelengths"][-1] == "inf"
+    scaled = diagnostics.wavelengths({"type": "fourier", "scale": 0.5}, **SMALL)
+    module = diagnostics.wavelengths({"type": "fourier"}, **SMALL)
+    close(scaled.frequencies, (module.frequencies / 2).tolist())
+
+
+# What is given.
+
+
+def test_modules_are_taken_as_they_are():
+    layer = hf_posenc.PositionEmbedding("learned", 16, max_length=12)
+    found = diagnostics.similarity(layer, 12)
+    table = layer.posenc.weight
+    close(found.matrix[0], (table.double() @ table.double().T).tolist())
+    assert diagnostics.similarity(layer.posenc, 12) == found
+    assert table.dtype == torch.float32 and table.requires_grad
+    with pytest.raises(ValueError, match="length=13: this 'learned' encoding has 12 positions"):
+        diagnostics.similarity(layer, 13)
+    with pytest.raises(ValueError, match="hidden_size was given beside a module"):
+        diagnostics.similarity(layer, 12, hidden_size=8)
+
+
+def test_seeds():
+    first, again, other = (diagnostics.similarity("learned", 8, seed=seed, **SMALL) for seed in (0, 0, 1))
+    assert first == again and first != other
+    state = torch.get_rng_state()
+    diagnostics.precision("rope", 8, **SMALL)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: diagnostics.similarity("none"), "'none' acts by nothing"),
+        (lambda: diagnostics.similarity("alibi", quantity="vectors"), "'alibi' acts by distance_bias, of which 'scores' can"),
+        (lambda: diagnostics.decay("sinusoidal+alibi"), "say which, quantity='vectors' or 'scores'"),
+        (lambda: diagnostics.similarity("sinusoidal_2d"), "takes 2 coordinates"),
+        (lambda: diagnostics.similarity("alibbi"), "did you mean 'alibi'"),
+        (lambda: diagnostics.similarity("alibi", 1), "length=1: allowed is an integer above 1"),
+        (lambda: diagnostics.similarity("alibi", heads=4), "heads is no size: sizes are hidden_size, num_attention_heads"),
+        (lambda: diagnostics.similarity("alibi", hidden_size=10), "hidden_size=10 is no multiple of num_attention_heads=12"),
+        (lambda: diagnostics.similarity(torch.nn.Linear(2, 2)), "Linear is no encoding: give its name"),
+        (lambda: diagnostics.similarity("learned", 9, max_length=8), "length=9: this 'learned' encoding has 8 positions"),
+        (lambda: diagnostics.similarity("cope", causal=False), "'cope' is defined for attention to earlier tokens alone"),
+        (lambda: diagnostics.shift_error("rope"), "'rope' acts by rotate"),
+        (lambda: diagnostics.shift_error("sinusoidal", [200], 256), "offsets=200: allowed is up to a half of length=256"),
+        (lambda: diagnostics.wavelengths("alibi"), "'alibi' isn't made of sines"),
+        (lambda: diagnostics.wavelengths("sinusoidal+rope"), "several parts made of sines, sinusoidal, rope"),
+        (lambda: diagnostics.precision("rope", dtypes=[torch.int8]), "dtypes has torch.int8"),
+        (lambda: diagnostics.properties("rope", near=0), "near=0: allowed is an integer above 0"),
+    ],
+)  # fmt: skip
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,314 @@
+"""Diagnostics of models, against models whose attention, gradients and states are known."""
+
+import json
+import math
+import statistics
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import MambaConfig, MambaModel, PreTrainedConfig, PreTrainedModel, T5Config, T5Model
+from transformers.modeling_outputs import BaseModelOutput
+
+import hf_posenc
+from conftest import LENGTH, VOCABULARY, assert_close, patched, stock, tokens
+from hf_posenc import diagnostics
+
+SIZE = 12
+SMALL_T5 = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+
+
+class KnownConfig(PreTrainedConfig):
+    model_type = "known"
+
+
+class Known(PreTrainedModel):
+    """One layer of one head. Weights a_ij = 2^-|i - j| / Σ; states are their means of embeddings, or as `kind` says."""
+
+    config_class = KnownConfig
+    _supports_sdpa = True
+
+    def __init__(self, config, kind="weights"):
+        super().__init__(config)
+        self.kind, self.words = kind, nn.Embedding(20, 6)
+        self.post_init()
+
+    def forward(self, input_ids, use_cache=None, return_dict=None, output_attentions=None):
+        weights = known_weights(input_ids.shape[1])
+        states = self.words(input_ids)
+        if self.kind == "weights":
+            states = weights @ states
+        elif self.kind == "positions":  # alone, all at right angles
+            states = torch.eye(SIZE).expand(len(states), -1, -1)
+        heads = weights.expand(len(states), 1, -1, -1)
+        return BaseModelOutput(last_hidden_state=states, attentions=(heads,) if output_attentions else None)
+
+    def get_input_embeddings(self):
+        return self.words
+
+
+def known_weights(size):
+    distance = torch.arange(size) - torch.arange(size)[:, None]
+    weights = 2.0 ** -distance.abs()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def known(kind="weights"):
+    return Known(KnownConfig(), kind)
+
+
+@pytest.fixture(scope="module")
+def silent():
+    """BERT whose queries are zero, with ALiBi: in each layer attention is softmax(-m |i - j|)."""
+    model = stock("bert")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".query." in name:
+                parameter.zero_()
+    return hf_posenc.patch(model, "alibi")
+
+
+def silent_attention(size, head):
+    slope = 2.0 ** (-2 * (head + 1))  # of 4 heads
+    rows = [[math.exp(-slope * abs(i - j)) for j in range(size)] for i in range(size)]
+    return [[value / sum(row) for value in row] for row in rows]
+
+
+# Identical words.
+
+
+def test_probing(silent):
+    size = 9
+    found = diagnostics.probing(silent, 2, size)
+    assert found.attention.shape == (2, 4, size, size)
+    for head in range(4):
+        expected = torch.tensor(silent_attention(size, head), dtype=torch.float64)
+        assert_close(found.attention[:, head], expected.expand(2, -1, -1))
+        slope = 2.0 ** (-2 * (head + 1))
+        odds = [-slope * abs(i - j) for i in range(size) for j in range(size)]
+        assert found.strength[0, head] == pytest.approx(statistics.pstdev(odds), rel=1e-4)
+    for name in ("translation_invariance", "monotonicity", "local_monotonicity", "symmetry"):
+        assert_close(getattr(found, name), torch.ones(2, 4, dtype=torch.float64))
+    assert_close(found.earlier, torch.full((2, 4), 0.5, dtype=torch.float64))
+
+
+def test_probing_of_decoders_and_of_nothing():
+    causal = diagnostics.probing(patched("gpt2", "alibi"), 2, 8)
+    assert causal.earlier.eq(1).all() and causal.symmetry.isnan().all() and causal.translation_invariance.min() > 0.999
+    still = diagnostics.probing(patched("bert", "none"), 2, 8)
+    assert still.strength.max() < 1e-4 and still.monotonicity.isnan().all() and "undefined" in str(still)
+    learned = diagnostics.probing(stock("bert"), 2, 8)
+    assert learned.translation_invariance.mean() < 0.9 and learned.strength.min() > 0.01
+
+
+def test_words(tokenizer):
+    model = stock("bert")
+    by_name = diagnostics.probing(model, ["w3", "w7"], 8, tokenizer=tokenizer)
+    assert by_name == diagnostics.probing(model, tokenizer.convert_tokens_to_ids(["w3", "w7"]), 8)
+    with pytest.raises(ValueError, match="words has 'w3 w7', of 2 tokens"):
+        diagnostics.probing(model, ["w3 w7"], 8, tokenizer=tokenizer)
+
+
+# Attention by distance.
+
+
+def test_attention_by_distance():
+    found = diagnostics.attention_by_distance(known(), torch.zeros(1, 5, dtype=torch.long), max_distance=2)
+    rows = known_weights(5).tolist()
+    assert found.distances == (-2, -1, 0, 1, 2) and found.pairs == (3, 4, 5, 4, 3)
+    for place, distance in enumerate(found.distances):
+        expected = statistics.mean(rows[i][i + distance] for i in range(5) if 0 <= i + distance < 5)
+        assert found.weights[0, 0, place] == pytest.approx(expected)
+    mean = statistics.mean(sum(abs(i - j) * rows[i][j] for j in range(5)) for i in range(5))
+    assert found.mean_distance.item() == pytest.approx(mean)
+
+
+def test_distances_that_no_pair_has():
+    found = diagnostics.attention_by_distance(patched("gpt2", "alibi"), tokens(2, 3), max_distance=4)
+    assert found.distances == (-4, -3, -2, -1, 0) and found.weights[..., :2].isnan().all()
+    assert json.loads(found.to_json())["weights"][0][0][0] is None
+
+
+@pytest.mark.parametrize("host", ["bert", "gpt2", "llama"])
+def test_padding_counts_for_nothing(host):
+    model = patched(host, "alibi")
+    ids = tokens(2, 11)
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = 0
+    together = diagnostics.attention_by_distance(model, {"input_ids": ids, "attention_mask": mask}, max_distance=3)
+    first, second = (diagnostics.attention_by_distance(model, row, max_distance=3) for row in (ids[:1, :7], ids[1:]))
+    counts = torch.tensor(first.pairs), torch.tensor(second.pairs)
+    expected = (first.weights * counts[0] + second.weights * counts[1]) / sum(counts)
+    assert_close(together.weights, expected)
+    assert together.tokens == 18 and together.texts == 2
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize(("query", "place"), [(None, 4), ("last", 7)])
+def test_receptive_field(query, place):
+    """∂state_i/∂embedding_j is a_ij times the identity, whose projections by ±1 have the length √6."""
+    found = diagnostics.receptive_field(known(), torch.zeros(1, 8, dtype=torch.long), query=query, shares=(0.5, 0.9))
+    row = known_weights(8)[place].double()
+    assert found.query == ("middle" if query is None else "last")
+    assert found.distances == tuple(range(-place, 8 - place))
+    assert_close(found.share, row)
+    cumulative = [sum(row[j] for j in range(8) if abs(j - place) <= radius) for radius in range(place + 1)]
+    assert_close(found.cumulative, torch.stack(cumulative))
+    assert found.radius == tuple(next(r for r, held in enumerate(cumulative) if held >= share) for share in (0.5, 0.9))
+
+
+def test_receptive_field_of_a_decoder():
+    model = patched("llama", "rope")
+    found = diagnostics.receptive_field(model, tokens(3, 9))
+    assert found.query == "last" and found.distances == tuple(range(-8, 1)) and found.cumulative[-1] == pytest.approx(1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# Order.
+
+
+@pytest.mark.parametrize(("kind", "tokens_change"), [("words", 0.0), ("positions", 1.0)])
+def test_order_sensitivity(kind, tokens_change):
+    """States of words alone go with their words; states of positions alone stay, at right angles to each other."""
+    ids = torch.arange(SIZE)[None]
+    found = diagnostics.order_sensitivity(known(kind), ids)
+    by_name = dict(zip(found.changes, found.tokens, strict=True))
+    assert by_name["neighbours"] == pytest.approx(tokens_change, abs=1e-6)
+    assert by_name["halves"] == pytest.approx(tokens_change, abs=1e-6)
+    assert found.text == pytest.approx((0, 0, 0), abs=1e-6)
+    assert found == diagnostics.order_sensitivity(known(kind), ids) or kind == "words"
+
+
+def test_order_of_models(tokenizer):
+    texts = ["w1 w2 w3 w4 w5 w6 w7", "w9 w8 w3 w1 w1 w2"]
+    without, learned = (
+        diagnostics.order_sensitivity(model, texts, tokenizer=tokenizer) for model in (patched("bert", "none"), stock("bert"))
+    )
+    assert max(*without.tokens, *without.text) < 1e-9 and min(*learned.tokens, *learned.text) > 1e-6
+
+
+# Length.
+
+
+@pytest.mark.parametrize("host", ["gpt2", "llama"])
+def test_length_curve_of_a_language_model(host):
+    model, ids = patched(host, "alibi", "ForCausalLM" if host == "llama" else "LMHeadModel"), tokens(2, 16)
+    found = diagnostics.length_curve(model, ids, targets=3, lengths=[5, 12])
+    assert found.measure == "loss" and found.by_text.shape == (2, 2)
+    for text in range(2):
+        for place, length in enumerate((5, 12)):
+            with torch.no_grad():
+                logits = model(ids[text : text + 1, -length:]).logits[0].double().log_softmax(-1)
+            loss = -statistics.mean(logits[length - 4 + i, ids[text, -3 + i]].item() for i in range(3))
+            assert found.by_text[text, place].item() == pytest.approx(loss, rel=1e-4)
+    assert found.mean == pytest.approx(found.by_text.mean(0).tolist())
+    assert found.error[1] == pytest.approx(statistics.stdev(found.by_text[:, 1].tolist()) / math.sqrt(2))
+
+
+def test_length_curve_of_a_masked_model(tokenizer):
+    model = patched("bert", "alibi", "ForMaskedLM")
+    words = [f"w{i}" for i in range(12)]
+    found = diagnostics.length_curve(model, [" ".join(words)], tokenizer=tokenizer, targets=5, lengths=[8, 14])
+    ids = tokenizer(" ".join(words[-6:]), return_tensors="pt").input_ids  # [CLS] … [SEP]: 8 tokens
+    masked = ids.clone()
+    masked[0, [2, 6]] = tokenizer.mask_token_id  # the first and the fifth of the last five words
+    with torch.no_grad():
+        logits = model(masked).logits[0, [2, 6]]
+    assert found.measure == "masked loss" and found.error == (None, None)
+    assert found.mean[0] == pytest.approx(F.cross_entropy(logits, ids[0, [2, 6]]).item(), rel=1e-4)
+
+
+def test_length_curve_of_states():
+    model, ids = known(), torch.arange(16)[None]
+    found = diagnostics.length_curve(model, ids, targets=4)
+    short, long = (known_weights(size) @ model.words(ids[0, -size:]) for size in (8, 16))
+    assert found.lengths == (8, 16) and found.measure == "cosine" and found.mean[0] == pytest.approx(1)
+    assert found.mean[1] == pytest.approx(F.cosine_similarity(short[-4:], long[-4:]).mean().item(), rel=1e-4)
+
+
+# What is left behind, and what is refused.
+
+EVERY = {
+    "probing": lambda model: diagnostics.probing(model, 1, 6),
+    "attention_by_distance": lambda model: diagnostics.attention_by_distance(model, tokens()),
+    "receptive_field": lambda model: diagnostics.receptive_field(model, tokens()),
+    "order_sensitivity": lambda model: diagnostics.order_sensitivity(model, tokens()),
+    "length_curve": lambda model: diagnostics.length_curve(model, tokens(), targets=2),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("make", [lambda: stock("bert"), lambda: patched("bert", "shaw"), lambda: patched("llama", "alibi")])
+def test_nothing_is_left_behind(name, make):
+    model = make().train()
+    before = {key: id(value) for key, value in model.state_dict(keep_vars=True).items()}
+    hooks = [dict(module._forward_hooks) for module in model.modules()]
+    generator, implementation = torch.get_rng_state(), model.config._attn_implementation
+    result = EVERY[name](model)
+    assert diagnostics.Result.from_dict(json.loads(result.to_json())) == result and str(result)
+    assert result == EVERY[name](model.eval())
+    assert model.train().config._attn_implementation == implementation and torch.equal(generator, torch.get_rng_state())
+    assert {key: id(value) for key, value in model.state_dict(keep_vars=True).items()} == before
+    assert model.training and [dict(module._forward_hooks) for module in model.modules()] == hooks
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+
+
+def test_threads():
+    model, found = stock("bert"), []
+    threads = [threading.Thread(target=lambda: found.append(EVERY["attention_by_distance"](model))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3 and found[0] == found[1] == found[2]
+
+
+def test_converted_and_stock_attention_are_those_of_the_model():
+    model = patched("bert", "t5")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        given = torch.stack(model(tokens(1), output_attentions=True).attentions)[:, 0].double()
+    found = diagnostics.attention_by_distance(model, tokens(1), max_distance=1)
+    assert_close(found.weights[..., 1], given.diagonal(dim1=-2, dim2=-1).mean(-1))
+
+
+def short(length=3):
+    return torch.zeros(1, length, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: diagnostics.probing(nn.Linear(2, 2)), "Linear is no model of Transformers"),
+        (lambda: diagnostics.probing(stock("bert"), 1, LENGTH + 1), f"length={LENGTH + 1}: BertModel reads up to {LENGTH}"),
+        (lambda: diagnostics.probing(stock("bert"), ["word"], 4), "no tokenizer was given"),
+        (lambda: diagnostics.probing(stock("bert"), [VOCABULARY], 4), f"input_ids from {VOCABULARY} to {VOCABULARY}"),
+        (lambda: diagnostics.attention_by_distance(stock("bert"), ["a text"]), "no tokenizer was given"),
+        (lambda: diagnostics.attention_by_distance(stock("bert"), "a text"), "allowed are several strings"),
+        (lambda: diagnostics.attention_by_distance(stock("bert"), []), "texts has none"),
+        (lambda: diagnostics.attention_by_distance(stock("bert"), {"ids": 1}), "a batch without input_ids"),
+        (lambda: diagnostics.receptive_field(stock("bert"), short(1)), "text 0 has 1 tokens, and 2 are needed"),
+        (lambda: diagnostics.receptive_field(stock("bert"), short(), query="first"), "query='first': allowed is 'middle'"),
+        (lambda: diagnostics.receptive_field(stock("bert"), short(), shares=(2,)), "shares has 2: allowed are numbers above 0"),
+        (lambda: diagnostics.order_sensitivity(stock("bert"), short()), "has 3 tokens that could change places, and 4"),
+        (lambda: diagnostics.length_curve(stock("bert"), short(9)), "the shortest text has 9 tokens and the model reads 24"),
+        (lambda: diagnostics.length_curve(stock("bert"), short(99), lengths=[33, 48]), "BertModel reads up to 24 tokens"),
+        (lambda: diagnostics.length_curve(stock("bert"), short(99), lengths=[8]), "the targets and a token before them"),
+        (lambda: diagnostics.length_curve(known(), short(9), lengths=[8, 6], targets=2), "in ascending order"),
+        (lambda: diagnostics.length_curve(stock("bert", "ForMaskedLM"), short(16), targets=4), "that has a mask token"),
+        (lambda: diagnostics.probing(T5Model(SMALL_T5), 1, 4), "has an encoder and a decoder: give its encoder"),
+    ],
+)  # fmt: skip
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_models_without_attention():
+    model = MambaModel(MambaConfig(vocab_size=20, hidden_size=8, state_size=4, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="MambaModel gives out no attention weights"):
+        diagnostics.attention_by_distance(model, short())

@@ -1,0 +1,591 @@
+"""Figures: what is drawn, in both themes, without overlaps; and the command that draws them."""
+
+import itertools
+import json
+import math
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hf_posenc
+from conftest import ROOT, slow, stock
+from hf_posenc import diagnostics, plots
+from hf_posenc.cli import app
+from hf_posenc.plots import style
+
+pytest.importorskip("matplotlib")
+L = 12
+RESULTS = ROOT / "scripts" / "results"
+PAGE = (ROOT / "docs" / "plots.md").read_text(encoding="utf-8")
+BLOCKS = dict(re.findall(r"!\[[^\]]*\]\(images/(\w+)\.png\)\n\n```python\n(.*?)```", PAGE, re.S))
+
+
+SLOW = ("attention", "bench", "bias", "decay", "lengths", "probing")
+"""Figures of many panels, which take longest."""
+
+
+def record(name):
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def lines(axis):
+    """What lines of a panel show, by label."""
+    return {line.get_label(): line.get_ydata() for line in axis.lines}
+
+
+def titles(figure):
+    return [axis.get_title() for axis in figure.axes if axis.get_title()]
+
+
+def image(axis):
+    return np.ma.filled(axis.images[0].get_array().astype(float), np.nan)
+
+
+# Each figure of the page: legible, whole, in both themes.
+
+
+@pytest.fixture(scope="module")
+def page():
+    """Name of a picture -> its block of docs/plots.md, run: the figure, light or dark."""
+    model = stock("bert", num_hidden_layers=3)
+    texts = torch.randint(1, 20, (3, 20), generator=torch.Generator().manual_seed(0))
+    names = {
+        "json": json,
+        "Path": Path,
+        "diagnostics": diagnostics,
+        "plots": plots,
+        "model": model,
+        "patched": hf_posenc.patch(stock("bert"), "alibi"),
+        "texts": texts,
+        "tokenizer": None,
+    }
+    made = {}
+
+    def figure(name, dark=False):
+        if (name, dark) not in made:
+            code = re.sub(r"^plots\.", "figure = plots.", BLOCKS[name], flags=re.MULTILINE)
+            code = (
+                code.replace("scripts/results", str(RESULTS))
+                .replace("length=32", "length=16")
+                .replace("targets=8", "targets=4")
+            )
+            code = code.replace(f'path="{name}.png"', f"dark={dark}")
+            space = dict(names)
+            exec(code, space)
+            made[name, dark] = space["figure"]
+        return made[name, dark]
+
+    return figure
+
+
+def texts_of(figure):
+    """The texts that a reader sees, with their extents in pixels."""
+    figure.draw_without_rendering()
+    found = [*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())]
+    for axis in figure.axes:
+        found += [text for text in axis.texts if axis.get_visible()]
+        if axis.get_visible() and axis.axison:
+            found += [axis.title, axis.xaxis.label, axis.yaxis.label]
+            found += axis.get_legend().get_texts() if axis.get_legend() else []
+            # Of the ticks, those within the axis, which alone are drawn.
+            ticks = [tick for each in (axis.xaxis, axis.yaxis) for tick in each._update_ticks()]
+            found += [label for tick in ticks for label in (tick.label1, tick.label2)]
+    shown = [text for text in found if text.get_text() and text.get_visible()]
+    return [(text, text.get_window_extent(figure._get_renderer())) for text in shown]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_labels_neither_overlap_nor_are_cut(page, name):
+    figure = page(name)
+    found = texts_of(figure)
+    assert len(found) > 4
+    width, height = figure.bbox.size
+    for text, box in found:
+        low, high = np.min([box.x0, box.y0]), np.max([box.x1 - width, box.y1 - height])
+        assert low > -1 and high < 1, f"{text.get_text()!r} is cut"
+    for (one, first), (other, second) in itertools.combinations(found, 2):
+        x = min(first.x1, second.x1) - max(first.x0, second.x0)
+        y = min(first.y1, second.y1) - max(first.y0, second.y0)
+        assert x < 1 or y < 1, f"{one.get_text()!r} overlaps {other.get_text()!r}"
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in BLOCKS])
+def test_the_dark_theme_is_readable(page, name):
+    from matplotlib.colors import to_hex
+    from matplotlib.text import Text
+
+    figure = page(name, dark=True)
+    assert to_hex(figure.get_facecolor()) == style.DARK.paper
+    for text in figure.findobj(Text):
+        if text.get_text() and not (text.axes and text.axes.images):  # those on cells suit their cell
+            assert contrast(to_hex(text.get_color()), style.DARK.paper) > 4.5, text.get_text()
+    for axis in figure.axes:
+        assert to_hex(axis.get_facecolor()) == style.DARK.paper
+
+
+def test_the_page():
+    """One picture for each function, none too large, and little text."""
+    pictures = {path.stem: path.stat().st_size for path in (ROOT / "docs" / "images").glob("*.png")}
+    assert {*BLOCKS} <= {*pictures} and sum(pictures[name] for name in BLOCKS) < 1.5e6
+    drawn = [re.search(r"plots\.(\w+)\(", code)[1] for code in BLOCKS.values()]
+    assert sorted(drawn) == plots.__all__ and len(PAGE.split()) <= 600
+
+
+# The palette: contrast, and the distance of any two colours for readers without one kind of cones.
+
+CONES = {
+    "all": np.eye(3),
+    "no long": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "no middle": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "no short": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+"""Machado, Oliveira and Fernandes (2009), severity 1.0: linear RGB -> linear RGB."""
+
+
+def linear(colour):
+    values = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one, other):
+    """WCAG 2."""
+    low, high = sorted(linear(colour) @ [0.2126, 0.7152, 0.0722] for colour in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+def lab(rgb):
+    """CIE L*a*b* of linear RGB."""
+    matrix = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    x, y, z = np.cbrt(np.clip(matrix @ np.clip(rgb, 0, 1) / [0.95047, 1, 1.08883], 0.008856, None))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("theme", [style.LIGHT, style.DARK], ids=["light", "dark"])
+def test_the_palette(theme):
+    assert all(contrast(colour, theme.paper) > 2.3 for colour in theme.lines)
+    assert contrast(theme.ink, theme.paper) > 12 and contrast(theme.quiet, theme.paper) > 4.5
+    for cones in CONES.values():
+        seen = [lab(cones @ linear(colour)) for colour in theme.lines]
+        assert min(np.linalg.norm(one - other) for one, other in itertools.combinations(seen, 2)) > 10
+
+
+def test_no_colour_alone_tells_lines_apart():
+    sheet = style.Sheet((3, 3))
+    dashes = [sheet.line(place) for place in range(18)]
+    markers = [sheet.line(place, markers=True) for place in range(18)]
+    assert len({str(each["linestyle"]) for each in dashes[:6]}) == 6 == len({each["marker"] for each in markers[:6]})
+    assert len({str(each) for each in dashes}) == len({str(each) for each in markers}) == 18
+
+
+# What is drawn.
+
+
+def sine(position, pair, size=32, base=10000.0):
+    return math.sin(position / base ** (2 * pair / size))
+
+
+def test_vectors_and_waves():
+    drawn = image(plots.vectors("sinusoidal", length=6, hidden_size=4).axes[0])
+    assert drawn.shape == (6, 4)
+    assert drawn[5] == pytest.approx([math.sin(5), math.cos(5), math.sin(0.05), math.cos(0.05)])
+    figure = plots.waves(columns=[0, 8], length=9)
+    for axis, column in zip(figure.axes, (0, 8), strict=True):
+        assert axis.lines[-1].get_ydata() == pytest.approx([sine(position, column // 2) for position in range(9)])
+        assert axis.texts[0].get_text() == f"column {column}"
+    with pytest.raises(ValueError, match="columns=32: there are 32, 0 to 31"):
+        plots.waves(columns=[0, 32])
+
+
+def test_similarity():
+    figure = plots.similarity({"type": "counter"}, length=4, hidden_size=2)
+    left, right = figure.axes[:2]
+    assert image(left).tolist() == [[i * j for j in range(4)] for i in range(4)]
+    (mean,) = [line for line in right.lines if line.get_label() == "mean"]
+    # By distance: products of 0·1, 1·2, 2·3 and so on.
+    assert dict(zip(mean.get_xdata(), mean.get_ydata(), strict=True)) == pytest.approx(
+        {-3: 0, -2: 1.5, -1: 8 / 3, 0: 3.5, 1: 8 / 3, 2: 1.5, 3: 0}
+    )
+    band = right.collections[0].get_paths()[0].vertices
+    assert band[:, 1].max() == 9 and band[:, 1].min() == 0
+    with pytest.raises(ValueError, match="'alibi' acts by distance_bias, of which 'scores' can be measured"):
+        plots.similarity("alibi")
+
+
+def test_the_binary_counter():
+    left, right = plots.counter(bits=3).axes[:2]
+    assert ["".join(str(int(bit)) for bit in row) for row in image(left)] == [f"{number:03b}" for number in range(8)]
+    assert image(right)[5] == pytest.approx([math.sin(5 / 4), math.sin(5 / 2), math.sin(5)])
+    assert [label.get_text() for label in right.get_xticklabels()] == ["25", "13", "6"]  # 2π·4, 2π·2, 2π
+    with pytest.raises(ValueError, match="bits=9: allowed are 2 to 7"):
+        plots.counter(bits=9)
+
+
+def test_the_criteria():
+    """A counter isn't bounded; a fraction of the length takes another step in each text; a table ends."""
+    figure = plots.criteria(["counter", "normalized", "sinusoidal", "learned"])
+    curves, marks = figure.axes[:3], figure.axes[3:]
+    lengths = [8, 16, 32, 64, 128, 256, 512]
+    unique, step, largest = ([line.get_ydata() for line in axis.lines] for axis in curves)
+    assert unique[0] == pytest.approx([1] * 7) and largest[0] == pytest.approx([length - 1 for length in lengths])
+    assert step[1] == pytest.approx([1 / (length - 1) for length in lengths]) and largest[1] == pytest.approx([1] * 7)
+    apart = math.sqrt(sum(2 - 2 * math.cos(10000 ** (-pair / 32)) for pair in range(32)))
+    assert step[2] == pytest.approx([apart] * 7) == unique[2]
+    assert np.isnan(largest[3]).tolist() == [False] * 4 + [True] * 3
+    assert ["".join(text.get_text() for text in axis.texts[::2]) for axis in marks] == ["✓✓✓✓", "✓✗✓✓", "✗✓✓✗"]
+
+
+def test_bias_maps():
+    figure = plots.bias("alibi", length=4, num_attention_heads=2, causal=True)
+    slopes = (2**-4, 2**-8)
+    for axis, slope in zip(figure.axes[:2], slopes, strict=True):
+        expected = [[-slope * (i - j) if j <= i else math.nan for j in range(4)] for i in range(4)]
+        assert np.array_equal(image(axis), expected, equal_nan=True)
+        assert axis.images[0].get_clim() == (-3 * 2**-4, 0)  # one scale for all heads
+    # What a head doesn't see has no colour, rather than one by which all others are alike.
+    one_sided = plots.bias({"type": "alibi", "sides": "one_sided"}, length=4, num_attention_heads=2)
+    assert np.isnan(image(one_sided.axes[0])[0, 1:]).all() and np.isnan(image(one_sided.axes[1])[3, :3]).all()
+    with pytest.raises(ValueError, match="heads is empty: name one or more of 0 to 7"):
+        plots.bias("alibi", length=4, heads=[])
+    with pytest.raises(ValueError, match="heads=2: there are 2, 0 to 1"):
+        plots.bias("alibi", num_attention_heads=2, heads=[2])
+    with pytest.raises(ValueError, match="'sinusoidal' acts by embed"):
+        plots.bias("sinusoidal")
+
+
+def test_decay_side_by_side():
+    found = diagnostics.decay("alibi", 5, hidden_size=16, num_attention_heads=4)
+    figure = plots.decay([found, "rope", {"type": "sinusoidal", "base": 9}], length=5, num_attention_heads=4, hidden_size=16)
+    alibi, rope, sinusoidal = figure.axes
+    assert lines(alibi)["head 1"] == pytest.approx([-0.25 * abs(distance) for distance in range(-4, 5)])
+    assert lines(alibi)["head 4"] == pytest.approx([-(2**-8) * abs(distance) for distance in range(-4, 5)])
+    # Two pairs of features, all 1: a pair's product is 2 cos(distance · frequency), the scaling 1/2.
+    expected = [(2 * math.cos(d) + 2 * math.cos(d / 100)) / 2 for d in range(-4, 5)]
+    assert lines(rope)["all heads"] == pytest.approx(expected)
+    assert lines(sinusoidal)["all heads"] == pytest.approx(
+        [sum(math.cos(d * 9 ** (-pair / 8)) for pair in range(8)) for d in range(-4, 5)]
+    )
+    assert titles(figure) == ["alibi", "rope", "sinusoidal, base=9.0"]
+    assert all(axis.get_ylim()[0] <= 0 <= axis.get_ylim()[1] for axis in figure.axes)
+    with pytest.raises(ValueError, match="give a list"):
+        plots.decay("alibi")
+
+
+def test_a_trained_module_is_drawn_as_it_is():
+    model = hf_posenc.patch(stock("bert"), "alibi", slopes="learned")
+    encoding = model.posenc
+    with torch.no_grad():
+        encoding.weight.copy_(torch.arange(1.0, len(encoding.weight) + 1))
+    figure = plots.decay([encoding], length=3)
+    assert lines(figure.axes[0])["head 1"] == pytest.approx([-2, -1, 0, -1, -2])
+    assert titles(figure) == ["alibi, slopes=learned"]
+
+
+# Of models.
+
+
+def test_probing(page):
+    figure = page("probing")
+    found = diagnostics.probing(stock("bert", num_hidden_layers=3), length=16)
+    maps = [axis for axis in figure.axes if axis.images][: found.attention.shape[0] * found.attention.shape[1]]
+    for axis, (layer, head) in zip(maps, np.ndindex(*found.attention.shape[:2]), strict=True):
+        assert np.allclose(image(axis), found.attention[layer, head])
+        assert axis.get_title().endswith(f"{found.strength[layer, head]:.2f}")
+    with pytest.raises(ValueError, match="layers=9: there are 3, 0 to 2"):
+        plots.probing(found, layers=[9])
+    with pytest.raises(ValueError, match="of a Probing of hf_posenc.diagnostics, not of a Decay"):
+        plots.probing(diagnostics.decay("alibi", 5))
+
+
+def by_distance(weights):
+    distances = tuple(range(-1, 2))
+    pairs, mean = (3, 4, 3), torch.tensor([[0.5, 1.5]], dtype=torch.float64)
+    return diagnostics.AttentionByDistance(
+        "BertModel", 1, 4, distances, pairs, torch.tensor(weights, dtype=torch.float64), mean
+    )
+
+
+def test_attention_by_distance():
+    one, other = by_distance([[[0.1, 0.5, 0.2], [0.3, 0.1, 0.4]]]), by_distance([[[0.2, 0.2, 0.2], [0.2, 0.2, 0.2]]])
+    figure = plots.attention({"one": one, "other": other})
+    left, right, below = figure.axes[:3]
+    assert lines(left)["layer 1"] == pytest.approx([0.2, 0.3, 0.3]) and lines(below)["layer 1"] == pytest.approx([0.2] * 3)
+    assert image(right).tolist() == [[0.5, 1.5]] and [text.get_text() for text in right.texts] == ["0", "2"]
+
+
+def test_receptive_field():
+    share = torch.tensor([0.1, 0.2, 0.4, 0.2, 0.1], dtype=torch.float64)
+    cumulative = torch.tensor([0.4, 0.8, 1.0], dtype=torch.float64)
+    found = diagnostics.ReceptiveField("A", 1, "middle", (-2, -1, 0, 1, 2), share, cumulative, (0.5, 0.9), (1, 2))
+    left, right = plots.receptive_field(found).axes
+    assert left.lines[0].get_ydata() == pytest.approx(share.tolist())
+    assert right.lines[0].get_ydata() == pytest.approx([0.4, 0.8, 1])
+    assert [text.get_text() for text in right.texts] == ["50% within 1", "90% within 2"]
+
+
+def test_length_curve():
+    curves = [
+        diagnostics.LengthCurve("A", 2, 4, measure, (8, 16), (2.5, 3.5), (0.1, 0.2), torch.zeros(2, 2))
+        for measure in ("loss", "cosine")
+    ]
+    (axis,) = plots.length_curve({"a": curves[0]}).axes
+    assert axis.lines[0].get_xydata().tolist() == [[8, 2.5], [16, 3.5]] and axis.get_ylabel() == "loss, nats per token"
+    assert [segment.tolist() for segment in axis.collections[0].get_segments()][1] == [[16, 3.3], [16, 3.7]]
+    with pytest.raises(ValueError, match="measured by cosine and loss"):
+        plots.length_curve({"a": curves[0], "b": curves[1]})
+
+
+# Of records.
+
+
+def test_lengths():
+    given = record("length-linux-doc-6.1")
+    figure = plots.lengths(given)
+    above, _, below = figure.axes[:3]
+    drawn = [line.get_ydata() for line in above.lines]
+    truncated = [given["scores"]["title"][str(length)]["minilm, truncated at 512"]["mrr"] for length in (256, 512, 1024)]
+    assert drawn[0] == pytest.approx(truncated)
+    t5 = given["differences"]["title"]["1024"]["minilm-t5"]
+    segments = [segment.tolist() for bars in below.collections for segment in bars.get_segments()]
+    assert any([low, high] == pytest.approx(t5["interval"]) for (_, low), (_, high) in segments)
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == [
+        "minilm, truncated at 512",
+        "minilm, chunked by 512, mean",
+        "calibrated",
+        "minilm-relative",
+        "minilm-t5",
+        "chance",
+    ]
+
+
+def test_perplexity_by_length():
+    """Whose baseline has the ratio 1."""
+    each = {"perplexity_interval": [1, 9], "window": 8, "documents": 3}
+    by_length = {
+        length: {
+            "a": {"perplexity": 4.0, "ratio": 1.0, "ratio_interval": [1.0, 1.0], **each},
+            "b": {"perplexity": 5.0, "ratio": 1.25, "ratio_interval": [1.2, 1.3], **each},
+        }
+        for length in ("16", "8")
+    }
+    settings = {"models": ["a", "b"], "baseline": "a", "perplexity_baseline": "a"}
+    given = {"settings": settings, "chance": {}, "scores": {}, "differences": {}, "heat": {}, "perplexity": by_length}
+    above, below = plots.lengths(given).axes
+    assert above.lines[1].get_xydata().tolist() == [[8, 5], [16, 5]]
+    assert below.lines[0].get_ydata().tolist() == [1.25, 1.25]
+
+
+def test_needles():
+    given = record("needle")
+    figure = plots.needle(given)
+    assert [title.replace("\n", " ") for title in titles(figure)] == [
+        "minilm, truncated at 512",
+        "minilm, chunked by 512, mean",
+        "minilm-relative",
+    ]
+    heat = given["heat"]["minilm-relative"]
+    expected = [[heat[str(2**k)][part]["score"]["recall_at_1"] for k in range(7, 13)] for part in range(5)]
+    assert image(figure.axes[2]).tolist() == expected
+    assert figure.axes[2].texts[6].get_text() == f"{expected[1][0]:.2f}\nn=12"
+
+
+def test_few_methods_are_shown():
+    names = ["bag of words", "stock, truncated at 24", "stock, chunked by 24, mean", "stock, chunked by 24, max", "alibi"]
+    names += ["other, truncated at 24", "other, chunked by 24, mean", "other, chunked by 24, max"]
+    shown = plots.measured.shown(names, ["stock", "alibi", "other"], names[1])
+    assert shown == [names[1], names[2], "alibi", "other, truncated at 24"]
+
+
+def test_bench():
+    given = record("bench")
+    figure = plots.bench(given)
+    (axis,) = [axis for axis in figure.axes if axis.get_title() == "attention alone, forward, float32"]
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names[0] == "none" and "stock" not in names
+    points = {tuple(point) for line in axis.lines for point in np.round(line.get_xydata(), 6).tolist()}
+    ratio = given["groups"]["attention-2048-fp32"]["subjects"]["shaw"]["ratios"]["stock"][0]
+    assert (round(ratio, 6), names.index("shaw")) in points  # the middle one of three lengths
+
+
+@pytest.mark.parametrize(
+    ("draw", "given", "message"),
+    [
+        (plots.lengths, {"groups": {}}, "no record of scripts/eval_length.py: it has no 'settings'"),
+        (plots.needle, [1], "it is a list"),
+        (plots.needle, "length-linux-doc-6.1", "no needles"),
+        (plots.bench, "needle", "no record of scripts/bench.py"),
+        (plots.bench, {"groups": {}}, "no group of the kinds forward, train, attention"),
+    ],
+)
+def test_another_record(draw, given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        draw(record(given) if isinstance(given, str) else given)
+
+
+# Files, threads, displays.
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf", ".PNG"])
+def test_files(tmp_path, suffix):
+    starts = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+    file = tmp_path / f"counter{suffix}"
+    plots.counter(bits=2, path=file)
+    assert file.read_bytes().startswith(starts[suffix.lower()]) and [*tmp_path.iterdir()] == [file]
+    if suffix != ".svg":  # whose names of shapes are drawn at random
+        plots.counter(bits=2, path=tmp_path / f"again{suffix}")
+        assert (tmp_path / f"again{suffix}").read_bytes() == file.read_bytes()
+
+
+def test_bad_paths(tmp_path):
+    for path, message in (
+        ("a.jpg", r"a\.jpg: a figure's file ends in \.png, \.svg or \.pdf"),
+        (tmp_path / "no" / "a.png", "there is no folder"),
+        (tmp_path / "folder.png", "is a folder"),
+    ):
+        (tmp_path / "folder.png").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=message):
+            plots.counter(bits=2, path=path)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    def half(figure, path, **options):
+        Path(path).write_text("half")
+        raise OSError("no space left")
+
+    file = tmp_path / "a.png"
+    file.write_text("old")
+    monkeypatch.setattr(Figure, "savefig", half)
+    with pytest.raises(OSError, match="no space left"):
+        plots.counter(bits=2, path=file)
+    assert [*tmp_path.iterdir()] == [file] and file.read_text() == "old"
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for draw in (plots.counter, lambda: plots.vectors("sinusoidal")):
+        with pytest.raises(ImportError, match=re.escape('pip install "hf-posenc[plot]"')):
+            draw()
+
+
+def test_without_display_and_pyplot(tmp_path, monkeypatch):
+    """Whatever backend is asked for."""
+    import matplotlib
+
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with matplotlib.rc_context({"backend": "TkAgg"}):
+        plots.counter(bits=2, path=tmp_path / "a.png")
+    assert (tmp_path / "a.png").exists()
+
+
+def test_matplotlib_is_imported_when_a_figure_is_drawn():
+    for path in (ROOT / "hf_posenc").rglob("*.py"):
+        assert not re.search(r"^(import|from) matplotlib", path.read_text(encoding="utf-8"), re.MULTILINE), path.name
+
+
+def test_threads(tmp_path):
+    """Figures of several threads, light and dark, are those of one."""
+
+    def draw(number):
+        plots.waves(columns=[0], length=8, dark=bool(number % 2), path=tmp_path / f"{number}.png")
+
+    draw(0), draw(1)
+    threads = [threading.Thread(target=draw, args=(number,)) for number in range(2, 6)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    files = [(tmp_path / f"{number}.png").read_bytes() for number in range(6)]
+    assert files[0] == files[2] == files[4] != files[1] == files[3] == files[5]
+
+
+def test_settings_of_the_user_stay_out():
+    import matplotlib
+
+    with matplotlib.rc_context(
+        {"text.color": "red", "axes.facecolor": "red", "axes.labelcolor": "red", "figure.facecolor": "red"}
+    ):
+        before = dict(matplotlib.rcParams)
+        figure = plots.vectors("sinusoidal", length=4, hidden_size=4)
+        assert dict(matplotlib.rcParams) == before
+    (title, label) = figure.axes[0].title, figure.axes[0].xaxis.label
+    assert {title.get_color(), label.get_color()} == {style.LIGHT.ink}
+    assert figure.axes[0].get_facecolor() == figure.get_facecolor() == (1, 1, 1, 1)
+
+
+# The command.
+
+
+def run(*arguments, code=0):
+    done = CliRunner().invoke(app, ["plot", *map(str, arguments)])
+    assert done.exit_code == code, (done.output, done.exception)
+    assert isinstance(done.exception, SystemExit | None)
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plotted")
+    stock("bert", num_hidden_layers=1).save_pretrained(path / "bert")
+    result = by_distance([[[0.1, 0.5, 0.2], [0.3, 0.1, 0.4]]])
+    (path / "attention.json").write_text(result.to_json())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("vectors", ("sinusoidal", "--option", "base=50", "--length", 8, "--dark")),
+        ("waves", ("--column", 2, "--length", 8)),
+        slow("similarity", ('{"type": "sinusoidal", "base": 9}', "--length", 8)),
+        ("counter", ("--bits", 2)),
+        ("criteria", ("counter",)),
+        ("bias", ("kerple", "--causal", "--head", 1, "--length", 8)),
+        ("decay", ("alibi", "rope", "--length", 8)),
+        slow("lengths", (RESULTS / "length-linux-doc-6.1.json",)),
+        slow("needle", (RESULTS / "needle.json",)),
+        slow("bench", (RESULTS / "bench.json",)),
+        ("probing", ("{folder}/bert", "--length", 6)),
+        ("attention", ("{folder}/attention.json",)),
+    ],
+)
+def test_the_command(folder, tmp_path, kind, given):
+    suffix = ".svg" if kind == "counter" else ".png"
+    arguments = [str(each).replace("{folder}", str(folder)) for each in given]
+    assert "is written" in run(kind, *arguments, "--output", tmp_path / f"a{suffix}")
+    assert os.listdir(tmp_path) == [f"a{suffix}"]
+    assert f"hf-posenc plot {kind} " in run(kind, "--help")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("vectors", "alibi"), "'alibi' acts by distance_bias"),
+        (("vectors", "sinusodial"), "did you mean 'sinusoidal'"),
+        (("bias", "sinusoidal"), "'sinusoidal' acts by embed"),
+        (("decay", "rope", "alibi", "--option", "theta=3"), "give options as JSON"),
+        (("criteria", "rope"), "'rope' acts by rotate"),
+        (("needle", RESULTS / "bench.json"), "no record of scripts/eval_length.py"),
+        (("bench", ROOT / "README.md"), "is no JSON"),
+        (("lengths", ROOT / "nothing.json"), "nothing.json"),
+        (("attention", "bert"), "bert is measured on texts: give a file of them as --texts"),
+        (("probing", RESULTS / "bench.json"), "no result of hf_posenc.diagnostics"),
+        (("probing", "{folder}/attention.json"), "of a Probing"),
+    ],
+)
+def test_the_command_refuses(folder, tmp_path, given, message):
+    arguments = [str(each).replace("{folder}", str(folder)) for each in given]
+    assert message in run(*arguments, "--output", tmp_path / "a.png", code=1) and not [*tmp_path.iterdir()]
+
+
+def test_the_command_checks_the_file_first(tmp_path):
+    assert "ends in .png, .svg or .pdf" in run("probing", tmp_path, "--output", tmp_path / "a.gif", code=1)
