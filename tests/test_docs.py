@@ -27,8 +27,8 @@ NOUNS = [
     for colour in ("red", "grey", "white")
     for animal in ("dog", "cat", "fox", "cow", "ox", "hen", "bee", "ram")
 ]
-SLOW = ("diagnostics.md", "ecosystem.md", "plots.md", "sentence_transformers.md", "first_steps.ipynb")
-"""Pages that take longer than a few seconds; ecosystem.md is run by test_ecosystem.py, too."""
+SLOW = ("diagnostics.md", "plots.md", "sentence_transformers.md", "first_steps.ipynb")
+"""Pages that take longer than a few seconds."""
 NOT_RUN = 0
 """Blocks of Python that a comment leaves out: counted, so that a new one is noticed."""
 RUN = "import sys, page_worker; page_worker.main(*sys.argv[1:])"

@@ -1,9 +1,7 @@
-"""Patched models in other tools: pipelines, Trainer, Accelerate, and the page about them."""
+"""Patched models in other tools: pipelines, Trainer, Accelerate."""
 
 import json
 import logging
-import re
-import shutil
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from transformers import (
 )
 
 import hf_posenc
-from conftest import ROOT, WORDS, first, patched, randomize_encoding, run_python, stock, tokens
+from conftest import WORDS, first, patched, randomize_encoding, run_python, stock, tokens
 
 others_warn = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -136,17 +134,6 @@ def test_label_smoothing_shifts_the_labels_of_a_language_model(tmp_path):
         for model in (host, hf_posenc.patch(host, "learned", init="host"))
     ]
     assert torch.equal(*losses)
-
-
-def test_the_page_runs(minilm, tmp_path):
-    """Runs the blocks of docs/ecosystem.md unchanged, in a folder with the models they load."""
-    shutil.copytree(minilm, tmp_path / "all-MiniLM-L6-v2")
-    stock("bert", "ForMaskedLM", vocab_size=30522, max_position_embeddings=512).save_pretrained(tmp_path / "bert-base-uncased")
-    AutoTokenizer.from_pretrained(minilm, model_max_length=512).save_pretrained(tmp_path / "bert-base-uncased")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ecosystem.md").read_text(), re.DOTALL)
-    run_python("\n".join(["import os, sys", "os.chdir(sys.argv[1])", *blocks]), tmp_path)
-    for folder in ("bert-alibi", "bert-alibi-tuned", "run/checkpoint-4", "minilm-alibi", "bert-relative-tuned"):
-        assert hf_posenc.inspect(tmp_path / folder).model_class.startswith("PosEnc")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -20,6 +20,7 @@ LOG = logging.getLogger("mkdocs.plugins.hooks")
 """Its warnings are errors in strict mode."""
 LINK = re.compile(r"(\]\()([^()\s#]+)(#[^()\s]*)?(?=\))")
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+ELSEWHERE = re.compile(r"[a-z]+:")
 PAGES = {"README.md": "index.md"}
 """Places on the site, by paths in the repository, that have another name there."""
 
@@ -56,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def placed(match: re.Match[str]) -> str:
         start, target, anchor = match[1], match[2], match[3] or ""
-        if "://" in target or target.startswith("mailto:"):
+        if ELSEWHERE.match(target):
             return match[0]
         there = site_path(posixpath.normpath(posixpath.join(posixpath.dirname(source), target)))
         if not (ROOT / repository_path(there)).is_file() and files.get_file_from_path(there) is None:
@@ -72,6 +73,8 @@ def linked(page: Path) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
 
     def look(match: re.Match[str]) -> str:
+        if ELSEWHERE.match(match[2]):
+            return match[0]
         path = Path(os.path.normpath(page.parent / match[2]))
         if path.is_file() and path.is_relative_to(ROOT):
             found.append((path.relative_to(ROOT).as_posix(), site_path(path.relative_to(ROOT).as_posix())))
