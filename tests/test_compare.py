@@ -418,6 +418,7 @@ def test_an_encoding_has_one_line_in_all_panels():
     assert len({str(style) for style in styles.values()}) == 21 and styles["none"]["color"] == "#888888"
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch, checkpoint, own_registry):
     """Runs all commands of docs/compare.md in a folder with the files and the checkpoint that it names, smaller and shorter."""
     page = (ROOT / "docs" / "compare.md").read_text()
