@@ -213,7 +213,7 @@ def test_asymmetric_biases():
 @pytest.mark.parametrize("layout", ["interleaved", "concatenated"])
 def test_sinusoids_are_shifted_by_one_matrix(layout):
     encoding = {"type": "sinusoidal", "layout": layout}
-    found = diagnostics.shift_error(encoding, (1, 5, 30), 64, **SMALL)
+    found = diagnostics.shift_error(encoding, 64, offsets=(1, 5, 30), **SMALL)
     assert max(found.error) < 1e-6
     module = build(canonical(encoding), Geometry(hidden_size=16))
     matrix, positions = module.shift_matrix(5), torch.arange(20)
@@ -226,7 +226,7 @@ def test_drawn_vectors_are_not():
 
 def test_shift_error_by_hand():
     """p(t) = (t²,), k = 2: the best factor over even t, its error over odd t."""
-    found = diagnostics.shift_error(embedding(lambda p: [float(p * p)]), [2], 9, hidden_size=1, num_attention_heads=1)
+    found = diagnostics.shift_error(embedding(lambda p: [float(p * p)]), 9, offsets=[2], hidden_size=1, num_attention_heads=1)
     even, odd = range(0, 7, 2), range(1, 7, 2)
     factor = sum(t**2 * (t + 2) ** 2 for t in even) / sum(t**4 for t in even)
     mean = statistics.mean((t + 2) ** 2 for t in odd)
@@ -330,7 +330,7 @@ def test_seeds():
         (lambda: diagnostics.similarity("learned", 9, max_length=8), "length=9: this 'learned' encoding has 8 positions"),
         (lambda: diagnostics.similarity("cope", causal=False), "'cope' is defined for attention to earlier tokens alone"),
         (lambda: diagnostics.shift_error("rope"), "'rope' acts by rotate"),
-        (lambda: diagnostics.shift_error("sinusoidal", [200], 256), "offsets=200: allowed is up to a half of length=256"),
+        (lambda: diagnostics.shift_error("sinusoidal", 256, offsets=[200]), "offsets=200: allowed is up to a half of"),
         (lambda: diagnostics.wavelengths("alibi"), "'alibi' isn't made of sines"),
         (lambda: diagnostics.wavelengths("sinusoidal+rope"), "several parts made of sines, sinusoidal, rope"),
         (lambda: diagnostics.precision("rope", dtypes=[torch.int8]), "dtypes has torch.int8"),

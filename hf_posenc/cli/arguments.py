@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_posenc.cli import completing
+from hf_posenc.encodings import written_value
 from hf_posenc.spec import INJECT, WHERE
 
 LISTS = "A value may be JSON; a list is [1, 2] or 1,2."
@@ -79,26 +80,14 @@ def given_settings(options: list[str]) -> dict[str, Any]:
             raise ValueError(f"--option {option!r}: give name=value")
         if name in settings:
             raise ValueError(f"--option {option!r}: {name!r} is given twice")
-        settings[name] = option_value(value)
+        settings[name] = written_value(value)
     return settings
 
 
 def given_where(text: str) -> Any:
     """The value of --where: a name, several behind one another, or JSON."""
-    value = option_value(text)
+    value = written_value(text)
     return [name.strip() for name in value.split(",")] if isinstance(value, str) and "," in value else value
-
-
-def option_value(text: str) -> Any:
-    """The value of an option: JSON, numbers separated by commas as a list, or else the text itself."""
-    for written in (text, f"[{text.rstrip().removesuffix(',')}]"):
-        try:
-            value = json.loads(written)
-        except json.JSONDecodeError:
-            continue
-        if written == text or ("," in text and all(type(each) in (int, float) for each in value)):
-            return value
-    return text
 
 
 def _parsed(encoding: str) -> dict[str, Any]:

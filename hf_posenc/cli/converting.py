@@ -24,11 +24,11 @@ from hf_posenc.cli.arguments import (
     Overwrite,
     Submodel,
     given_encoding,
-    option_value,
 )
 from hf_posenc.cli.folders import Original, check_output_dir, load, save, write
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.cli.texts import read
+from hf_posenc.encodings import written_value
 from hf_posenc.retrieval import Embedder, pooling
 
 DOCUMENTS = 200
@@ -90,7 +90,7 @@ def convert(
             f"{queries} has {len(pairs)} rows: {comparison.FEWEST} are needed to compare; --no-compare leaves it out"
         )
     out, original = Output(as_json), Original.load(model)
-    some: dict[str, Any] = {} if layers is None else {"layers": option_value(layers)}
+    some: dict[str, Any] = {} if layers is None else {"layers": written_value(layers)}
     some |= {} if submodel is None else {"submodel": submodel}
     chosen = given_encoding(encoding, option or [])
     converted = hf_posenc.convert(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import cached_file, has_file
 
@@ -23,12 +23,8 @@ from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within
 from hf_posenc.spec import V4_RELATIVE
 from hf_posenc.structure import submodels_of
+from hf_posenc.tokenizer_files import load_tokenizer
 
-TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "tokenizer.json",
-    *("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model"),  # the only files of older models
-)
 SENTENCES = "config_sentence_transformers.json"
 SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
 """Values of `model_type` in SENTENCES, which older folders don't have: classes of sentence-transformers."""
@@ -114,11 +110,6 @@ def _load_sentences(model: str) -> Any:
         )
     with _reading_weights(model):
         return getattr(sentence_transformers, kind)(model, device="cpu")
-
-
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer saved with a model, or None. (Without files, AutoTokenizer would return an empty one.)"""
-    return AutoTokenizer.from_pretrained(model) if any(has_file(model, name) for name in TOKENIZER_FILES) else None
 
 
 @contextlib.contextmanager

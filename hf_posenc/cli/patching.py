@@ -21,10 +21,10 @@ from hf_posenc.cli.arguments import (
     Where,
     given_encoding,
     given_where,
-    option_value,
 )
 from hf_posenc.cli.folders import SENTENCE_CLASSES, Original, asks_for_its_own, check_output_dir, load_v4, save
 from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.encodings import written_value
 from hf_posenc.spec import lost_within
 
 
@@ -67,7 +67,7 @@ def patch(
         out.message("These are the checkpoint's own vectors of distances: its outputs are those of Transformers v4.")
         out.document(saved)
         return
-    some = {} if layers is None else {"layers": option_value(layers)}
+    some = {} if layers is None else {"layers": written_value(layers)}
     original = Original.load(model)
     wrong = lost_within(original.model)
     patched = hf_posenc.patch(

@@ -7,11 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from hf_posenc import diagnostics, plots
-from hf_posenc.cli.folders import load, load_tokenizer
+from hf_posenc.cli.folders import load
 from hf_posenc.cli.plotting import Dark, Output, kinds, said
 from hf_posenc.cli.texts import read
 from hf_posenc.diagnostics import Result
 from hf_posenc.plots.style import checked_path
+from hf_posenc.tokenizer_files import load_tokenizer
 
 MODEL = "Folder or Hub id of a model, patched or not; or a .json file with what hf_posenc.diagnostics measured (to_json)."
 Model = Annotated[str, typer.Argument(help=MODEL)]

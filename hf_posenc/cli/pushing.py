@@ -9,10 +9,11 @@ from huggingface_hub import is_offline_mode
 import hf_posenc
 from hf_posenc.cards import replaceable
 from hf_posenc.cli import app
-from hf_posenc.cli.folders import load_model, load_tokenizer
+from hf_posenc.cli.folders import load_model
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.evaluation import EVALUATION
 from hf_posenc.hub import IMAGES
+from hf_posenc.tokenizer_files import load_tokenizer
 
 TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vocab")
 """What configs and tokenizers are loaded from. Weights are checked by being loaded."""

@@ -36,7 +36,9 @@ class ShiftError(Result):
             yield f"  k = {offset}: {error:.3g}"
 
 
-def shift_error(encoding: Any, offsets: Sequence[int] | None = None, length: int = 256, **sizes: "Unpack[Sizes]") -> ShiftError:
+def shift_error(
+    encoding: Any, length: int = 256, *, offsets: Sequence[int] | None = None, **sizes: "Unpack[Sizes]"
+) -> ShiftError:
     """How well one linear map takes each position's vector to that of k positions on: exactly for `sinusoidal`, whose map is
     its `shift_matrix`, not for vectors that were learned (Vaswani et al., 2017, section 3.5).
 
@@ -45,8 +47,8 @@ def shift_error(encoding: Any, offsets: Sequence[int] | None = None, length: int
 
     Args:
         encoding: a name or dict as for `patch`, a `PositionEncoding`, or a `PositionEmbedding`; one that embeds.
-        offsets: k, in tokens, above 0 and up to a half of `length`; by default 1, 2, 4, … up to a quarter.
         length: number of positions.
+        offsets: k, in tokens, above 0 and up to a half of `length`; by default 1, 2, 4, … up to a quarter.
         **sizes: `Sizes`, of an encoding given by name: hidden_size, num_attention_heads, max_length, causal, seed.
 
     Raises:

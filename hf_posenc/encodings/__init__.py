@@ -26,6 +26,7 @@ from hf_posenc.encodings.options import (
     meant,
     refuse_oversized,
     shown,
+    written_value,
 )
 from hf_posenc.encodings.registry import (
     canonical,
@@ -70,4 +71,5 @@ __all__ = [
     "refuse_oversized",
     "shown",
     "without_values",
+    "written_value",
 ]

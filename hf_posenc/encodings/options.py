@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import json
 import math
 import re
 import reprlib
@@ -38,6 +39,18 @@ def checked_value(name: str, value: Any, annotation: Any) -> Any:
     within = max(-MAX_INTEGER, min(value, MAX_INTEGER)) if type(value) is int else value
     limit = f", up to {MAX_INTEGER} in size" if within is not value and _fits(within, annotation) else ""
     raise ValueError(f"{name}={shown(value)}: allowed is {described(annotation)}{limit}")
+
+
+def written_value(text: str) -> Any:
+    """The value that a text stands for: JSON, numbers separated by commas as a list, or else the text itself."""
+    for written in (text, f"[{text.rstrip().removesuffix(',')}]"):
+        try:
+            value = json.loads(written)
+        except json.JSONDecodeError:
+            continue
+        if written == text or ("," in text and all(type(each) in (int, float) for each in value)):
+            return value
+    return text
 
 
 def checked_max_length(max_length: Any) -> int | None:

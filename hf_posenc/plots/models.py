@@ -87,7 +87,7 @@ def attention(
         for place, layer in enumerate(chosen("layers", layers, len(weights), MOST_LAYERS)):
             left.plot(result.distances, weights[layer], label=f"layer {layer + 1}", **sheet.line(place))
         left.set_yscale("log")
-        left.set(ylabel="mean weight of a pair", xlim=(result.distances[0], result.distances[-1]))
+        left.set_ylabel("mean weight of a pair")
         sheet.title(left, name)
         image = sheet.heat(right, distance, 0, max(float(np.nanmax(each)) for each in reach))
         if distance.size <= 96:
@@ -98,9 +98,12 @@ def attention(
         right.set(ylabel="layer")
         right.tick_params(length=0)
         sheet.scale(image, right, "mean distance, tokens")
-    limits = [axis.get_ylim() for axis in sheet.axes[:, 0]]
+    across, along = (
+        [get() for get in gets] for gets in zip(*((a.get_xlim, a.get_ylim) for a in sheet.axes[:, 0]), strict=True)
+    )
     for axis in sheet.axes[:, 0]:
-        axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+        axis.set_xlim(min(low for low, _ in across), max(high for _, high in across))
+        axis.set_ylim(min(low for low, _ in along), max(high for _, high in along))
     sheet.axes[-1, 0].set_xlabel("distance in tokens: key − query")
     sheet.axes[-1, 1].set_xlabel("head")
     sheet.legend(columns=MOST_LAYERS)

@@ -1,0 +1,28 @@
+"""hf-posenc explore"""
+
+from typing import Annotated
+
+import typer
+
+from hf_posenc.cli import app, console
+
+
+@app.command("explore")
+def explore(
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen at; 0 for a free one.")] = 7860,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    max_parameters: Annotated[
+        int | None, typer.Option(min=1, help="Of the largest model that the page takes.", show_default="500 million")
+    ] = None,
+) -> None:
+    """Serve a page to play with: encodings and their options, two side by side, and what a model makes of its own.
+
+    [bold]hf-posenc explore --port 8000 --no-browser[/]
+    """
+    from hf_posenc import explorer
+    from hf_posenc.explorer.models import MAX_PARAMETERS
+
+    page = explorer.serve(host, port, browser=browser, max_parameters=max_parameters or MAX_PARAMETERS, block=False)
+    console.print(f"The page is at {page.local_url} (Ctrl+C ends it).", markup=False, highlight=False)
+    page.block_thread()

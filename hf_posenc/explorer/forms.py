@@ -1,0 +1,59 @@
+"""An encoding's options as the fields of a form, and what is written into them as options."""
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from hf_posenc.catalog import named_values
+from hf_posenc.encodings import canonical, described, encoding_class, written_value
+from hf_posenc.encodings.options import Local
+
+Encoding = dict[str, Any]
+"""`{"type": name, option: value}`; of a part of a composition `part__option`."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """
+    option: its name; of a part of a composition `part__option`.
+    default: None where there is none.
+    allowed: in words.
+    values: all that are allowed, where they can be named one by one; else empty.
+    """
+
+    option: str
+    default: Any
+    allowed: str
+    values: tuple[Any, ...]
+
+
+def fields(name: str) -> list[Field]:
+    """Of an encoding, an alias or a composition "a+b": all options but those that name files of this machine.
+
+    Raises ValueError for a name that there isn't.
+    """
+    given = canonical(name)
+    kind = encoding_class(given["type"])
+    if "+" not in kind.type:
+        return _fields(kind, given, "")
+    return [field for part in kind.type.split("+") for field in _fields(encoding_class(part), given[part], f"{part}__")]
+
+
+def _fields(kind: Any, defaults: Encoding, prefix: str) -> list[Field]:
+    return [
+        Field(prefix + option, defaults.get(option, getattr(kind, option, None)), described(annotation), _all_of(annotation))
+        for option, annotation in kind.option_types().items()
+        if not any(isinstance(mark, Local) for mark in get_args(annotation))
+    ]
+
+
+def _all_of(annotation: Any) -> tuple[Any, ...]:
+    named = tuple(named_values(annotation))
+    others = {float, int, str, tuple} & {getattr(each, "__origin__", each) for each in get_args(annotation)}
+    return () if others else named
+
+
+def changed(encoding: Encoding, field: Field, written: Any) -> Encoding:
+    """The encoding with what was written into a field, which stands for the default where it is empty."""
+    value = written_value(written.strip()) if isinstance(written, str) and not field.values else written
+    rest = {name: value for name, value in encoding.items() if name != field.option}
+    return rest if value in ("", None) or value == field.default else rest | {field.option: value}
