@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
+import torch
 import transformers
-from accelerate import init_empty_weights
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
@@ -102,7 +102,7 @@ def _without_weights(folder: str | os.PathLike[str]) -> PreTrainedModel:
     """A model on the meta device, with the head that its config names."""
     config = AutoConfig.from_pretrained(folder)
     cls: Any = architecture(config)
-    with init_empty_weights():
+    with torch.device("meta"):
         return cls._from_config(config) if cls else AutoModel.from_config(config)
 
 

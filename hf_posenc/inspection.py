@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
@@ -109,7 +109,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str], *, sub
         ValueError: a model whose sources of position hf_posenc can't take over, one that is made of several models, or another
             submodel than it has.
     """
-    whole = _unwrapped(model) if isinstance(model, nn.Module) else _without_weights(model)
+    whole = _unwrapped(model) if isinstance(model, nn.Module) else without_weights(model)
     return _report(whole if submodel is None else structure.submodel(whole, submodel))
 
 
@@ -166,8 +166,9 @@ def _unwrapped(module: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _without_weights(source: Any) -> PreTrainedModel:
-    """The model of a config, a folder or a Hub id, its parameters on the meta device."""
+def without_weights(source: Any) -> PreTrainedModel:
+    """The model of a config, a folder or a Hub id, on the meta device: of this thread alone, in contrast to Accelerate's
+    `init_empty_weights`."""
     if isinstance(source, (str, os.PathLike)):
         found, _ = PreTrainedConfig.get_config_dict(source)
         if not found:
@@ -178,7 +179,7 @@ def _without_weights(source: Any) -> PreTrainedModel:
         source = AutoConfig.from_pretrained(source)
     if not isinstance(source, PreTrainedConfig):
         raise ValueError(f"a model is needed, or the config, folder or Hub id of one, not {source!r}")
-    with init_empty_weights(), without_values():
+    with torch.device("meta"), without_values():
         if type(source) in MODEL_MAPPING:
             return AutoModel.from_config(source)
         # EncoderDecoderModel and its like are in no list of the Auto classes.

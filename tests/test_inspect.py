@@ -1,13 +1,16 @@
 """`inspect`: what a report says of a model or a checkpoint."""
 
 import json
+import threading
 
 import pytest
+import torch
 import transformers
 from torch import nn
 
 import hf_posenc
 from conftest import LENGTH, patched, stock
+from hf_posenc import inspection
 
 
 def test_inspect(tmp_path):
@@ -90,3 +93,18 @@ def test_what_is_no_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="no class of Transformers is known for EncoderDecoderConfig"):
         hf_posenc.inspect(tmp_path)
+
+
+def test_other_threads_build_models_meanwhile(monkeypatch):
+    """Accelerate's init_empty_weights, which would do for `inspect` alone, takes the weights of all threads."""
+    built, real = [], inspection.AutoModel.from_config
+
+    def from_config(config):
+        thread = threading.Thread(target=lambda: built.append(torch.nn.Linear(2, 2).weight.device.type))
+        thread.start()
+        thread.join()
+        return real(config)
+
+    monkeypatch.setattr(inspection.AutoModel, "from_config", from_config)
+    assert hf_posenc.inspect(stock("bert").config).encoding == "learned"
+    assert built == ["cpu"]

@@ -1,5 +1,6 @@
 """What the page shows of encodings: figures, facts, numbers, and the code that puts them into a model."""
 
+import json
 import shlex
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,4 +105,4 @@ def code(encoding: Encoding) -> str:
 
 
 def _written(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -45,11 +45,15 @@ def _option(field: forms.Field, chosen: gr.State) -> None:
     if field.values:
         default = "" if field.default is None else field.default
         values = [("none", "")] * (field.default is None) + [(str(value), value) for value in field.values]
-        choice = gr.Dropdown(values, value=default, label=field.option)
+        choice = gr.Dropdown(values, value=default, label=field.option, interactive=True)
         choice.input(write, [chosen, choice], chosen, trigger_mode="multiple", api_visibility="private")
         return
     box = gr.Textbox(
-        label=field.option, placeholder="none" if field.default is None else f"{field.default}", info=field.allowed, max_lines=1
+        label=field.option,
+        placeholder="none" if field.default is None else f"{field.default}",
+        info=field.allowed,
+        max_lines=1,
+        interactive=True,
     )
     gr.on([box.submit, box.blur], write, [chosen, box], chosen, trigger_mode="multiple", api_visibility="private")
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import init_empty_weights
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
 
 from hf_posenc import diagnostics, plots
 from hf_posenc.explorer.forms import Encoding
-from hf_posenc.inspection import Report, inspect
-from hf_posenc.patching import patch
+from hf_posenc.inspection import Report, inspect, without_weights
+from hf_posenc.modeling import PosEncModelMixin
+from hf_posenc.patching import patch, unpatch
 from hf_posenc.plots.drawn import label
 from hf_posenc.sources import HostRefused
 from hf_posenc.structure import submodels_of
@@ -72,7 +72,7 @@ def load(name: str, max_parameters: int = MAX_PARAMETERS) -> Subject:
         raise ValueError("no model is named: give a folder, or an id on the Hub, such as bert-base-uncased")
     if name[0] in "/.~" and not Path(name).is_dir():
         raise ValueError(f"there is no folder {name}: give one with a model in it, or an id on the Hub")
-    count = _parameters(name)
+    count = sum(parameter.numel() for parameter in without_weights(name).parameters())
     if count > max_parameters:
         raise ValueError(
             f"{name} has {count:,} parameters, and this page takes models of up to {max_parameters:,}: take a smaller one, or "
@@ -86,16 +86,14 @@ def load(name: str, max_parameters: int = MAX_PARAMETERS) -> Subject:
     return Subject(name.rpartition("/")[2], model.eval(), load_tokenizer(name), submodel)
 
 
-def _parameters(name: str) -> int:
-    """Counted from the config alone."""
-    with init_empty_weights():
-        model = AutoModel.from_config(AutoConfig.from_pretrained(name))
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def with_encoding(subject: Subject, encoding: Encoding) -> Subject:
-    """A copy of the model with another encoding, as `patch` makes it: nothing is trained."""
-    patched = patch(subject.model, encoding, submodel=subject.submodel)
+    """A copy of the model with another encoding, as `patch` makes it: nothing is trained.
+
+    Raises ValueError where it can't have it, as one that is patched and hasn't kept its own positions.
+    """
+    model = subject.model
+    stock = unpatch(model) if isinstance(model, PosEncModelMixin) else model
+    patched = patch(stock, encoding, submodel=subject.submodel)
     return replace(subject, label=label(encoding), model=patched.eval())
 
 
