@@ -38,7 +38,11 @@ def leaves(group, *names):
 
 COMMANDS = leaves(GROUP)
 EXAMPLE = re.compile(r"\[bold\](hf-posenc .*?)\[/\]", re.DOTALL)
-EXAMPLES = [example for command in COMMANDS.values() for example in EXAMPLE.findall(command.help or "")]
+SERVES = ("explore",)
+"""Subcommands that run until they are stopped: tests/test_explore.py runs their examples."""
+EXAMPLES = [
+    example for name, command in COMMANDS.items() for example in EXAMPLE.findall(command.help or "") if name not in SERVES
+]
 TAKES_LONGER = ("convert", "plot")
 """Subcommands whose examples run with `make test-all` alone; tests/test_plots.py draws with some."""
 WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]

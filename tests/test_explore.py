@@ -14,6 +14,7 @@ import time
 import pytest
 from huggingface_hub import SpaceCard
 from packaging.requirements import Requirement
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -239,7 +240,9 @@ def served(*command, **environment):
 
 @pytest.fixture(scope="module")
 def address():
-    with served("-m", "hf_posenc.cli", "explore", "--port", "0", "--no-browser", "--max-parameters", "30000000") as found:
+    """Served by the example of the command's help, at a free port."""
+    (example,) = re.findall(r"\[bold\]hf-posenc (.*)\[/\]", get_command(app).commands["explore"].help)
+    with served("-m", "hf_posenc.cli", *example.replace("--port 8000", "--port 0").split()) as found:
         yield found
 
 
