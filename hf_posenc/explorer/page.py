@@ -30,26 +30,26 @@ def page(max_parameters: int = MAX_PARAMETERS) -> gr.Blocks:
             with gr.Column(scale=1, min_width=150):
                 dark = gr.Checkbox(label="Dark figures", container=False, elem_id="dark")
         with gr.Tab("An encoding"):
-            _one(made, dark)
-        with gr.Tab("Two encodings"):
-            _two(made, dark)
+            _one(made.load, dark)
+        with gr.Tab("Two encodings") as two:
+            _two(two.select, dark)
         with gr.Tab("A model"):
             _of_models(dark, max_parameters)
         made.load(None, None, dark, js=IS_DARK)
     return made
 
 
-def _one(made: gr.Blocks, dark: gr.Checkbox) -> None:
+def _one(opened: Any, dark: gr.Checkbox) -> None:
     with gr.Row():
         with gr.Column(scale=1, min_width=280):
             encoding, fields = picker("Encoding", "sinusoidal"), sizes()
         with gr.Column(scale=3):
             shown = OfEncoding()
-    events = [made.load, encoding.change, dark.change, *changes(fields)]
+    events = [opened, encoding.change, dark.change, *changes(fields)]
     _redraw(events, shown.changes, [encoding, dark, *fields], shown.parts)
 
 
-def _two(made: gr.Blocks, dark: gr.Checkbox) -> None:
+def _two(opened: Any, dark: gr.Checkbox) -> None:
     pickers, shown = [], []
     with gr.Row():
         for label, first in (("First", "alibi"), ("Second", "t5")):
@@ -60,7 +60,7 @@ def _two(made: gr.Blocks, dark: gr.Checkbox) -> None:
         for _ in pickers:
             with gr.Column(min_width=280):
                 shown.append(OfEncoding(without=("decay",)))
-    events = [made.load, dark.change, *changes(fields)]
+    events = [opened, dark.change, *changes(fields)]
     _redraw([*events, *(each.change for each in pickers)], decays.changes, [*pickers, dark, *fields], decays.parts)
     for encoding, parts in zip(pickers, shown, strict=True):
         _redraw([*events, encoding.change], parts.changes, [encoding, dark, *fields], parts.parts)

@@ -83,7 +83,7 @@ def decay(
 
     Shown is the mean over all pairs at a distance, with one standard deviation on either side where pairs differ: of vectors
     that are added to the input their dot product, of a bias itself, of a rotation the score of a query and a key whose features
-    are all 1, and, dotted, rope's bound as part of the score at distance 0 (Su et al., 2021, section 3.4.3).
+    are all 1, and, dotted, rope's bound (Su et al., 2021, section 3.4.3), scaled to the score at distance 0.
 
     encodings: each a name, a dict `{"type": name, **options}`, a module, which keeps its own sizes, or what `diagnostics.decay`
         gave.
@@ -116,7 +116,7 @@ def decay(
                 axis.fill_between(result.distances, *around, color=style["color"], alpha=0.2, linewidth=0)
         if result.bound is not None:
             bound = result.bound.numpy() * np.nanmax(mean)
-            axis.plot(result.distances, bound, color=sheet.theme.quiet, linestyle=":", linewidth=1.4, label="rope's bound")
+            axis.plot(result.distances, bound, color=sheet.theme.quiet, linestyle=":", linewidth=1.4, label="scaled bound")
         sheet.reference(axis, x=0)
         axis.set_xlim(result.distances[0], max(result.distances[-1], 0))
         axis.set(xlabel="distance, key − query", ylabel=YLABELS[result.quantity])
