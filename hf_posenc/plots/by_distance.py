@@ -116,7 +116,7 @@ def decay(
                 axis.fill_between(result.distances, *around, color=style["color"], alpha=0.2, linewidth=0)
         if result.bound is not None:
             bound = result.bound.numpy() * np.nanmax(mean)
-            axis.plot(result.distances, bound, color=sheet.theme.quiet, linestyle=":", linewidth=1.4, label="scaled bound")
+            axis.plot(result.distances, bound, color=sheet.theme.quiet, linestyle=":", linewidth=1.4, label="bound")
         sheet.reference(axis, x=0)
         axis.set_xlim(result.distances[0], max(result.distances[-1], 0))
         axis.set(xlabel="distance, key − query", ylabel=YLABELS[result.quantity])
