@@ -27,7 +27,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """A method at one length. difference: how much better (above 0) the compared model is, over the same queries."""
+    """A method at one length. difference: from what the function says, over the same queries."""
 
     score: Score
     difference: Difference | None
@@ -75,7 +75,8 @@ def lengths_of(embedder: Embedder, documents: Sequence[str], longest: int | None
 def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> Comparison:
     """Retrieval among the documents, cut at each length. The last of the models is what the original is compared with.
 
-    Where the original reads less, it is truncated, and chunked with the mean and the best of the chunks.
+    Where the original reads less, it is truncated, and chunked with the mean and the best of the chunks. A difference tells how
+    much better (above 0) the last of the models is.
     """
     *_, last = models
     rows: dict[int, dict[str, Row]] = {}
@@ -90,6 +91,23 @@ def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pai
             for name, found in ranks.items()
         }
     return Comparison(rows, _verdict(rows, last, original.limit))
+
+
+def side_by_side(models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> dict[int, dict[str, Row]]:
+    """Length -> way to use a model -> its row, of retrieval among the documents, cut at each length. A difference is from the
+    first way of the first model: above 0, better than that."""
+    rows: dict[int, dict[str, Row]] = {}
+    queries, first = [pair.query for pair in pairs], next(iter(models.values()))
+    for length in lengths:
+        documents = [cut(first.tokenizer, pair.document, length) for pair in pairs]
+        ways = [way for name, model in models.items() for way in methods(name, model, length)]
+        ranks = {way.name: scores.ranked(way.similarity(queries, documents, f"{way.name} at {length}")) for way in ways}
+        base = ranks[ways[0].name]
+        rows[length] = {
+            name: Row(scores.score(found), None if found is base else scores.paired(found, base))
+            for name, found in ranks.items()
+        }
+    return rows
 
 
 def _verdict(rows: dict[int, dict[str, Row]], name: str, limit: int | None) -> str:

@@ -764,7 +764,7 @@ ORDER = [
     {"plots"},
     {"conversion"},
     {"evaluation", "leaks", "retries", "scores", "questions"},
-    {"retrieval"},
+    {"retrieval", "timing"},
     {"comparison"},
     {"commits"},
     {"cards"},

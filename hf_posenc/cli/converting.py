@@ -25,11 +25,10 @@ from hf_posenc.cli.arguments import (
     Submodel,
     given_encoding,
 )
-from hf_posenc.cli.folders import Original, check_output_dir, load, save, write
+from hf_posenc.cli.folders import Original, check_output_dir, embedder, load, save, write
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.cli.texts import read
 from hf_posenc.encodings import written_value
-from hf_posenc.retrieval import Embedder, pooling
 
 DOCUMENTS = 200
 """Maximum number of documents in the comparison, which takes far longer than the conversion."""
@@ -172,7 +171,7 @@ def _questions(
     if pairs:
         return pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} queries of your own find their documents"
     # The last ones: calibration takes its texts from the beginning.
-    return comparison.own_pairs(Embedder(*_parts(original, tokenizer)), texts[-DOCUMENTS:])
+    return comparison.own_pairs(embedder(original, tokenizer), texts[-DOCUMENTS:])
 
 
 def _compare(
@@ -185,7 +184,7 @@ def _compare(
     max_length: int | None,
 ) -> dict[str, Any]:
     """Prints the comparison, and returns it for --json."""
-    embedders = {name: Embedder(*_parts(model, tokenizer)) for name, model in {"original": original, **models}.items()}
+    embedders = {name: embedder(model, tokenizer) for name, model in {"original": original, **models}.items()}
     lengths = comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
     found = comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
     last = [*embedders][-1]
@@ -203,10 +202,3 @@ def _compare(
     out.result(table)
     out.result(found.verdict)
     return {"questions": about, **asdict(found)}
-
-
-def _parts(model: Any, tokenizer: Any) -> tuple[Any, Any, Any]:
-    """The Transformers model's body, its tokenizer and its pooling."""
-    sentences = hasattr(model, "tokenizer")
-    inner = model[0].model if sentences else model.base_model
-    return inner, getattr(model, "tokenizer", tokenizer), pooling(model if sentences else None)

@@ -21,6 +21,7 @@ from hf_posenc.encodings import canonical, encoding_class, meant, shown
 from hf_posenc.inspection import Report
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within
+from hf_posenc.retrieval import Embedder, pooling
 from hf_posenc.spec import V4_RELATIVE
 from hf_posenc.structure import submodels_of
 from hf_posenc.tokenizer_files import load_tokenizer
@@ -173,6 +174,22 @@ def _is_sentences(model: Any) -> bool:
 def inner_model(model: Any) -> PreTrainedModel:
     """The model of Transformers in what `load` gives."""
     return model[0].model if _is_sentences(model) else model
+
+
+def embedder(model: Any, tokenizer: Any) -> Embedder:
+    """A model as `load` gives it, without its head, to embed texts: a SentenceTransformer's by its own modules, others by the
+    mean of their states."""
+    sentences = model if _is_sentences(model) else None
+    inner: Any = inner_model(model).base_model
+    return Embedder(inner, getattr(sentences, "tokenizer", tokenizer), pooling(sentences))
+
+
+def names_of(models: list[str]) -> list[str]:
+    """What tables and figures call these models: the last parts of their names. Raises ValueError where two are the same."""
+    names = [Path(model).name.removesuffix(".json") for model in models]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two models are called {twice[0]!r}: give folders of different names")
+    return names
 
 
 def _changed_lengths(original: Original, changed: Any, tokenizer: Any) -> dict[str, dict[str, int | None]]:

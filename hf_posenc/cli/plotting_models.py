@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_posenc import diagnostics, plots
-from hf_posenc.cli.folders import load
+from hf_posenc.cli.folders import load, names_of
 from hf_posenc.cli.plotting import Dark, Output, kinds, said
 from hf_posenc.cli.texts import read
 from hf_posenc.diagnostics import Result
@@ -111,10 +111,7 @@ def _measured(
     """Name -> result, of each model, measured on the texts, or of a file."""
     checked_path(output)
     found: dict[str, Any] = {}
-    for model in models:
-        name = Path(model).name.removesuffix(".json")
-        if name in found:
-            raise ValueError(f"two models are called {name!r}: give folders of different names")
+    for name, model in zip(names_of(models), models, strict=True):
         result = _given(model)
         if result is None:
             if texts is None:

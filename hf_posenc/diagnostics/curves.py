@@ -84,7 +84,7 @@ def length_curve(
                 f"{4 * targets} tokens, fewer targets, or lengths"
             )
     _check_lengths(read, lengths, shortest, longest)
-    measure = _measure(read.model)
+    measure = measure_of(read.model)
     by_text = torch.stack([_scores(read, measure, ids, lengths, targets, (front, back)) for ids in rows])
     error = by_text.std(0) / len(rows) ** 0.5 if len(rows) > 1 else None
     return LengthCurve(
@@ -138,7 +138,7 @@ def _check_lengths(read: Reader, lengths: Sequence[int], shortest: int, longest:
         raise ValueError(f"lengths={lengths!r}: allowed are lengths in ascending order, each once")
 
 
-def _measure(model: Any) -> Measure:
+def measure_of(model: Any) -> Measure:
     """How a model is measured, by the list of the Auto classes that its host's class is in."""
     name = getattr(type(model), "host_class", type(model)).__name__
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():

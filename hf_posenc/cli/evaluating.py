@@ -1,0 +1,144 @@
+"""hf-posenc eval"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hf_posenc import comparison, diagnostics
+from hf_posenc.cli import app
+from hf_posenc.cli.folders import Original, embedder, inner_model, names_of
+from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.cli.texts import read
+from hf_posenc.diagnostics.curves import measure_of
+from hf_posenc.inspection import inspect
+from hf_posenc.sources import HostRefused
+
+RETRIEVAL = "retrieval"
+"""How models are evaluated that are no language models."""
+DOCUMENTS = 200
+"""Maximum number of documents that are searched."""
+
+
+@app.command("eval")
+def eval_(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Folders or Hub ids; all of them language models, or none. The first is what others stand beside."),
+    ],
+    texts: Annotated[Path, typer.Option(help="Long texts of the models' kind: .jsonl, .json, .csv, .parquet, or .txt.")],
+    text_column: Annotated[str, typer.Option(help="The column of --texts.")] = "text",
+    queries: Annotated[
+        Path | None,
+        typer.Option(
+            help="For models that embed: 20 rows or more, a `query` and the `document` it should find.",
+            show_default="sentences out of the texts",
+        ),
+    ] = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="In tokens; may be repeated.", show_default="doubling, as texts reach"),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="How many of the texts language models read, from the first.")] = 32,
+    as_json: AsJson = False,
+) -> None:
+    """How well models do on longer and longer texts, side by side.
+
+    Language models by their loss at the same tokens behind more and more text: nats per token, ± the standard error over texts.
+    Others by retrieval among texts that are cut at each length: MRR, and how much better than the first model it is, with its
+    95 % interval; a model that reads fewer tokens is truncated, and chunked.
+
+    [bold]hf-posenc eval bert-base-uncased bert-alibi --texts my.jsonl --length 64 --length 128[/]
+    """
+    names = names_of(models)
+    rows = [text for (text,) in read(texts, {"--text-column": text_column})]
+    pairs = [] if queries is None else read(queries, {"query": "query", "document": "document"})
+    if queries is not None and len(pairs) < comparison.FEWEST:
+        raise ValueError(f"{queries} has {len(pairs)} rows: {comparison.FEWEST} are needed")
+    loaded = {name: Original.load(model) for name, model in zip(names, models, strict=True)}
+    kinds = {name: _kind(each) for name, each in loaded.items()}
+    if len({*kinds.values()}) > 1:
+        raise ValueError(
+            "the models are evaluated in different ways: "
+            + ", ".join(f"{name} by {kind}" for name, kind in kinds.items())
+            + "; run eval for each kind"
+        )
+    if without := [name for name, each in loaded.items() if each.tokenizer is None]:
+        raise ValueError(f"there is no tokenizer beside {without[0]}: save one there")
+    kind, lengths = kinds[names[0]], sorted({*(length or ())})
+    out = Output(as_json)
+    if kind == RETRIEVAL:
+        asked = [comparison.Pair(*row) for row in pairs][:DOCUMENTS]
+        out.document(_retrieval(out, loaded, rows[:DOCUMENTS], asked, lengths))
+    elif queries is not None:
+        raise ValueError(f"--queries {queries}: {names[0]} is a language model, which is evaluated by its loss: leave it out")
+    else:
+        out.document(_losses(out, loaded, rows[:count], lengths, kind))
+
+
+def _kind(given: Original) -> str:
+    model = inner_model(given.model)
+    measure = measure_of(model) if model is given.model else "cosine"
+    return RETRIEVAL if measure == "cosine" else measure
+
+
+def _losses(out: Output, models: dict[str, Original], texts: list[str], lengths: list[int], kind: str) -> dict[str, Any]:
+    curves = {}
+    for name, each in models.items():
+        chosen = [length for length in lengths if length <= _usable(each.model, length)] or None
+        if lengths and chosen is None:
+            out.message(f"{name} reads none of these lengths, and is left out.")
+            continue
+        curves[name] = diagnostics.length_curve(each.model, texts, tokenizer=each.tokenizer, lengths=chosen)
+    if not curves:
+        raise ValueError(f"no model reads {lengths[0]} tokens: give smaller lengths")
+    columns = sorted({length for curve in curves.values() for length in curve.lengths})
+    table = Table("model", title=f"{kind}, nats per token, of {len(texts)} texts")
+    for column in columns:
+        table.add_column(f"{column} tokens", justify="right")
+    for name, curve in curves.items():
+        values = dict(zip(curve.lengths, zip(curve.mean, curve.error, strict=True), strict=True))
+        table.add_row(name, *(_shown(*values[column]) if column in values else "" for column in columns))
+    out.result(table)
+    return {name: curve.to_dict() for name, curve in curves.items()}
+
+
+def _retrieval(
+    out: Output, models: dict[str, Original], texts: list[str], pairs: list[comparison.Pair], lengths: list[int]
+) -> dict[str, Any]:
+    embedders = {name: embedder(each.model, each.tokenizer) for name, each in models.items()}
+    first = next(iter(embedders.values()))
+    about = f"{len(pairs)} queries of your own"
+    if not pairs:
+        pairs, about = comparison.own_pairs(first, texts)
+    lengths = lengths or comparison.lengths_of(first, [pair.document for pair in pairs], None)
+    found = comparison.side_by_side(embedders, pairs, lengths)
+    table = Table("way", title=f"{about}: MRR, and how much better than the first [95 %]")
+    for tokens in found:
+        table.add_column(f"{tokens} tokens", justify="right")
+    for name in dict.fromkeys(name for rows in found.values() for name in rows):
+        table.add_row(name, *(_scored(rows.get(name)) for rows in found.values()))
+    out.result(table)
+    return {
+        "questions": about,
+        "rows": {tokens: {name: asdict(row) for name, row in rows.items()} for tokens, rows in found.items()},
+    }
+
+
+def _scored(row: comparison.Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row.score.mrr:.3f}" + (f" ({row.difference.shown()})" if row.difference else "")
+
+
+def _usable(model: Any, otherwise: int) -> int:
+    try:
+        return inspect(model).max_length or otherwise
+    except HostRefused:
+        return otherwise
+
+
+def _shown(mean: float, error: float | None) -> str:
+    return f"{mean:.3f}" + ("" if error is None else f" ± {error:.3f}")
