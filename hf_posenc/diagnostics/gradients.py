@@ -75,7 +75,7 @@ def receptive_field(
     read = reader(model, tokenizer)
     rows = read.read(texts, length)
     if query is None:
-        query = "middle" if _sees_later(read, rows[0]) else "last"
+        query = "middle" if sees_later(read, rows[0]) else "last"
     found = []
     for row in rows:
         size = row["input_ids"].shape[1]
@@ -104,7 +104,7 @@ def receptive_field(
     )
 
 
-def _sees_later(read: Reader, row: Mapping[str, Tensor]) -> bool:
+def sees_later(read: Reader, row: Mapping[str, Tensor]) -> bool:
     """Whether the first token's state depends on any other."""
     return bool((_norms(read, row, 0, 1, 0)[1:] > 0).any())
 
@@ -119,6 +119,7 @@ def _norms(read: Reader, row: Mapping[str, Tensor], place: int, probes: int, see
 
     generator, size = torch.Generator().manual_seed(seed), row["input_ids"].shape[1]
     with torch.inference_mode(False), torch.enable_grad():
+        row = {name: values.clone() for name, values in row.items()}  # autograd keeps no tensors of inference mode
         handle = read.stack.get_input_embeddings().register_forward_hook(leaf)  # of the copy
         try:
             state = read.states(row)[place]
