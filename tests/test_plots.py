@@ -251,6 +251,15 @@ def test_bias_maps():
     # What a head doesn't see has no colour, rather than one by which all others are alike.
     one_sided = plots.bias({"type": "alibi", "sides": "one_sided"}, length=4, num_attention_heads=2)
     assert np.isnan(image(one_sided.axes[0])[0, 1:]).all() and np.isnan(image(one_sided.axes[1])[3, :3]).all()
+    # Of what turns and biases the sum is shown, a score.
+    for encoding, heading, scale in (
+        ("alibi", "alibi: bias", "added to the score"),
+        ("rope", "rope: score", "score"),
+        ("rope+alibi", "rope+alibi: score", "score"),
+        (diagnostics.Similarity("own", "scores", torch.zeros(1, 2, 2), None), "own: bias", "added to the score"),
+    ):
+        figure = plots.bias(encoding, **({"length": 4} if isinstance(encoding, str) else {}))
+        assert (figure.get_suptitle(), figure.axes[-1].get_ylabel()) == (heading, scale)
     with pytest.raises(ValueError, match="heads is empty: name one or more of 0 to 7"):
         plots.bias("alibi", length=4, heads=[])
     with pytest.raises(ValueError, match="heads=2: there are 2, 0 to 1"):
