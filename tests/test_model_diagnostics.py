@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_close, patched, stock, tokens
 from hf_posenc import diagnostics
+from hosts.tiny import build
 
 SIZE = 12
 SMALL_T5 = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
@@ -377,6 +378,26 @@ def short(length=3):
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "message"),
+    [
+        ("squeezebert", "attention_by_distance", "something else as its attention weights .from -"),
+        ("squeezebert", "probing", "something else as its attention weights .from -"),
+        ("ibert", "receptive_field", "IBertModel embeds its tokens in another way than by one vector"),
+        ("longformer", "receptive_field", "LongformerModel embeds its tokens in another way"),
+        ("canine", "order_sensitivity", "CanineModel has no one embedding of its tokens"),
+    ],
+)
+def test_models_of_another_kind(kind, call, message):
+    with pytest.raises(ValueError, match=message):
+        EVERY[call](build(kind))
+
+
+def test_embeddings_that_are_scaled_in_place():
+    found = diagnostics.receptive_field(build("ctrl"), tokens())
+    assert found.query == "last" and found.cumulative[-1].item() == pytest.approx(1)
 
 
 def test_models_without_attention():

@@ -113,14 +113,20 @@ def _norms(read: Reader, row: Mapping[str, Tensor], place: int, probes: int, see
     """By token, the norm of the gradient of the state at `place` by its embedding, times √probes: `[L]`, float64."""
     inputs: list[Tensor] = []
 
-    def leaf(module: Any, args: Any, output: Tensor) -> Tensor:
-        inputs.append(output.detach().requires_grad_())
-        return inputs[-1]
-
     generator, size = torch.Generator().manual_seed(seed), row["input_ids"].shape[1]
+
+    def leaf(module: Any, args: Any, output: Any) -> Tensor:
+        if not isinstance(output, Tensor) or output.shape[:2] != (1, size):  # quantised (I-BERT), padded (Longformer)
+            raise ValueError(
+                f"{read.name} embeds its tokens in another way than by one vector each, and gives no gradients by them: "
+                "measure what needs none, as order_sensitivity"
+            )
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1].clone()  # some hosts (CTRL) scale it in place
+
     with torch.inference_mode(False), torch.enable_grad():
         row = {name: values.clone() for name, values in row.items()}  # autograd keeps no tensors of inference mode
-        handle = read.stack.get_input_embeddings().register_forward_hook(leaf)  # of the copy
+        handle = read.embedding.register_forward_hook(leaf)  # of the copy
         try:
             state = read.states(row)[place]
         finally:

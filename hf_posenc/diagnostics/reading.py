@@ -47,7 +47,15 @@ class Reader:
 
     @property
     def vocabulary(self) -> int:
-        return len(self.stack.get_input_embeddings().weight)
+        return len(self.embedding.weight)
+
+    @property
+    def embedding(self) -> Any:
+        """The module that embeds tokens. Raises ValueError for a model without one (CANINE)."""
+        try:
+            return self.stack.get_input_embeddings()
+        except NotImplementedError:
+            raise ValueError(f"{self.name} has no one embedding of its tokens: it can't be measured on texts") from None
 
     @property
     def still(self) -> float:
@@ -116,7 +124,7 @@ class Reader:
     def attentions(self, row: Mapping[str, Tensor]) -> Tensor:
         """The attention weights of one text, `[layers, H, L, L]`, float64, on the CPU.
 
-        Raises ValueError for a model that doesn't give them out.
+        Raises ValueError for a model that doesn't give them out, or gives out its scores as such (SqueezeBERT).
         """
         output = self.stack(**row, use_cache=False, return_dict=True, output_attentions=True)
         size = (row["input_ids"].shape[1],) * 2
@@ -129,7 +137,13 @@ class Reader:
             )
         if len({len(each) for each in found}) > 1:
             raise ValueError(f"the layers of {self.name} have different numbers of heads, which no one table can hold")
-        return torch.stack(found).double().cpu()
+        weights = torch.stack(found).double().cpu()
+        if weights.min() < 0 or weights.sum(-1).max() > 1.1:  # rounding in bfloat16 adds less; a sink leaves less than 1
+            raise ValueError(
+                f"{self.name} gives out something else as its attention weights (from {weights.min():.3g} to "
+                f"{weights.max():.3g}): measure what doesn't need them, as receptive_field or order_sensitivity"
+            )
+        return weights
 
     def states(self, row: Mapping[str, Tensor]) -> Tensor:
         """The last hidden states of one text, `[L, D]`."""
