@@ -61,7 +61,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     rates = ", ".join(f"{name}={host.learning_rate}" for name, host in models.HOSTS.items())
     rates += f", checkpoint={hosts.CHECKPOINT_LEARNING_RATE}"
     add("--learning_rate", nargs="+", default=[], metavar="[HOST=]X", help=f"default: {rates}")
-    add("--weight_decay", type=float, default=setup.weight_decay, help=f"default: {setup.weight_decay}")
+    add("--weight_decay", type=positive_or_0, default=setup.weight_decay, help=f"default: {setup.weight_decay}")
     add("--warmup_steps", type=at_least(0), default=setup.warmup_steps, help=f"default: {setup.warmup_steps}")
     arguments = parser.parse_args(argv)
     if arguments.study:
@@ -82,6 +82,14 @@ def positive(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number above 0")
     return number
+
+
+def positive_or_0(text: str) -> float:
+    """The argparse type of numbers from 0 on."""
+    try:
+        return float(text) if float(text) == 0 else positive(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number from 0 on") from None
 
 
 def studies_of(arguments: argparse.Namespace) -> tuple[dict[Path, Study], dict[str, list[str]]]:
@@ -144,7 +152,7 @@ def write(output: Path, parts: list[Part], left_out: dict[str, list[str]], faile
         for table in filter(None, (several.table(parts), several.refused_table(parts))):
             console.print(table)
     (output / "compare.txt").write_text(text.getvalue(), encoding="utf-8")
-    records.write(output / "compare.json", several.as_record(parts, left_out, failed))
+    records.write_whole(output / "compare.json", several.as_record(parts, left_out, failed))
     several.draw(parts, output / "compare.png")
 
 

@@ -272,9 +272,30 @@ def test_a_file_is_its_flags(tmp_path):
         file.write_text(yaml.safe_dump(wrong))
         with pytest.raises(SystemExit, match=message):
             compare.parse_arguments([str(file), "--output_dir", "here"])
+    for text, message in (
+        ("seeds: [0]\nsteps: 2\nseeds: [1]", "'seeds' is given twice"),
+        ("encodings: [{type: rope, theta: 5, theta: 6}]", "'theta' is given twice"),
+        ("encodings: [{type: rope, theta: 2024-01-01}]", "allowed in it are texts, numbers"),
+        ("encodings: [none, --report_only]", "'--report_only'; allowed are"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            compare.parse_arguments([str(file), "--output_dir", "here"])
     file.write_text("a: [")
     with pytest.raises(SystemExit, match="is no study: while parsing"):
         compare.parse_arguments([str(file), "--output_dir", "here"])
+
+
+def test_a_part_goes_before_all_in_any_order():
+    for given in (["copy=7", "5"], ["5", "copy=7"]):
+        arguments = compare.parse_arguments(["--output_dir", "x", "--tasks", "copy", "clm", "--length", *given])
+        assert arguments.length == {"copy": 7, "clm": 5}
+
+
+def test_lengths_are_not_those_of_rounded_floats():
+    assert runs.test_lengths(Training(10, 1, 1), (0.7, 1.0, 1.4, 1.5, 2.3)) == [7, 10, 14, 15, 23]
+    part = Part(Study(Setup(), {"copy": Training(10, 1, 1)}, (), {}, (0,)), Results([]))
+    assert several.length_of(part, "copy", (1.4,)) == {1.4: 14}
 
 
 def test_the_study_that_is_kept_can_be_run():
@@ -345,6 +366,13 @@ def test_tasks_in_the_tokens_of_a_checkpoint(minilm):
     [
         (["--hosts", "lama"], "'lama' is no host: did you mean 'llama'"),
         (["--hosts", '{"type": "llama", "num_heads": 2}'], "config of llama has no 'num_heads'"),
+        (["--hosts", '{"type": "llama", "to_dict": 2}'], "config of llama has no 'to_dict'"),
+        (["--hosts", '{"type": "llama", "attention_dropout": 0.3}'], "'attention_dropout' can't be given: a study sets it"),
+        (["--hosts", '{"type": "llama", "vocab_size": 4}'], "'vocab_size' can't be given: a study sets it"),
+        (["--steps", "copy=2", "copy=3"], "copy=2 copy=3: copy is given 2 times"),
+        (["--steps", "2", "3"], "2 3: a number for all is given 2 times"),
+        (["--weight_decay", "nan"], "'nan': allowed is a number from 0 on"),
+        (["--weight_decay", "-1"], "'-1': allowed is a number from 0 on"),
         (["--hosts", '{"type": "llama", "hidden_size": 7}'], "llama hidden_size=7 can't be made"),
         (["--hosts", '{"type": "llama"'], "--hosts .*delimiter"),
         (["--hosts", "llama", '{"type": "llama"}'], "give each once"),

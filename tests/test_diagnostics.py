@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hf_posenc
+from conftest import patched
 from hf_posenc import diagnostics
 from hf_posenc.diagnostics import indicators
 from hf_posenc.encodings import Geometry, build, canonical
@@ -269,6 +270,24 @@ def test_rounding_tells_nothing_apart():
     assert len({*found.told_apart}) == 1 and found.told_apart[0] < 24
 
 
+def test_what_a_head_does_not_see_counts_for_the_others():
+    """One head sees 4 positions, another one tells all apart; -inf beside -inf makes no NaN of that."""
+
+    class Window(hf_posenc.PositionEncoding, type="own_window"):
+        sees_all = True
+
+        def distance_bias(self, distance):
+            window = torch.where(distance.abs() > 3, -torch.inf, 0.0).double()
+            return torch.stack([window, distance.double() if self.sees_all else window])
+
+    found = diagnostics.uniqueness("own_window", 20, causal=True, **SMALL)
+    assert found.distinct == 20 and found.least == pytest.approx(math.sqrt(8)) and found.relative == pytest.approx(1)
+    rounded = diagnostics.precision("own_window", 20, causal=True, **SMALL)
+    assert {*rounded.told_apart, *rounded.distinct} == {20}
+    Window.sees_all = False
+    assert diagnostics.uniqueness("own_window", 20, causal=True, **SMALL).distinct == 2
+
+
 # Wavelengths.
 
 
@@ -307,6 +326,24 @@ def test_modules_are_taken_as_they_are():
         diagnostics.similarity(layer, 12, hidden_size=8)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "here", "missing"),
+    [({"type": "rope+t5", "t5": {"per_layer": True}}, "rope", "t5"), ("alibi+fox", "alibi", "fox")],
+)
+def test_a_part_that_is_elsewhere_is_missed(encoding, here, missing):
+    model = patched("llama", encoding)
+    for module, has, lacks in ((model.posenc, here, missing), (model.layers[0].self_attn.posenc, missing, here)):
+        with pytest.raises(ValueError, match=f"the part {has}, and not {lacks}: .*get_submodule.'{has}'"):
+            diagnostics.similarity(module, 6)
+        assert diagnostics.similarity(module.get_submodule(has), 6).encoding == has
+    embedded = patched("llama", "sinusoidal+shaw").posenc  # all that embeds is there
+    assert diagnostics.similarity(embedded, 6, quantity="vectors").matrix.isfinite().any()
+    with pytest.raises(ValueError, match="the part sinusoidal, and not shaw"):
+        diagnostics.similarity(embedded, 6, quantity="scores")
+    with pytest.raises(ValueError, match="this module does nothing to positions: of an encoding that each attention has"):
+        diagnostics.similarity(patched("llama", "shaw").posenc, 6)
+
+
 def test_seeds():
     first, again, other = (diagnostics.similarity("learned", 8, seed=seed, **SMALL) for seed in (0, 0, 1))
     assert first == again and first != other
@@ -331,6 +368,10 @@ def test_seeds():
         (lambda: diagnostics.similarity("cope", causal=False), "'cope' is defined for attention to earlier tokens alone"),
         (lambda: diagnostics.shift_error("rope"), "'rope' acts by rotate"),
         (lambda: diagnostics.shift_error("sinusoidal", 256, offsets=[200]), "offsets=200: allowed is up to a half of"),
+        (lambda: diagnostics.shift_error("sinusoidal", 7, offsets=[4]), "offsets=4: allowed is up to a half of length=7"),
+        (lambda: diagnostics.shift_error("sinusoidal", 6, offsets=[3]), "offsets=3: length=6 is too short for it, give 7"),
+        (lambda: diagnostics.shift_error("sinusoidal", offsets=4), "offsets=4: allowed is a list"),
+        (lambda: diagnostics.shift_error("sinusoidal", length=0), "length=0: allowed is an integer above 1"),
         (lambda: diagnostics.wavelengths("alibi"), "'alibi' isn't made of sines"),
         (lambda: diagnostics.wavelengths("sinusoidal+rope"), "several parts made of sines, sinusoidal, rope"),
         (lambda: diagnostics.precision("rope", dtypes=[torch.int8]), "dtypes has torch.int8"),

@@ -82,7 +82,7 @@ def test_others_by_retrieval(folder):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("eval", "short", "embeds", "--texts", "texts.jsonl"), "short by masked loss, embeds by retrieval"),
+        (("eval", "short", "embeds", "--texts", "texts.jsonl"), "short by their loss, embeds by retrieval"),
         (("eval", "short", "--texts", "texts.jsonl", "--queries", "questions.jsonl"), "evaluated by its loss: leave it out"),
         (("eval", "short", "short", "--texts", "texts.jsonl"), "two models are called 'short'"),
         (("bench", "short", "--length", "999"), "length=999: short read fewer tokens"),

@@ -9,12 +9,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import MambaConfig, MambaModel, PreTrainedConfig, PreTrainedModel, T5Config, T5Model
+from transformers import (
+    MambaConfig,
+    MambaModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    T5Config,
+    T5Model,
+    XLMConfig,
+    XLMWithLMHeadModel,
+)
 from transformers.modeling_outputs import BaseModelOutput
 
 import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_close, patched, stock, tokens
 from hf_posenc import diagnostics
+from hosts.tiny import build
 
 SIZE = 12
 SMALL_T5 = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
@@ -109,6 +119,20 @@ def test_words(tokenizer):
     assert by_name == diagnostics.probing(model, tokenizer.convert_tokens_to_ids(["w3", "w7"]), 8)
     with pytest.raises(ValueError, match="words has 'w3 w7', of 2 tokens"):
         diagnostics.probing(model, ["w3 w7"], 8, tokenizer=tokenizer)
+
+
+def test_no_word_is_a_special_token():
+    """RoBERTa's positions leave out padding: where the word is that, attention is even."""
+    model = stock("roberta", vocab_size=4, bos_token_id=0, eos_token_id=2)  # 1 is padding
+    assert diagnostics.probing(model, 4, 8) == diagnostics.probing(model, [3], 8)
+
+
+def test_weights_that_are_rounded_to_0_are_told(silent):
+    """The first of four heads has the slope 1/4: float32 ends at a distance of about 415."""
+    assert "weight 0" not in str(diagnostics.probing(silent, 1, 8)) + str(diagnostics.probing(patched("gpt2", "alibi"), 1, 8))
+    found = diagnostics.probing(silent, 1, 600)
+    lost = (found.attention == 0).double().mean().item()
+    assert 0 < lost < 0.1 and f"{lost:.0%} of the pairs have the weight 0" in str(found)
 
 
 # Attention by distance.
@@ -276,6 +300,38 @@ def test_converted_and_stock_attention_are_those_of_the_model():
     assert_close(found.weights[..., 1], given.diagonal(dim1=-2, dim2=-1).mean(-1))
 
 
+def test_length_curve_takes_the_types_of_a_batch():
+    model, ids = stock("bert"), tokens(1, 16)
+    types = (torch.arange(16) > 9).long()[None]
+    found = diagnostics.length_curve(model, {"input_ids": ids, "token_type_ids": types}, lengths=[6, 12], targets=4)
+    with torch.no_grad():
+        short, long = (
+            model(input_ids=ids[:, -size:], token_type_ids=types[:, -size:]).last_hidden_state[0, -4:] for size in (6, 12)
+        )
+    assert found.mean[1] == pytest.approx(F.cosine_similarity(short, long).mean().item(), rel=1e-5)
+    assert found != diagnostics.length_curve(model, ids, lengths=[6, 12], targets=4)
+
+
+def test_a_model_that_sees_what_it_predicts(tokenizer):
+    """XLM has one class of models for both tasks, and the masked one by default."""
+    sizes = dict(vocab_size=VOCABULARY, emb_dim=16, n_layers=1, n_heads=2, max_position_embeddings=LENGTH)
+    for causal, measure in ((False, "masked loss"), (True, "loss")):
+        model = XLMWithLMHeadModel(XLMConfig(**sizes, causal=causal, pad_index=0))
+        found = diagnostics.length_curve(model, tokens(1, 16), tokenizer=tokenizer, lengths=[6, 12], targets=4)
+        assert found.measure == measure
+    with pytest.raises(ValueError, match="BertLMHeadModel is to predict the next token, and sees it here: .*is_decoder=True"):
+        diagnostics.length_curve(stock("bert", "LMHeadModel"), tokens(1, 16), lengths=[6, 12], targets=4)
+    assert diagnostics.length_curve(stock("bert", "LMHeadModel", is_decoder=True), tokens(1, 16), targets=4).measure == "loss"
+
+
+@pytest.mark.parametrize("host", ["bert", "llama"])
+def test_gradients_in_inference_mode(host):
+    model = stock(host)
+    expected = diagnostics.receptive_field(model, tokens())
+    with torch.inference_mode():
+        assert diagnostics.receptive_field(model, tokens()) == expected
+
+
 def short(length=3):
     return torch.zeros(1, length, dtype=torch.long)
 
@@ -291,9 +347,25 @@ def short(length=3):
         (lambda: diagnostics.attention_by_distance(stock("bert"), "a text"), "allowed are several strings"),
         (lambda: diagnostics.attention_by_distance(stock("bert"), []), "texts has none"),
         (lambda: diagnostics.attention_by_distance(stock("bert"), {"ids": 1}), "a batch without input_ids"),
+        (lambda: diagnostics.attention_by_distance(stock("bert"), short(), length=-1), "length=-1: allowed is an"),
+        (lambda: diagnostics.attention_by_distance(stock("bert"), short() > 0), "a batch without input_ids"),
+        (
+            lambda: diagnostics.attention_by_distance(stock("bert"), {"input_ids": short(), "position_ids": short()}),
+            "texts has 'position_ids', which wouldn't be read: allowed are input_ids, token_type_ids, attention_mask",
+        ),
+        (
+            lambda: diagnostics.attention_by_distance(stock("bert"), {"input_ids": short(), "token_type_ids": short(2)}),
+            r"token_type_ids has shape \(1, 2\): expected a tensor of \(1, 3\), as input_ids",
+        ),
+        (
+            lambda: diagnostics.attention_by_distance(stock("bert"), {"input_ids": short(), "attention_mask": [[1, 1, 1]]}),
+            "attention_mask is a list: expected a tensor of",
+        ),
+        (lambda: diagnostics.probing(stock("bert"), 2.5, 4), "words=2.5: allowed are a number, or a list of words"),
+        (lambda: diagnostics.probing(stock("bert"), [2.5], 4), "words has 2.5: allowed are words or ids"),
         (lambda: diagnostics.receptive_field(stock("bert"), short(1)), "text 0 has 1 tokens, and 2 are needed"),
         (lambda: diagnostics.receptive_field(stock("bert"), short(), query="first"), "query='first': allowed is 'middle'"),
-        (lambda: diagnostics.receptive_field(stock("bert"), short(), shares=(2,)), "shares has 2: allowed are numbers above 0"),
+        (lambda: diagnostics.receptive_field(stock("bert"), short(), shares=(2,)), "shares has 2.0: allowed are numbers above 0"),
         (lambda: diagnostics.order_sensitivity(stock("bert"), short()), "has 3 tokens that could change places, and 4"),
         (lambda: diagnostics.length_curve(stock("bert"), short(9)), "the shortest text has 9 tokens and the model reads 24"),
         (lambda: diagnostics.length_curve(stock("bert"), short(99), lengths=[33, 48]), "BertModel reads up to 24 tokens"),
@@ -306,6 +378,26 @@ def short(length=3):
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "message"),
+    [
+        ("squeezebert", "attention_by_distance", "something else as its attention weights .from -"),
+        ("squeezebert", "probing", "something else as its attention weights .from -"),
+        ("ibert", "receptive_field", "IBertModel embeds its tokens in another way than by one vector"),
+        ("longformer", "receptive_field", "LongformerModel embeds its tokens in another way"),
+        ("canine", "order_sensitivity", "CanineModel has no one embedding of its tokens"),
+    ],
+)
+def test_models_of_another_kind(kind, call, message):
+    with pytest.raises(ValueError, match=message):
+        EVERY[call](build(kind))
+
+
+def test_embeddings_that_are_scaled_in_place():
+    found = diagnostics.receptive_field(build("ctrl"), tokens())
+    assert found.query == "last" and found.cumulative[-1].item() == pytest.approx(1)
 
 
 def test_models_without_attention():

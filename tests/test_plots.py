@@ -251,6 +251,15 @@ def test_bias_maps():
     # What a head doesn't see has no colour, rather than one by which all others are alike.
     one_sided = plots.bias({"type": "alibi", "sides": "one_sided"}, length=4, num_attention_heads=2)
     assert np.isnan(image(one_sided.axes[0])[0, 1:]).all() and np.isnan(image(one_sided.axes[1])[3, :3]).all()
+    # Of what turns and biases the sum is shown, a score.
+    for encoding, heading, scale in (
+        ("alibi", "alibi: bias", "added to the score"),
+        ("rope", "rope: score", "score"),
+        ("rope+alibi", "rope+alibi: score", "score"),
+        (diagnostics.Similarity("own", "scores", torch.zeros(1, 2, 2), None), "own: bias", "added to the score"),
+    ):
+        figure = plots.bias(encoding, **({"length": 4} if isinstance(encoding, str) else {}))
+        assert (figure.get_suptitle(), figure.axes[-1].get_ylabel()) == (heading, scale)
     with pytest.raises(ValueError, match="heads is empty: name one or more of 0 to 7"):
         plots.bias("alibi", length=4, heads=[])
     with pytest.raises(ValueError, match="heads=2: there are 2, 0 to 1"):
@@ -263,7 +272,7 @@ def test_decay_side_by_side():
     found = diagnostics.decay("alibi", 5, hidden_size=16, num_attention_heads=4)
     figure = plots.decay([found, "rope", {"type": "sinusoidal", "base": 9}], length=5, num_attention_heads=4, hidden_size=16)
     alibi, rope, sinusoidal = figure.axes
-    assert lines(alibi)["head 1"] == pytest.approx([-0.25 * abs(distance) for distance in range(-4, 5)])
+    assert lines(alibi)["head 0"] == pytest.approx([-0.25 * abs(distance) for distance in range(-4, 5)])
     assert lines(alibi)["head 4"] == pytest.approx([-(2**-8) * abs(distance) for distance in range(-4, 5)])
     # Two pairs of features, all 1: a pair's product is 2 cos(distance · frequency), the scaling 1/2.
     expected = [(2 * math.cos(d) + 2 * math.cos(d / 100)) / 2 for d in range(-4, 5)]
@@ -283,7 +292,7 @@ def test_a_trained_module_is_drawn_as_it_is():
     with torch.no_grad():
         encoding.weight.copy_(torch.arange(1.0, len(encoding.weight) + 1))
     figure = plots.decay([encoding], length=3)
-    assert lines(figure.axes[0])["head 1"] == pytest.approx([-2, -1, 0, -1, -2])
+    assert lines(figure.axes[0])["head 0"] == pytest.approx([-2, -1, 0, -1, -2])
     assert titles(figure) == ["alibi, slopes=learned"]
 
 
@@ -315,7 +324,7 @@ def test_attention_by_distance():
     one, other = by_distance([[[0.1, 0.5, 0.2], [0.3, 0.1, 0.4]]]), by_distance([[[0.2, 0.2, 0.2], [0.2, 0.2, 0.2]]])
     figure = plots.attention({"one": one, "other": other})
     left, right, below = figure.axes[:3]
-    assert lines(left)["layer 1"] == pytest.approx([0.2, 0.3, 0.3]) and lines(below)["layer 1"] == pytest.approx([0.2] * 3)
+    assert lines(left)["layer 0"] == pytest.approx([0.2, 0.3, 0.3]) and lines(below)["layer 0"] == pytest.approx([0.2] * 3)
     assert image(right).tolist() == [[0.5, 1.5]] and [text.get_text() for text in right.texts] == ["0", "2"]
 
 

@@ -12,12 +12,12 @@ from hf_posenc.cli import app
 from hf_posenc.cli.folders import Original, embedder, inner_model, names_of
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.cli.texts import read
-from hf_posenc.diagnostics.curves import measure_of
+from hf_posenc.diagnostics.curves import is_language_model
 from hf_posenc.inspection import inspect
 from hf_posenc.sources import HostRefused
 
-RETRIEVAL = "retrieval"
-"""How models are evaluated that are no language models."""
+LOSS, RETRIEVAL = "their loss", "retrieval"
+"""How models are evaluated: language models, and others."""
 DOCUMENTS = 200
 """Maximum number of documents that are searched."""
 
@@ -75,16 +75,15 @@ def eval_(
     elif queries is not None:
         raise ValueError(f"--queries {queries}: {names[0]} is a language model, which is evaluated by its loss: leave it out")
     else:
-        out.document(_losses(out, loaded, rows[:count], lengths, kind))
+        out.document(_losses(out, loaded, rows[:count], lengths))
 
 
 def _kind(given: Original) -> str:
-    model = inner_model(given.model)
-    measure = measure_of(model) if model is given.model else "cosine"
-    return RETRIEVAL if measure == "cosine" else measure
+    language = given.model is inner_model(given.model) and is_language_model(given.model)
+    return LOSS if language else RETRIEVAL
 
 
-def _losses(out: Output, models: dict[str, Original], texts: list[str], lengths: list[int], kind: str) -> dict[str, Any]:
+def _losses(out: Output, models: dict[str, Original], texts: list[str], lengths: list[int]) -> dict[str, Any]:
     curves = {}
     for name, each in models.items():
         chosen = [length for length in lengths if length <= _usable(each.model, length)] or None
@@ -94,8 +93,13 @@ def _losses(out: Output, models: dict[str, Original], texts: list[str], lengths:
         curves[name] = diagnostics.length_curve(each.model, texts, tokenizer=each.tokenizer, lengths=chosen)
     if not curves:
         raise ValueError(f"no model reads {lengths[0]} tokens: give smaller lengths")
+    measures = {curve.measure for curve in curves.values()}
+    if len(measures) > 1:
+        raise ValueError(
+            f"the models are measured by {' and '.join(sorted(measures))}, which can't be compared: run each by itself"
+        )
     columns = sorted({length for curve in curves.values() for length in curve.lengths})
-    table = Table("model", title=f"{kind}, nats per token, of {len(texts)} texts")
+    table = Table("model", title=f"{measures.pop()}, nats per token, of {len(texts)} texts")
     for column in columns:
         table.add_column(f"{column} tokens", justify="right")
     for name, curve in curves.items():

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from hf_posenc.diagnostics.gradients import sees_later
 from hf_posenc.diagnostics.reading import Reader, Texts, reader
 from hf_posenc.diagnostics.result import Result
-from hf_posenc.diagnostics.subjects import POSITIVE
+from hf_posenc.diagnostics.subjects import POSITIVE, POSITIVES
 from hf_posenc.encodings import checked_value, shown
 
 Measure = Literal["loss", "masked loss", "cosine"]
@@ -67,14 +68,15 @@ def length_curve(
         targets: number of tokens.
 
     Raises:
-        ValueError: texts that are too short, lengths that the model doesn't read, a masked model without a tokenizer.
+        ValueError: texts that are too short, lengths that the model doesn't read, a masked model without a tokenizer, a
+            language model that sees the tokens it is to predict.
     """
     checked_value("targets", targets, POSITIVE)
     read = reader(model, tokenizer)
-    rows = [row["input_ids"] for row in read.read(texts, None, least=1)] if _is_batch(texts) else _plain(read, texts)
+    rows = read.read(texts, None, least=1) if _is_batch(texts) else _plain(read, texts)
     front, back = ((), ()) if _is_batch(texts) else _frame(read.asked_tokenizer())
     beside = len(front) + len(back)
-    shortest, longest = targets + beside + 1, min(ids.shape[1] for ids in rows) + beside
+    shortest, longest = targets + beside + 1, min(row["input_ids"].shape[1] for row in rows) + beside
     reach = longest if read.usable is None else min(longest, read.usable)
     if lengths is None:
         lengths = [length for power in range(1, 24) if shortest <= (length := targets * 2**power) <= reach]
@@ -84,8 +86,8 @@ def length_curve(
                 f"{4 * targets} tokens, fewer targets, or lengths"
             )
     _check_lengths(read, lengths, shortest, longest)
-    measure = measure_of(read.model)
-    by_text = torch.stack([_scores(read, measure, ids, lengths, targets, (front, back)) for ids in rows])
+    measure = _measure(read, {name: values[:, -lengths[0] :] for name, values in rows[0].items()})
+    by_text = torch.stack([_scores(read, measure, row, lengths, targets, (front, back)) for row in rows])
     error = by_text.std(0) / len(rows) ** 0.5 if len(rows) > 1 else None
     return LengthCurve(
         read.name,
@@ -103,15 +105,15 @@ def _is_batch(texts: Any) -> bool:
     return isinstance(texts, (Tensor, Mapping))
 
 
-def _plain(read: Reader, texts: Any) -> list[Tensor]:
-    """The ids of whole texts, `[1, L]` each, without special tokens."""
+def _plain(read: Reader, texts: Any) -> list[dict[str, Tensor]]:
+    """Whole texts as input_ids, `[1, L]` each, without special tokens."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         raise ValueError(f"texts={shown(texts)[:100]}: allowed are several strings, or a batch of input_ids")
     encode = read.asked_tokenizer()
     ids = [encode(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     if not ids:
         raise ValueError("texts has none: give some texts, or a batch of input_ids")
-    return [torch.tensor([each], dtype=torch.long, device=read.model.device) for each in ids]
+    return [{"input_ids": torch.tensor([each], dtype=torch.long, device=read.model.device)} for each in ids]
 
 
 def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -123,8 +125,7 @@ def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _check_lengths(read: Reader, lengths: Sequence[int], shortest: int, longest: int) -> None:
-    for length in lengths:
-        checked_value("lengths", length, POSITIVE)
+    for length in checked_value("lengths", lengths, POSITIVES):
         if length < shortest:
             raise ValueError(f"lengths has {length}: the targets and a token before them take {shortest}")
         if length > longest:
@@ -138,34 +139,63 @@ def _check_lengths(read: Reader, lengths: Sequence[int], shortest: int, longest:
         raise ValueError(f"lengths={lengths!r}: allowed are lengths in ascending order, each once")
 
 
-def measure_of(model: Any) -> Measure:
-    """How a model is measured, by the list of the Auto classes that its host's class is in."""
-    name = getattr(type(model), "host_class", type(model)).__name__
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+def is_language_model(model: Any) -> bool:
+    """Whether a length curve is of a loss."""
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    return any(_class_name(model) in mapping.values() for mapping in mappings)
+
+
+def _class_name(model: Any) -> str:
+    return getattr(type(model), "host_class", type(model)).__name__
+
+
+def _measure(read: Reader, row: Mapping[str, Tensor]) -> Measure:
+    """How a model is measured, by the lists of the Auto classes that its host's class is in, and by whether it sees later
+    tokens of a text.
+
+    Raises ValueError for a causal language model that does: it would be asked for tokens that it sees.
+    """
+    name = _class_name(read.model)
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not sees_later(read, row):
         return "loss"
-    return "masked loss" if name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() else "cosine"
+    if name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
+        return "masked loss"
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise ValueError(
+            f"{read.name} is to predict the next token, and sees it here: make its config causal, as by is_decoder=True, or "
+            "give its base_model, whose states are measured"
+        )
+    return "cosine"
 
 
 def _scores(
-    read: Reader, measure: Measure, ids: Tensor, lengths: Sequence[int], targets: int, frame: tuple[tuple[int, ...], ...]
+    read: Reader,
+    measure: Measure,
+    row: Mapping[str, Tensor],
+    lengths: Sequence[int],
+    targets: int,
+    frame: tuple[tuple[int, ...], ...],
 ) -> Tensor:
-    """By length, of one text without special tokens `[1, L]`: `[lengths]`, float64."""
+    """By length, of one text without special tokens, `[1, L]`: `[lengths]`, float64. What a batch has beside its input_ids is
+    cut as these are."""
+    ids = row["input_ids"]
     front, back = (ids.new_tensor([each], dtype=torch.long) for each in frame)
     found: list[Tensor] = []
     states: list[Tensor] = []
     for length in lengths:
         own = ids[:, ids.shape[1] - (length - front.shape[1] - back.shape[1]) :]
         whole = torch.cat([front, own, back], dim=1)
+        beside = {name: values[:, -length:] for name, values in row.items() if name != "input_ids"}
         place = torch.arange(length - back.shape[1] - targets, length - back.shape[1], device=ids.device)
         if measure == "cosine":
-            states.append(read.states({"input_ids": whole})[place].double())
+            states.append(read.states({"input_ids": whole, **beside})[place].double())
             found.append(F.cosine_similarity(states[-1], states[0], dim=-1).mean())
             continue
         goal = whole[0, place]
         if measure == "masked loss":
             place, goal = place[::4], goal[::4]
             whole = whole.index_fill(1, place, _mask(read))
-        logits = read.model(input_ids=whole, use_cache=False, return_dict=True).logits[0]
+        logits = read.model(input_ids=whole, **beside, use_cache=False, return_dict=True).logits[0]
         found.append(F.cross_entropy(logits[place if measure == "masked loss" else place - 1].double(), goal))
     return torch.stack(found).cpu()
 

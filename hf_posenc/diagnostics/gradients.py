@@ -69,13 +69,13 @@ def receptive_field(
     """
     if query not in (None, "middle", "last"):
         raise ValueError(f"query={query!r}: allowed is 'middle', 'last', or None")
-    if odd := [share for share in shares if not 0 < share <= 1]:
+    if odd := [share for share in checked_value("shares", shares, tuple[float, ...]) if not 0 < share <= 1]:
         raise ValueError(f"shares has {odd[0]!r}: allowed are numbers above 0, up to 1")
     checked_value("probes", probes, POSITIVE)
     read = reader(model, tokenizer)
     rows = read.read(texts, length)
     if query is None:
-        query = "middle" if _sees_later(read, rows[0]) else "last"
+        query = "middle" if sees_later(read, rows[0]) else "last"
     found = []
     for row in rows:
         size = row["input_ids"].shape[1]
@@ -104,7 +104,7 @@ def receptive_field(
     )
 
 
-def _sees_later(read: Reader, row: Mapping[str, Tensor]) -> bool:
+def sees_later(read: Reader, row: Mapping[str, Tensor]) -> bool:
     """Whether the first token's state depends on any other."""
     return bool((_norms(read, row, 0, 1, 0)[1:] > 0).any())
 
@@ -113,13 +113,20 @@ def _norms(read: Reader, row: Mapping[str, Tensor], place: int, probes: int, see
     """By token, the norm of the gradient of the state at `place` by its embedding, times √probes: `[L]`, float64."""
     inputs: list[Tensor] = []
 
-    def leaf(module: Any, args: Any, output: Tensor) -> Tensor:
-        inputs.append(output.detach().requires_grad_())
-        return inputs[-1]
-
     generator, size = torch.Generator().manual_seed(seed), row["input_ids"].shape[1]
+
+    def leaf(module: Any, args: Any, output: Any) -> Tensor:
+        if not isinstance(output, Tensor) or output.shape[:2] != (1, size):  # quantised (I-BERT), padded (Longformer)
+            raise ValueError(
+                f"{read.name} embeds its tokens in another way than by one vector each, and gives no gradients by them: "
+                "measure what needs none, as order_sensitivity"
+            )
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1].clone()  # some hosts (CTRL) scale it in place
+
     with torch.inference_mode(False), torch.enable_grad():
-        handle = read.stack.get_input_embeddings().register_forward_hook(leaf)  # of the copy
+        row = {name: values.clone() for name, values in row.items()}  # autograd keeps no tensors of inference mode
+        handle = read.embedding.register_forward_hook(leaf)  # of the copy
         try:
             state = read.states(row)[place]
         finally:

@@ -22,7 +22,9 @@ class Probing(Result):
     model: its class. length: L, how often a word is repeated. words: number of words that are averaged over.
     attention: `[layers, H, L, L]`, the mean attention weight of query i and key j.
     strength: `[layers, H]`, in nats: the standard deviation of the log-odds log(a_ij / a_ii) over all pairs. 0: attention
-        doesn't depend on position.
+        doesn't depend on position. Pairs of weight 0 have none and are left out, here and below: those that a mask hides, and
+        those about 100 nats behind the largest, which a softmax in float32 rounds to 0. A steep bias in a long text then seems
+        weaker than it is: take a smaller length.
     translation_invariance, monotonicity, local_monotonicity, symmetry: `[layers, H]`, of these log-odds as in `Properties`.
     earlier: `[layers, H]`, the part of the weight on other tokens which is on earlier ones: 0.5 is balanced, 1 a decoder.
     """
@@ -41,9 +43,17 @@ class Probing(Result):
 
     def lines(self) -> Iterator[str]:
         yield f"{self.model}: one word {self.length} times, {self.words} words; means over heads, by layer"
+        if (lost := self._unweighted()) > 0:
+            yield f"  {lost:.0%} of the pairs have the weight 0, and are left out"
         names = ("strength", "translation_invariance", "monotonicity", "local_monotonicity", "symmetry", "earlier")
         for name in names:
             yield f"  {name.replace('_', ' ')}: {by_layer(getattr(self, name))}"
+
+    def _unweighted(self) -> float:
+        """The part of the pairs that have no log-odds, beside the later keys of a decoder."""
+        zero = self.attention == 0
+        later = torch.ones(self.length, self.length, dtype=torch.bool).triu(1)
+        return float(zero[..., ~later if zero[..., later].all() else later | True].double().mean())
 
 
 def probing(
@@ -103,12 +113,20 @@ def probing(
 def _ids(read: Reader, words: Any, seed: int) -> list[int]:
     if isinstance(words, int):
         checked_value("words", words, POSITIVE)
-        special = {*getattr(read.tokenizer, "all_special_ids", ())}
+        special = {*getattr(read.tokenizer, "all_special_ids", ()), *_special_ids(read.model.config)}
         order = torch.randperm(read.vocabulary, generator=torch.Generator().manual_seed(seed)).tolist()
         return [word for word in order if word not in special][:words]
-    if isinstance(words, str) or not len(words):
+    if isinstance(words, str) or not isinstance(words, Sequence) or not words:
         raise ValueError(f"words={words!r}: allowed are a number, or a list of words or of ids")
+    if odd := [word for word in words if isinstance(word, bool) or not isinstance(word, int | str)]:
+        raise ValueError(f"words has {odd[0]!r}: allowed are words or ids")
     return [word if isinstance(word, int) else _id(read, word) for word in words]
+
+
+def _special_ids(config: Any) -> set[int]:
+    """Those that a config tells: some hosts (RoBERTa) count positions without padding."""
+    told = [value for name, value in vars(config).items() if name.endswith("_token_id")]
+    return {each for value in told for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
 
 
 def _id(read: Reader, word: str) -> int:

@@ -8,18 +8,20 @@ Shapes: L tokens, H heads, D hidden_size.
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.calls import reads_tokens
-from hf_posenc.encodings import shown
+from hf_posenc.calls import argument_names, reads_tokens
+from hf_posenc.encodings import Above, checked_value, shown
 from hf_posenc.inspection import inspect
 from hf_posenc.patching import holds_a_model
 
-FROM_BATCHES = ("input_ids", "token_type_ids")
+FROM_BATCHES, MASK = ("input_ids", "token_type_ids"), "attention_mask"
+INTEGERS = (torch.int64, torch.int32)
+"""The dtypes that embeddings take."""
 Texts = Iterable[str] | Mapping[str, Tensor] | Tensor
 """Texts to tokenise; or a batch of tensors `[N, L]`, input_ids and, if need be, attention_mask and token_type_ids; or
 input_ids."""
@@ -45,7 +47,15 @@ class Reader:
 
     @property
     def vocabulary(self) -> int:
-        return len(self.stack.get_input_embeddings().weight)
+        return len(self.embedding.weight)
+
+    @property
+    def embedding(self) -> Any:
+        """The module that embeds tokens. Raises ValueError for a model without one (CANINE)."""
+        try:
+            return self.stack.get_input_embeddings()
+        except NotImplementedError:
+            raise ValueError(f"{self.name} has no one embedding of its tokens: it can't be measured on texts") from None
 
     @property
     def still(self) -> float:
@@ -55,10 +65,12 @@ class Reader:
     def read(self, texts: Texts, length: int | None, least: int = 2) -> list[dict[str, Tensor]]:
         """Each text as name -> `[1, L]`, without padding, cut to `length` tokens and to what the model reads; whole with None.
 
-        Raises ValueError for texts of fewer than `least` tokens, and for ids that the model has no embedding of.
+        Raises ValueError for texts of fewer than `least` tokens, ids that the model has no embedding of, and a batch of other
+        inputs.
         """
-        if self.usable is not None and length is not None:
-            length = min(length, self.usable)
+        if length is not None:
+            checked_value("length", length, Annotated[int, Above(least - 1)])
+            length = length if self.usable is None else min(length, self.usable)
         rows = list(self._rows(texts, length))
         if not rows:
             raise ValueError("texts has none: give some texts, or a batch of input_ids")
@@ -78,15 +90,20 @@ class Reader:
             texts = {"input_ids": texts}
         if isinstance(texts, Mapping):
             ids = texts.get("input_ids")
-            if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+            taken = {*argument_names(self.stack)} - {*FROM_BATCHES, MASK}
+            if other := [name for name in texts if name in taken and texts[name] is not None]:
+                allowed = ", ".join((*FROM_BATCHES, MASK))
+                raise ValueError(f"texts has {other[0]!r}, which wouldn't be read: allowed are {allowed}; leave it out")
+            if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in INTEGERS:
                 raise ValueError("texts is a batch without input_ids: give these, a tensor of integers [N, L]")
-            mask = texts.get("attention_mask")
-            shown_tokens = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-            if shown_tokens.shape != ids.shape:
-                raise ValueError(
-                    f"attention_mask has shape {tuple(shown_tokens.shape)}: expected {tuple(ids.shape)}, as input_ids"
-                )
             names = [name for name in FROM_BATCHES if texts.get(name) is not None]
+            for name in (*names, MASK):
+                given = texts.get(name)
+                if given is not None and (not isinstance(given, Tensor) or given.shape != ids.shape):
+                    form = f"has shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"is a {type(given).__name__}"
+                    raise ValueError(f"{name} {form}: expected a tensor of {tuple(ids.shape)}, as input_ids")
+            mask = texts.get(MASK)
+            shown_tokens = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
             for row, kept in enumerate(shown_tokens):
                 yield {name: texts[name][row][kept][None, :length] for name in names}
             return
@@ -107,7 +124,7 @@ class Reader:
     def attentions(self, row: Mapping[str, Tensor]) -> Tensor:
         """The attention weights of one text, `[layers, H, L, L]`, float64, on the CPU.
 
-        Raises ValueError for a model that doesn't give them out.
+        Raises ValueError for a model that doesn't give them out, or gives out its scores as such (SqueezeBERT).
         """
         output = self.stack(**row, use_cache=False, return_dict=True, output_attentions=True)
         size = (row["input_ids"].shape[1],) * 2
@@ -120,7 +137,13 @@ class Reader:
             )
         if len({len(each) for each in found}) > 1:
             raise ValueError(f"the layers of {self.name} have different numbers of heads, which no one table can hold")
-        return torch.stack(found).double().cpu()
+        weights = torch.stack(found).double().cpu()
+        if weights.min() < 0 or weights.sum(-1).max() > 1.1:  # rounding in bfloat16 adds less; a sink leaves less than 1
+            raise ValueError(
+                f"{self.name} gives out something else as its attention weights (from {weights.min():.3g} to "
+                f"{weights.max():.3g}): measure what doesn't need them, as receptive_field or order_sensitivity"
+            )
+        return weights
 
     def states(self, row: Mapping[str, Tensor]) -> Tensor:
         """The last hidden states of one text, `[L, D]`."""

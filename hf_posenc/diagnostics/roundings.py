@@ -77,10 +77,10 @@ def uniqueness(encoding: Any, length: int = 512, *, quantity: Quantity | None = 
     kind = measured.quantity(quantity)
     middle = length - 1 if measured.is_causal else length // 2
     found = _features(measured, kind, middle, torch.float64, sizes.get("seed", 0))
-    apart = torch.cdist(found, found, compute_mode="donot_use_mm_for_euclid_dist").nan_to_num(0.0)
+    apart = _apart(found)
+    steps = apart.diagonal(1)
     apart = apart.masked_fill(apart <= _still(found), 0.0).fill_diagonal_(torch.inf)
     least, place = apart.flatten().min(0)
-    steps = (found[1:] - found[:-1]).norm(dim=1)
     step = float(steps[steps.isfinite()].mean())
     nearest = divmod(int(place), length)
     relative = float(least) / step if step else 0.0
@@ -137,8 +137,19 @@ def _features(measured: Subject, kind: Quantity, query: int, dtype: torch.dtype,
 
 def _same(features: Tensor) -> Tensor:
     """Whether two positions are the same, `[L, L]`, but for the rounding of float64."""
-    apart = torch.cdist(features, features, compute_mode="donot_use_mm_for_euclid_dist").nan_to_num(0.0)
-    return apart <= _still(features)
+    return _apart(features) <= _still(features)
+
+
+def _apart(features: Tensor) -> Tensor:
+    """The Euclidean distances of all positions, `[L, L]`: infinite where one feature alone is so, and features that are
+    infinite in both don't count."""
+    finite = features.isfinite()
+    # What isn't finite is compared as a number of its own, so that -inf and -inf don't make NaN of the other features.
+    kinds = torch.where(finite, 0.0, torch.where(features.isnan(), 2.0, features.sign())).to(features)
+    apart, other = (
+        torch.cdist(each, each, compute_mode="donot_use_mm_for_euclid_dist") for each in (features.where(finite, 0.0), kinds)
+    )
+    return apart.masked_fill(other > 0, torch.inf)
 
 
 def _still(features: Tensor) -> float:

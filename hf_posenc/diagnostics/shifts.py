@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.diagnostics.result import Result
-from hf_posenc.diagnostics.subjects import POSITIVE, Sizes, subject
+from hf_posenc.diagnostics.subjects import POSITIVES, SEVERAL, Sizes, subject
 from hf_posenc.encodings import checked_value
 
 if TYPE_CHECKING:
@@ -54,12 +54,14 @@ def shift_error(
     Raises:
         ValueError: an encoding that adds no vectors, a wrong offset or size.
     """
+    checked_value("length", length, SEVERAL)
     if offsets is None:
         offsets = [2**power for power in range(max(1, (length // 4).bit_length()))]
-    for offset in offsets:
-        checked_value("offsets", offset, POSITIVE)
+    for offset in checked_value("offsets", offsets, POSITIVES):
         if offset > length // 2:
             raise ValueError(f"offsets={offset}: allowed is up to a half of length={length}")
+        if offset > length - 4:  # two positions to fit to, two to measure on
+            raise ValueError(f"offsets={offset}: length={length} is too short for it, give {offset + 4} positions or more")
     measured = subject(encoding, length, sizes)
     measured.quantity("vectors")
     vectors = measured.vectors()

@@ -30,7 +30,9 @@ Quantity = Literal["vectors", "scores"]
 """What an encoding gives: vectors that are added to inputs, or what it does to the scores of attention."""
 ON_SCORES = {"rotate", "distance_bias", "score_bias"}
 EXACT = torch.float64
+OF_ATTENTIONS = "of an encoding that each attention has for itself (per_layer) give that of one attention"
 POSITIVE, SEVERAL = Annotated[int, Above(0)], Annotated[int, Above(1)]
+POSITIVES = tuple[Annotated[int, Above(0)], ...]
 
 
 class Sizes(TypedDict, total=False):
@@ -67,21 +69,37 @@ class Subject:
         return self.encoding.geometry.is_causal
 
     def quantity(self, asked: Quantity | None) -> Quantity:
-        """What is measured of this encoding. Raises ValueError where it doesn't act so, or in both ways and none is asked
-        for."""
-        ways: dict[Quantity, bool] = {"vectors": "embed" in self.verbs, "scores": not ON_SCORES.isdisjoint(self.verbs)}
-        known = [quantity for quantity, acts in ways.items() if acts]
+        """What is measured of this encoding. Raises ValueError where it doesn't act so, in both ways and none is asked for, or
+        where a part that acts so isn't in this module."""
+        known = _ways(self.verbs)
+        if not self.encoding.type:
+            raise ValueError(f"this module does nothing to positions: {OF_ATTENTIONS}")
         if asked is not None and asked not in known:
             acts = f"acts by {', '.join(self.verbs)}" if self.verbs else "does nothing to positions"
             raise ValueError(f"quantity={asked!r}: {self.name!r} {acts}, of which {listed(known) or 'nothing'} can be measured")
         if not known:
             raise ValueError(
                 f"{self.name!r} acts by {', '.join(self.verbs) or 'nothing'}: there are neither vectors nor scores to measure; "
-                "of an encoding that each attention has for itself (per_layer) give that of one attention"
+                f"{OF_ATTENTIONS}"
             )
         if len(known) > 1 and asked is None:
             raise ValueError(f"{self.name!r} acts by vectors and in attention: say which, quantity='vectors' or 'scores'")
-        return asked or known[0]
+        quantity = asked or known[0]
+        if lacking := [name for name, verbs in self._elsewhere().items() if quantity in _ways(verbs)]:
+            here = list(self.encoding.named_parts())
+            raise ValueError(
+                f"this module has of {self.name!r} the part {', '.join(here)}, and not {', '.join(lacking)}: the stack's has "
+                "what all layers share, each attention's what is its own; give one part, as "
+                f"module.get_submodule({here[0]!r}), or the encoding by its name"
+            )
+        return quantity
+
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        """Part -> its verbs, of the parts of a composition that this module doesn't have."""
+        classes, here = type(self.encoding).component_classes(), self.encoding.named_parts()
+        if len(classes) < 2:
+            return {}
+        return {name: cls.acts_by(self.encoding._options[name]) for name, cls in classes.items() if name not in here}
 
     @torch.no_grad()
     def vectors(self, dtype: torch.dtype = EXACT) -> Tensor:
@@ -141,6 +159,12 @@ class Subject:
         if dtype == EXACT:
             return self.encoding
         return placed(copy.deepcopy(self.encoding), torch.device("cpu"), dtype)
+
+
+def _ways(verbs: Sequence[str]) -> list[Quantity]:
+    """What can be measured of an encoding that acts by these verbs."""
+    ways: dict[Quantity, bool] = {"vectors": "embed" in verbs, "scores": not ON_SCORES.isdisjoint(verbs)}
+    return [quantity for quantity, acts in ways.items() if acts]
 
 
 def subject(encoding: Any, length: int, sizes: Sizes) -> Subject:

@@ -10,6 +10,7 @@ import numpy as np
 
 from hf_posenc import diagnostics
 from hf_posenc.diagnostics import Decay, Similarity
+from hf_posenc.encodings import encoding_class
 from hf_posenc.encodings.alibi import UNSEEN
 from hf_posenc.plots.absolute import Path
 from hf_posenc.plots.drawn import Encoding, chosen, label, sizes_of
@@ -31,7 +32,7 @@ def bias(
     path: Path | None = None,
 ) -> Any:
     """What an encoding adds to the scores, a map of query × key for each head; of one that rotates, the score of a query and a
-    key whose features are all 1. What a query doesn't see is blank.
+    key whose features are all 1, with the bias of one that does both. What a query doesn't see is blank.
 
     encoding: a name, a dict `{"type": name, **options}`, a module, which keeps its own sizes, or what `diagnostics.similarity`
         gave.
@@ -55,15 +56,16 @@ def bias(
     low, high = np.nanmin(values[shown]), np.nanmax(values[shown])
     for axis, head in zip(panels(sheet.axes, len(shown)), shown, strict=True):
         image = sheet.heat(axis, values[head], low, high, aspect="equal")
-        name_of_map = "all heads" if len(values) == 1 else f"head {head + 1}"
+        name_of_map = "all heads" if len(values) == 1 else f"head {head}"
         ends = f"{np.nanmin(values[head]):.3g} to {np.nanmax(values[head]):.3g}".replace("-", "−")
         sheet.title(axis, f"{name_of_map}\n{ends}", SMALL)
         axis.tick_params(length=2)
     for axis in sheet.axes[:, 0]:
         axis.set_ylabel("query")
     sheet.below("key")
-    sheet.heading(f"{name}: {'score' if found.cosine is not None else 'bias'}")
-    sheet.scale(image, list(sheet.axes.flat), "added to the score" if found.cosine is None else "score", aspect=15 * rows)
+    turns = _turns(found)
+    sheet.heading(f"{name}: {'score' if turns else 'bias'}")
+    sheet.scale(image, list(sheet.axes.flat), "score" if turns else "added to the score", aspect=15 * rows)
     return sheet.done()
 
 
@@ -110,7 +112,7 @@ def decay(
         mean, spread = _seen(result.mean), result.spread.numpy()
         for place, head in enumerate(_heads(heads, len(mean), LINES)):
             style = sheet.line(place) if len(mean) > 1 else {"color": sheet.theme.ink, "linewidth": 1.6}
-            axis.plot(result.distances, mean[head], label=f"head {head + 1}" if len(mean) > 1 else "all heads", **style)
+            axis.plot(result.distances, mean[head], label=f"head {head}" if len(mean) > 1 else "all heads", **style)
             if np.nanmax(spread[head]) > 1e-6 * np.nanmax(np.abs(mean[head])):
                 around = mean[head] - spread[head], mean[head] + spread[head]
                 axis.fill_between(result.distances, *around, color=style["color"], alpha=0.2, linewidth=0)
@@ -136,6 +138,14 @@ def _seen(values: Any) -> np.ndarray:
     """Without the biases that mean a key isn't seen: NaN."""
     numbers = values.numpy()
     return np.where(np.isfinite(numbers) & (numbers > UNSEEN / 2), numbers, np.nan)
+
+
+def _turns(found: Similarity) -> bool:
+    """Whether the matrix holds scores of turned queries and keys, to which biases may have been added."""
+    try:
+        return "rotate" in encoding_class(found.encoding).acts_by()
+    except ValueError:  # a result of an encoding that isn't registered here
+        return found.cosine is not None
 
 
 def _heads(given: Sequence[int] | None, count: int, most: int) -> list[int]:

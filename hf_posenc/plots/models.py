@@ -54,8 +54,8 @@ def probing(
             image = sheet.heat(axis, values[layer, head], norm=norm, aspect="equal")
             axis.tick_params(length=2)
             strength = f"{result.strength[layer, head]:.2f}"
-            sheet.title(axis, f"head {head + 1}\n{strength}" if line == 0 else strength, SMALL)
-        row[0].set_ylabel(f"layer {layer + 1}")
+            sheet.title(axis, f"head {head}\n{strength}" if line == 0 else strength, SMALL)
+        row[0].set_ylabel(f"layer {layer}")
     sheet.heading(f"{result.model}: attention among {result.length} identical words")
     sheet.below("key (above each map: the strength of position, in nats)")
     bar = sheet.scale(image, list(sheet.axes.flat), "attention weight", extend="min", aspect=12 * len(rows))
@@ -85,7 +85,7 @@ def attention(
     for (left, right), (name, result), distance in zip(sheet.axes, named.items(), reach, strict=True):
         weights = result.weights.numpy().mean(axis=1)
         for place, layer in enumerate(chosen("layers", layers, len(weights), MOST_LAYERS)):
-            left.plot(result.distances, weights[layer], label=f"layer {layer + 1}", **sheet.line(place))
+            left.plot(result.distances, weights[layer], label=f"layer {layer}", **sheet.line(place))
         left.set_yscale("log")
         left.set_ylabel("mean weight of a pair")
         sheet.title(left, name)
@@ -94,7 +94,7 @@ def attention(
             sheet.cells(right, image, [[f"{value:.0f}" for value in row] for row in distance], SMALL - 1.5)
         for ticks, count in ((right.set_xticks, distance.shape[1]), (right.set_yticks, distance.shape[0])):
             shown = range(0, count, max(1, count // 6))
-            ticks(shown, [str(each + 1) for each in shown])
+            ticks(shown, [str(each) for each in shown])
         right.set(ylabel="layer")
         right.tick_params(length=0)
         sheet.scale(image, right, "mean distance, tokens")

@@ -64,8 +64,11 @@ def integer(low: int) -> Callable[[str], int]:
 def by_key(given: Sequence[str], keys: Collection[str], number: Callable[[str], Number]) -> dict[str, Number]:
     """Key -> number, of `N` for all keys, or `KEY=N`. Raises ValueError for anything else."""
     found: dict[str, Number] = {}
-    for text in given:
+    said = [text.rpartition("=")[0] for text in given]
+    for text in sorted(given, key=lambda text: "=" in text):  # one for a part goes before that for all
         key, equals, value = text.rpartition("=")
+        if said.count(key) > 1:
+            raise ValueError(f"{' '.join(given)}: {key or 'a number for all'} is given {said.count(key)} times; give it once")
         try:
             if equals and key not in keys:
                 raise ValueError("a number")

@@ -14,6 +14,9 @@ from generalisation.runs import Setup, task_of, test_lengths, training_of
 from generalisation.study import Study, planned
 from generalisation.tasks import ALL
 
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+OF_TASKS = ("vocab_size", "num_labels", "max_position_embeddings", "n_positions", *TOKENS)
+"""Options of a config that depend on a task."""
 CHECKPOINT_LEARNING_RATE = 5e-5
 """What a study has by default."""
 
@@ -60,7 +63,9 @@ def chosen(given: str | dict[str, Any], sizes: Sizes, common: Setup) -> Chosen:
     options = {option: value for option, value in said.items() if option not in own}
     known = AutoConfig.for_model(row.model_type)
     for option in options:
-        if not hasattr(known, option):
+        if option in OF_TASKS or models.is_dropout(option):
+            raise ValueError(f"{option!r} can't be given: a study sets it (dropout is 0); leave it out")
+        if option not in {*vars(known), *known.attribute_map}:
             near = difflib.get_close_matches(option, [*vars(known), *vars(sizes)], 1)
             hint = f": did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"the config of {name} has no {option!r}{hint}")

@@ -138,9 +138,14 @@ def stock(
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """Chance would be another for encodings that draw numbers of their own."""
     for name, value in vars(config).items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+        if isinstance(value, float) and is_dropout(name):
             setattr(config, name, 0.0)
     return config
+
+
+def is_dropout(option: str) -> bool:
+    """Whether an option of a config is the probability of a dropout."""
+    return "dropout" in option or option.endswith("_pdrop")
 
 
 def folder_of(host: str) -> str | None:

@@ -80,7 +80,12 @@ def training_of(
 
 
 def test_lengths(training: Training, multiples: tuple[float, ...]) -> list[int]:
-    return list(dict.fromkeys(int(training.length * Fraction(multiple)) for multiple in multiples))
+    return list(dict.fromkeys(times(training.length, multiple) for multiple in multiples))
+
+
+def times(length: int, multiple: float) -> int:
+    """A length in L, rounded down: 1.4 times 10 is 14, although the float 1.4 is a little less."""
+    return int(length * Fraction(str(multiple)))
 
 
 def process_state() -> PartialState:

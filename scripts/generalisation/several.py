@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from generalisation import figures, report
 from generalisation.results import Results
-from generalisation.runs import task_of
+from generalisation.runs import task_of, times
 from generalisation.study import Study
 from generalisation.tasks import ALL
 
@@ -79,7 +78,7 @@ def _rows(part: Part, task: str, measure: str, multiples: Sequence[float], seeds
 
 def length_of(part: Part, task: str, multiples: Sequence[float]) -> dict[float, int]:
     """Multiple of L -> test length."""
-    return {multiple: int(part.study.trainings[task].length * Fraction(multiple)) for multiple in multiples}
+    return {multiple: times(part.study.trainings[task].length, multiple) for multiple in multiples}
 
 
 def refused_table(parts: Sequence[Part]) -> Table | None:

@@ -14,10 +14,20 @@ ELSEWHERE = ("study", "help", "report_only", "output_dir", "processes")
 """Flags that belong to a command, not to a study."""
 
 
+class Once(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML's loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := [key for place, key in enumerate(keys) if key in keys[:place]]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def as_flags(file: Path, parser: argparse.ArgumentParser) -> list[str]:
     """The flags that a file stands for. Raises SystemExit for what is no study."""
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = yaml.load(file.read_text(encoding="utf-8"), Once)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SystemExit(f"{file} is no study: {error}") from None
     known = {
@@ -45,7 +55,10 @@ def _texts(file: Path, key: str, value: Any) -> list[str]:
 
 def _text(file: Path, key: str, value: Any) -> str:
     if isinstance(value, dict) and key in OBJECTS:
-        return json.dumps(value)
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        try:
+            return json.dumps(value)
+        except TypeError:  # a date, for example
+            raise SystemExit(f"{file} has {key}: {value!r}; allowed in it are texts, numbers, lists and objects") from None
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or str(value).startswith("--"):
         raise SystemExit(f"{file} has {key}: {value!r}; allowed are names, numbers, and lists of them")
     return str(value)
