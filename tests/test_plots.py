@@ -273,7 +273,7 @@ def test_decay_side_by_side():
     figure = plots.decay([found, "rope", {"type": "sinusoidal", "base": 9}], length=5, num_attention_heads=4, hidden_size=16)
     alibi, rope, sinusoidal = figure.axes
     assert lines(alibi)["head 0"] == pytest.approx([-0.25 * abs(distance) for distance in range(-4, 5)])
-    assert lines(alibi)["head 4"] == pytest.approx([-(2**-8) * abs(distance) for distance in range(-4, 5)])
+    assert lines(alibi)["head 3"] == pytest.approx([-(2**-8) * abs(distance) for distance in range(-4, 5)])
     # Two pairs of features, all 1: a pair's product is 2 cos(distance · frequency), the scaling 1/2.
     expected = [(2 * math.cos(d) + 2 * math.cos(d / 100)) / 2 for d in range(-4, 5)]
     assert lines(rope)["all heads"] == pytest.approx(expected)
