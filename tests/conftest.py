@@ -4,8 +4,6 @@ import atexit
 import functools
 import gc
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +19,7 @@ import transformers
 from transformers import BertTokenizer
 
 import hf_posenc
-from launcher import LIBRARIES, Launcher, environment_of_code
+from launcher import Launcher
 from memory import poison_empty
 
 ROOT = Path(__file__).parents[1]
@@ -226,9 +224,7 @@ def own_registry(monkeypatch):
 @pytest.fixture(scope="session")
 def launch():
     """Runs scripts in processes of their own."""
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
+    return _launcher()
 
 
 @pytest.fixture(scope="session")
@@ -368,24 +364,26 @@ def scale(values):
     return max(map(scale, values.values() if isinstance(values, dict) else values))
 
 
-def run_python(code, *arguments, fresh=False, timeout=300):
-    """Run code in a process of its own, in which other libraries than ours are imported; `fresh`: none is. Its standard output.
+def run_python(code, *arguments, fresh=False, timeout=300, **settings):
+    """Run code in a process of its own, in which other libraries than ours are imported: its standard output.
 
+    `fresh`: no library of Hugging Face's is, so that they read `settings` of the environment.
     Fails with its standard error.
     """
-    if not fresh:
-        status, printed, errors = _interpreters().run(code, *arguments, timeout=timeout)
-        assert status == 0, errors[-4000:]
-        return printed
-    command, environment = [sys.executable, "-c", code, *map(str, arguments)], environment_of_code()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return said_by_python(code, *arguments, fresh=fresh, timeout=timeout, **settings)[0]
+
+
+def said_by_python(code, *arguments, fresh=True, timeout=300, **settings):
+    """The same: its standard output, and its standard error."""
+    level = "torch" if fresh else "libraries"
+    status, printed, errors = _launcher().run(code, *arguments, level=level, timeout=timeout, **settings)
+    assert status == 0, errors[-4000:]
+    return printed, errors
 
 
 @functools.cache
-def _interpreters():
-    launcher = Launcher(LIBRARIES)
+def _launcher():
+    launcher = Launcher()
     atexit.register(launcher.close)
     return launcher
 
