@@ -165,14 +165,16 @@ def suits(host, encoding):
 def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=False):
     """Hosts × encodings as parameters of a test, of which `make test` runs a part and the others are slow.
 
-    The part: every encoding on the hosts in `on`, those that act much like one of CORE on one of these hosts by turns; every
-    host with one encoding for each way to act and those in `more`, or, with `once`, with all of these ways in one composition.
+    The part: every encoding on one of the hosts in `on`, by turns, or on all of them if it is in CORE; every host with all
+    ways to act in one composition, with one of these ways alone, by turns, and with those in `more`. `once` leaves out what
+    has been seen by then: no encoding is on a second host, and no host has a way alone.
     """
-    everywhere = (ALL_WAYS,) if once else (*ALL_WAYS.split("+"), *more)
-    run = {(host, encoding) for host in hosts for encoding in everywhere}
+    ways = ALL_WAYS.split("+")
+    run = {(host, encoding) for host in hosts for encoding in (ALL_WAYS, *more)}
+    run |= set() if once else {(host, ways[turn % len(ways)]) for turn, host in enumerate(hosts)}
     for turn, encoding in enumerate(encodings):
         suited = [host for host in on if host in hosts and suits(host, encoding)]
-        several = encoding in CORE or encoding not in REGISTERED
+        several = encoding in CORE and not once
         run |= {(host, encoding) for host in (suited if several else suited[turn % len(suited) :][:1] if suited else ())}
     return [
         pytest.param(host, encoding, marks=() if (host, encoding) in run else pytest.mark.slow)
