@@ -367,7 +367,7 @@ def test_two_processes_do_what_one_does(tiny, tmp_path, launch, encoding):
         torch.testing.assert_close(weight, first[name], atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("script", [slow("finetune"), "train_clm", "distill", slow("stream"), "stream and pack"])
+@pytest.mark.parametrize("script", [slow("finetune"), "train_clm", slow("distill"), slow("stream"), "stream and pack"])
 def test_two_processes_do_what_one_does_in_each_script(tiny, tmp_path, launch, script):
     labelled = write_labels(tiny, tmp_path)
     name, model, more = {
