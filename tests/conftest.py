@@ -184,6 +184,17 @@ def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=Fals
     ]
 
 
+def in_turn(parameters, *values):
+    """Parameters and one more, each with every value, of which `make test` runs one with each, by turns."""
+    chosen, found = 0, []
+    for each in parameters:
+        for number, value in enumerate(values):
+            quick = not each.marks and number == chosen % len(values)
+            found.append(pytest.param(*each.values, value, marks=() if quick else pytest.mark.slow))
+        chosen += not each.marks
+    return found
+
+
 def by_structure(hosts):
     """Hosts as parameters of a test, those slow whose layers are built as those of one before."""
     seen, parameters = [], []
