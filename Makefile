@@ -19,11 +19,14 @@ demo: .venv/installed
 cards: .venv/installed
 	$(BIN)/python scripts/cards.py
 
+# A file's tests in one process, which makes their fixtures once.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: .venv/installed
-	$(BIN)/python -m pytest -m 'not slow' -n 2
+	$(BIN)/python -m pytest -m 'not slow' $(WORKERS)
 
 test-all: .venv/installed
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest $(WORKERS)
 
 # The tests that are skipped for want of a GPU, all of them.
 test-gpu: gpu .venv/installed

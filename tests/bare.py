@@ -1,6 +1,6 @@
-"""Run as `python bare.py FOLDER`: a process that can import only torch, transformers and what those need.
+"""A process that can import only torch, transformers and what those need.
 
-Loads each folder listed in FOLDER/cases.json with its own code, saves it, loads that again, and compares the outputs.
+Loads each folder listed in cases.json of a folder with its own code, saves it, loads that again, and compares the outputs.
 """
 
 import json
@@ -22,7 +22,7 @@ def hide():
     sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in sys.meta_path]
 
 
-def main():
+def main(folder):
     hide()
     import torch
     import transformers
@@ -30,7 +30,7 @@ def main():
     from memory import poison_empty
 
     poison_empty(setattr)
-    folder, seen = Path(sys.argv[1]), {}
+    folder, seen = Path(folder), {}
     for name, auto in json.loads((folder / "cases.json").read_text()).items():
         inputs, expected = torch.load(folder / f"{name}.pt")
         loads = getattr(transformers, auto).from_pretrained
@@ -42,7 +42,3 @@ def main():
         seen[name] = {"class": type(model).__name__, "equal": [torch.equal(output, expected) for output in outputs]}
     assert not HIDDEN & {name.partition(".")[0] for name in sys.modules}
     (folder / "seen.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main()

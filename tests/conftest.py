@@ -4,8 +4,6 @@ import atexit
 import functools
 import gc
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +19,7 @@ import transformers
 from transformers import BertTokenizer
 
 import hf_posenc
-from launcher import LIBRARIES, Launcher, environment_of_code
+from launcher import Launcher
 from memory import poison_empty
 
 ROOT = Path(__file__).parents[1]
@@ -167,14 +165,16 @@ def suits(host, encoding):
 def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=False):
     """Hosts × encodings as parameters of a test, of which `make test` runs a part and the others are slow.
 
-    The part: every encoding on the hosts in `on`, those that act much like one of CORE on one of these hosts by turns; every
-    host with one encoding for each way to act and those in `more`, or, with `once`, with all of these ways in one composition.
+    The part: every encoding on one of the hosts in `on`, by turns, or on all of them if it is in CORE; every host with all
+    ways to act in one composition, with one of these ways alone, by turns, and with those in `more`. `once` leaves out what
+    has been seen by then: no encoding is on a second host, and no host has a way alone.
     """
-    everywhere = (ALL_WAYS,) if once else (*ALL_WAYS.split("+"), *more)
-    run = {(host, encoding) for host in hosts for encoding in everywhere}
+    ways = ALL_WAYS.split("+")
+    run = {(host, encoding) for host in hosts for encoding in (ALL_WAYS, *more)}
+    run |= set() if once else {(host, ways[turn % len(ways)]) for turn, host in enumerate(hosts)}
     for turn, encoding in enumerate(encodings):
         suited = [host for host in on if host in hosts and suits(host, encoding)]
-        several = encoding in CORE or encoding not in REGISTERED
+        several = encoding in CORE and not once
         run |= {(host, encoding) for host in (suited if several else suited[turn % len(suited) :][:1] if suited else ())}
     return [
         pytest.param(host, encoding, marks=() if (host, encoding) in run else pytest.mark.slow)
@@ -182,6 +182,17 @@ def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=Fals
         for encoding in encodings
         if suits(host, encoding)
     ]
+
+
+def in_turn(parameters, *values):
+    """Parameters and one more, each with every value, of which `make test` runs one with each, by turns."""
+    chosen, found = 0, []
+    for each in parameters:
+        for number, value in enumerate(values):
+            quick = not each.marks and number == chosen % len(values)
+            found.append(pytest.param(*each.values, value, marks=() if quick else pytest.mark.slow))
+        chosen += not each.marks
+    return found
 
 
 def by_structure(hosts):
@@ -226,9 +237,7 @@ def own_registry(monkeypatch):
 @pytest.fixture(scope="session")
 def launch():
     """Runs scripts in processes of their own."""
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
+    return _launcher()
 
 
 @pytest.fixture(scope="session")
@@ -368,24 +377,26 @@ def scale(values):
     return max(map(scale, values.values() if isinstance(values, dict) else values))
 
 
-def run_python(code, *arguments, fresh=False, timeout=300):
-    """Run code in a process of its own, in which other libraries than ours are imported; `fresh`: none is. Its standard output.
+def run_python(code, *arguments, fresh=False, timeout=300, **settings):
+    """Run code in a process of its own, in which other libraries than ours are imported: its standard output.
 
+    `fresh`: no library of Hugging Face's is, so that they read `settings` of the environment.
     Fails with its standard error.
     """
-    if not fresh:
-        status, printed, errors = _interpreters().run(code, *arguments, timeout=timeout)
-        assert status == 0, errors[-4000:]
-        return printed
-    command, environment = [sys.executable, "-c", code, *map(str, arguments)], environment_of_code()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return said_by_python(code, *arguments, fresh=fresh, timeout=timeout, **settings)[0]
+
+
+def said_by_python(code, *arguments, fresh=True, timeout=300, **settings):
+    """The same: its standard output, and its standard error."""
+    level = "torch" if fresh else "libraries"
+    status, printed, errors = _launcher().run(code, *arguments, level=level, timeout=timeout, **settings)
+    assert status == 0, errors[-4000:]
+    return printed, errors
 
 
 @functools.cache
-def _interpreters():
-    launcher = Launcher(LIBRARIES)
+def _launcher():
+    launcher = Launcher()
     atexit.register(launcher.close)
     return launcher
 

@@ -1,6 +1,6 @@
 """Kills saves over an existing folder by SIGKILL, and tells for each case how often the folder gave what, as JSON.
 
-`python killed.py FOLDER N CASE…` kills at N random moments; with N = 0, before each change or listing of the folder. A save
+`main(FOLDER, N, CASE…)` kills at N random moments; with N = 0, before each change or listing of the folder. A save
 runs in a fork; this process loads.
 """
 
@@ -105,8 +105,7 @@ def sweep(work, case, moments):
     return outcomes
 
 
-if __name__ == "__main__":
-    folder, moments, *names = sys.argv[1:]
+def main(folder, moments, *names):
     random.seed(0)
     logging.disable_progress_bar()  # its lock is shared with forks, and a killed one doesn't give it back
     print(json.dumps({name: sweep(Path(folder, name), CASES[name], int(moments)) for name in names}))

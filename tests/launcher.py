@@ -6,6 +6,7 @@ A run of a script may be several processes (gloo), be killed with SIGKILL at a g
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -22,28 +23,24 @@ ROOT = Path(__file__).parents[1]
 PLACES = (ROOT, ROOT / "tests")
 """Of modules, for code. Scripts find more."""
 HOSTS = ("transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2")
-SCRIPTS = (
-    "finetune",
-    "train_mlm",
-    "train_clm",
-    "distill",
-    "sharded",
-    "sentence_transformers",
-    "torch.utils.tensorboard",
-    *HOSTS,
-)
-LIBRARIES = ("transformers.generation", "accelerate", "sentence_transformers", "pytest", *HOSTS)
-"""What code finds imported: no module of this repository."""
+LEVELS = {
+    "torch": ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
+    + ("scipy.optimize", "safetensors.torch", "tokenizers", "httpx2", "jinja2", "yaml"),
+    "libraries": ("transformers.generation", "accelerate", "sentence_transformers", "pytest", *HOSTS),
+    "scripts": ("finetune", "train_mlm", "train_clm", "distill", "sharded", "torch.utils.tensorboard"),
+}
+"""What a process finds imported, at each level also what those before have: at first only what reads no setting of Hugging
+Face's libraries, then other libraries, then the scripts and this repository's modules."""
 
 
 class Launcher:
-    """The forking process, as its parent sees it."""
+    """The forking processes, one for each level that is used, as their parent sees them."""
 
-    def __init__(self, imported=SCRIPTS):
+    def __init__(self):
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment["PYTHONPATH"] = os.pathsep.join(map(str, (*PLACES, ROOT / "scripts")))
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *imported], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def __call__(self, script, *arguments, processes=1, kill=None, largest_file=None, poison=True, **environment):
@@ -53,14 +50,16 @@ class Launcher:
             port = free.getsockname()[1]
         job = {"script": script, "arguments": list(map(str, arguments)), "processes": processes, "kill": kill, "port": port}
         job |= {"largest_file": largest_file, "poison": poison, "environment": environment}
-        done = self._done(job)
+        done = self._done({**job, "level": "scripts"})
         return done["codes"], done["said"]
 
-    def run(self, code, *arguments, timeout):
-        """Run code as `python -c` does, in the folder and the environment of this process; (exit code, what it printed, and
-        on standard error)."""
-        job = {"code": code, "arguments": list(map(str, arguments)), "processes": 1, "timeout": timeout}
-        done = self._done({**job, "folder": os.getcwd(), "environment": environment_of_code()})
+    def run(self, code, *arguments, level, timeout, **settings):
+        """Run code as `python -c` does, in the folder and the environment of this process with `settings` over it; (exit
+        code, what it printed, and on standard error)."""
+        job = {"code": code, "arguments": list(map(str, arguments)), "processes": 1, "timeout": timeout, "level": level}
+        places = os.pathsep.join(map(str, PLACES))
+        environment = {**os.environ, "PYTHONPATH": places, "HF_HUB_OFFLINE": "1", **settings}
+        done = self._done({**job, "folder": os.getcwd(), "environment": environment})
         return done["codes"][0], done["said"], done["errors"]
 
     def _done(self, job):
@@ -73,35 +72,52 @@ class Launcher:
             pass
 
 
-def environment_of_code():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PLACES)), "HF_HUB_OFFLINE": "1"}
-
-
-def serve():
-    import torch
-
-    torch.set_num_threads(1)
-    for name in sys.argv[1:]:
+def serve(jobs, answer, level, *later):
+    """Do the jobs of a level, each in forks of this process; those of later levels go to a fork which serves them."""
+    for name in LEVELS[level]:
         importlib.import_module(name)
-    os.fsync = lambda file: None  # a process that is killed loses nothing by it, and it is half of a run's time
     if remote_code := sys.modules.get("hf_posenc.remote_code"):
         remote_code.files("modeling", [], None)  # as it keeps them for the next save
     gc.freeze()
-    for line in sys.stdin:
-        job = json.loads(line)
-        folder = Path(tempfile.mkdtemp())
-        children = {start(job, rank, folder): rank for rank in range(job["processes"])}
-        codes = [0] * job["processes"]
-        waiting = dict(children)
-        while waiting:
-            child, status = os.wait()
-            codes[waiting.pop(child)] = os.waitstatus_to_exitcode(status)
-            if status:  # as torchrun does: one is down, all are
-                for other in waiting:
-                    os.kill(other, signal.SIGKILL)
-        said, errors = ("".join(file.read_text() for file in sorted(folder.glob(f"*.{end}"))) for end in ("said", "errors"))
-        shutil.rmtree(folder)
-        print(json.dumps({"codes": codes, "said": said, "errors": errors}), flush=True)
+    behind = None
+    for job in jobs:
+        if job["level"] == level:
+            answer(done(job))
+            continue
+        behind = behind or fork_server(later)
+        behind.send(job)
+        answer(behind.recv())
+    if behind:
+        behind.send(None)
+        os.wait()
+
+
+def fork_server(levels):
+    """A process that serves these levels: the connection to it."""
+    ours, theirs = multiprocessing.Pipe()
+    if os.fork():
+        theirs.close()
+        return ours
+    ours.close()
+    serve(iter(theirs.recv, None), theirs.send, *levels)
+    os._exit(0)
+
+
+def done(job):
+    """What came of the processes of a job."""
+    folder = Path(tempfile.mkdtemp())
+    children = {start(job, rank, folder): rank for rank in range(job["processes"])}
+    codes = [0] * job["processes"]
+    waiting = dict(children)
+    while waiting:
+        child, status = os.wait()
+        codes[waiting.pop(child)] = os.waitstatus_to_exitcode(status)
+        if status:  # as torchrun does: one is down, all are
+            for other in waiting:
+                os.kill(other, signal.SIGKILL)
+    said, errors = ("".join(file.read_text() for file in sorted(folder.glob(f"*.{end}"))) for end in ("said", "errors"))
+    shutil.rmtree(folder)
+    return {"codes": codes, "said": said, "errors": errors}
 
 
 def start(job, rank, folder):
@@ -124,7 +140,8 @@ def run_code(job):
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
-    sys.path[:] = ["", *(place for place in sys.path if place != str(ROOT / "scripts"))]
+    ours = {str(place) for place in (*PLACES, ROOT / "scripts")}
+    sys.path[:] = ["", *job["environment"]["PYTHONPATH"].split(os.pathsep), *(place for place in sys.path if place not in ours)]
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # in place of the jobs
     signal.alarm(job["timeout"])
@@ -186,4 +203,8 @@ def kill_at(path, number):
 
 
 if __name__ == "__main__":
-    serve()
+    import torch
+
+    torch.set_num_threads(1)
+    os.fsync = lambda file: None  # a process that is killed loses nothing by it, and it is half of a run's time
+    serve(map(json.loads, sys.stdin), lambda done: print(json.dumps(done), flush=True), *LEVELS)

@@ -61,8 +61,7 @@ def test_half_precision(host, encoding):
 
 
 COMPILED = [
-    ("bert", ALL_WAYS),
-    ("gpt2", "fourier+rope+alibi+cope+deberta+transformer_xl+kerple"),
+    ("gpt2", f"{ALL_WAYS}+logn"),
 ]
 
 
@@ -70,12 +69,13 @@ COMPILED = [
     ("host", "encoding"),
     [
         *COMPILED,
+        slow("gpt2", "fourier+rope+alibi+cope+deberta+transformer_xl+kerple"),
         slow("bert", "learned+counter+t5+fire+tupe+fope+sandwich"),
         *(slow(*pair.values) for pair in pairs() if pair.values not in COMPILED),
     ],
 )
 def test_compiles_as_one_graph(host, encoding):
-    model = patched(host, encoding)
+    model = patched(host, encoding, **HOSTS[host].one_layer)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     mask = torch.ones(2, 11, dtype=torch.long)

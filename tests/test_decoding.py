@@ -8,7 +8,7 @@ import torch
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from conftest import ALL_WAYS, CAUSAL, ENCODINGS, HOSTS, OFFSET, assert_close, first, pairs, patched, tokens
+from conftest import ALL_WAYS, CAUSAL, ENCODINGS, HOSTS, OFFSET, assert_close, first, in_turn, pairs, patched, tokens
 from hf_posenc.encodings import rotation
 from oracles import in_pieces
 
@@ -51,8 +51,9 @@ def test_a_decode_step_rotates_one_key(monkeypatch):
     assert rotated == [1] * (2 * model.config.n_layer)  # one key and one query in each layer
 
 
-@every_encoding
-@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("host", "encoding", "implementation"), in_turn(pairs(hosts=CAUSAL, encodings=ENCODINGS), "dynamic", "static")
+)
 def test_generate(host, encoding, implementation):
     """Greedy generation of a left-padded batch equals that of each row alone, and of forward passes without a cache."""
     model = patched(host, encoding, HOSTS[host].head)
@@ -134,8 +135,7 @@ def test_decoding_behind_right_padding(host, encoding, static):
         assert_close(decoded[row : row + 1], alone)
 
 
-@every_pair
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("host", "encoding", "static"), in_turn(pairs(hosts=CAUSAL), False, True))
 @torch.no_grad()
 def test_decoding_behind_ids_that_jump(host, encoding, static):
     """Cached keys stay where they were, with ids given for what follows, and without."""
@@ -234,8 +234,10 @@ def test_a_mask_shorter_than_what_is_cached():
         model(tokens(2, 1), attention_mask=torch.ones(2, 1), past_key_values=cache)
 
 
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize(("host", "encoding"), pairs(hosts=[*OFFSET[:1], "bert"], encodings=ENCODINGS, on=("roberta",)))
+@pytest.mark.parametrize(
+    ("host", "encoding", "cached"),
+    in_turn(pairs(hosts=[*OFFSET[:1], "bert"], encodings=ENCODINGS, on=("roberta",)), True, False),
+)
 @torch.no_grad()
 def test_generate_with_an_encoder_turned_decoder(host, encoding, cached):
     """The ids that `generate` makes are counted from 0, whatever the host's are. The oracle picks one token after another."""

@@ -2,11 +2,8 @@
 
 import functools
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -113,13 +110,10 @@ def test_the_page_runs(page, minilm, tmp_path):
 
 
 def run_with_a_hub(page, folder):
-    """The client reads its settings when it is imported: a new interpreter."""
+    """The client reads its settings when it is imported."""
     with serve() as hub:
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
-        settings |= {"HF_HUB_DISABLE_XET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-        command = [sys.executable, "-c", RUN, str(page), str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings}, timeout=240)
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_python(RUN, page, folder, fresh=True, HF_HUB_DISABLE_XET="1", **settings)
 
 
 def test_blocks_that_are_not_run_are_counted():

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 import hf_posenc
-from conftest import run_python
+from conftest import run_python, slow
 from hf_posenc.encodings import list_encodings
 
 D, MAX = 6, 20
@@ -401,7 +401,7 @@ def test_copies(name):
     assert torch.equal(layer(inputs), expected)
 
 
-@every_layer
+@pytest.mark.parametrize("name", [name if name in ("sinusoidal", "learned") else slow(name) for name in LAYERS])
 def test_compiles_as_one_graph(name):
     torch._dynamo.reset()
     layer, inputs = make(name), embeds(2, 9)

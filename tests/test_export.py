@@ -58,7 +58,7 @@ def check_export(host, encoding, attention):
         assert_same(first(program(**padded(batch, length))), model, padded(batch, length))
 
 
-@pytest.mark.parametrize("host", FEW)
+@pytest.mark.parametrize("host", ["gpt2", pytest.param("bert", marks=pytest.mark.slow)])
 def test_exported_programs_run_at_any_length(host):
     check_export(host, FEW[host], "sdpa")
 
@@ -90,6 +90,7 @@ def test_a_promised_length_bounds_the_exported_program():
         exported(model, padded(2, 7), torch.export.Dim("length", max=10))
 
 
+@pytest.mark.slow
 def test_one_compiled_graph_serves_all_lengths():
     model, graphs = ready("bert", "rope+alibi"), CompileCounter()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)

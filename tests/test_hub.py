@@ -1,9 +1,6 @@
 """push_to_hub: the real client against a Hub on loopback, pushing in one process and loading in another."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +13,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from attacks.hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
-from conftest import ROOT, VOCABULARY, patched, slow, stock, tokens
+from conftest import VOCABULARY, patched, said_by_python, slow, stock, tokens
 from hf_posenc.cli import app
 from hf_posenc.evaluation import checked_evaluation, result_files
 
@@ -259,13 +256,10 @@ def run(code, folder, hub, home, *arguments, **settings):
         "HF_TOKEN": TOKEN,
         "HF_HOME": str(folder / home),
         "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
         **settings,
     }
-    settings |= {"HF_HUB_DISABLE_XET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, "-c", code, str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings}, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stderr
+    return said_by_python(code, folder, *arguments, fresh=True, **settings)[1]
 
 
 @pytest.fixture(scope="module")

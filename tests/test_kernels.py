@@ -10,7 +10,7 @@ from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_posenc
-from conftest import ENCODINGS, assert_close, first, pairs, patched, stock, tokens
+from conftest import ENCODINGS, assert_close, first, pairs, patched, slow, stock, tokens
 from hf_posenc import blocks, kernels
 from hf_posenc.blocks import Columns, Seen
 from hf_posenc.encodings import Geometry, PositionContext, encoding_class
@@ -78,8 +78,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "BACKWARD_QUERIES", 4)
 
 
-@pytest.mark.parametrize("kinds", ["values", "queries", "keys", "values queries", "values queries keys"])
-@pytest.mark.parametrize(("queries", "keys"), [(11, 11), (6, 13)])
+@pytest.mark.parametrize(
+    ("kinds", "queries", "keys"),
+    [
+        (slow if queries == keys and kinds in ("queries", "keys", "values queries") else pytest.param)(kinds, queries, keys)
+        for kinds in ("values", "queries", "keys", "values queries", "values queries keys")
+        for queries, keys in ((11, 11), (6, 13))
+    ],
+)
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("heads_of_vectors", [pytest.param(1, marks=pytest.mark.slow), H])
 def test_blocks_against_all_scores_at_once(small_blocks, kinds, queries, keys, seen, heads_of_vectors):
@@ -637,9 +643,8 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("host", ["bert", "llama"])
+@pytest.mark.parametrize(("host", "train"), [("bert", True), ("llama", False), slow("bert", False), slow("llama", True)])
 @pytest.mark.parametrize("encoding", ["alibi", "t5", "shaw", "relative_key_query"])
-@pytest.mark.parametrize("train", [False, True])
 def test_no_tensor_of_all_heads_queries_and_keys(host, encoding, train):
     length = 1024
     model = patched(host, encoding)

@@ -20,7 +20,6 @@ from conftest import (
     backends,
     first,
     randomize_encoding,
-    slow,
     stock,
     tokens,
 )
@@ -286,7 +285,8 @@ def test_only_in_its_layers():
     assert_close(first(model(tokens())), first(plain(tokens())))
 
 
-@pytest.mark.parametrize("host", [slow("bert"), "gpt2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["bert", "gpt2"])
 @torch.no_grad()
 def test_one_graph(host):
     """Also across the trained length."""

@@ -880,7 +880,7 @@ def test_methods_are_those_of_the_docstring():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("method", ["linear", "dynamic"])
+@pytest.mark.parametrize("method", [pytest.param("linear", marks=pytest.mark.slow), "dynamic"])
 def test_a_sentence_transformer(minilm, method, tmp_path):
     from sentence_transformers import SentenceTransformer
 

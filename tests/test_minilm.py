@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import hf_posenc
-from conftest import ENCODINGS, first, run_python, suits
+from conftest import CORE, ENCODINGS, first, run_python, slow, suits
 
 TEXTS = ["A rose is a rose.", "The position of each word tells who bit whom: the dog the man, or the man the dog."]
 
@@ -20,7 +20,7 @@ def batch(minilm):
     return AutoTokenizer.from_pretrained(minilm)(TEXTS, padding=True, return_tensors="pt")
 
 
-@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if suits("bert", name)])
+@pytest.mark.parametrize("encoding", [name if name in CORE else slow(name) for name in ENCODINGS if suits("bert", name)])
 @torch.no_grad()
 def test_patch_and_back(model, batch, encoding):
     expected = first(model(**batch))

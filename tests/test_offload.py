@@ -9,11 +9,13 @@ from transformers import AutoModel
 
 import hf_posenc
 import valued
-from conftest import ALL_WAYS, assert_equal, first, pairs, patched, stock, tokens
+from conftest import ALL_WAYS, HOSTS, assert_equal, by_structure, first, pairs, patched, stock, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 every_pair = pytest.mark.parametrize(("host", "encoding"), pairs(on=("bert",), once=True))
-few_pairs = pytest.mark.parametrize(("host", "encoding"), pairs(on=(), once=True))
+few_pairs = pytest.mark.parametrize(
+    ("host", "encoding"), [pytest.param(*host.values, ALL_WAYS, marks=host.marks) for host in by_structure(HOSTS)]
+)
 
 
 @every_pair

@@ -1,18 +1,17 @@
 """The code saved with a model: loaded with trust_remote_code=True where hf_posenc is not."""
 
 import ast
+import functools
 import importlib
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, BertModel
 
 import hf_posenc
-from conftest import HOSTS, ROOT, VARIANTS, by_structure, first, patched, run_python, suits, tokens
+from conftest import ENCODINGS, HOSTS, REGISTERED, ROOT, VARIANTS, by_structure, first, patched, run_python, suits, tokens
 from hf_posenc import remote_code
 from hf_posenc.modeling import auto_classes
 
@@ -25,6 +24,11 @@ AUTO = {
 }
 HOSTS_APART = [host.values[0] for host in by_structure(HOSTS) if not host.marks]
 """Hosts whose layers are built unlike those of one before."""
+ALONE = ("alibi", "learned", "shaw", "t5", "relative_key_query", "sinusoidal+alibi")
+"""Encodings whose models have no other's code."""
+_BERTS = [name for name in ENCODINGS if suits("bert", name) and name not in (*ALONE, "pope")]
+TOGETHER = ("+".join(_BERTS), "pope", "cope+fox", "xpos")
+"""All others: those that can in one model."""
 OWN = '''
 import torch
 
@@ -69,10 +73,8 @@ def seen_without_the_package(folder, models):
             torch.save((inputs, first(model(**inputs))), folder / f"{name}.pt")
         auto[name] = next((auto for head, auto in AUTO.items() if type(model).__name__.endswith(head)), "AutoModel")
     (folder / "cases.json").write_text(json.dumps(auto))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "HF_MODULES_CACHE": str(folder / "modules")}
-    command = [sys.executable, str(ROOT / "tests" / "bare.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
+    environment = {"PYTHONPATH": str(ROOT / "tests"), "HF_MODULES_CACHE": str(folder / "modules")}
+    run_python("import sys, bare; bare.main(sys.argv[1])", folder, fresh=True, **environment)
     return json.loads((folder / "seen.json").read_text())
 
 
@@ -86,13 +88,21 @@ def of_hosts(hosts):
     return {host: (patched(host, "learned+shaw", HOSTS[host].head, max_length=16), padded()) for host in hosts}
 
 
+def of_encoding(encoding):
+    host = "bert" if suits("bert", encoding) else "gpt2"
+    return patched(host, encoding, HOSTS[host].head), padded()
+
+
+def of_encodings(encodings):
+    return {encoding.replace("+", "-and-"): of_encoding(encoding) for encoding in encodings}
+
+
 @pytest.fixture(scope="module")
 def bare(own, tmp_path_factory):
     """What a process without hf_posenc saw of models that were saved here, and the folder they are in."""
     folder, models = tmp_path_factory.mktemp("bare"), of_hosts(HOSTS_APART)
-    for encoding in (*VARIANTS, "own-window+learned"):
-        host = "bert" if suits("bert", encoding) else "gpt2"
-        models[f"{host}-{encoding.replace('+', '-and-')}"] = patched(host, encoding, HOSTS[host].head), padded()
+    models |= of_encodings([*ALONE, "own-window+learned"])
+    models |= {f"together-{number}": of_encoding(encoding) for number, encoding in enumerate(TOGETHER)}
     each = patched("bert", {"type": "relative+alibi", "relative__per_layer": True, "alibi__slopes": "learned"})
     models["bert-per-layer"] = each, padded()
     layer = hf_posenc.PositionEmbedding("learned", hidden_size=8, max_length=16).eval()
@@ -111,7 +121,34 @@ def test_loads_without_the_package_and_again(bare):
     seen, _ = bare
     assert_equal_everywhere(seen)
     assert seen["gpt2"]["class"] == "PosEncGPT2LMHeadModel" and seen["layer"]["class"] == "PositionEmbedding"
-    assert len(seen) == len(HOSTS_APART) + len(VARIANTS) + 3
+    assert len(seen) == len(HOSTS_APART) + len(ALONE) + len(TOGETHER) + 3
+    assert {*"+".join((*ALONE, *TOGETHER)).split("+")} >= {*ENCODINGS}
+
+
+@pytest.mark.slow
+def test_each_encoding_loads_alone_without_the_package(tmp_path):
+    others = [encoding for encoding in VARIANTS if encoding not in ALONE]
+    seen = seen_without_the_package(tmp_path, of_encodings(others))
+    assert_equal_everywhere(seen)
+    assert len(seen) == len(others)
+
+
+@functools.cache
+def modules_that_are_imported(code):
+    """Names of files beside this one."""
+    relative = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom) and node.level]
+    return {
+        f"{module}.py" for node in relative for module in ([node.module] if node.module else [each.name for each in node.names])
+    }
+
+
+def test_code_imports_what_is_saved_with_it():
+    """Whichever other encodings the model has."""
+    for encoding in ENCODINGS:
+        code = remote_code.files("modeling", [(REGISTERED[encoding], {})], hf_posenc.PosEncBertConfig())
+        assert f"posenc_{encoding}.py" in code
+        for name, text in code.items():
+            assert modules_that_are_imported(text) <= code.keys(), (encoding, name)
 
 
 @pytest.mark.slow
@@ -141,10 +178,10 @@ def test_only_what_is_needed_is_saved(bare):
     )
     common |= {"loading", "transfer", "written_out", "declarations", "remembering", "offsets"}
     for name, encodings in {
-        "bert-alibi": {"alibi"},
-        "bert-learned": {"learned", "rows", "sinusoidal"},  # its table can start as one
-        "bert-sinusoidal-and-alibi": {"sinusoidal", "alibi"},
-        "bert-own-window-and-learned": {"learned", "rows", "sinusoidal", "hf_posenc", "own_own_encodings"},
+        "alibi": {"alibi"},
+        "learned": {"learned", "rows", "sinusoidal"},  # its table can start as one
+        "sinusoidal-and-alibi": {"sinusoidal", "alibi"},
+        "own-window-and-learned": {"learned", "rows", "sinusoidal", "hf_posenc", "own_own_encodings"},
     }.items():
         files = {path.name for path in (folder / name).glob("*.py")}
         assert files == {f"posenc_{each}.py" for each in common | encodings} | {"modeling_posenc.py"}, name
@@ -155,7 +192,7 @@ def test_only_what_is_needed_is_saved(bare):
 
 def test_copies_differ_from_the_package_in_their_imports_alone(bare):
     _, folder = bare
-    for copy in (folder / "bert-sinusoidal-and-alibi").glob("posenc_*.py"):
+    for copy in (folder / "sinusoidal-and-alibi").glob("posenc_*.py"):
         name = copy.stem.removeprefix("posenc_")
         original = next(
             path for path in PACKAGE.rglob(f"{name}.py") if path.parent.name in ("hf_posenc", "encodings", "sources")
@@ -232,24 +269,24 @@ def error_of(call):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
-said["untrusted"] = error_of(lambda: AutoModel.from_pretrained(folder / "bert-alibi", trust_remote_code=False))
+said["untrusted"] = error_of(lambda: AutoModel.from_pretrained(folder / "alibi", trust_remote_code=False))
 said["ran"] = [name for name in sys.modules if name.startswith("transformers_modules")]
 said["other versions"] = error_of(lambda: AutoModel.from_pretrained(folder / "other-versions", trust_remote_code=True))
 said["left behind"] = error_of(lambda: AutoModel.from_pretrained(folder / "careless", trust_remote_code=True))
 load = AutoModelForMaskedLM.from_pretrained
-models = {name: load(folder / name, trust_remote_code=True) for name in ("bert-alibi", "bert-t5")}
+models = {name: load(folder / name, trust_remote_code=True) for name in ("alibi", "t5")}
 
 import hf_posenc
 
-models["bert-shaw"] = load(folder / "bert-shaw", trust_remote_code=True)
+models["shaw"] = load(folder / "shaw", trust_remote_code=True)
 for trust in (None, True):
     again = folder / "again" / "gpt2"
     models[f"gpt2 {trust}"] = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=trust)
 said["modules"] = {name: type(model).__module__.partition(".")[0] for name, model in models.items()}
 said["equal"] = {name: equal(model, name.partition(" ")[0]) for name, model in models.items()}
 said["functions"] = len([name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("hf_posenc_")])
-said["unpatch"] = error_of(lambda: hf_posenc.unpatch(models["bert-alibi"]))
-said["patch"] = error_of(lambda: hf_posenc.patch(models["bert-alibi"], "alibi"))
+said["unpatch"] = error_of(lambda: hf_posenc.unpatch(models["alibi"]))
+said["patch"] = error_of(lambda: hf_posenc.patch(models["alibi"], "alibi"))
 (folder / "said.json").write_text(json.dumps(said))
 """
 
@@ -259,7 +296,7 @@ def beside(bare):
     """What a process said in which the package was imported after models had been loaded with their own code."""
     _, folder = bare
     (folder / "other-versions").mkdir()
-    for path in (folder / "bert-alibi").iterdir():
+    for path in (folder / "alibi").iterdir():
         content = path.read_bytes()
         if path.name == "posenc_requirements.py":
             assert b'">=5.23,<6"' in content
@@ -287,8 +324,8 @@ def test_other_versions_are_refused_by_name(beside):
 
 def test_the_package_wins_where_it_is_imported(beside):
     """Also over trust_remote_code=True, and also for what was saved without it."""
-    own = {"bert-alibi": "transformers_modules", "bert-t5": "transformers_modules"}
-    assert beside["modules"] == own | dict.fromkeys(("bert-shaw", "gpt2 None", "gpt2 True"), "hf_posenc")
+    own = {"alibi": "transformers_modules", "t5": "transformers_modules"}
+    assert beside["modules"] == own | dict.fromkeys(("shaw", "gpt2 None", "gpt2 True"), "hf_posenc")
 
 
 def test_models_that_run_their_own_code_beside_the_package(beside):

@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
 import hf_posenc
-from conftest import ROOT, first, patched, tokens
+from conftest import first, patched, run_python, tokens
 from hf_posenc import saving
 from hf_posenc.cli.folders import check_output_dir
 
@@ -32,11 +31,8 @@ SHARDS = {"max_shard_size": "20KB"}
     ],
 )
 def test_a_killed_save_leaves_the_old_model_the_new_one_or_an_error(tmp_path, moments, cases):
-    command = [sys.executable, str(ROOT / "tests" / "killed.py"), str(tmp_path), str(moments), *cases]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for case, outcomes in json.loads(done.stdout.splitlines()[-1]).items():
+    said = run_python("import sys, killed; killed.main(*sys.argv[1:])", tmp_path, moments, *cases, timeout=600)
+    for case, outcomes in json.loads(said.splitlines()[-1]).items():
         assert set(outcomes) <= {"old", "refused", "new"} and len(outcomes) >= 2, (case, outcomes)
         assert moments or len(outcomes) == 3, (case, outcomes)
 

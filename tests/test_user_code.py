@@ -2,10 +2,8 @@
 
 import importlib
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 import hf_posenc
-from conftest import ROOT, first, patched, tokens
+from conftest import ROOT, first, patched, run_python, tokens
 from hf_posenc import probe, remote_code
 
 IMPORTS = "import torch\nfrom hf_posenc import PositionEncoding\n"
@@ -119,10 +117,8 @@ def saved(own, tmp_path_factory):
     with torch.no_grad():
         torch.save(({"input_ids": tokens()}, first(model(tokens()))), folder / "all.pt")
     (folder / "cases.json").write_text(json.dumps({"all": "AutoModelForMaskedLM"}))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "HF_MODULES_CACHE": str(folder / "modules")}
-    command = [sys.executable, ROOT / "tests" / "bare.py", folder]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
+    environment = {"PYTHONPATH": str(ROOT / "tests"), "HF_MODULES_CACHE": str(folder / "modules")}
+    run_python("import sys, bare; bare.main(sys.argv[1])", folder, fresh=True, **environment)
     return folder
 
 

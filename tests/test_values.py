@@ -29,7 +29,6 @@ from conftest import (
     needs_inductor,
     randomize,
     randomize_encoding,
-    slow,
     stock,
     tokens,
 )
@@ -328,7 +327,8 @@ def test_long_sums_in_half_precision():
     assert_close(encoding.to(torch.bfloat16)("value_bias", weights, context).float(), torch.ones(1, 1, 1, 8) - 2.0**-12)
 
 
-@pytest.mark.parametrize("host", [slow("bert"), "gpt2", slow("mpnet")])
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["bert", "gpt2", "mpnet"])
 def test_compiles_as_one_graph(host):
     model = patched(host, **HOSTS[host].one_layer)
     torch._dynamo.reset()

@@ -91,7 +91,7 @@ def test_order_of_patches(name):
 def test_back_again_saved_copied_pickled(name, tmp_path):
     model, pixels = stock(name), images()
     expected = states(model, pixels)
-    for encoding in ("none", "sinusoidal", "rope", "shaw"):
+    for encoding in ("none", "sinusoidal+rope+shaw"):
         new = patched(model, encoding)
         there = states(new, pixels)
         assert_apart(there, expected)
@@ -226,11 +226,19 @@ def test_swin_counts_within_windows():
     assert_close(states(hf_posenc.patch(model, "alibi"), pixels), states(twin, pixels))
 
 
-@pytest.mark.parametrize("prefix", ["Swin", "Swinv2", "DonutSwin", "MaskFormerSwin"])
-def test_windows_there_and_back(prefix, tmp_path):
+@pytest.mark.parametrize(
+    ("prefix", "encodings"),
+    [
+        ("Swin", ("none", "sinusoidal", "rope", "alibi", "shaw")),
+        ("Swinv2", ("none", "rope")),
+        ("DonutSwin", ("none", "alibi")),
+        ("MaskFormerSwin", ("none", "shaw")),
+    ],
+)
+def test_windows_there_and_back(prefix, encodings, tmp_path):
     model, pixels = stock(prefix, **SWIN, use_absolute_embeddings=prefix == "Swin"), images()
     expected = states(model, pixels)
-    for encoding in ("none", "sinusoidal", "rope", "alibi", "shaw"):
+    for encoding in encodings:
         new = patched(model, encoding)
         there = states(new, pixels)
         assert_apart(there, expected)

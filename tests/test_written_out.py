@@ -410,7 +410,8 @@ def test_disentangled_terms_are_kept_beside(kind, share, tmp_path):
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["gptj", pytest.param("megatron-bert", marks=slow), pytest.param("xlnet", marks=slow)])
+@slow
+@pytest.mark.parametrize("kind", ["gptj", "megatron-bert", "xlnet"])
 def test_compiled(kind):
     model = randomize_encoding(hf_posenc.patch(built(kind), "rope+shaw")).eval()
     options = {} if kind == "xlnet" else {"use_cache": False}
