@@ -26,7 +26,8 @@ CURVES = {"exact match": "tokens", "accuracy": "accuracy", "perplexity": "perple
 MAPPED = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
 NAMES = {"exact": "exact match", "tokens": "right tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
 WORST, LARGEST = 4.0, 1e6
-"""Perplexities are drawn up to this multiple of the least one; those that aren't finite count as LARGEST."""
+"""Perplexities are drawn up to this multiple of the least one, and to the largest at L; those that aren't finite count as
+LARGEST."""
 
 
 def family(label: str, options: dict[str, Any]) -> str:
@@ -87,7 +88,8 @@ def draw_lines(axis: Any, results: Results, task: str, styles: dict[str, dict[st
         means = [results.mean(task, label, length, measure) for length in lengths]
         own = style is not GREY
         values = [min(mean.mean, LARGEST) for mean in means]
-        axis.plot(lengths, values, marker="o", markersize=3, linewidth=1.6, label=label, zorder=3 if own else 2, **style)
+        line = {"marker": "o", "markersize": 3, "linewidth": 1.6, **style}
+        axis.plot(lengths, values, label=label, zorder=3 if own else 2, **line)
         if own:
             low, high = ([min(pick(mean.values), LARGEST) for mean in means] for pick in (min, max))
             axis.fill_between(lengths, low, high, color=style["color"], alpha=0.12, linewidth=0)
@@ -110,7 +112,10 @@ def scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
     means = [results.mean(task, label, length, measure).mean for label in labels for length in results.lengths(task)]
     finite = [mean for mean in means if mean < LARGEST] or [1.0]
     axis.set_yscale("log")
-    axis.set_ylim(0.97 * min(finite), min(WORST * min(finite), 1.1 * max(finite)))
+    # Every line begins within the panel; from there it may leave it.
+    trained = [results.mean(task, label, results.trained_length(task), measure).mean for label in labels]
+    most = max([WORST * min(finite), *(1.1 * mean for mean in trained if mean < LARGEST)])
+    axis.set_ylim(0.97 * min(finite), min(most, 1.1 * max(finite)))
     axis.minorticks_off()
     ticks = _ticks(*axis.get_ylim())
     axis.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])

@@ -14,10 +14,9 @@ from generalisation.results import Results
 from generalisation.runs import task_of, times
 from generalisation.study import Study
 from generalisation.tasks import ALL
+from hf_posenc.plots.style import NORMAL, Sheet, panels
 
 REFUSED = "refused"
-DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
-"""Line styles: with the colours they tell 36 encodings apart."""
 COLUMNS = 3
 """Panels in a row of a figure."""
 
@@ -109,41 +108,26 @@ def as_record(parts: Sequence[Part], left_out: dict[str, list[str]], failed: dic
 
 
 def draw(parts: Sequence[Part], path: Path) -> None:
-    """A panel for each host and task: a line for each encoding, the same in all of them."""
-    pyplot = figures.pyplot_for_files()
-    panels = [(part, task) for part in parts for task in part.results.tasks]
-    styles = styles_of(list(dict.fromkeys(label for part in parts for _, label in _keys(part))))
-    columns = min(COLUMNS, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    size = (max(4.5, 3.9 * columns), 0.5 + 2.9 * rows + 0.22 * math.ceil(len(styles) / (2 * columns)))
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis, (part, task) in zip(axes.flat, panels, strict=False):
-        labels = part.results.encodings(task)
-        figures.draw_lines(axis, part.results, task, {label: styles[label] for label in styles if label in labels})
-        figures.scale(axis, part.results, task, labels)
-        axis.set_title(part.heading(task), fontsize=9)
-        axis.set_ylabel(figures.NAMES[figures.CURVES[ALL[task].measure]], fontsize=9)
-        axis.set_xlabel("length of the test", fontsize=9)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    entries: dict[str, Any] = {}
-    for axis in axes.flat:
-        entries |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    shown = [label for label in styles if label in entries]
-    figure.legend(
-        [entries[label] for label in shown], shown, loc="outside lower center", ncols=2 * columns, frameon=False, fontsize=8
-    )
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    """A panel for each host and task: a line for each encoding, the same in all of them; the baseline's is grey."""
+    shown = [(part, task) for part in parts for task in part.results.tasks]
+    labels = list(dict.fromkeys(label for part in parts for _, label in _keys(part)))
+    columns = min(COLUMNS, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    size = (max(4.5, 3.6 * columns), 0.5 + 2.7 * rows + 0.25 * math.ceil(len(labels) / (2 * columns)))
+    sheet = Sheet(size, rows, columns, path=path)
+    styles = styles_of(sheet, labels)
+    for axis, (part, task) in zip(panels(sheet.axes, len(shown)), shown, strict=True):
+        here = part.results.encodings(task)
+        figures.draw_lines(axis, part.results, task, {label: style for label, style in styles.items() if label in here})
+        figures.scale(axis, part.results, task, here)
+        sheet.title(axis, part.heading(task), NORMAL)
+        axis.set(ylabel=figures.NAMES[figures.CURVES[ALL[task].measure]], xlabel="length of the test")
+    sheet.legend(columns=2 * columns)
+    sheet.done()
 
 
-def styles_of(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A line for each encoding; the baseline's is grey."""
-    found: dict[str, dict[str, Any]] = {}
-    colours = len(figures.COLOURS)
-    for place, label in enumerate(label for label in labels if label != figures.BASELINE):
-        found[label] = {
-            "color": figures.COLOURS[place % colours],
-            "linestyle": DASHES[place // colours % len(DASHES)],
-        }
-    return found | ({figures.BASELINE: figures.GREY} if figures.BASELINE in labels else {})
+def styles_of(sheet: Sheet, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A line for each encoding; the baseline's, the last, is grey."""
+    others = [label for label in labels if label != figures.BASELINE]
+    styles = {label: sheet.line(place, markers=True) for place, label in enumerate(others)}
+    return styles | ({figures.BASELINE: figures.GREY} if figures.BASELINE in labels else {})
