@@ -22,6 +22,9 @@ cards: .venv/installed
 # A file's tests in one process, which makes their fixtures once.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
+# Tests start some hundred processes; compiled modules are kept for them, whatever the environment says.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: .venv/installed
 	$(BIN)/python -m pytest -m 'not slow' $(WORKERS)
 
