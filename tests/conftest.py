@@ -407,3 +407,13 @@ def in_the_hubs_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache" / "models--somebody--base" / "snapshots").mkdir(parents=True)
     return "somebody/base"
+
+
+@pytest.fixture(autouse=True)
+def as_loud_as_before():
+    """Scripts that tests run in this process make Transformers quiet: not for the tests behind them."""
+    before = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    yield
+    transformers.logging.set_verbosity(before[0])
+    if before[1]:
+        transformers.logging.enable_progress_bar()

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -227,15 +226,12 @@ in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: ap
 @contextlib.contextmanager
 def served(*command, **environment):
     """The address of the page that a command serves, which is ended afterwards."""
-    process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}, cwd=ROOT
-    )
-    try:
-        yield re.search(r"http://\S+/", process.stdout.readline())[0]
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
-        process.stdout.close()
+    settings = {"stdout": subprocess.PIPE, "text": True, "env": {**os.environ, **environment}, "cwd": ROOT}
+    with subprocess.Popen([sys.executable, *command], **settings) as process:
+        try:
+            yield re.search(r"http://\S+/", process.stdout.readline())[0]
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")

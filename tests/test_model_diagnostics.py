@@ -127,6 +127,7 @@ def test_no_word_is_a_special_token():
     assert diagnostics.probing(model, 4, 8) == diagnostics.probing(model, [3], 8)
 
 
+@pytest.mark.slow
 def test_weights_that_are_rounded_to_0_are_told(silent):
     """The first of four heads has the slope 1/4: float32 ends at a distance of about 415."""
     assert "weight 0" not in str(diagnostics.probing(silent, 1, 8)) + str(diagnostics.probing(patched("gpt2", "alibi"), 1, 8))
