@@ -1,7 +1,7 @@
 """Compare encodings: on several hosts and tasks, all else equal, trained at lengths up to L and tested beyond it.
 
     python scripts/compare.py scripts/studies/six_encodings.yaml --processes 2 --output_dir six     # a study as a file
-    python scripts/compare.py --hosts bert llama --encodings none rope alibi '{"type": "t5", "buckets": 16}' \\
+    python scripts/compare.py --hosts bert llama --encodings none rope alibi '{"type": "t5", "num_buckets": 16}' \\
         --tasks mlm clm --length 64 --multiples 1 2 4 --seeds 0 1 2 --output_dir OUT
     python scripts/compare.py --hosts checkpoint:all-MiniLM-L6-v2 --encodings none t5 --tasks mlm --steps 0 --output_dir OUT
     accelerate launch --config_file scripts/accelerate/multi_gpu.yaml scripts/compare.py STUDY.yaml --output_dir OUT
@@ -37,6 +37,7 @@ from generalisation.runs import Setup, process_state
 from generalisation.several import Part
 from generalisation.study import Study
 from generalisation.tasks import COMPARED
+from hf_posenc.plots.style import require_matplotlib
 from training.flags import at_least
 
 WIDTH = 140
@@ -65,12 +66,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--warmup_steps", type=at_least(0), default=setup.warmup_steps, help=f"default: {setup.warmup_steps}")
     arguments = parser.parse_args(argv)
     if arguments.study:
-        said = [*study_files.as_flags(arguments.study, parser), "--output_dir", str(arguments.output_dir)]
+        narrowed = arguments.tasks if _is_given("--tasks", argv) else None
+        said = [*study_files.as_flags(arguments.study, parser, narrowed), "--output_dir", str(arguments.output_dir)]
         arguments = parser.parse_args(argv, namespace=parser.parse_args(said))
     flags.check(parser, arguments)
     if len(arguments.seeds) > max(STUDENT):
         parser.error(f"--seeds: {len(arguments.seeds)} are given, and intervals are of up to {max(STUDENT)}")
     return arguments
+
+
+def _is_given(flag: str, argv: list[str] | None) -> bool:
+    return any(word == flag or word.startswith(f"{flag}=") for word in (sys.argv[1:] if argv is None else argv))
 
 
 def positive(text: str) -> float:
@@ -149,7 +155,7 @@ def tell(studies: dict[Path, Study], left_out: dict[str, list[str]]) -> None:
 def write(output: Path, parts: list[Part], left_out: dict[str, list[str]], failed: dict[str, str]) -> None:
     text = io.StringIO()
     for console in (Console(width=WIDTH), Console(file=text, width=WIDTH)):
-        for table in filter(None, (several.table(parts), several.refused_table(parts))):
+        for table in filter(None, (several.table(parts), several.differences(parts), several.refused_table(parts))):
             console.print(table)
     (output / "compare.txt").write_text(text.getvalue(), encoding="utf-8")
     records.write_whole(output / "compare.json", several.as_record(parts, left_out, failed))
@@ -158,6 +164,10 @@ def write(output: Path, parts: list[Part], left_out: dict[str, list[str]], faile
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
+    try:
+        require_matplotlib()
+    except ImportError as error:  # now, not behind hours of training
+        raise SystemExit(str(error)) from None
     flags.begin(arguments)
     studies, left_out = studies_of(arguments)
     if process_state().is_main_process:

@@ -442,6 +442,71 @@ def test_the_table_by_hand():
     assert (host, encoding, reason) == (["first"], ["cope"], ["why"]) and several.refused_table(parts[1:]) is None
 
 
+def test_differences_are_paired_by_seed():
+    found = {("none", 0): 0.5, ("none", 1): 0.7, ("none", 2): 0.1, ("alibi", 0): 0.6, ("alibi", 1): 0.9, ("rope", 2): 0.1}
+    rows = [
+        {
+            "task": "classification",
+            "encoding": label,
+            "seed": seed,
+            "scores": {"4": {"exact": value}},
+            "settings": {"length": 4},
+        }
+        for (label, seed), value in found.items()
+    ]
+    results = Results(rows)
+    mean = results.difference("classification", "alibi", "none", 4, "accuracy")
+    # Of 0.1 and 0.2: standard deviation 0.1 / √2, Student's t of one degree of freedom 12.706.
+    assert (mean.mean, mean.half) == (pytest.approx(0.15), pytest.approx(12.706 * 0.1 / 2, rel=1e-3))
+    assert results.difference("classification", "rope", "alibi", 4, "accuracy") is None
+
+
+def test_a_changed_class_is_another_setting(tmp_path, monkeypatch, own_registry):
+    """Whose runs aren't mixed with those of the class before."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "changing.py"
+    file.write_text(
+        "import hf_posenc\n\nclass Changing(hf_posenc.PositionEncoding, type='changing'):\n"
+        "    def distance_bias(self, distance):\n        return -distance.abs()[None].float()\n"
+    )
+    command = ["--import", "changing", "--hosts", "bert", "--encodings", "changing", "none", "--tasks", "classification"]
+    command += [*SIZES, "--steps", "1", "--batch_size", "1", "--test_rows", "2", "--length", "4", "--output_dir", "study"]
+    monkeypatch.setattr(several, "draw", lambda parts, path: None)
+    compare.main([*command, "--seeds", "0"])
+    compare.main([*command, "--seeds", "0", "1"])
+    file.write_text(file.read_text().replace("-distance", "-2 * distance"))
+    with pytest.raises(SystemExit, match="was made with code='"):
+        compare.main([*command, "--seeds", "0", "1", "2"])
+    del sys.modules["changing"]
+
+
+def test_matplotlib_is_missed_before_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match=r'pip install "hf-posenc\[plot\]"'):
+        compare.main(["--output_dir", str(tmp_path / "study")])
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_flag_narrows_a_study_file(tmp_path):
+    (tmp_path / "study.yaml").write_text("tasks: [clm, copy]\nsteps: {clm: 3, copy: 4}\nlength: {copy: 5}\n")
+    given = [str(tmp_path / "study.yaml"), "--output_dir", "out"]
+    assert compare.parse_arguments(given).steps == {"clm": 3, "copy": 4}
+    narrowed = compare.parse_arguments([*given, "--tasks", "clm"])
+    assert (narrowed.tasks, narrowed.steps, narrowed.length) == (["clm"], {"clm": 3}, {})
+    (tmp_path / "study.yaml").write_text("tasks: [clm]\nsteps: {copy: 4}\n")
+    with pytest.raises(SystemExit):
+        compare.parse_arguments(given)
+
+
+def test_the_example_of_the_help_is_allowed():
+    for text in re.findall(r"'(\{.*?\})'", compare.__doc__):
+        given = yaml.safe_load(text)
+        if given["type"] not in models.HOSTS:
+            models.encoding(given)
+
+
 def test_an_encoding_has_one_line_in_all_panels():
     styles = several.styles_of(Sheet((3, 3)), ["none", *(f"e{number}" for number in range(20))])
     assert len({str(style) for style in styles.values()}) == 21 and styles["none"]["color"] == "#888888"

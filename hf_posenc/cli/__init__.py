@@ -41,7 +41,8 @@ class Group(TyperGroup):
         except EXPECTED as error:
             if ctx.params.get("debug"):
                 raise
-            Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False)
+            hint = " (here: hf-posenc --import MODULE …)" if "import the module that defines" in str(error) else ""
+            Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] {escape(str(error))}{hint}", highlight=False)
             raise typer.Exit(1) from None
         except Exception as error:
             option = getattr(error, "option_name", None)  # of an option that the subcommand hasn't

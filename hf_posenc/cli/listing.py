@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from hf_posenc import catalog
 from hf_posenc.cli import app
@@ -43,11 +44,12 @@ def _table(rows: dict[str, catalog.Entry]) -> Table:
             for option, said in row.options.items()
         ]
         facts = ", ".join(f"[dim]{heading}:[/] {escape(fact)}" for heading, fact in [*row.facts().items()][1:])
-        table.add_row(
-            "\n".join([f"[bold]{name}[/]", *aliases]),
-            "\n".join(row.acts_by),
-            "\n".join([*filter(None, [escape(row.title)]), facts, *options, *row.papers]),
+        cells = (
+            [f"[bold]{name}[/]", *aliases],
+            [*row.acts_by],
+            [*filter(None, [escape(row.title)]), facts, *options, *row.papers],
         )
+        table.add_row(*(Text.from_markup("\n".join(cell)) for cell in cells))
     return table
 
 

@@ -224,9 +224,9 @@ class Sheet:
             handlelength=3.2,
         )
 
-    def heading(self, text: str) -> None:
+    def heading(self, text: str, size: float = LARGE + 1) -> None:
         """The title of the whole figure."""
-        self.figure.suptitle(text, fontsize=LARGE + 1, color=self.theme.ink)
+        self.figure.suptitle(text, fontsize=size, color=self.theme.ink)
 
     def below(self, text: str) -> None:
         """What the horizontal axes of all panels show."""

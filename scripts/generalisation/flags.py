@@ -93,7 +93,8 @@ def encodings(arguments: argparse.Namespace) -> list[Encoding]:
         try:
             each = models.encoding(as_given(text))
         except ValueError as error:
-            raise SystemExit(f"--encodings {text}: {error}") from None
+            hint = " (here: --import MODULE)" if "import the module" in str(error) else ""
+            raise SystemExit(f"--encodings {text}: {error}{hint}") from None
         if each.label in found:
             raise SystemExit(f"--encodings {text}: {each.label} is there already")
         found[each.label] = each

@@ -4,6 +4,7 @@ A host's weights depend on its config or folder and the seed alone, so all encod
 """
 
 import hashlib
+import inspect
 import json
 import re
 import zlib
@@ -62,6 +63,18 @@ class Encoding:
     @property
     def file_name(self) -> str:
         return file_name(self.label)
+
+
+def own_code(encoding: Encoding) -> dict[str, str]:
+    """A digest of the files that define an encoding of one's own, as `code`; nothing of one that is part of hf_posenc."""
+    kind = hf_posenc.list_encodings()
+    files = [
+        inspect.getsourcefile(kind[name])
+        for name in encoding.options["type"].split("+")
+        if name in kind and not kind[name].__module__.startswith("hf_posenc.")
+    ]
+    code = b"".join(Path(file).read_bytes() for file in files if file is not None)
+    return {"code": hashlib.sha256(code).hexdigest()[:16]} if code else {}
 
 
 def file_name(label: str) -> str:

@@ -80,6 +80,14 @@ class Results:
     def mean(self, task: str, label: str, length: int, measure: str) -> Mean:
         return Mean(tuple(self.value(task, label, seed, length, measure) for seed in self.seeds(task, label)))
 
+    def difference(self, task: str, label: str, base: str, length: int, measure: str) -> Mean | None:
+        """Of an encoding from another, over the seeds that both have; None without any."""
+        both = [seed for seed in self.seeds(task, label) if seed in self.seeds(task, base)]
+        values = [
+            self.value(task, label, seed, length, measure) - self.value(task, base, seed, length, measure) for seed in both
+        ]
+        return Mean(tuple(values)) if values else None
+
     def chance(self, task: str) -> float:
         """The token accuracy of answers drawn at random."""
         return ALL[task].chance

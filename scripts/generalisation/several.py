@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,31 @@ def table(parts: Sequence[Part]) -> Table:
                 for label, cells in _rows(part, task, measure, multiples, max(seeds)):
                     made.add_row(escape(label), *cells)
     return made
+
+
+def differences(parts: Sequence[Part]) -> Table | None:
+    """Of each encoding from the study's first, paired by seed, as `table` has them; None where there is nothing to pair."""
+    base = next(iter(dict.fromkeys(label for part in parts for _, label in _keys(part))), None)
+    multiples = parts[0].study.setup.multiples
+    title = f"difference from {base}, over the same seeds ± half of Student's 95 % interval"
+    made = Table("", *(f"{multiple:g} L" for multiple in multiples), title=title)
+    for column in made.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for part in parts:
+        for task in part.results.tasks:
+            others = [label for label in part.results.encodings(task) if label != base]
+            if base not in part.results.encodings(task) or not others:
+                continue
+            for measure in report.MEASURES[ALL[task].measure]:
+                made.add_section()
+                made.add_row(f"[bold]{escape(part.heading(task))}: {report.NAMES[measure]}[/bold]")
+                for label in others:
+                    found = [
+                        part.results.difference(task, label, base, length, measure)
+                        for length in length_of(part, task, multiples).values()
+                    ]
+                    made.add_row(escape(label), *("" if each is None else each.shown() for each in found))
+    return made if made.row_count else None
 
 
 def _keys(part: Part) -> list[tuple[str, str]]:
@@ -104,7 +130,8 @@ def as_record(parts: Sequence[Part], left_out: dict[str, list[str]], failed: dic
             "tasks_left_out": left_out.get(part.study.label, []),
             "same_for_all_encodings": digests,
         }
-    return {"hosts": hosts, "failed": failed}
+    versions = {name: version(name) for name in ("hf-posenc", "torch", "transformers")}
+    return {"versions": versions, "hosts": hosts, "failed": failed}
 
 
 def draw(parts: Sequence[Part], path: Path) -> None:
@@ -122,6 +149,7 @@ def draw(parts: Sequence[Part], path: Path) -> None:
         figures.scale(axis, part.results, task, here)
         sheet.title(axis, part.heading(task), NORMAL)
         axis.set(ylabel=figures.NAMES[figures.CURVES[ALL[task].measure]], xlabel="length of the test")
+    sheet.heading("means over seeds; shaded: from the least to the largest; upright: L; dotted: chance", NORMAL)
     sheet.legend(columns=2 * columns)
     sheet.done()
 

@@ -56,7 +56,7 @@ class Study:
             settings |= asdict(self.trainings[task])
         for each in self.encodings:
             if each.label == label:
-                settings["options"] = each.options
+                settings |= {"options": each.options, **models.own_code(each)}
         return json.loads(json.dumps(settings))  # as a file gives it back
 
 

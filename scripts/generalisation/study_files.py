@@ -3,10 +3,14 @@
 import argparse
 import difflib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from generalisation.flags import PER_TASK
+from generalisation.tasks import COMPARED
 
 OBJECTS = ("hosts", "encodings")
 """Flags whose values may be objects."""
@@ -24,8 +28,11 @@ class Once(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def as_flags(file: Path, parser: argparse.ArgumentParser) -> list[str]:
-    """The flags that a file stands for. Raises SystemExit for what is no study."""
+def as_flags(file: Path, parser: argparse.ArgumentParser, tasks: Collection[str] | None = None) -> list[str]:
+    """The flags that a file stands for; of what it says by task, where the command line has `tasks`, what belongs to these.
+
+    Raises SystemExit for what is no study.
+    """
     try:
         found = yaml.load(file.read_text(encoding="utf-8"), Once)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -43,7 +50,10 @@ def as_flags(file: Path, parser: argparse.ArgumentParser) -> list[str]:
             near = difflib.get_close_matches(str(key), known, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise SystemExit(f"{file} has {key!r}, which is no flag of a study: {hint}allowed are {', '.join(sorted(known))}")
-        made += [f"--{key}", *_texts(file, key, value)]
+        if tasks is not None and key in PER_TASK and isinstance(value, dict):
+            value = {task: each for task, each in value.items() if task in tasks or task not in COMPARED}
+        texts = _texts(file, key, value)
+        made += [f"--{key}", *texts] if texts else []
     return made
 
 

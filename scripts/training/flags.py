@@ -1,9 +1,11 @@
 """The flags of all training scripts, checked before anything expensive."""
 
 import argparse
+import importlib
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,8 @@ def position_encoding(text: str) -> Any:
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        hint = " (here: --import MODULE)" if "import the module" in str(error) else ""
+        raise argparse.ArgumentTypeError(f"{error}{hint}") from None
     return chosen
 
 
@@ -67,6 +70,7 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
         type=position_encoding,
         help='name, or JSON such as \'{"type": "rope", "theta": 5000}\'; default: the positions that the model has',
     )
+    add("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules that define encodings of your own")
     add("--model_max_length", type=at_least(1), help="longest input with --position_encoding; default: as hf_posenc.patch")
     add("--train_positions_only", action="store_true", help="all that the model had before stays as it is")
 
@@ -116,8 +120,26 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     return parser
 
 
+def import_modules(argv: list[str] | None) -> None:
+    """Import what --import names, before other flags name an encoding. Raises SystemExit where there is no such module."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--import", dest="modules", nargs="+", default=[])
+    modules = parser.parse_known_args(argv)[0].modules
+    if modules:
+        sys.path.insert(0, "")
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise SystemExit(
+                f"--import {name}: {error}. Modules are looked for in the current folder, {Path.cwd()}, and among what is "
+                "installed"
+            ) from None
+
+
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """The arguments, checked against each other and for what would otherwise fail only after training."""
+    import_modules(argv)
     parsed = parser.parse_args(argv)
     evaluated = parsed.validation_file or parsed.validation_split_percentage or parsed.dataset_name
     together = {
