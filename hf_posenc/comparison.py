@@ -12,6 +12,8 @@ from hf_posenc.retrieval import Embedder, Method, cut, methods, offsets
 from hf_posenc.scores import Difference, Score
 
 SHORTEST = 128
+REACH = "Lengths double as far as half of the documents reach beyond the one before."
+REACH = "Lengths double as far as half of the documents reach beyond the one before."
 FEWEST = 20
 """Least number of questions."""
 ORIGINAL = "original"
@@ -124,7 +126,9 @@ def _verdict(rows: dict[int, dict[str, Row]], name: str, limit: int | None) -> s
         best, row = max(rivals.items(), key=lambda each: each[1].score.mrr)
         assert row.difference is not None
         if not row.difference.clear:
-            what = f"no difference to the best use of the original ({best}) can be seen"
+            what = f"no difference to the best use of the original ({best}) can be seen with {row.difference.queries} questions"
+            if all(each.difference.value < 0 for each in rivals.values() if each.difference is not None):
+                what += ", though it is below every use of it"
         elif row.difference.value > 0:
             what = f"it is better than the original in every use; the best is {best}"
         else:

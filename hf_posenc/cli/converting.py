@@ -201,4 +201,5 @@ def _compare(
         table.add_row(name, *cells)
     out.result(table)
     out.result(found.verdict)
+    out.message(comparison.REACH)
     return {"questions": about, **asdict(found)}

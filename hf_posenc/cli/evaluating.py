@@ -117,7 +117,9 @@ def _retrieval(
     about = f"{len(pairs)} queries of your own"
     if not pairs:
         pairs, about = comparison.own_pairs(first, texts)
-    lengths = lengths or comparison.lengths_of(first, [pair.document for pair in pairs], None)
+    if not lengths:
+        lengths = comparison.lengths_of(first, [pair.document for pair in pairs], None)
+        out.message(comparison.REACH)
     found = comparison.side_by_side(embedders, pairs, lengths)
     table = Table("way", title=f"{about}: MRR, and how much better than the first [95 %]")
     for tokens in found:
