@@ -73,16 +73,15 @@ def convert(
         return changed_within(model, change)
     refuse(model, "convert")
     if isinstance(model, PosEncModelMixin):
-        raise ValueError(
-            f"this model has the {model.config.position_spec.type!r} encoding already, so it is no original: "
-            "hf_posenc.convert(hf_posenc.unpatch(model), …), or `hf-posenc unpatch` first"
-        )
-    if kinds := specs.lost_within(model):
-        raise ValueError(
-            f"position_embedding_type={kinds[0]!r} in this model's config: Transformers 5 dropped the vectors of distances "
-            "that it was trained with, so it is no original to calibrate against: hf_posenc.from_v4(path_or_id, auto_class) "
-            "loads them"
-        )
+        held = model.config.position_spec
+        way = "hf_posenc.convert(hf_posenc.unpatch(model), …), or `hf-posenc unpatch` first"
+        if held.host is None:
+            way = (
+                "it has no other positions to go back to (it was made from scratch, or by from_v4). Patch the checkpoint that "
+                "from_v4 read, and let scripts/distill.py train it with this model as --teacher"
+            )
+        raise ValueError(f"this model has the {held.type!r} encoding already, so it is no original: {way}")
+    specs.refuse_lost(model, "it is no original to calibrate against")
     # What is made in inference mode could not be trained, and tensors here lie beside the model's or on the CPU.
     device: Any = model.device
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.device("cpu"):

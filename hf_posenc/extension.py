@@ -105,6 +105,7 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
         )
     if isinstance(model, PosEncModelMixin):
         return _extended_model(model, max_length, method, settings)
+    specs.refuse_lost(model, "it has no positions that could be made longer")
     host = None if max_length is None else Host.find(model, max_length, method or STATIC[0], settings, submodel)
     if method is None or host is None:
         raise ValueError(

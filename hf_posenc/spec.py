@@ -64,6 +64,16 @@ def lost_within(model: nn.Module) -> list[str]:
     return [kind for kind in kinds if kind is not None]
 
 
+def refuse_lost(model: nn.Module, so: str) -> None:
+    """Raises ValueError for a model that has lost some, which for the caller means `so`."""
+    if kinds := lost_within(model):
+        raise ValueError(
+            f"position_embedding_type={kinds[0]!r} in this model's config: Transformers 5 dropped the vectors of distances "
+            f"that it was trained with, so {so}: hf_posenc.from_v4(path_or_id, auto_class) loads them, in a shell "
+            f"`hf-posenc patch PATH_OR_ID {kinds[0]}`"
+        )
+
+
 @dataclass(frozen=True)
 class HostSpec:
     """Facts of the stock model that `unpatch` needs.

@@ -260,8 +260,13 @@ print(torch.equal(model(**inputs, **more)[0] * inputs["attention_mask"][..., Non
 
 
 def test_unpatch_has_nothing_to_bring_back(saved):
+    folder = saved("bert")
     with pytest.raises(ValueError, match="made from scratch with its encoding, or by from_v4"):
-        hf_posenc.unpatch(hf_posenc.from_v4(saved("bert")))
+        hf_posenc.unpatch(hf_posenc.from_v4(folder))
+    for change in (hf_posenc.patch, hf_posenc.convert):
+        more = {} if change is hf_posenc.patch else {"texts": []}
+        with pytest.raises(ValueError, match="no other positions to go back to"):
+            change(hf_posenc.from_v4(folder), "alibi", **more)
 
 
 def test_inspect_says_that_it_is_ignored_until_it_is_not(saved, tmp_path):
@@ -312,6 +317,8 @@ def test_a_model_without_its_vectors_is_no_original(saved):
     batches = [{"input_ids": torch.full((30, 8), 5)}]
     with pytest.raises(ValueError, match="no original to calibrate against"):
         hf_posenc.convert(model, "t5", texts=batches)
+    with pytest.raises(ValueError, match="no positions that could be made longer: hf_posenc.from_v4"):
+        hf_posenc.extend(model, 64, "linear")
 
 
 def test_what_is_no_such_checkpoint(saved, tmp_path):

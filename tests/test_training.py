@@ -35,6 +35,7 @@ import hf_posenc
 import train_clm
 from conftest import BERT, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, WORDS, randomize, slow, stock, suits
 from training import checkpoints, data, flags
+from training import models as training_models
 
 CLOSE = dict(rel=1e-4, abs=1e-5)
 """Of losses after the same steps, computed in another order."""
@@ -526,6 +527,38 @@ def test_flags_refused(tiny, tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             flags.parse(flags.argument_parser(""), arguments)
         assert stopped.value.code == 2 and words in capsys.readouterr().err, given
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    """For which AutoTokenizer makes one of special tokens alone, that reads every word as unknown."""
+    stock("bert").save_pretrained(tmp_path / "bare")
+    with pytest.raises(SystemExit, match="bare has no tokenizer, or one of special tokens alone: save that of the model"):
+        training_models.load_tokenizer(str(tmp_path / "bare"))
+    AutoTokenizer.from_pretrained(tmp_path / "bare").save_pretrained(tmp_path / "bare")
+    with pytest.raises(SystemExit, match="bare has no tokenizer, or one of special tokens alone"):
+        training_models.load_tokenizer(str(tmp_path / "bare"))
+
+
+def test_a_checkpoint_that_has_lost_its_positions(tmp_path):
+    given = ["--model_name_or_path", str(ROOT / "tests" / "v4" / "bert"), "--output_dir", str(tmp_path)]
+    arguments = flags.argument_parser("").parse_args(given)
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    with pytest.raises(SystemExit, match=r"its outputs are wrong. position_embedding_type=.*`hf-posenc patch .* relative_key`"):
+        training_models.load_model(arguments, AutoModelForMaskedLM, tokenizer)
+
+
+def test_encodings_of_ones_own(tmp_path, monkeypatch, own_registry, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text("import hf_posenc\n\nclass Mine(hf_posenc.PositionEncoding, type='mine'):\n    pass\n")
+    given = ["--model_name_or_path", "x", "--train_file", "y.txt", "--output_dir", "z", "--position_encoding", "mine"]
+    with pytest.raises(SystemExit):
+        flags.parse(flags.argument_parser(""), given)
+    assert "(here: --import MODULE)" in capsys.readouterr().err
+    assert flags.parse(flags.argument_parser(""), [*given, "--import", "mine"]).position_encoding == "mine"
+    del sys.modules["mine"]
+    with pytest.raises(SystemExit, match="--import nothing_here: No module named 'nothing_here'"):
+        flags.parse(flags.argument_parser(""), [*given, "--import", "nothing_here"])
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ def push(
     if card.is_file() and replaceable(card.read_text(encoding="utf-8", errors="replace")) is None:
         out.message(f"{card} is no card of this package's and isn't pushed. To use it, push it afterwards:")
         out.message(f"  hf upload {repo_id} {card} README.md")
+    if tokenizer is None:
+        out.message(f"There is no tokenizer in {folder}, so none is pushed.")
     done = hf_posenc.push_to_hub(
         model,
         repo_id,

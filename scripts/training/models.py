@@ -8,18 +8,24 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 import hf_posenc
+from hf_posenc import tokenizer_files
 from training.flags import DEFAULT_TEXT_LENGTH
 
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer, with a padding token. Raises SystemExit if there is none."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = tokenizer_files.load_tokenizer(name)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{name} has no tokenizer that can be loaded: {error}") from None
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise SystemExit(
+            f"{name} has no tokenizer, or one of special tokens alone: save that of the model which it was made from, "
+            f"AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({name!r})"
+        )
     return with_padding(tokenizer, name)
 
 
@@ -62,6 +68,8 @@ def load_model(
             new = [parameter for key, parameter in model.named_parameters() if key in loading["missing_keys"]]
         if chosen and not hasattr(config, "position_encoding"):
             model = patch(model, chosen, max_length=longest)
+        elif lost := [said for said in hf_posenc.inspect(model).ignored if said.startswith("position_embedding_type")]:
+            raise ValueError(f"its outputs are wrong. {lost[0]}; `hf-posenc patch {name} relative_key` saves it as it was")
     except (OSError, ValueError) as error:
         raise SystemExit(f"{name}: {error}") from None
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
