@@ -148,10 +148,17 @@ def test_models_are_measured(folders, kind):
     assert found["numbers"].splitlines()[0] == kind
 
 
+def test_two_models_of_one_name(folders):
+    subject = models.load(str(folders / "gpt2"))
+    assert [each.label for each in models.told_apart([subject, subject])] == ["gpt2", "gpt2 (2)"]
+
+
 @pytest.mark.slow
-def test_a_model_on_texts(folders):
-    found = dict(models.measured([models.load(str(folders / "minilm"))], ["The dog bit the man, and the man bit the dog."]))
-    assert [*found] == ["probing 0", "attention", "receptive_field", "numbers"]
+def test_models_on_texts(folders):
+    subject = models.load(str(folders / "minilm"))
+    found = dict(models.measured([subject, subject], ["The dog bit the man, and the man bit the dog."]))
+    assert [*found] == ["probing 0", "probing 1", "attention", "receptive_field", "numbers"]
+    assert [axis.get_title() for axis in found["attention"].axes if axis.get_title()] == ["minilm", "minilm (2)"]
 
 
 @pytest.mark.parametrize(

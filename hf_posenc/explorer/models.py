@@ -1,6 +1,7 @@
 """What the page measures of models: a checkpoint of this machine or of the Hub, and another one, or the same with another
 encoding, beside it."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,10 +68,10 @@ def load(name: str, max_parameters: int = MAX_PARAMETERS) -> Subject:
     name: a folder, or an id on the Hub. Raises ValueError for a model that is larger than `max_parameters`, before its weights
     are read, or whose weights don't load; OSError where there is none.
     """
-    name = name.strip().rstrip("/")
+    name = os.path.expanduser(name.strip().rstrip("/"))
     if not name:
         raise ValueError("no model is named: give a folder, or an id on the Hub, such as bert-base-uncased")
-    if name[0] in "/.~" and not Path(name).is_dir():
+    if name[0] in "/." and not Path(name).is_dir():
         raise ValueError(f"there is no folder {name}: give one with a model in it, or an id on the Hub")
     count = sum(parameter.numel() for parameter in without_weights(name).parameters())
     if count > max_parameters:
@@ -97,6 +98,15 @@ def with_encoding(subject: Subject, encoding: Encoding) -> Subject:
     return replace(subject, label=label(encoding), model=patched.eval())
 
 
+def told_apart(subjects: list[Subject]) -> list[Subject]:
+    """With a number behind labels that are there already: two folders may have one name."""
+    labels = [subject.label for subject in subjects]
+    return [
+        replace(subject, label=f"{subject.label} ({place + 1})") if subject.label in labels[:place] else subject
+        for place, subject in enumerate(subjects)
+    ]
+
+
 def measured(subjects: list[Subject], texts: list[str], dark: bool = False) -> Iterator[tuple[str, Any]]:
     """Names and figures, one after the other as they are measured: "probing 0", "probing 1", … what attention does with
     identical words in each model; of all models, if there are texts, "attention" by distance and "receptive_field"; at last
@@ -104,6 +114,7 @@ def measured(subjects: list[Subject], texts: list[str], dark: bool = False) -> I
 
     Raises ValueError for models that a measure can't be taken of, and for texts that can't be read.
     """
+    subjects = told_apart(subjects)
     numbers = []
     for place, subject in enumerate(subjects):
         probing = diagnostics.probing(subject.reader, length=subject.repeated())

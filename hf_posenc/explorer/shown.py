@@ -122,6 +122,7 @@ class OfModels:
                 subjects.append(models.load(other, max_parameters))
             if encoding is not None:
                 subjects.append(models.with_encoding(subjects[0], encoding))
+            subjects = models.told_apart(subjects)
             reports = "\n\n".join(f"{each.label}\n{each.report()}" for each in subjects)
             yield {self.reports: gr.update(value=reports, visible=True)}
             lines = [line for line in map(str.strip, texts.splitlines()) if line]
