@@ -126,8 +126,8 @@ def start(job, rank, folder):
         return child
     code = 1
     try:
-        # torch makes its pool of threads anew in a fork, at the first call, which isn't for several threads at once: Transformers
-        # loads weights in several, and one would find the pool gone ("Invalid thread pool!").
+        # In a fork torch makes its pool of threads anew at the first call, which isn't for several threads at once, in which
+        # Transformers loads weights: one would find the pool gone ("Invalid thread pool!").
         sys.modules["torch"].set_num_threads(1)
         with (folder / f"{rank}.said").open("w") as said, (folder / f"{rank}.errors").open("w") as errors:
             os.dup2(said.fileno(), 1)

@@ -106,6 +106,7 @@ def script(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_cpu_starts_its_processes(script):
     assert sorted(finished(start(script, "cpu"))) == ["<2 cpu 0>", "<2 cpu 1>"]
 

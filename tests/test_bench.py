@@ -477,6 +477,7 @@ def test_encodings_of_a_module(tmp_path):
     assert "--import: No module named 'my_windws'. Modules are looked for in" in missing.stderr and missing.returncode
 
 
+@pytest.mark.slow
 def test_a_process_that_dies(monkeypatch):
     monkeypatch.setattr(bench, "_measure", _die)
     record = bench.measured(Group("forward", 12), FEW)

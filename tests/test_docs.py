@@ -24,7 +24,7 @@ NOUNS = [
     for colour in ("red", "grey", "white")
     for animal in ("dog", "cat", "fox", "cow", "ox", "hen", "bee", "ram")
 ]
-SLOW = ("diagnostics.md", "longer.md", "plots.md", "sentence_transformers.md", "first_steps.ipynb")
+SLOW = ("diagnostics.md", "ecosystem.md", "longer.md", "plots.md", "sentence_transformers.md", "first_steps.ipynb")
 """Pages that take longer than a few seconds."""
 NOT_RUN = 0
 """Blocks of Python that a comment leaves out: counted, so that a new one is noticed."""

@@ -195,6 +195,7 @@ def test_from_end_to_end(folders, monkeypatch, tmp_path):
     assert not (tmp_path / "again" / "needle.png").exists()
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_the_default(folders, library, monkeypatch, tmp_path, capsys):
     arguments = ["--lengths", "64", "2000", "--documents", "5", "--tasks", "title", "deep"]
     run(monkeypatch, folders / "alibi", *arguments, "--output_dir", tmp_path / "out")

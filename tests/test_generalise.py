@@ -145,6 +145,7 @@ def outputs(folder):
     return kept, whole
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = [*QUICK, "--encodings", "t5", "none", "rope_2d", '{"type": "rope", "theta": 50.0}', "--seeds", "0", "1"]

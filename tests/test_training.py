@@ -190,6 +190,7 @@ def test_each_script_resumes_exactly(tiny, tmp_path, launch, script):
     assert steps < 8 if script == "early" else steps == 8
 
 
+@pytest.mark.slow
 def test_two_processes_killed_and_resumed(tiny, tmp_path, launch):
     folders = [tmp_path / "whole", tmp_path / "killed"]
     lines = [line(tiny, folder, *KEEPING, *LATEST, "--position_encoding", "relative") for folder in folders]

@@ -189,6 +189,7 @@ def module(tmp_path, monkeypatch):
     del sys.modules["own_steps"]
 
 
+@pytest.mark.slow
 def test_one_process_for_each_version_of_the_code(module, tmp_path, caplog):
     """And a line in the log for each file; the state of random numbers stays as it is."""
     layer = hf_posenc.PositionEmbedding("own-steps", hidden_size=4)
