@@ -174,6 +174,7 @@ def test_every_registered_encoding_is_measured(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "host"), [*((kind, "gpt2" if kind == "decode" else "bert") for kind in KINDS), ("forward", "vit")]
 )
+@pytest.mark.slow
 def test_a_record(kind, host):
     """Of every subject time, ratios to stock and none, peak memory; it can be written as JSON and shown."""
     group = Group(kind, 9, **SMALL, host=host)

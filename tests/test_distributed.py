@@ -34,6 +34,7 @@ def alone():
 
 @pytest.mark.parametrize("encoding", TRAINED)
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
+@pytest.mark.slow
 def test_two_processes_train_as_one(way, encoding, results, alone):
     trained, (expected, _) = results[1][encoding]["trained"], alone[encoding]
     found = trained[way]

@@ -266,6 +266,7 @@ def done(finished, tmp_path, monkeypatch):
     return Path(shutil.copytree(finished, tmp_path / "done"))
 
 
+@pytest.mark.slow
 def test_a_run_and_the_same_again(host, done, monkeypatch, capsys):
     record = records.read(done / "drope.json")
     assert list(record["methods"]) == list(drope.METHODS) and record["lengths"] == [128, 256, 512]

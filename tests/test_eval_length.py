@@ -104,6 +104,7 @@ def test_needles_lie_where_they_say(tokenizer, length):
     assert len(set(depths)) > 5 and max(depths) > 0.5 * (length - 60)
 
 
+@pytest.mark.slow
 def test_no_fact_is_in_the_corpus(library):
     modules, training = library
     texts = [*training, *(module.document for module in modules)]

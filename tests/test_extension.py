@@ -228,6 +228,7 @@ class Damped(hf_posenc.PositionEncoding, type="test-damped"):
 
 
 @pytest.mark.filterwarnings("ignore:.*saved without its code:UserWarning")
+@pytest.mark.slow
 def test_what_is_not_saved_follows_the_length(tmp_path):
     """It is as it will be when the model is loaded; what is saved stays the same object."""
     model = hf_posenc.patch(stock("bert"), "test-damped", max_length=16)

@@ -31,6 +31,7 @@ def test_leaks_are_removed():
     assert corpus.without_leaks(document, "getopt", summary) == "Arguments follow the conventions of Unix."
 
 
+@pytest.mark.slow
 def test_evaluation_and_training_are_disjoint(library):
     assert_disjoint(*library)
 

@@ -521,6 +521,7 @@ print(json.dumps({"peaks": peaks, "seconds": seconds}))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process as Linux tells it")
+@pytest.mark.slow
 def test_memory_stays_at_the_rows_that_are_read(tmp_path):
     seen = json.loads(run_python(LARGE, tmp_path).splitlines()[-1])
     assert seen["peaks"].keys() == {"new", "loaded", "half", "saved", "refused"}

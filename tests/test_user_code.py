@@ -136,6 +136,7 @@ def test_files_are_copied_whole(own, saved):
         assert copy == original.replace("from hf_posenc import", "from .posenc_hf_posenc import")
 
 
+@pytest.mark.slow
 def test_what_differs_is_named(own):
     """All of those that differ, in one process, and none of the others."""
     with pytest.raises(ValueError, match="differs from what runs here") as refused:
