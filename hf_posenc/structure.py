@@ -51,8 +51,10 @@ class Structure:
     others: Mapping[str, nn.Module] = field(default_factory=dict)
     fronts: Mapping[str, nn.Module] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
+        """Path -> module of the stack, as it was when it was first asked for: walking it for each layer would take a time that
+        grows with the square of their number."""
         return dict(self.stack.named_modules())
 
     @functools.cached_property
@@ -89,7 +91,7 @@ class Structure:
         taking = (each for each in self.sources if each.verb == "rotate" and "position_ids" in argument_names(each.module))
         return tuple(taking) if self.tokens is None else ()
 
-    @property
+    @functools.cached_property
     def axes(self) -> int:
         """How many coordinates a token has: of a patch as many as the convolution that cuts it out. Of patches that lie by
         windows, not row by row, the number in that order alone."""
@@ -108,7 +110,7 @@ class Structure:
         """The longest input in tokens that the stock host is made for."""
         return _least(source.usable_length(self.stack.config) for source in self.sources)
 
-    @property
+    @functools.cached_property
     def trained_length(self) -> int | None:
         """The longest input in tokens that the stock host's positions were trained for, whatever length the config of a patched
         one promises."""
@@ -148,7 +150,7 @@ class Structure:
         """Path -> width of the modules whose outputs positions may change on average: the tables that are added to the
         inputs, and in each layer the last projection of the attention block and that of the feed-forward block, whose outputs
         enter a residual sum."""
-        modules = dict(self.stack.named_modules())
+        modules = self.modules
         found = {source.path: source.width for source in self.sources if source.takes_vectors and source.width is not None}
         for block, layer in dict(zip(self.blocks.values(), self.layer_paths.values(), strict=True)).items():
             inside = [path for path, module in modules.items() if f"{path}.".startswith(f"{layer}.") and self._projects(module)]
@@ -174,7 +176,7 @@ class Structure:
 
     @functools.cached_property
     def _numbered(self) -> dict[str, tuple[str, str]]:
-        return numbered(dict(self.stack.named_modules()), self.attentions)
+        return numbered(self.modules, self.attentions)
 
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         """Key -> shape of all learned tensors that `unpatch` needs."""
@@ -359,7 +361,7 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
     _refuse_modules(stack, modules)
     attentions = {name: module for name, module in modules.items() if _is_self_attention(name, module)}
     if not attentions:
-        if inside or all(reason != OTHER_SOURCES for _, reason in signs_of_position(stack, modules, claimed=())):
+        if inside or all(reason != OTHER_SOURCES for _, reason in signs_of_position(stack, modules, claimed=frozenset())):
             return None
         raise HostRefused(
             f"no attention of {type(stack).__name__} goes through Transformers' attention interface, so nothing can be rotated "

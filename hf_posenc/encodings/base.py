@@ -113,6 +113,8 @@ class PositionEncoding(nn.Module):
     axes: ClassVar[int] = 1
     """How many coordinates of a token it takes: 1, or those of `Geometry.axes`, so that other stacks refuse it."""
     geometry: Geometry
+    _option_types: ClassVar[dict[str, Any]]
+    """What `option_types` returns, read once per class: each attention may have an instance of its own."""
     _options: dict[str, Any] | None = None
 
     def __init_subclass__(
@@ -367,6 +369,12 @@ class PositionEncoding(nn.Module):
     @classmethod
     def option_types(cls) -> dict[str, Any]:
         """Option name -> annotation, base classes first; of encodings that bias `per_layer`, too."""
+        if "_option_types" not in vars(cls):
+            cls._option_types = cls._read_option_types()
+        return dict(cls._option_types)
+
+    @classmethod
+    def _read_option_types(cls) -> dict[str, Any]:
         names: dict[str, None] = {}
         for base in reversed(cls.__mro__):
             if issubclass(base, PositionEncoding) and base is not PositionEncoding:

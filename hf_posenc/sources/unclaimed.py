@@ -1,8 +1,9 @@
 """Signs that a host knows positions in a way which no source takes over, and modules that see order by themselves."""
 
 import inspect
+import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from torch import nn
@@ -60,7 +61,7 @@ def mixes_its_parts(module: nn.Module) -> str:
     return next((MIXED[name] for name in theirs if name in MIXED), "")
 
 
-def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Collection[str]) -> Iterator[tuple[str, str]]:
+def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Set[str]) -> Iterator[tuple[str, str]]:
     """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim.
 
     A module that nothing calls is none.
@@ -73,7 +74,7 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
             continue
         if isinstance(module, nn.ModuleList) and claimed and all(f"{path}.{child}" in claimed for child in module._modules):
             continue
-        if any(path == each or path.startswith(f"{each}.") for each in claimed) or OTHER_INPUTS.search(path):
+        if _lies_in(path, claimed) or OTHER_INPUTS.search(path):
             continue
         if path and not _treats_each_alone(module) and WORDS & {*_words(name), *_words(type(module).__name__)}:
             read = attributes_read(modules.values()) if read is None else read
@@ -100,6 +101,11 @@ def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Col
         yield "config.trigram_input", JOINED
 
 
+def _lies_in(path: str, claimed: Set[str]) -> bool:
+    """Whether a module, or one that contains it, is claimed."""
+    return not claimed.isdisjoint(itertools.accumulate(path.split("."), "{}.{}".format))
+
+
 def _treats_each_alone(module: nn.Module) -> bool:
     """Whether a module can't hold positions, whatever it is named after: dropout, or a norm (of the part of keys that is
     rotated in latent attention)."""
@@ -113,7 +119,7 @@ def _is_given_a_table(module: nn.Module) -> bool:
     return not own and bool({"pos_embed", "position_embeddings"} & {*argument_names(module)})
 
 
-def _holds_what_is_claimed(path: str, module: nn.Module, claimed: Collection[str]) -> bool:
+def _holds_what_is_claimed(path: str, module: nn.Module, claimed: Set[str]) -> bool:
     """Whether all that a module has are tensors which sources claim."""
     tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     return bool(tensors) and all(f"{path}.{name}" in claimed for name in tensors)
