@@ -3,10 +3,10 @@
 A single file is written to a temporary file in the same directory, flushed to disk, and renamed.
 
 Several renames are not atomic. All new files of a directory are therefore written to a temporary directory first, with a
-journal that lists them. Then a marker that can't be loaded replaces config.json (a stock model has no marker: its config.json
-is removed), obsolete files are removed, the new files are renamed, and the new config.json is renamed last. If a process is
-killed before the marker is in place, the old files are intact, and `recover` removes the new ones. If it is killed later,
-`recover` completes the save. Every save and every command calls `recover` first.
+journal that lists them. Then config.json is replaced by a marker that can't be loaded (a stock model has no marker: its
+config.json is missing for the moment), each old file is moved to the temporary directory, each new one is moved to its place,
+and the new config.json last. This last rename completes the save. If it is interrupted earlier, the old files are moved back:
+at once after an error or Ctrl-C, and by `recover` after a kill. Every save and every command calls `recover` first.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from typing import IO, Any
 
 try:
     import fcntl
-except ImportError:  # Windows: saves don't wait for each other, and interrupted ones are not recovered
+except ImportError:  # Windows: saves don't wait for each other, and interrupted ones are not undone
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ PREFIX = ".posenc-"
 UNPUSHED = ".cache/huggingface"
 """The content of a temporary directory is in this subdirectory, which uploads by huggingface_hub leave out."""
 FILES = "files"
+OLD = "old"
 LOCK = "lock"
 JOURNAL = "journal.json"
 UNFINISHED = "journal.part"
@@ -164,10 +165,12 @@ def replaced(
                     _recover(folder)  # after a process that was killed in the meantime
                     try:
                         _prepare(folder, temporary, stale, last, flush)
-                        _complete(folder, temporary)
-                    except KeyboardInterrupt:
-                        _complete(folder, temporary)
+                        _move(folder, temporary)
+                    except BaseException:
+                        _undo(folder, temporary)
                         raise
+                    if flush:
+                        _synchronize(folder)
         except BaseException:
             if new:
                 with contextlib.suppress(OSError):
@@ -176,7 +179,7 @@ def replaced(
 
 
 def recover(directory: str | os.PathLike[str]) -> None:
-    """Complete or undo a save into a directory that was interrupted, and log which of them. Other paths are ignored."""
+    """Undo a save into a directory that was interrupted, and log a warning. Other paths are ignored."""
     folder = Path(os.path.realpath(directory))
     if folder.is_dir() and any(folder.glob(f"{PREFIX}*")):
         with _locked(folder):
@@ -196,7 +199,7 @@ def refuse_interrupted(config: dict[str, Any] | Path) -> None:
         config = _json(config)
     if isinstance(config, dict) and MARKER in config:
         raise ValueError(
-            f"the last save into {where} was interrupted, and its files belong to two models. Complete the save with "
+            f"the last save into {where} was interrupted, and its files belong to two models. Restore the earlier model with "
             f"`hf-posenc inspect {'DIRECTORY' if where == 'this directory' else where}`, save the model again, or load another "
             "checkpoint"
         )
@@ -219,39 +222,61 @@ def _prepare(
         if there.is_file():
             shutil.copymode(there, files / name)
     config = _json(files / CONFIG)
-    marker = isinstance(config, dict) and "position_encoding" in config
-    if marker:  # of the new model's type, which no class of ours loads
+    if isinstance(config, dict) and "position_encoding" in config:  # of the new model's type, which no class of ours loads
         kept = {key: config[key] for key in ("model_type", "auto_map") if key in config}
         (temporary / CONFIG).write_text(json.dumps({**kept, MARKER: True}), encoding="utf-8")
     names.sort(key=lambda name: (name == last, name == CONFIG))
-    journal = {"marker": marker, "remove": obsolete, "move": names, "flush": flush}
-    (temporary / UNFINISHED).write_text(json.dumps(journal), encoding="utf-8")
+    (temporary / UNFINISHED).write_text(json.dumps({"move": names, "remove": obsolete}), encoding="utf-8")
     for path in (*temporary.rglob("*"), temporary) if flush else ():
         _synchronize(path)
     os.replace(temporary / UNFINISHED, temporary / JOURNAL)
 
 
-def _complete(folder: Path, temporary: Path) -> None:
-    """Carry out what the journal still lists, if there is one."""
+def _move(folder: Path, temporary: Path) -> None:
+    """Move the old files away and the new ones to their places. The last rename completes the save."""
     journal = _json(temporary / JOURNAL)
-    if journal is None:
-        return
-    files = temporary / FILES
-    left = [name for name in journal["move"] if (files / name).is_file()]
-    if CONFIG in left:
-        if not journal["marker"]:
-            (folder / CONFIG).unlink(missing_ok=True)  # the classes of a stock model don't know the marker
-        elif (temporary / CONFIG).exists():
+    names: list[str] = journal["move"]
+    if CONFIG in names:
+        if (temporary / CONFIG).exists():  # at no time without a config.json, whose error would not name the cause
+            if os.path.lexists(folder / CONFIG):
+                (temporary / OLD).mkdir()
+                shutil.copy2(folder / CONFIG, temporary / OLD / CONFIG, follow_symlinks=False)
             os.replace(temporary / CONFIG, folder / CONFIG)
-    for path in (folder / name for name in journal["remove"] if left):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-    for name in left:
-        if "/" in name:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(files / name, folder / name)
-    if journal["flush"]:
-        _synchronize(folder)
-    (temporary / JOURNAL).unlink()
+        else:
+            _move_one(folder, temporary / OLD, CONFIG)
+    for name in journal["remove"]:
+        _move_one(folder, temporary / OLD, name)
+    for name in names:
+        if name != CONFIG:
+            _move_one(folder, temporary / OLD, name)
+        _move_one(temporary / FILES, folder, name)
+
+
+def _undo(folder: Path, temporary: Path) -> None:
+    """Move the old files back, unless the save is complete, another program has saved a model since, or nothing has begun."""
+    journal = _journal(folder, temporary)
+    files, old = temporary / FILES, temporary / OLD
+    complete = not any((files / name).is_file() for name in journal["move"])
+    config = _json(folder / CONFIG) if (folder / CONFIG).exists() else {MARKER: True}
+    loadable = (files / CONFIG).exists() and not (isinstance(config, dict) and MARKER in config)
+    if not complete and not loadable:
+        for name in reversed(journal["move"]):  # config.json first
+            if not (files / name).is_file():
+                _move_one(folder, files, name)
+                with contextlib.suppress(OSError):
+                    (folder / name).parent.rmdir()  # if it was new, and is empty now
+        if CONFIG in journal["move"] and not os.path.lexists(old / CONFIG):
+            (folder / CONFIG).unlink(missing_ok=True)  # the marker
+        for name in (*journal["remove"], *sorted(journal["move"], key=lambda name: name == CONFIG)):
+            _move_one(old, folder, name)
+    (temporary / JOURNAL).unlink(missing_ok=True)
+
+
+def _move_one(source: Path, target: Path, name: str) -> None:
+    """Move a file or directory, if it is there, to the same relative path in another directory."""
+    if os.path.lexists(source / name):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / name, target / name)
 
 
 def _recover(folder: Path) -> None:
@@ -259,24 +284,23 @@ def _recover(folder: Path) -> None:
         temporary = leftover / UNPUSHED
         if not _abandoned(temporary / LOCK):
             continue
-        if _decided(folder, temporary):
-            _complete(folder, temporary)
-            logger.warning("The last save into %s was interrupted. It has been completed.", folder)
-        elif any(path.is_file() for path in (temporary / FILES).rglob("*")):
-            logger.warning("The last save into %s was interrupted. It has been undone: its new files were removed.", folder)
+        if any(path.is_file() for path in (temporary / FILES).rglob("*")):
+            _undo(folder, temporary)
+            logger.warning("The last save into %s was interrupted. It has been undone; the earlier files are kept.", folder)
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _decided(folder: Path, temporary: Path) -> bool:
-    """Whether an interrupted save has begun to change `folder`, and no other program has saved a model there since."""
+def _journal(folder: Path, temporary: Path) -> dict[str, list[str]]:
+    """The journal of a save; one without entries if there is none, or if it names files outside its directory."""
     journal = _json(temporary / JOURNAL)
-    if not isinstance(journal, dict) or not journal.keys() >= {"marker", "remove", "move", "flush"}:
-        return False
-    if not all(isinstance(name, str) and _within(folder, name) for key in ("remove", "move") for name in journal[key]):
-        return False  # a downloaded directory may contain any journal
-    config = _json(folder / CONFIG)
-    untouched = (folder / CONFIG).exists() and not (isinstance(config, dict) and MARKER in config)
-    return not (untouched and (temporary / FILES / CONFIG).exists())
+    try:
+        names = [*journal["move"], *journal["remove"]]
+        places = [folder, *(Path(os.path.realpath(temporary / place)) for place in (FILES, OLD))]
+        if all(isinstance(name, str) and _within(place, name) for name in names for place in places):
+            return journal
+    except (TypeError, KeyError):
+        pass
+    return {"move": [], "remove": []}  # a downloaded directory may contain any journal
 
 
 def _within(folder: Path, name: str) -> bool:
@@ -290,7 +314,7 @@ def _temporary(folder: Path) -> Iterator[Path]:
     """A temporary directory in a directory, so that both are on one file system. Recovers interrupted saves first.
 
     Its owner holds a lock in it. The system releases the lock when the process ends; a process id would mean nothing on another
-    machine or in another container. A directory with a journal is not removed: `recover` needs it.
+    machine or in another container. A directory with old files that couldn't be moved back is kept for `recover`.
     """
     with contextlib.ExitStack() as owned:
         with _locked(folder):
@@ -305,8 +329,11 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 def _discard(folder: Path, outer: Path) -> None:
-    """Remove a temporary directory without a journal, while no other process looks for leftovers."""
-    if (outer / UNPUSHED / JOURNAL).exists() or not folder.exists():
+    """Remove a temporary directory, unless an undo failed, while no other process looks for leftovers."""
+    temporary = outer / UNPUSHED
+    if not folder.exists() or (
+        (temporary / JOURNAL).exists() and any(path.is_file() for path in (temporary / FILES).rglob("*"))
+    ):
         return
     with _locked(folder):
         shutil.rmtree(outer, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Checkpoint folders that are complete or absent, also after a killed process, a full disk or an interrupted copy.
 
-A folder is written under a hidden name, synchronised to the disk, and renamed. Its manifest, which is written last, lists
+A folder is written under a hidden name, flushed to disk, and renamed. Its manifest, which is written last, lists
 every file with its size.
 """
 
