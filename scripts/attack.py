@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 
 from attacks.cases import FAULTS, OUTCOMES, REFUSED, STOCK_TOO, Settings, Verdict, end_elsewhere, judge, quiet
 from attacks.subjects import encodings
+from hf_posenc.saving import write_text
 
 FAMILIES = (
     "own",
@@ -129,7 +130,7 @@ def main() -> None:
     page = report(verdicts, settings)
     print(page, end="")
     if args.output_file:
-        args.output_file.write_text(page)
+        write_text(args.output_file, page)
     sys.exit(any(verdict.outcome in FAULTS for verdict in verdicts))
 
 

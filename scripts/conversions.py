@@ -23,6 +23,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 import hf_posenc
 from evaluation import corpus, pages, records
 from evaluation.library import bag_of_words, evaluate
+from hf_posenc.saving import replaced, write_text
 
 LONG = ("--long_text_length", "2046", "--long_steps")
 MODELS = {
@@ -55,7 +56,7 @@ def write_texts(folders: list[Path], file: Path) -> None:
     texts = [text for folder in folders for text in pages.split(folder)[1]]
     texts += ["\n\n".join(passages[i : i + JOINED]) for i in range(0, len(passages), JOINED)]
     random.Random(0).shuffle(texts)
-    file.write_text("".join(json.dumps({"text": text[:MAX_CHARACTERS]}) + "\n" for text in texts))
+    write_text(file, "".join(json.dumps({"text": text[:MAX_CHARACTERS]}) + "\n" for text in texts))
 
 
 def calibrated(original: str, encoding: Any, texts: Path) -> PreTrainedModel:
@@ -93,15 +94,18 @@ def main() -> None:
     if not texts.exists():
         write_texts(arguments.pages, texts)
     if not (output / CALIBRATED / "config.json").exists():
-        calibrated(original, "relative", texts).save_pretrained(output / CALIBRATED)
+        with replaced(output / CALIBRATED) as folder:
+            calibrated(original, "relative", texts).save_pretrained(folder)
     for name in MODELS:
         if not (output / name / "distillation.json").exists():
             run("distill.py", *distillation(name, original, str(texts), str(output / name)))
     if not (output / WITH_LOGN / "config.json").exists():
-        with_logn(calibrated(original, WITH_LOGN, texts), output / "minilm-relative").save_pretrained(output / WITH_LOGN)
+        with replaced(output / WITH_LOGN) as folder:
+            with_logn(calibrated(original, WITH_LOGN, texts), output / "minilm-relative").save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(original)
     for name in (CALIBRATED, WITH_LOGN):
-        tokenizer.save_pretrained(output / name)
+        with replaced(output / name) as folder:
+            tokenizer.save_pretrained(folder)
     for folder in arguments.pages:
         for suffix, (lengths, names) in {**BY_LENGTH, **(LONGEST if folder == arguments.pages[0] else {})}.items():
             made = output / f"length-{pages.name_of(folder)}{suffix}"

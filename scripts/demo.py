@@ -27,6 +27,7 @@ from evaluation.lengths import BAG, cases
 from evaluation.library import bag_of_words, evaluate
 from hf_posenc.plots.style import LIGHT
 from hf_posenc.retrieval import Embedder, Method, lexical_similarity, methods
+from hf_posenc.saving import atomic_file, replaced
 from hf_posenc.scores import Difference, Ranks, Score, paired, ranked, score
 
 ENCODING = "relative"
@@ -68,8 +69,9 @@ def main() -> None:
     calibrated = hf_posenc.convert(original, ENCODING, texts=texts, tokenizer=path, max_length=MAX_LENGTH)
     seconds = {"calibration": round(time.perf_counter() - before, 1)}
     console.print(f"{hf_posenc.inspect(calibrated)}\n{seconds['calibration']} s")
-    calibrated.save_pretrained(output / "calibrated")
-    tokenizer.save_pretrained(output / "calibrated")
+    with replaced(output / "calibrated") as folder:
+        calibrated.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
     console.rule(f"3. {STEPS} steps of distillation: the original teaches the calibrated model")
     script = Path(__file__).with_name("distill.py")
@@ -112,11 +114,13 @@ def there_and_back(original: PreTrainedModel, patched: PreTrainedModel, tokenize
     """Save, reload in a new process, unpatch. Exits where an output isn't bit-equal."""
     batch = tokenizer(["Parse command line options.", "Sort."], padding=True, return_tensors="pt").data
     with torch.no_grad():
-        torch.save((batch, patched(**batch).last_hidden_state), output / "expected.pt")
+        with atomic_file(output / "expected.pt", "wb") as file:
+            torch.save((batch, patched(**batch).last_hidden_state), file)
         expected = original(**batch).last_hidden_state
         if not torch.equal(hf_posenc.unpatch(patched)(**batch).last_hidden_state, expected):
             sys.exit("the unpatched model answers differently")
-    patched.save_pretrained(output / "patched")
+    with replaced(output / "patched") as folder:
+        patched.save_pretrained(folder)
     subprocess.run([sys.executable, "-c", RELOAD, str(output / "patched"), str(output / "expected.pt")], check=True)
 
 
@@ -185,7 +189,8 @@ def draw(scores: dict[str, Score], deep: dict[str, Score], path: Path) -> None:
         axis.invert_yaxis()
         axis.set(title=title, xlabel="mean reciprocal rank, 95 % interval", xlim=(0, 1))
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    with atomic_file(path, "wb") as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)
     pyplot.close(figure)
 
 

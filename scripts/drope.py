@@ -50,6 +50,7 @@ from transformers.utils import logging
 import hf_posenc
 from evaluation import corpus, pages, passkeys, perplexity, records
 from hf_posenc.plots.style import LIGHT, MAP, MARKERS
+from hf_posenc.saving import atomic_file, replaced
 from hf_posenc.scores import bootstrapped
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -178,10 +179,10 @@ def write_texts(arguments: argparse.Namespace, tokenizer: Any, output: Path) -> 
     passages = corpus.split()[1]
     training += ["\n\n".join(passages[i : i + JOINED]) for i in range(0, len(passages), JOINED)]
     random.Random(arguments.seed).shuffle(training)
-    with (output / "train.jsonl").open("w", encoding="utf-8") as file:
+    with atomic_file(output / "train.jsonl") as file:
         for text in mixed(training, tokenizer, arguments):
             file.write(json.dumps({"text": text}) + "\n")
-    records.write_whole(output / "texts.json", {"held_out": ids[:HELD_OUT], "documents": ids[HELD_OUT:]})
+    records.write(output / "texts.json", {"held_out": ids[:HELD_OUT], "documents": ids[HELD_OUT:]})
 
 
 def mixed(texts: Iterable[str], tokenizer: Any, arguments: argparse.Namespace) -> Iterable[str]:
@@ -238,7 +239,7 @@ def check_settings(arguments: argparse.Namespace, output: Path) -> dict[str, Any
                     f"{output} was begun with {name} {before.get(name)!r}, and this run has {value!r}: give the same, or "
                     "another --output_dir"
                 )
-    records.write_whole(file, settings)
+    records.write(file, settings)
     return settings
 
 
@@ -274,7 +275,7 @@ def chosen_slope(output: Path, documents: Sequence[Any], arguments: argparse.Nam
         with computing(arguments):
             each = [perplexity.losses(model, torch.tensor(ids), len(ids)).double().mean().item() for ids in documents]
         found[str(slope)] = sum(each) / len(each)
-        records.write_whole(file, found)
+        records.write(file, found)
     return {"losses": found, "chosen": float(min(found, key=lambda slope: found[slope]))}
 
 
@@ -296,7 +297,7 @@ def evaluate(
         record["losses"][str(length)] = losses
     record["seconds"] = round(time.perf_counter() - started, 1)
     file.parent.mkdir(exist_ok=True)
-    records.write_whole(file, record)
+    records.write(file, record)
     return record
 
 
@@ -312,8 +313,9 @@ def main(argv: list[str] | None = None) -> None:
     if not (output / "short-start" / "tokenizer_config.json").exists():  # which is written last
         model, tokenizer = load_original(arguments.model_name_or_path)
         for folder in ("original", "short-start"):
-            model.save_pretrained(output / folder)
-            tokenizer.save_pretrained(output / folder)
+            with replaced(output / folder) as files:
+                model.save_pretrained(files)
+                tokenizer.save_pretrained(files)
             config = model.config
             theta, trained = config.rope_parameters["rope_theta"], config.max_position_embeddings
             config.rope_parameters["rope_theta"] = shortened(theta, rotated_features(config), trained, length)
@@ -448,7 +450,7 @@ def report(record: dict[str, Any], output: Path) -> None:
         tried = ", ".join(f"{slope}: {loss:.3f}" for slope, loss in slopes["losses"].items())
         lines.append(f"c = {slopes['chosen']}, by the loss of held-out pages ({tried})")
     lines += ["", "The paper's findings, by these figures:", *verdicts(record)]
-    with (output / "drope.txt").open("w", encoding="utf-8") as file:
+    with atomic_file(output / "drope.txt") as file:
         for console in (Console(), Console(file=file, width=150)):
             for table in tables(record):
                 console.print(table)
@@ -510,7 +512,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axis.set_title(name, fontsize=9)
     heats[0].set_ylabel("depth of the key")
     below.colorbar(image, ax=list(heats), label=f"part of {keys} keys' digits", pad=0.01)
-    figure.savefig(path, dpi=120)
+    with atomic_file(path, "wb") as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=120)
     pyplot.close(figure)
 
 

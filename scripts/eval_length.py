@@ -36,6 +36,7 @@ from evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
 from evaluation.tables import tables
 from hf_posenc import plots, retrieval
 from hf_posenc.retrieval import Embedder
+from hf_posenc.saving import atomic_file
 from training import sentences
 
 LENGTHS = (128, 256, 512, 1024, 2048)
@@ -199,7 +200,7 @@ def main() -> None:
     plots.lengths(written, path=arguments.output_dir / "length.png")
     if found.cells:
         plots.needle(written, path=arguments.output_dir / "needle.png")
-    with (arguments.output_dir / "length.txt").open("w") as file:
+    with atomic_file(arguments.output_dir / "length.txt") as file:
         for each in (console, Console(file=file, width=170)):
             for table in tables(found, perplexities, settings):
                 each.print(table)

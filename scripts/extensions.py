@@ -22,6 +22,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 import hf_posenc
 from conversions import CALIBRATED, calibrated, distillation, encoding_of, run, write_texts
 from evaluation import pages, records
+from hf_posenc.saving import atomic_file, replaced
 
 TRAINED = "minilm-t5"
 METHODS = ("linear", "cubic", "tiled", "grouped", "keep_first", "dynamic")
@@ -44,8 +45,9 @@ def extended(original: str, method: str, length: int, folder: Path) -> None:
 def save(model: PreTrainedModel, original: str, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(original)
     tokenizer.model_max_length = hf_posenc.inspect(model).model_max_length
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+    with replaced(folder) as files:
+        tokenizer.save_pretrained(files)
+        model.save_pretrained(files)
 
 
 def seconds(call: Any) -> float:
@@ -135,7 +137,7 @@ def main() -> None:
     costs = {method: seconds(lambda method=method: hf_posenc.extend(model, max(SIZES), method)) for method in METHODS}
     name = pages.name_of(arguments.pages)
     records.write(output / "extensions.json", {"texts": name, "seconds to extend": costs, "records": found})
-    with (output / "extensions.txt").open("w", encoding="utf-8") as file:
+    with atomic_file(output / "extensions.txt") as file:
         for console in (Console(), Console(file=file, width=200)):
             for table in shown(found):
                 console.print(table)

@@ -33,6 +33,7 @@ from generalisation.results import Results
 from generalisation.runs import Setup, process_state, training_of
 from generalisation.study import Study
 from generalisation.tasks import CAUSAL, TASKS
+from hf_posenc.saving import write_text
 
 WIDTH = 140
 
@@ -75,7 +76,7 @@ def write(output: Path, planned: Study, results: Results, failed: dict[str, str]
         for table in tables:
             console.print(table)
         console.print(verdict.summary(found), soft_wrap=True)
-    (output / "generalise.txt").write_text(text.getvalue(), encoding="utf-8")
+    write_text(output / "generalise.txt", text.getvalue())
     records.write(output / "generalise.json", report.as_record(planned, results, found, failed))
     figures.draw_curves(planned, results, output / "generalise.png")
     figures.draw_map(planned, results, output / "generalise-map.png")

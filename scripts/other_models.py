@@ -39,6 +39,7 @@ from transformers.utils import logging
 
 import hf_posenc
 from evaluation import corpus, perplexity, reactions, records
+from hf_posenc.saving import atomic_file
 from hf_posenc.scores import bootstrapped
 
 Row = dict[str, Any]
@@ -78,7 +79,7 @@ def main() -> None:
             result = filling_in(name, folders, arguments.max_train_steps)
         found[name] = result | {"seconds": round(time.perf_counter() - started)}
         records.write(kept, found)
-        with kept.with_suffix(".txt").open("w", encoding="utf-8") as file:
+        with atomic_file(kept.with_suffix(".txt")) as file:
             for model in found:
                 Console(file=file, width=150).print(table(model, found[model]))
         Console(width=150).print(table(name, found[name]))

@@ -10,6 +10,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import hf_posenc
 from hf_posenc import diagnostics, plots
+from hf_posenc.saving import atomic_file
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"!\[[^\]]*\]\(images/(\w+\.png)\)\n\n```python\n(.*?)```", re.DOTALL)
@@ -33,7 +34,9 @@ def main() -> None:
         exec(code, dict(names))
         file = DOCS / "images" / picture
         # 256 colours are a third of the size, and look the same.
-        Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
+        small = Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        with atomic_file(file, "wb") as opened:
+            small.save(opened, format="PNG", optimize=True)
         print(f"docs/images/{picture}", flush=True)
 
 

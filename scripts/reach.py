@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 from transformers import CONFIG_MAPPING
 
 from evaluation import records
+from hf_posenc.saving import write_text
 from hosts import checks, tiny
 from hosts.verdicts import Verdict, folder_of, judge
 
@@ -254,7 +255,7 @@ def write_tables(page: Path, verdicts: Iterable[Verdict]) -> None:
 def quote(page: Path, verdicts: Iterable[Verdict]) -> None:
     """Replace the headline that a page quotes."""
     lines = [f"> {headline(verdicts)}" if QUOTED.match(line) else line for line in page.read_text().splitlines()]
-    page.write_text("\n".join(lines) + "\n")
+    write_text(page, "\n".join(lines) + "\n")
 
 
 def _grouped(verdicts: list[Verdict], by: str) -> list[tuple[str, list[Verdict]]]:
@@ -293,7 +294,7 @@ def main() -> None:
     page = report(verdicts)
     print(page, end="")
     if args.output_file:
-        args.output_file.write_text(page)
+        write_text(args.output_file, page)
     if args.docs_file:
         write_tables(args.docs_file, verdicts)
     for path in args.quoted_in:

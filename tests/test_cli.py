@@ -5,15 +5,17 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertTokenizer, RobertaForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertTokenizer, RobertaForMaskedLM
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from typer.testing import CliRunner
 
@@ -345,7 +347,8 @@ def test_patch_overwrites_a_model(folders, tmp_path):
     run("patch", folders / "roberta", "rope", "--output-dir", new, "--overwrite")
     assert hf_posenc.inspect(new).encoding == "rope" and (folders / "vocab.txt").exists()
     names = {path.name for path in new.iterdir()}
-    assert {name for name in names if not name.endswith(".py")} == {"config.json", "model.safetensors"}
+    kept = {"checkpoint-1", "notes"}
+    assert {name for name in names if not name.endswith(".py")} == {"config.json", "model.safetensors"} | kept
     assert "posenc_rope.py" in names and "posenc_alibi.py" not in names and new.stat().st_ino == folder
 
 
@@ -516,8 +519,59 @@ def test_what_is_there_is_kept(folders, tmp_path, name):
     assert "isn't empty" in run(name[0], folders / "patched", *name[1:], "--output-dir", tmp_path, code=1)
     patched("bert", "alibi").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "notes.txt").write_text("mine")
-    run(name[0], tmp_path / "model", *name[1:], "--output-dir", tmp_path / "model", "--overwrite")
-    assert not (tmp_path / "model" / "notes.txt").exists()
+    for kept in (".git/HEAD", "checkpoint-3/optimizer.pt", "evaluation.json", "model-best.safetensors", "7_days/a"):
+        (tmp_path / "model" / kept).parent.mkdir(exist_ok=True)
+        (tmp_path / "model" / kept).write_text("mine")
+    for stale in ("model.fp16.safetensors", "pytorch_model.bin", "merges.txt", "added_tokens.json"):
+        (tmp_path / "model" / stale).write_text("stale")
+    (tmp_path / "model" / "modules.json").write_text(json.dumps([{"path": "1_Pooling"}, {"path": "checkpoint-3"}]))
+    (tmp_path / "model" / "1_Pooling").mkdir()
+    with pytest.MonkeyPatch.context() as without:
+        without.setitem(sys.modules, "sentence_transformers", None)
+        said = run(name[0], tmp_path / "model", *name[1:], "--output-dir", tmp_path / "model", "--overwrite")
+    mine = [".git", "7_days", "checkpoint-3", "evaluation.json", "model-best.safetensors", "notes.txt"]
+    assert f"Kept in {tmp_path / 'model'}: {', '.join(mine)}. Check" in said
+    names = {path.name for path in (tmp_path / "model").iterdir() if path.suffix != ".py"}
+    assert names - {"generation_config.json"} == {*mine, "config.json", "model.safetensors"}
+    assert (tmp_path / "model" / "notes.txt").read_text() == (tmp_path / "model" / ".git" / "HEAD").read_text() == "mine"
+
+
+def killed_unpatch(folder, name):
+    """`unpatch FOLDER --output-dir FOLDER --overwrite`, killed before a file is renamed into its place."""
+    if not (child := os.fork()):
+
+        def kill(event, arguments):
+            if event == "os.rename" and str(arguments[1]) == str(folder / name) and Path(arguments[0]).parent.name == "files":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill)
+        run("unpatch", folder, "--output-dir", folder, "--overwrite")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "model.safetensors", "tokenizer.json", "config.json"])
+def test_an_interrupted_unpatch_over_its_own_directory(folders, tmp_path, caplog, name):
+    """The next command undoes it and says so. The same command succeeds."""
+    model = hf_posenc.patch(stock("gpt2", "LMHeadModel"), "rope")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    AutoTokenizer.from_pretrained(folders / "bert").save_pretrained(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    killed_unpatch(tmp_path, name)
+    assert not (tmp_path / "config.json").exists()
+    run("inspect", tmp_path)
+    assert caplog.messages == [
+        f"The last save into {tmp_path} was interrupted. It has been undone; the earlier files are kept."
+    ]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    killed_unpatch(tmp_path, name)
+    run("unpatch", tmp_path, "--output-dir", tmp_path, "--overwrite")
+    assert len(caplog.messages) == 2 and (tmp_path / "notes.txt").read_text() == "mine"
+    assert not list(tmp_path.glob("*posenc*")) and not list(tmp_path.glob("*-of-*")) and AutoTokenizer.from_pretrained(tmp_path)
+    assert torch.equal(
+        first(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens())), first(hf_posenc.unpatch(model)(tokens()))
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

@@ -1,9 +1,16 @@
 """Saves that are whole or not at all: killed, over links, over what others have left, and the labels of weight files."""
 
+import ast
+import contextlib
+import errno
+import itertools
 import json
 import os
+import re
 import resource
+import shutil
 import signal
+import stat
 import sys
 from pathlib import Path
 
@@ -13,11 +20,15 @@ from huggingface_hub.utils import filter_repo_objects
 from huggingface_hub.utils._paths import DEFAULT_IGNORE_PATTERNS
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
+from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import first, patched, run_python, tokens
-from hf_posenc import saving
-from hf_posenc.cli.folders import check_output_dir
+from evaluation import records
+from generalisation import study
+from hf_posenc import plots, saving
+from hf_posenc.cli import app
+from hf_posenc.cli.folders import _obsolete, check_output_dir
 
 SHARDS = {"max_shard_size": "20KB"}
 
@@ -222,3 +233,434 @@ def test_options_may_differ_from_the_label(tmp_path):
 def test_on_other_ranks_nothing_is_saved(tmp_path):
     patched("bert", "alibi").save_pretrained(tmp_path / "model", is_main_process=False)
     assert not names(tmp_path / "model")
+
+
+# One file, replaced completely or not at all.
+
+
+@contextlib.contextmanager
+def small_files(size):
+    """No file may grow beyond a number of bytes, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def add_results(folder):
+    result = {"model": "new", "task": "t", "metric": "m", "length": 1, "dataset": {"name": "d" * 20_000}}
+    records.add(folder, [result])
+
+
+def write_card(folder):
+    cards = CliRunner().invoke(app, ["--debug", "card", str(folder), "--output", str(folder / "README.md")])
+    raise cards.exception
+
+
+WRITERS = {
+    "evaluation.json": add_results,
+    "README.md": write_card,
+    "study.json": lambda folder: study.write(folder / "study.json", {"rows": ["row"] * 5000}),
+    "figure.svg": lambda folder: plots.waves("sinusoidal", path=folder / "figure.svg"),
+    "page.md": lambda folder: records.fill(folder / "page.md", ("<!-- a -->", "<!-- b -->"), "x" * 20_000),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_destroys_no_file(tmp_path, name):
+    """For real: the system refuses to write more than 10,000 bytes to one file."""
+    patched("bert", "alibi").save_pretrained(tmp_path)
+    before = {
+        "evaluation.json": json.dumps({"results": []}),
+        "README.md": hf_posenc.model_card(tmp_path, "me/model"),
+        "page.md": "<!-- a --><!-- b -->",
+    }.get(name, "old")
+    (tmp_path / name).write_text(before)
+    old = contents(tmp_path)
+    with small_files(1_000 if name == "README.md" else 10_000), pytest.raises(OSError, match="was not changed. Free") as raised:
+        WRITERS[name](tmp_path)
+    assert raised.value.errno == errno.EFBIG and str(tmp_path / name) in str(raised.value)
+    assert contents(tmp_path) == old and ".part" not in str(raised.value)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_permissions_and_symlinks_of_a_replaced_file(tmp_path, umask):
+    (tmp_path / "there").mkdir()
+    old, new, link = tmp_path / "there" / "old.json", tmp_path / "new.json", tmp_path / "link.json"
+    old.write_text("old")
+    old.chmod(0o640)
+    link.symlink_to(Path("there", "old.json"))
+    umask = os.umask(umask)
+    try:
+        for path in (link, new):
+            saving.write_text(path, "é")
+    finally:
+        given = os.umask(umask)
+    assert link.is_symlink() and old.read_bytes() == new.read_bytes() == "é".encode()
+    assert old.stat().st_mode & 0o777 == 0o640 and new.stat().st_mode & 0o777 == 0o666 & ~given
+    assert len(contents(tmp_path)) == 3
+
+
+def test_a_file_stays_if_writing_it_raises(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    for error in (KeyboardInterrupt, ValueError("mine")):
+        with pytest.raises(error if isinstance(error, type) else ValueError), saving.atomic_file(path) as file:
+            file.write("new")
+            raise error
+    assert contents(tmp_path) == {Path("a.txt"): b"old"}
+    with pytest.raises(IsADirectoryError), saving.atomic_file(tmp_path):
+        pass
+    with pytest.raises(FileNotFoundError), saving.atomic_file(tmp_path / "nowhere" / "a.txt"):
+        pass
+    with pytest.raises(ValueError, match="mode='a' isn't supported"), saving.atomic_file(path, "a"):
+        pass
+
+
+def test_devices_and_pipes_are_written_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    saving.write_text(tmp_path / "pipe", "text")
+    assert os.read(reading, 10) == b"text" and stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    os.close(reading)
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        saving.write_text(tmp_path / "full", "text")
+    assert names(tmp_path) == {"pipe", "full"}
+
+
+def in_child(act, *arguments):
+    """The exit status of a fork, negative for a signal."""
+    if not (child := os.fork()):
+        try:
+            act(*arguments)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_before(number, folder):
+    """Kills this process before its number-th audited event with a path in `folder`."""
+    count = 0
+
+    def hook(event, arguments):
+        nonlocal count
+        if any(str(each).startswith(str(folder)) for each in arguments[:2] if isinstance(each, str | Path)):
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def sweep(folder, prepare, act):
+    """For every moment to kill `act`, what is prepared and killed. Yields the number of the moment."""
+    for number in itertools.count(1):
+        shutil.rmtree(folder, ignore_errors=True)
+        prepare()
+        status = in_child(lambda number=number: (kill_before(number, folder), act()))
+        assert status in (-signal.SIGKILL, 0), status
+        yield number
+        if status == 0:
+            return
+
+
+def test_a_killed_write_of_a_file_leaves_the_old_or_the_new_one(tmp_path):
+    folder, seen = tmp_path / "folder", set()
+
+    def prepare():
+        folder.mkdir()
+        (folder / "a.json").write_text("old")
+
+    for _ in sweep(folder, prepare, lambda: saving.write_text(folder / "a.json", "new")):
+        seen.add((folder / "a.json").read_text())
+        saving.write_text(folder / "a.json", "newest")
+        assert contents(folder) == {Path("a.json"): b"newest"}, "the next write removes what is left"
+    assert seen == {"old", "new"}
+
+
+# Files of a directory, replaced together.
+
+
+def model_of(kind, name):
+    """The files of a fake model: stock or with positions, in one file or in shards."""
+    config = {"model_type": kind, "name": name} | ({"position_encoding": {"type": name}} if kind == "posenc" else {})
+    weights = (
+        {"model.safetensors": name}
+        if name in "ab"
+        else {f"model-{n:05}-of-00002.safetensors": name for n in (1, 2)} | {"model.safetensors.index.json": name}
+    )
+    extra = {"tokenizer.json": name, "modules.json": '[{"path": "1_Pooling"}]', "1_Pooling/config.json": name}
+    return {"config.json": json.dumps(config), "generation_config.json": name, **weights, **(extra if name in "ac" else {})}
+
+
+def put(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def save_over(folder, files):
+    with saving.replaced(folder, _obsolete) as new:
+        put(new, files)
+
+
+def shown(folder, files):
+    """Whether a directory holds exactly these files; temporary ones don't count."""
+    found = {str(path): text.decode() for path, text in contents(folder).items() if saving.PREFIX not in str(path)}
+    return found == files
+
+
+MODELS = [("stock", "a"), ("posenc", "b"), ("stock", "c"), ("posenc", "d")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(before, after, marks=[] if index in (1, 4, 8) else [pytest.mark.slow])
+        for index, (before, after) in enumerate(itertools.permutations(MODELS, 2))
+    ],
+)
+def test_a_save_killed_anywhere_is_complete_or_undone(tmp_path, caplog, before, after):
+    """Stock or with positions, in one file or in shards, with a tokenizer and modules or without."""
+    folder, seen = tmp_path / "folder", set()
+    old, new, notes = model_of(*before), model_of(*after), {"notes.txt": "mine", "checkpoint-1/config.json": "mine"}
+    for _ in sweep(folder, lambda: put(folder, old | notes), lambda: save_over(folder, new)):
+        config = saving._json(folder / "config.json")
+        mixed = not (shown(folder, old | notes) or shown(folder, new | notes))
+        assert not mixed or config is None or saving.MARKER in config, "a mixture of old and new can be loaded"
+        caplog.clear()
+        again = in_child(lambda: (kill_before(12, folder), saving.recover(folder)))  # killed as well
+        saving.recover(folder)
+        outcome = "old" if shown(folder, old | notes) else "new" if shown(folder, new | notes) else "a mixture"
+        assert outcome != "a mixture" and not list(folder.glob(".*"))
+        if mixed:
+            assert outcome == "old" and (again or "has been undone; the earlier files are kept" in caplog.text)
+        seen.add(outcome)
+        save_over(folder, new)
+        assert shown(folder, new | notes)
+    assert seen == {"old", "new"}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 10, 12])
+def test_ctrl_c_while_files_are_replaced(tmp_path, monkeypatch, number):
+    """What has begun is undone before the program ends; the last rename completes the save."""
+    put(tmp_path, model_of("stock", "a"))
+    replace, count = os.replace, itertools.count(1)
+
+    def interrupted(*paths):
+        if next(count) == number:
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_over(tmp_path, model_of("posenc", "d"))
+    assert shown(tmp_path, model_of("stock", "a")) and next(count) > number
+    assert not list(tmp_path.glob(".*"))
+
+
+def interrupt(folder, files, name="model.safetensors"):
+    """A save that is killed before a file is renamed into its place."""
+
+    def kill(event, arguments):
+        if event == "os.rename" and str(arguments[1]) == str(folder / name):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(lambda: (sys.addaudithook(kill), save_over(folder, files))) == -signal.SIGKILL
+
+
+def test_an_interrupted_save_is_dropped_if_another_program_has_saved_since(tmp_path, caplog):
+    put(tmp_path, model_of("stock", "a"))
+    interrupt(tmp_path, model_of("stock", "b"))
+    assert not (tmp_path / "config.json").exists()
+    put(tmp_path, model_of("stock", "a"))
+    saving.recover(tmp_path)
+    assert shown(tmp_path, model_of("stock", "a")) and "has been undone" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["../outside.txt", "/tmp/outside.txt", "link/outside.txt", "", "..", 3])
+@pytest.mark.parametrize("kind", ["move", "remove"])
+def test_a_journal_changes_nothing_outside_its_directory(tmp_path, name, kind):
+    """A downloaded directory can contain any journal."""
+    folder, outside = tmp_path / "folder", tmp_path / "outside.txt"
+    outside.write_text("mine")
+    put(folder, {"notes.txt": "mine", ".posenc-x/.cache/huggingface/files/a": "a"})
+    (folder / "link").symlink_to(tmp_path)
+    journal = {"marker": False, "flush": False, "move": ["a"], "remove": [], kind: [name]}
+    put(folder, {".posenc-x/.cache/huggingface/journal.json": json.dumps(journal)})
+    saving.recover(folder)
+    assert outside.read_text() == "mine" and names(folder) == {"notes.txt", "link"}
+
+
+def test_two_processes_save_to_one_directory(tmp_path):
+    folder, models = tmp_path / "folder", [model_of(*each) for each in MODELS]
+    folder.mkdir()
+
+    def keep_saving(files):
+        for _ in range(20):
+            save_over(folder, files)
+
+    children = []
+    for files in models:
+        if not (child := os.fork()):
+            keep_saving(files)
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert any(shown(folder, files) for files in models) and not list(folder.glob(".*"))
+
+
+def test_paths_of_output_directories(tmp_path, monkeypatch):
+    """Relative, with a slash at the end, a symlink, a symlink to what isn't there yet, one that is left meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dangling").symlink_to("later")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for given, found in (("a/", "a"), ("./b/../b", "b"), ("dangling", "later"), ("link/", "real")):
+        with saving.replaced(given) as files:
+            os.chdir("/")
+            put(files, model_of("stock", "a"))
+        os.chdir(tmp_path)
+        assert shown(tmp_path / found, model_of("stock", "a")), given
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "dangling").is_symlink()
+
+
+def test_a_directory_in_the_place_of_a_new_file(tmp_path):
+    files = model_of("stock", "b")
+    put(tmp_path, {"config.json": "{}", "generation_config.json/mine": "mine"})
+    with (
+        pytest.raises(ValueError, match="generation_config.json is a directory, and the save"),
+        saving.replaced(tmp_path) as new,
+    ):
+        put(new, files)
+    assert contents(tmp_path) == {Path("config.json"): b"{}", Path("generation_config.json/mine"): b"mine"}
+
+
+@pytest.mark.skipif(not hasattr(os, "setuid") or os.getuid() != 0, reason="another user is needed")
+def test_a_directory_that_is_not_writable(tmp_path):
+    put(tmp_path, model_of("stock", "a"))
+    for path in (tmp_path, *tmp_path.parents[:3]):
+        path.chmod(0o755)
+
+    def refused():
+        os.setuid(65534)
+        for act in (lambda: save_over(tmp_path, {}), lambda: saving.write_text(tmp_path / "notes.txt", "mine")):
+            with pytest.raises(PermissionError, match="was not changed. Make it writable, or choose another path"):
+                act()
+        with pytest.raises(ValueError, match="isn't writable: change its permissions"):
+            check_output_dir(tmp_path / "new" / "model", overwrite=True)
+
+    assert in_child(refused) == 0 and shown(tmp_path, model_of("stock", "a"))
+
+
+# Every write in the package and the scripts is atomic.
+
+ROOT = Path(__file__).parents[1]
+WRITES = {
+    *("write_text", "write_bytes", "writelines", "savefig", "to_csv", "to_json", "to_parquet", "tofile", "save_pretrained"),
+    *("save_file", "save_model", "save", "savez", "savez_compressed", "savetxt", "imsave", "dump", "copyfile", "copy2"),
+    *("copytree", "move", "rename", "renames", "touch", "symlink_to", "hardlink_to", "copyfileobj"),
+}
+QUALIFIED = {"shutil.copy", "os.replace", "os.link", "os.symlink", "os.truncate", "os.open"}
+ATOMIC = {"atomic_file", "replaced", "new_directory", "TemporaryDirectory"}
+"""Within these, files are written that nobody reads yet."""
+ELSEWHERE = {
+    "hf_posenc/saving.py": "the atomic writers themselves",
+    "hf_posenc/checkpoints.py:_label": "in the temporary directory of save_pretrained",
+    "hf_posenc/checkpoints.py:EncodingModelMixin._label": "in the temporary directory of save_pretrained",
+    "hf_posenc/checkpoints.py:EncodingModelMixin.save_pretrained": "distributed checkpoints are written by all ranks",
+    "hf_posenc/encodings/building.py:": "a pickler of bytes in memory",
+    "hf_posenc/hub.py:_keep": "in the temporary directory of push_to_hub",
+    "hf_posenc/probe.py:_run": "in the temporary directory of the probe",
+    "hf_posenc/probe.py:_main": "in the temporary directory of the probe",
+    "scripts/attacks/": "in new temporary directories, or bytes in memory",
+    "scripts/benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
+    "scripts/reach.py:Kept.add": "a line is added to the end",
+    "scripts/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
+    "scripts/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
+    "scripts/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",
+    "scripts/v4_checkpoints.py:write": "into a new directory, under Transformers 4, where hf_posenc can't be imported",
+}
+"""Other writes: the function, or the beginning of its path -> why it needs no atomic writer."""
+OURS = {"saving.write_text", "sentences.save", "output.save_model"}
+
+
+def qualified(node):
+    if isinstance(node, ast.Attribute):
+        return f"{qualified(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else qualified(node.func) if isinstance(node, ast.Call) else "…"
+
+
+def is_write(call):
+    name = qualified(call.func)
+    last = name.rpartition(".")[2]
+    if name in QUALIFIED:
+        return True
+    if last in ("open", "fdopen"):
+        given = [*call.args[name == "open" :], *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+        modes = [str(each.value) for each in given if isinstance(each, ast.Constant)]
+        return any(re.fullmatch(r"[rwaxbt+]*[wax+][rwaxbt+]*", mode) for mode in modes)
+    return "." in name and last in WRITES and name not in OURS or last == "save_file"
+
+
+def writes(tree):
+    """(qualified function, line) of every write that isn't within an atomic one."""
+
+    def visit(node, where, safe):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            where = f"{where}.{node.name}" if where else node.name
+        if isinstance(node, ast.With):
+            used = {qualified(item.context_expr).rpartition(".")[2] for item in node.items}
+            safe = safe or bool(used & ATOMIC)
+        if isinstance(node, ast.Call) and not safe and is_write(node):
+            yield where, node.lineno
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, where, safe)
+
+    return visit(tree, "", False)
+
+
+def test_every_file_is_written_by_the_atomic_writer():
+    found = {}
+    for folder in ("hf_posenc", "scripts"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for where, line in writes(ast.parse(path.read_text())):
+                found[f"{path.relative_to(ROOT)}:{where}"] = line
+    allowed = {each for each in ELSEWHERE if any(name.startswith(each) for name in found)}
+    wrong = {name: line for name, line in found.items() if not any(name.startswith(each) for each in ELSEWHERE)}
+    assert not wrong, "use hf_posenc.saving.atomic_file, write_text or replaced"
+    assert allowed == ELSEWHERE.keys(), "no longer needed"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open(path, 'w')",
+        "path.open(mode='ab')",
+        "path.write_text('')",
+        "json.dump(x, file)",
+        "figure.savefig(path)",
+        "torch.save(x, path)",
+        "save_file(x, path)",
+        "shutil.copy(x, path)",
+        "os.replace(x, path)",
+        "frame.to_csv(path)",
+        "model.save_pretrained(path)",
+    ],
+)
+def test_the_search_for_writes_finds(code):
+    assert [*writes(ast.parse(f"def f():\n  {code}"))] == [("f", 2)]
+    assert not [*writes(ast.parse(f"with saving.replaced(folder) as path:\n  {code}"))]
+
+
+def test_the_search_for_writes_passes_over():
+    assert not [*writes(ast.parse("open(path)\npath.open('rb')\nopen('wax')\ntext.replace('a', 'b')\nsaving.write_text(a, b)"))]

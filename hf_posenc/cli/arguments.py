@@ -56,7 +56,7 @@ Inject = Annotated[
     ),
 ]
 KeepHost = Annotated[bool, typer.Option(help="Keep the model's own positions, for unpatch.")]
-Overwrite = Annotated[bool, typer.Option(help="Replace the model in the output folder, and all that is with it.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace the model and tokenizer in the output directory. Other files are kept.")]
 OutputDir = Annotated[Path, typer.Option(help="The folder in which the model and its tokenizer are saved.")]
 
 

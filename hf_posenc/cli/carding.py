@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import hf_posenc
+from hf_posenc import saving
 from hf_posenc.cards import replaceable
 from hf_posenc.cli import app, console
 
@@ -27,6 +28,7 @@ def card(
 
     Its tables show the results in the folder's evaluation.json, which the training scripts write.
     """
+    saving.recover(folder)
     existing = output.read_text(encoding="utf-8") if output and output.exists() else ""
     if (kept := replaceable(existing)) is None:
         raise ValueError(f"{output} was written by hand, and stays as it is: choose another --output")
@@ -34,5 +36,5 @@ def card(
     if output is None:
         print(text, end="")
     else:
-        output.write_text(text, encoding="utf-8")
+        saving.write_text(output, text)
         console.print(f"written to {output}", markup=False)

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import json
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +32,19 @@ SENTENCES = "config_sentence_transformers.json"
 SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
 """Values of `model_type` in SENTENCES, which older folders don't have: classes of sentence-transformers."""
 
+MODEL_FILES = re.compile(
+    r"config\.json|generation_config\.json|adapter_config\.json|(modeling_)?posenc(_\w+)?\.py|"
+    r"(adapter_|pytorch_)?model(\.\w+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index(\.\w+)?\.json)?|"
+    r"tokenizer\.(json|model)|(tokenizer_config|special_tokens_map|added_tokens)\.json|"
+    r"chat_template\.(jinja|json)|additional_chat_templates|"
+    r"((entity_)?vocab|vocab-(src|tgt))\.json|vocab\.txt|merges\.txt|bpe\.codes|prophetnet\.tokenizer|"
+    r"(spiece|sentencepiece(\.bpe)?|spm|spm_char)\.model|"
+    r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json"
+)
+"""Files that saving a model or its tokenizer writes. --overwrite removes those of the previous model."""
+MODULE = re.compile(r"\d+_\w+")
+"""Subdirectories for the modules of a SentenceTransformer, which modules.json lists."""
+
 
 @dataclass(frozen=True)
 class Original:
@@ -51,7 +66,11 @@ class Original:
 
 
 def load(model: str) -> Any:
-    """A model of sentence-transformers, where that package is installed, or else one of Transformers."""
+    """A model of sentence-transformers, where that package is installed, or else one of Transformers.
+
+    An interrupted save into its directory is completed or undone first.
+    """
+    saving.recover(model)
     sentences = _load_sentences(model)
     return load_model(model) if sentences is None else sentences
 
@@ -61,6 +80,7 @@ def asks_for_its_own(model: str, encoding: dict[str, Any]) -> bool:
 
     Raises ValueError where it is that one with other options.
     """
+    saving.recover(model)
     kind = PreTrainedConfig.get_config_dict(model)[0].get("position_embedding_type")
     if kind not in V4_RELATIVE or encoding_class(encoding.get("type")) is not encoding_class(kind):
         return False
@@ -126,11 +146,15 @@ def save(out: Output, changed: Any, original: Original, output_dir: Path, submod
 
     submodel: the part that was changed. Returns what --json prints.
     """
+    before = _inodes(output_dir)
     tokenizer = write(changed, original, output_dir)
+    kept = sorted(name for name, inode in (before.items() & _inodes(output_dir).items()) if not _of_model(output_dir, name))
     report, inner = _report(changed, submodel), inner_model(changed)
     out.result(str(report))
     missing = "" if tokenizer is not None else " (there was no tokenizer beside the model)"
     out.message(f"saved to {output_dir}{missing}")
+    if kept:
+        out.message(f"Kept in {output_dir}: {', '.join(kept)}. Check that they apply to the new model.")
     lengths = _changed_lengths(original, changed, tokenizer)
     for what, each in lengths.items():
         named = "The tokenizer's model_max_length" if what == "model_max_length" else what
@@ -144,6 +168,7 @@ def save(out: Output, changed: Any, original: Original, output_dir: Path, submod
         )
     return {
         "output_dir": str(output_dir),
+        "kept": kept,
         "report": asdict(report),
         "tokenizer": tokenizer is not None,
         "lengths": lengths,
@@ -157,7 +182,7 @@ def write(changed: Any, original: Original, output_dir: Path) -> Any:
     tokenizer = changed.tokenizer if sentences else copy.deepcopy(original.tokenizer)
     if tokenizer is not None and not sentences:
         tokenizer.model_max_length = _reader(changed).model_max_length
-    with saving.replaced(output_dir, _all_others) as folder:
+    with saving.replaced(output_dir, _obsolete) as folder:
         if sentences:
             changed.save_pretrained(str(folder), create_model_card=False)
         else:
@@ -225,15 +250,42 @@ def _reader(model: PreTrainedModel) -> Report:
 
 
 def check_output_dir(output_dir: Path, overwrite: bool) -> None:
-    if not output_dir.exists() or (output_dir.is_dir() and not saving.entries(output_dir)):
+    """Raises ValueError for an output directory that the command may not write to, before anything is computed.
+
+    An interrupted save into it is completed or undone first.
+    """
+    there = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{there} is a file: choose another --output-dir")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{there} isn't writable: change its permissions, or choose another --output-dir")
+    saving.recover(output_dir)
+    if not output_dir.exists() or not saving.entries(output_dir):
         return
-    if not output_dir.is_dir():
-        raise ValueError(f"{output_dir} is a file: choose another --output-dir")
     if not overwrite:
         raise ValueError(f"{output_dir} isn't empty: choose another --output-dir, or --overwrite it")
     if not (output_dir / "config.json").is_file():
         raise ValueError(f"{output_dir} holds no model, and --overwrite replaces nothing else: choose another --output-dir")
 
 
-def _all_others(output_dir: Path, new: list[str]) -> list[str]:
-    return [path.name for path in saving.entries(output_dir) if path.name not in new]
+def _obsolete(output_dir: Path, new: list[str]) -> list[str]:
+    """The files of the previous model that the new one doesn't replace."""
+    names = [path.name for path in saving.entries(output_dir) if _of_model(output_dir, path.name)]
+    replaced = {name.partition("/")[0] for name in new}
+    within = [path for name in names if MODULE.fullmatch(name) and name in replaced for path in (output_dir / name).rglob("*")]
+    files = [path.relative_to(output_dir).as_posix() for path in within if path.is_file() or path.is_symlink()]
+    return [name for name in names if name not in replaced] + [name for name in files if name not in new]
+
+
+def _of_model(output_dir: Path, name: str) -> bool:
+    """Whether an entry of a directory is part of the model in it."""
+    if MODULE.fullmatch(name):
+        try:
+            return any(module["path"] == name for module in json.loads((output_dir / "modules.json").read_text("utf-8")))
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return False
+    return MODEL_FILES.fullmatch(name) is not None
+
+
+def _inodes(folder: Path) -> dict[str, int]:
+    return {path.name: path.lstat().st_ino for path in saving.entries(folder)} if folder.is_dir() else {}

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import hf_posenc
+from hf_posenc import saving
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import Submodel
 from hf_posenc.cli.output import AsJson, Output
@@ -25,6 +26,7 @@ def inspect(
 
     [bold]hf-posenc inspect openai/clip-vit-base-patch32 --submodel text_model --json[/]
     """
+    saving.recover(model)
     out, report = Output(as_json), hf_posenc.inspect(model, submodel=submodel)
     out.result(str(report))
     out.document(asdict(report))

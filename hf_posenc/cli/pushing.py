@@ -7,6 +7,7 @@ import typer
 from huggingface_hub import is_offline_mode
 
 import hf_posenc
+from hf_posenc import saving
 from hf_posenc.cards import replaceable
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import load_model
@@ -50,6 +51,7 @@ def push(
     The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN. Offline (HF_HUB_OFFLINE=1) all files are
     written to a folder, and nothing is sent.
     """
+    saving.recover(folder)
     if (folder / "modules.json").exists():
         raise ValueError(
             f"{folder} is a SentenceTransformer, of which this would push the model without its other modules (pooling): "

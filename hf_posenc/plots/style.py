@@ -4,7 +4,6 @@ A figure is made without pyplot, whose state all threads share and which needs a
 without rcParams, which are global as well: each artist is given its colour and size.
 """
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hf_posenc.saving import atomic_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
 SMALL, NORMAL, LARGE = 7.5, 8.5, 9.5
@@ -81,15 +82,10 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
     """
     file = checked_path(path)
     form = file.suffix.lower().removeprefix(".")
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
     # No date, so that the same figure is the same file.
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
-    try:
-        figure.savefig(part, format=form, dpi=DPI, metadata=undated)
-        part.replace(file)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
+    with atomic_file(file, "wb") as opened:
+        figure.savefig(opened, format=form, dpi=DPI, metadata=undated)
 
 
 class Sheet:

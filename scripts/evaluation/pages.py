@@ -23,6 +23,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from hf_posenc.questions import plain, sentence_spans
+from hf_posenc.saving import write_text
 
 KINDS = (".rst", ".txt", ".md", ".html", ".htm")
 SOURCES = "_sources"
@@ -269,7 +270,7 @@ def main() -> None:
     print(f"{len(training):,} training pages, {sum(len(text.split()) for text in training):,} words")
     if arguments.train_file:
         lines = (json.dumps({"text": text}, ensure_ascii=False) for text in training)
-        arguments.train_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_text(arguments.train_file, "\n".join(lines) + "\n")
         print(arguments.train_file)
         return
     for page in evaluation[:: max(1, len(evaluation) // 5)]:

@@ -4,12 +4,13 @@ The scripts write records; the functions `of_…` rearrange their figures as res
 """
 
 import json
-import os
 import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from hf_posenc.saving import write_text
 
 FILE = "evaluation.json"
 LIBRARY = "Python standard library documentation"
@@ -35,14 +36,8 @@ def as_text(record: Any) -> str:
 
 
 def write(file: Path, record: Any) -> None:
-    file.write_text(as_text(record), encoding="utf-8")
-
-
-def write_whole(file: Path, record: Any) -> None:
-    """The same, such that the file is there only once all of it is written."""
-    part = file.with_suffix(f".{os.getpid()}.part")
-    write(part, record)
-    part.replace(file)
+    """Replace a file by a record, completely or not at all."""
+    write_text(file, as_text(record))
 
 
 def fill(page: Path, markers: tuple[str, str], text: str) -> None:
@@ -51,7 +46,7 @@ def fill(page: Path, markers: tuple[str, str], text: str) -> None:
     _, end, tail = rest.partition(markers[1])
     if not begin or not end:
         raise ValueError(f"{page} has no lines {markers[0]} and {markers[1]}, between which the tables would lie: add them")
-    page.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}", encoding="utf-8")
+    write_text(page, f"{head}{begin}\n\n{text}\n{end}{tail}")
 
 
 def read(file: Path) -> Any:

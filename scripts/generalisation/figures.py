@@ -8,6 +8,7 @@ import hf_posenc
 from generalisation.results import Results
 from generalisation.study import Study
 from generalisation.tasks import ALL
+from hf_posenc.saving import atomic_file
 
 FAMILIES = {
     "embed": "vectors added to the input",
@@ -71,7 +72,8 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
             entries |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
         column[-1].legend(list(entries.values()), list(entries), frameon=False, fontsize=8, **place)
-    figure.savefig(path, dpi=110)
+    with atomic_file(path, "wb") as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)
     pyplot.close(figure)
 
 
@@ -167,7 +169,8 @@ def draw_map(study: Study, results: Results, path: Path) -> None:
             if of[labels[line]] != of[labels[line - 1]]:
                 axis.axhline(line - 0.5, color="white", linewidth=2)
         axis.set_title(f"{task}, L = {trained}\n{NAMES[measure]}", fontsize=8)
-    figure.savefig(path, dpi=110)
+    with atomic_file(path, "wb") as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)
     pyplot.close(figure)
 
 

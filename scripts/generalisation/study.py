@@ -109,7 +109,7 @@ def records_of(folder: Path, study: Study) -> list[Record]:
 def write(file: Path, record: Record) -> None:
     """Write a record whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    records.write_whole(file, record)
+    records.write(file, record)
 
 
 Planned = tuple[Path, str, Encoding, int]

@@ -1,21 +1,24 @@
 """Checkpoint folders that are complete or absent, also after a killed process, a full disk or an interrupted copy.
 
-A folder is written under a hidden name, synchronised to the disk, and renamed. Its manifest, which is written last, lists
+A folder is written under a hidden name, flushed to disk, and renamed. Its manifest, which is written last, lists
 every file with its size.
 """
 
-import os
+import contextlib
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from evaluation import records
+from hf_posenc import saving
 
 MANIFEST = "checkpoint.json"
 NAMES = re.compile(r"(step|epoch|best)_\d+")
@@ -27,67 +30,56 @@ def write(accelerator: Accelerator, folder: Path, fill: Callable[[Path], None], 
     Raises SystemExit where it can't be written.
     """
 
-    def complete(aside: Path) -> None:
-        files = {str(file.relative_to(aside)): file.stat().st_size for file in _files(aside)}
+    def finish(aside: Path) -> None:
+        files = {str(file.relative_to(aside)): file.stat().st_size for file in aside.rglob("*") if file.is_file()}
         records.write(aside / MANIFEST, {**about, "files": files})
-        for path in (*_files(aside), aside):
-            _synchronise(path)
-        _remove(folder)
-        aside.rename(folder)
-        _synchronise(folder.parent)
 
     last = newest(folder.parent)
     kept = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
-    _aside(accelerator, folder.with_name(f".{folder.name}"), fill, complete, f"{folder} can't be written", kept)
+    _together(accelerator, folder.parent, saving.new_directory(folder), fill, finish, f"{folder} can't be written", kept)
 
 
 def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], None], last: str) -> None:
-    """Replace files in `output_dir` by those that `fill` writes on all processes, each atomically, `last` at the end.
+    """Replace files in `output_dir` by those that `fill` writes on all processes, all or none of them, `last` at the end.
 
     Raises SystemExit where they can't be written.
     """
-
-    def complete(aside: Path) -> None:
-        for file in sorted(_files(aside), key=lambda file: file.name == last):
-            _synchronise(file)
-            there = output_dir / file.relative_to(aside)
-            there.parent.mkdir(exist_ok=True)
-            file.replace(there)
-        shutil.rmtree(aside)
-
     refusal = f"the model can't be written to {output_dir}"
-    _aside(accelerator, output_dir / ".model", fill, complete, refusal, "the checkpoints are as they were")
+    writer = saving.replaced(output_dir, last=last, flush=True)
+    _together(accelerator, output_dir, writer, fill, lambda _: None, refusal, "the checkpoints are as they were")
 
 
-def _aside(
+def _together(
     accelerator: Accelerator,
-    aside: Path,
+    output_dir: Path,
+    writer: AbstractContextManager[Path],
     fill: Callable[[Path], None],
-    complete: Callable[[Path], None],
+    finish: Callable[[Path], None],
     refusal: str,
     kept: str,
 ) -> None:
-    def attempt(write: Callable[[Path], None]) -> None:
+    """Fill the directory of an atomic writer on all processes. The main one opens the writer, finishes and closes it."""
+
+    def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            write(aside)
+            return act(*arguments)
         except (OSError, RuntimeError, SafetensorError) as error:
             if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not torch.save's
                 raise
-            shutil.rmtree(aside, ignore_errors=True)
-            free = shutil.disk_usage(aside.parent).free // 2**20
+            place = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+            free = shutil.disk_usage(place).free // 2**20
             raise SystemExit(f"{refusal} ({error}); the disk has {free:,} MiB free; {kept}") from None
 
-    def begin(aside: Path) -> None:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-
-    if accelerator.is_main_process:
-        attempt(begin)
-    accelerator.wait_for_everyone()
-    attempt(fill)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        attempt(complete)
+    main, folder = accelerator.is_main_process, [""]
+    with contextlib.ExitStack() as opened:
+        if main:
+            folder = [str(attempt(opened.enter_context, writer))]
+        (aside,) = broadcast_object_list(folder)
+        attempt(fill, Path(aside))
+        accelerator.wait_for_everyone()
+        if main:
+            attempt(finish, Path(aside))
+            attempt(opened.close)
     accelerator.wait_for_everyone()
 
 
@@ -129,25 +121,4 @@ def prune(output_dir: Path, keep_last: int | None, best: int | None) -> None:
     wanted = {best, *(about["best_step"] for _, about in kept)}
     for folder in [*(folder for folder, _ in old), *output_dir.glob("best_*")]:
         if not (folder.name.startswith("best_") and int(folder.name.removeprefix("best_")) in wanted):
-            _remove(folder)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _synchronise(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder, after renaming it to a hidden name, so that an interrupted removal leaves no partial folder."""
-    if folder.exists():
-        hidden = folder.with_name(f".{folder.name}-old")
-        shutil.rmtree(hidden, ignore_errors=True)
-        folder.rename(hidden)
-        shutil.rmtree(hidden)
+            saving.remove_directory(folder)
