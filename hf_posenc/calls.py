@@ -9,6 +9,8 @@ from torch import nn
 
 TOKENS = frozenset(["input_ids", "inputs_embeds"])
 """Arguments of stacks that read tokens."""
+IS_CAUSAL = "is_causal"
+"""The config's flag, and argument of a forward, by which Transformers makes a decoder bidirectional."""
 
 
 def argument_names(module: nn.Module) -> list[str]:

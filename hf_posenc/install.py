@@ -81,6 +81,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         needs_token_types=any(name.endswith("token_type_ids") for name, _ in stack.named_buffers()),
         aside=tokens_aside(structure.modules),
         windows=has_windows(structure.modules) or len(structure.entrances) > 1,
+        causal_flags=structure.causal_flags,
     )
     if structure.tokens is None:
         if projection := patch_projection(structure.modules):

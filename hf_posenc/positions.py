@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_posenc import attention, remembering
-from hf_posenc.calls import TOKENS, Call
+from hf_posenc.calls import IS_CAUSAL, TOKENS, Call
 from hf_posenc.encodings import PositionContext, counted, positions_of
 from hf_posenc.encodings.context import CURRENT
 
@@ -70,6 +70,7 @@ class ForwardPass:
     needs_token_types: whether the host cuts missing token types from a buffer as long as its old table (BERT).
     aside, windows: of the context of a stack that makes its tokens itself.
     replaces: whether the host's own positions were taken out; else nothing that it is called with changes.
+    causal_flags: name -> value of the flags of the config by which the stack makes its masks, when the encoding was built.
     """
 
     names: list[str]
@@ -80,6 +81,7 @@ class ForwardPass:
     aside: tuple[int, int] = (0, 0)
     windows: bool = False
     replaces: bool = True
+    causal_flags: Mapping[str, bool] = field(default_factory=dict)
 
     def begin(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
         """The arguments with the `PositionContext` of this forward pass in them, if the host passes it on, and that context.
@@ -89,6 +91,7 @@ class ForwardPass:
         (`positions_of`).
         """
         call = Call(self.names, args, kwargs)
+        self._check_causal_flags(stack, call)
         for name in self.refused if self.replaces else ():
             if call[name] is not None:
                 raise ValueError(
@@ -148,6 +151,17 @@ class ForwardPass:
         if self.needs_token_types and call["token_type_ids"] is None:
             changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
         return self._changed(call, context, **changes)
+
+    def _check_causal_flags(self, stack: Any, call: Call) -> None:
+        """Raises ValueError if the stack would make other masks than those that its encoding was built for."""
+        for name, before in self.causal_flags.items():
+            now, given = getattr(stack.config, name, before), call[IS_CAUSAL] if name == IS_CAUSAL else None
+            if bool(now if given is None else given) != before:
+                raise ValueError(
+                    f"{name}={now if given is None else given!r} changes which tokens see each other, and the "
+                    f"{stack._posenc_spec.type!r} encoding of this model was built for {name}={before}: set it in the config "
+                    "before the model is built and patched; from_pretrained takes a config"
+                )
 
     def _lacks_tokens(self, stack: Any, call: Call) -> bool:
         """Whether a stack that reads tokens was given none, nor anything else that it makes them of."""
