@@ -1,6 +1,7 @@
 """The arguments of a module's call, for hooks that read or change them; what the code of modules mentions."""
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
@@ -12,6 +13,9 @@ TOKENS = frozenset(["input_ids", "inputs_embeds"])
 IS_CAUSAL = "is_causal"
 """The config's flag, and argument of a forward, by which Transformers makes a decoder bidirectional."""
 
+FLATTENED = re.compile(r"input_ids\.(view|reshape)\(\s*-1,\s*input_(shape\[-1\]|ids\.(shape\[-1\]|size\(-1\)))\s*\)")
+"""The code by which models of Transformers flatten ids."""
+
 
 def argument_names(module: nn.Module) -> list[str]:
     """The arguments of a module's forward, in order."""
@@ -21,6 +25,15 @@ def argument_names(module: nn.Module) -> list[str]:
 def reads_tokens(module: nn.Module) -> bool:
     """Whether a module takes token ids."""
     return "input_ids" in argument_names(module)
+
+
+def flattens_ids(module: nn.Module) -> bool:
+    """Whether a module takes ids of more dimensions than `[B, L]` as one text in each row (GPT-2 with a choice of answers)."""
+    try:
+        source = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):  # A class of an interpreter's prompt has no source.
+        return False
+    return bool(FLATTENED.search(source))
 
 
 def attributes_read(modules: Iterable[nn.Module]) -> set[str]:

@@ -70,6 +70,7 @@ class ForwardPass:
     needs_token_types: whether the host cuts missing token types from a buffer as long as its old table (BERT).
     aside, windows: of the context of a stack that makes its tokens itself.
     replaces: whether the host's own positions were taken out; else nothing that it is called with changes.
+    flattens: whether a stack takes input ids of more dimensions, `[B, choices, L]`, as one text in each row of L.
     causal_flags: name -> value of the flags of the config by which the stack makes its masks, when the encoding was built.
     """
 
@@ -81,6 +82,7 @@ class ForwardPass:
     aside: tuple[int, int] = (0, 0)
     windows: bool = False
     replaces: bool = True
+    flattens: bool = False
     causal_flags: Mapping[str, bool] = field(default_factory=dict)
 
     def begin(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
@@ -98,10 +100,8 @@ class ForwardPass:
                     f"{name} given by hand are the positions of the stock {type(stack).host_class.__name__}, which this model "
                     f"doesn't use: leave them out, or give position_ids"
                 )
-        ids, embeds = call["position_ids"], call["inputs_embeds"]
-        tokens = call["input_ids"] if embeds is None else embeds
-        if tokens is not None and tokens.ndim > 2:  # vectors, or several ids for each place
-            tokens = tokens[..., 0]
+        tokens, call = self._by_text(call)
+        args, kwargs, ids = call.args, call.kwargs, call["position_ids"]
         if tokens is None and ids is None and not self._lacks_tokens(stack, call):
             return self._changed(call, self._of_unknown_number(stack, call))
         known = ids if tokens is None else tokens
@@ -151,6 +151,33 @@ class ForwardPass:
         if self.needs_token_types and call["token_type_ids"] is None:
             changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
         return self._changed(call, context, **changes)
+
+    def _by_text(self, call: Call) -> tuple[Tensor | None, Call]:
+        """One number for each token, `[B, L]`, or `[L]`, and the call with a mask and position_ids of as many rows. None where
+        the stack makes its tokens itself.
+
+        Raises ValueError for inputs of other shapes.
+        """
+        embeds = call["inputs_embeds"]
+        tokens = call["input_ids"] if embeds is None else embeds
+        if tokens is None or tokens.ndim < 3:
+            return tokens, call
+        if embeds is None and self.flattens:
+            by_row = {name: call[name] for name in ("attention_mask", "position_ids")}
+            by_row = {name: given.flatten(0, -2) for name, given in by_row.items() if given is not None and given.ndim == 3}
+            call = Call(self.names, *call.changed(**by_row))
+            tokens, mask = tokens.flatten(0, -2), call["attention_mask"]
+            if mask is not None and len(mask) != len(tokens):
+                raise ValueError(
+                    f"attention_mask has {len(mask)} rows for {len(tokens)} texts: give it the shape of input_ids, or one row "
+                    "for each text"
+                )
+            return tokens, call
+        if tokens.ndim > 3:
+            raise ValueError(
+                f"inputs_embeds have shape {tuple(tokens.shape)}: give [batch, length, hidden_size], each choice as a row"
+            )
+        return tokens[..., 0], call  # Vectors, or several ids for each place.
 
     def _check_causal_flags(self, stack: Any, call: Call) -> None:
         """Raises ValueError if the stack would make other masks than those that its encoding was built for."""
@@ -228,7 +255,7 @@ class ForwardPass:
         cache = call.of_type(Cache)
         if cache is None:
             cache = next((value for value in values if isinstance(value, Cache)), None)
-        tokens = call["input_ids"] if call["inputs_embeds"] is None else call["inputs_embeds"]
+        tokens, _ = self._by_text(call)
         if context is not None and cache is not None and tokens is not None and not torch.compiler.is_exporting():
             remembering.remember(cache, len(tokens), context)
 

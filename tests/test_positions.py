@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 import hf_posenc
 from conftest import (
@@ -19,6 +20,8 @@ from conftest import (
     first,
     pairs,
     patched,
+    randomize,
+    randomize_encoding,
     stock,
     tokens,
 )
@@ -184,3 +187,42 @@ def test_boxes_of_layoutlm_still_count():
     assert_apart(first(model(ids, bbox=boxes[:, order])), expected)
     assert_apart(first(model(ids)), expected)
     assert torch.equal(first(without_positions("layoutlm")(ids, bbox=boxes)), expected)
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.parametrize("encoding", ["sinusoidal", "learned", "alibi", "rope", "shaw", "fire", "cope"])
+@pytest.mark.parametrize("name", ["GPT2", "OpenAIGPT"])
+@torch.no_grad()
+def test_ids_with_choices(name, encoding, choices):
+    """`[B, choices, L]`, which the stack flattens, gives what `[B * choices, L]` does."""
+    torch.manual_seed(0)
+    more = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{name}Config")(**more)
+    model = getattr(transformers, f"{name}DoubleHeadsModel")(config).eval()
+    model = randomize_encoding(hf_posenc.patch(randomize(model), encoding))
+    base = model.base_model
+    flat = tokens(2 * choices, 9)
+    ids, mask, jumps = flat.view(2, choices, 9), torch.ones_like(flat), torch.arange(9).mul(3).fmod(16).expand_as(flat)
+    mask[0, 6:], mask[-1, :2] = 0, 0
+    for given in ({}, {"attention_mask": mask}, {"position_ids": jumps}):
+        shaped = {key: value.view(2, choices, 9) for key, value in given.items()}
+        expected = first(base(flat, **given)).view(2, choices, 9, -1)
+        assert torch.equal(first(base(ids, **shaped)), expected)
+        assert torch.equal(first(base(ids, **given)), expected)
+    places = torch.full((2, choices), 8)
+    found = model(ids, mc_token_ids=places, attention_mask=mask.view(2, choices, 9))
+    assert found.mc_logits.shape == (2, choices) and found.logits.shape[:3] == (2, choices, 9)
+    with pytest.raises(ValueError, match=r"attention_mask has 5 rows for"):
+        base(ids, attention_mask=mask[:1].expand(5, -1))
+    with pytest.raises(ValueError, match=r"inputs_embeds have shape \(2, .*give \[batch, length, hidden_size\]"):
+        base(inputs_embeds=torch.zeros(2, choices, 9, 32))
+
+
+@torch.no_grad()
+def test_heads_that_flatten_choices_themselves():
+    model = patched("bert", "alibi", "ForMultipleChoice")
+    ids, mask = tokens(4), torch.ones(4, 11, dtype=torch.long)
+    mask[1, 7:] = 0
+    shaped = model(ids.view(2, 2, 11), attention_mask=mask.view(2, 2, 11)).logits
+    pooled = model.bert(ids, attention_mask=mask).pooler_output
+    assert torch.equal(shaped, model.classifier(pooled).view(2, 2))
