@@ -44,14 +44,15 @@ def attributes_read(modules: Iterable[nn.Module]) -> set[str]:
     }
     functions = (value for kind in kinds for name, value in vars(kind).items() if name not in made)
     codes = (getattr(inspect.unwrap(function), "__code__", None) for function in functions if callable(function))
-    return {name for code in codes if code is not None for each in _within(code) for name in each.co_names}
+    return {name for code in codes if code is not None for each in codes_within(code) for name in each.co_names}
 
 
-def _within(code: CodeType) -> Iterator[CodeType]:
+def codes_within(code: CodeType) -> Iterator[CodeType]:
+    """A code, and those of the functions that it defines."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _within(constant)
+            yield from codes_within(constant)
 
 
 class Call:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import written_out
-from hf_posenc.calls import IS_CAUSAL, TOKENS, argument_names, reads_tokens
+from hf_posenc.calls import IS_CAUSAL, TOKENS, argument_names, codes_within, reads_tokens
 from hf_posenc.declarations import names_in
 from hf_posenc.encodings import Geometry, listed, meant
 from hf_posenc.sources import HostRefused, Source, patch_projection, sees_order, signs_of_position
@@ -297,7 +297,7 @@ def _named_in(stack: Any) -> frozenset[str]:
     """The names that the methods of a stack's own classes use."""
     classes = [cls for cls in stack.__mro__ if issubclass(cls, PreTrainedModel) and cls is not PreTrainedModel]
     functions = (inspect.unwrap(value) for cls in classes for value in vars(cls).values() if inspect.isfunction(value))
-    return frozenset(name for function in functions for name in function.__code__.co_names)
+    return frozenset(name for function in functions for code in codes_within(function.__code__) for name in code.co_names)
 
 
 def is_patched(module: nn.Module) -> bool:

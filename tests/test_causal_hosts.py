@@ -103,6 +103,7 @@ TWO_WAYS = {
     "CLIPText": {**SIZES, "max_position_embeddings": 24},
     "Bert": {**SIZES, "is_decoder": True},
     "Gemma3Text": GEMMA,
+    "Laguna": {**GEMMA, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
 }
 
 
