@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from hf_posenc import attention, remembering
 from hf_posenc.calls import IS_CAUSAL, TOKENS, Call
-from hf_posenc.encodings import PositionContext, counted, positions_of
+from hf_posenc.encodings import PositionContext, counted, length_of, positions_of
 from hf_posenc.encodings.context import CURRENT
 
 TEXT_AND_GRID = 4
@@ -118,8 +118,6 @@ class ForwardPass:
         cache, mask = call.of_type(Cache), None if tokens is None else call["attention_mask"]
         past = _length_of(cache)
         remembering.refuse_uncounted(cache, past)
-        if self.replaces:
-            _check_length(stack, length, past, cache)
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         if (asked := ASKING.asked) is not None and asked.stack is stack:
             padding = _padding_of(asked, shape, past) if padding is None else padding
@@ -127,6 +125,8 @@ class ForwardPass:
         given = ids
         if ids is not None:
             ids = self._from_zero(stack, ids, length, mask)
+        if self.replaces:
+            _check_length(stack, length, past, cache, ids)
         positions, start, keys = _positions(ids, padding, cache, past, shape, device, stack.posenc.geometry.is_causal)
         context = PositionContext(
             stack.posenc,
@@ -180,7 +180,11 @@ class ForwardPass:
         return tokens[..., 0], call  # Vectors, or several ids for each place.
 
     def _check_causal_flags(self, stack: Any, call: Call) -> None:
-        """Raises ValueError if the stack would make other masks than those that its encoding was built for."""
+        """Raises ValueError if the stack would make other masks than those that its encoding was built for. It makes none where
+        it is given one that is ready, as in continuous batching."""
+        mask = call["attention_mask"]
+        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim < 4):
+            return
         for name, before in self.causal_flags.items():
             now, given = getattr(stack.config, name, before), call[IS_CAUSAL] if name == IS_CAUSAL else None
             if bool(now if given is None else given) != before:
@@ -439,15 +443,20 @@ def _rising(keys: Tensor, shown: Tensor | None) -> tuple[Tensor, bool]:
     return start, bool(((offset == start) | ~shown).all())
 
 
-def _check_length(stack: Any, length: int, past: Any, cache: Any) -> None:
+def _check_length(stack: Any, length: int, past: Any, cache: Any, ids: Tensor | None) -> None:
+    """Raises ValueError for positions from max_length on. Explicit ones count, not tokens: several texts may be in one row."""
     limit = stack.posenc.geometry.max_length
     if limit is None:
         return
     if cache is not None and cache.is_compileable:
         # A static cache counts on its device; its size is known without asking.
-        total, what = cache.get_max_length(), "a static cache of"
+        total = cache.get_max_length()
+        what = f"a static cache of {total} tokens is longer than"
     else:
-        total, what = past + length, "an input of" if cache is None else "an input with its cache of"
+        total = length_of(past + length, ids, limit)
+        what = f"an input {'' if cache is None else 'with its cache '}of {past + length} tokens is longer than"
+        if ids is not None and total != past + length:
+            what = f"position_ids up to {total - 1 + stack._posenc_pass.offset} don't fit"
     if total > limit:
         spec = stack._posenc_spec
         if spec.encoding.needs_max_length(stack.posenc.geometry):
@@ -455,6 +464,6 @@ def _check_length(stack: Any, length: int, past: Any, cache: Any) -> None:
         else:
             longer = ", or raise the promise: hf_posenc.extend(model, max_length=…)"
         raise ValueError(
-            f"{what} {total} tokens is longer than max_length={limit} of this model's {spec.type!r} encoding: truncate the "
+            f"{what} max_length={limit} of this model's {spec.type!r} encoding: truncate the "
             f"input (tokenizer: truncation=True, max_length=…){longer}"
         )

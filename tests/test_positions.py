@@ -109,7 +109,7 @@ def test_learned_from_the_host_changes_nothing(host):
 
 def test_ids_beyond_a_table():
     for model in (patched("bert", "learned"), patched("gpt2", "learned")):
-        with pytest.raises(ValueError, match=f"{LENGTH} rows"):
+        with pytest.raises(ValueError, match=f"position_ids up to {LENGTH} don't fit max_length={LENGTH}"):
             model(tokens(1, 2), position_ids=torch.tensor([[0, LENGTH]]))
         with pytest.raises(ValueError, match=r"position_ids have shape \(1, 2\).*3 tokens"):
             model(tokens(1, 3), position_ids=torch.tensor([[0, 1]]))
@@ -142,7 +142,7 @@ def test_ids_in_the_count_of_the_host(host, encoding):
         with pytest.raises(ValueError, match=rf"{message}, patched or not: add 2 to ids that count from 0"):
             model(ids, position_ids=torch.arange(start, start + 11)[None])
     if encoding == "learned":
-        with pytest.raises(ValueError, match=f"from 0 to {LENGTH} don't fit a learned table of {LENGTH} rows"):
+        with pytest.raises(ValueError, match=rf"position_ids up to {LENGTH + 2} don't fit max_length={LENGTH} of.*'learned'"):
             model(ids[:, :2], position_ids=torch.tensor([[2, LENGTH + 2]]))
 
 
@@ -226,3 +226,45 @@ def test_heads_that_flatten_choices_themselves():
     shaped = model(ids.view(2, 2, 11), attention_mask=mask.view(2, 2, 11)).logits
     pooled = model.bert(ids, attention_mask=mask).pooler_output
     assert torch.equal(shaped, model.classifier(pooled).view(2, 2))
+
+
+PACKED = (9, 6, 8)
+"""The lengths of texts in one row, which together are beyond max_length=10."""
+
+
+@pytest.mark.parametrize(("host", "encoding"), pairs(on=("llama", "gpt2"), once=True))
+@torch.no_grad()
+def test_packed_rows_longer_than_max_length(host, encoding):
+    """The limit is one of positions: each text is shorter, and gives what it does by itself."""
+    if host not in ("llama", "gpt2"):
+        pytest.skip("packed texts are found by position_ids in decoders only")
+    model = patched(host, encoding, max_length=10)
+    texts = [tokens(1, length, seed=length) for length in PACKED]
+    ids = torch.cat([torch.arange(length) for length in PACKED])[None]
+    output = first(model(torch.cat(texts, dim=1), position_ids=ids, use_cache=False))
+    for text, part in zip(texts, output.split(PACKED, dim=1), strict=True):
+        assert_close(part, first(model(text)))
+    with pytest.raises(ValueError, match=r"position_ids up to 10 don't fit max_length=10 of this model's"):
+        model(torch.cat(texts, dim=1), position_ids=ids + (ids == 5) * 5)
+    with pytest.raises(ValueError, match=r"position_ids up to 12 don't fit max_length=10"):
+        model(tokens(1, 3), position_ids=torch.tensor([[0, 7, 12]]))
+
+
+@pytest.mark.parametrize("host", OFFSET[:1])
+def test_packed_rows_in_the_count_of_the_host(host):
+    model = patched(host, "learned", max_length=10)
+    ids = torch.cat([torch.arange(length) for length in PACKED])[None] + HOSTS[host].offset
+    assert first(model(tokens(1, 23), position_ids=ids)).isfinite().all()
+    with pytest.raises(ValueError, match=f"position_ids up to {10 + HOSTS[host].offset} don't fit max_length=10"):
+        model(tokens(1, 23), position_ids=ids + (ids == ids.max()) * 2)
+
+
+@pytest.mark.parametrize("encoding", ["learned", "sinusoidal"])
+def test_packed_rows_in_a_layer_by_itself(encoding):
+    layer = hf_posenc.PositionEmbedding(encoding, hidden_size=8, max_length=10)
+    ids = torch.cat([torch.arange(length) for length in PACKED])[None]
+    embeds = torch.zeros(1, 23, 8)
+    parts = layer(embeds, position_ids=ids).split(PACKED, dim=1)
+    assert all(torch.equal(part, layer(embeds[:, : part.shape[1]])) for part in parts)
+    with pytest.raises(ValueError, match="11 positions are more than max_length=10"):
+        layer(embeds[:, :1], position_ids=torch.tensor([[10]]))
