@@ -9,7 +9,7 @@ r queries of a block, n keys that it sees, w = r + n - 1 columns that these have
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ FORWARD_ELEMENTS = 2**22
 BACKWARD_QUERIES = 256
 """Of a block in the backward pass, one head at a time: its scores then fit a core's cache up to some thousand keys."""
 
+APART_QUERIES = 128
+"""Of a block of queries whose own keys are hidden, where biases are steep (`Columns.reach`)."""
 CHANCES = 2**16
 """The number of equal chances that the probability of dropping a weight is counted in."""
 
@@ -39,12 +41,19 @@ class Seen:
     is_causal: bool = False
     shift: int = 0
 
-    def blocks(self, queries: int, keys: int, size: int) -> Iterator[tuple[slice, slice, slice]]:
+    def blocks(self, queries: int, keys: int, size: int, apart: int | None = None) -> Iterator[tuple[slice, slice, slice]]:
         """Rows of the batch, at most `size` queries (all, where none sees other keys than the rest), and the keys, counted in
-        reverse, that they see. Queries that see none are left out."""
+        reverse, that they see. Queries that see none are left out.
+
+        apart: the size of blocks of queries whose own keys are hidden. None: other blocks include these queries.
+        """
         for first_row, last_row, first, end in self.spans:
-            for start in range(0, queries, size):
-                stop = min(start + size, queries)
+            runs = [(range(0, queries, size), queries)]
+            if apart is not None:
+                begin, finish = (min(max(place - self.shift, 0), queries) for place in (first, end))
+                runs = [(range(0, begin, apart), begin), (range(begin, finish, size), finish)]
+                runs.append((range(finish, queries, apart), queries))
+            for start, stop in ((start, min(start + run.step, limit)) for run, limit in runs for start in run):
                 last = min(end, stop + self.shift) if self.is_causal else end
                 if first < last:
                     yield slice(first_row, last_row), slice(start, stop), slice(keys - last, keys - first)
@@ -57,6 +66,8 @@ class Columns:
     values: `[H, N]`, biases on scaled scores.
     for_queries, for_keys: `[1 or H, N, E]`, vectors: their products with queries, or keys, are added to QKᵀ, before scaling.
     head, tail: number of columns at both ends that have the same vectors for queries.
+    reach: `[H]`. A key has no weight that counts if its bias is lower by more than this than that of another key which the
+        query sees. None: no key is to be left out for that reason.
     """
 
     values: Tensor | None
@@ -64,6 +75,7 @@ class Columns:
     for_keys: Tensor | None = None
     head: int = 0
     tail: int = 0
+    reach: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -72,17 +84,31 @@ class Columns:
     def to(self, dtype: torch.dtype) -> "Columns":
         """The same, with vectors of another type."""
         queries, keys = (None if tensor is None else tensor.to(dtype) for tensor in (self.for_queries, self.for_keys))
-        return Columns(self.values, queries, keys, self.head, self.tail)
+        return replace(self, for_queries=queries, for_keys=keys)
 
     @property
     def needs_gradients(self) -> bool:
         return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
 
+    @property
+    def apart(self) -> int | None:
+        """The argument of `Seen.blocks`. Queries that see their own keys have the column of distance 0 in common."""
+        return None if self.reach is None else APART_QUERIES
 
-def window(row: Tensor, start: int, queries: int, keys: int) -> Tensor:
-    """The bias `[1, H, r, n]` of a block from values `[H, N]`, a view: query i and key j have column start + i + j."""
-    row = row.detach()  # views of what needs gradients keep SDPA from its fast kernel even where none are wanted
-    return row.as_strided((1, len(row), queries, keys), (0, row.stride(0), 1, 1), row.storage_offset() + start)
+    def window(self, start: int, queries: int, keys: int) -> Tensor:
+        """The bias `[1, H, r, n]` of a block from values, a view: query i and key j have column start + i + j.
+
+        Keys without a weight that counts (`reach`) are hidden. Steep biases make many subnormal weights, with which a CPU
+        multiplies a hundred times slower.
+        """
+        assert self.values is not None
+        # Views of what needs gradients keep SDPA from its fast kernel even where none are wanted.
+        row = self.values.detach()[:, start : start + queries + keys - 1]
+        common = row[:, queries - 1 : keys]  # All of these queries see a key in each of these columns.
+        if self.reach is not None and common.shape[1]:
+            floor = common.amax(-1, keepdim=True) - self.reach[:, None]
+            row = row.masked_fill(row < floor, torch.finfo(row.dtype).min)
+        return row.as_strided((1, len(row), queries, keys), (0, row.stride(0), 1, 1), row.storage_offset())
 
 
 def _skewed(columns: Tensor, keys: int) -> Tensor:
@@ -95,15 +121,19 @@ def _skewed(columns: Tensor, keys: int) -> Tensor:
 class Settings:
     """How scores become outputs: softmax(scaling * QKᵀ + bias) V, where each weight is dropped with a probability.
 
-    head, tail: of `Columns`. dropped: that probability, times CHANCES.
+    head, tail, reach: of `Columns`. dropped: that probability, times CHANCES.
     """
 
     seen: Seen
     scaling: float
     head: int
     tail: int
+    reach: Tensor | None = None
     dropped: int = 0
     seed: int = 0
+
+    def columns(self, values: Tensor | None, for_queries: Tensor | None, for_keys: Tensor | None) -> Columns:
+        return Columns(values, for_queries, for_keys, self.head, self.tail, self.reach)
 
     @property
     def factor(self) -> float:
@@ -120,7 +150,7 @@ def attention(
     RuntimeError where gradients are to be differentiated once more.
     """
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    settings = Settings(seen, scaling, columns.head, columns.tail, round(dropout * CHANCES), seed)
+    settings = Settings(seen, scaling, columns.head, columns.tail, columns.reach, round(dropout * CHANCES), seed)
     return _Attention.apply(query, key.flip(2), value.flip(2), *columns.tensors, settings)
 
 
@@ -139,7 +169,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         batch, heads, queries, _ = query.shape
         keys, seen, scaling = key.shape[2], settings.seen, settings.scaling
-        columns = Columns(values, for_queries, for_keys, settings.head, settings.tail)
+        columns = settings.columns(values, for_queries, for_keys)
         # Of this layout hosts make [B, Q, H * E] without a copy.
         output = query.new_zeros(batch, queries, heads, value.shape[-1]).transpose(1, 2)
         if settings.dropped:
@@ -152,7 +182,7 @@ class _Attention(torch.autograd.Function):
         size = queries if alone and not seen.is_causal else min(size, queries)
         # One piece of memory for all blocks: asking for another each time costs as much as filling it.
         room = query.new_empty(0 if alone else batch * heads * size * (keys + size - 1))
-        for rows, block, within in seen.blocks(queries, keys, size):
+        for rows, block, within in seen.blocks(queries, keys, size, columns.apart):
             its_query, its_key = query[rows, :, block], key[rows, :, within]
             bias = _bias(columns, its_query, its_key, block.start + within.start, scaling, room)
             output[rows, :, block] = F.scaled_dot_product_attention(
@@ -173,7 +203,7 @@ class _Attention(torch.autograd.Function):
                 "model.set_attn_implementation('eager')"
             )
         query, key, value, values, for_queries, for_keys, output = ctx.saved_tensors
-        columns = Columns(values, for_queries, for_keys, ctx.settings.head, ctx.settings.tail)
+        columns = ctx.settings.columns(values, for_queries, for_keys)
         with torch.autocast(query.device.type, enabled=False):
             return (*_gradients(query, key, value, columns, output, upstream, ctx.settings), None)
 
@@ -209,12 +239,12 @@ def _parts(query: Tensor, key: Tensor, columns: Columns, settings: Settings) -> 
     batch, heads, queries, _ = query.shape
     keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
     generator = torch.Generator("cpu").manual_seed(settings.seed)
-    blocks = [*settings.seen.blocks(queries, keys, BACKWARD_QUERIES)]
+    blocks = [*settings.seen.blocks(queries, keys, BACKWARD_QUERIES, columns.apart)]
     size = min(BACKWARD_QUERIES, queries)
     room = query.new_empty(size * (size + keys - 1))
     for row, head in ((row, head) for row in range(batch) for head in range(heads)):
-        its_values, its_vectors, its_key_vectors = (_of_head(tensor, head) for tensor in columns.tensors)
-        own = Columns(its_values, its_vectors, its_key_vectors, columns.head, columns.tail)
+        its_values, its_vectors, its_key_vectors, reach = (_of_head(each, head) for each in (*columns.tensors, columns.reach))
+        own = Columns(its_values, its_vectors, its_key_vectors, columns.head, columns.tail, reach)
         for rows, block, within in blocks:
             if not rows.start <= row < rows.stop:
                 continue
@@ -240,7 +270,7 @@ def _bias(columns: Columns, query: Tensor, key: Tensor, start: int, scaling: flo
     queries, keys = query.shape[-2], key.shape[-2]
     width = queries + keys - 1
     if columns.values is not None and columns.for_queries is None and columns.for_keys is None:
-        return window(columns.values, start, queries, keys)
+        return columns.window(start, queries, keys)
     shape = (*query.shape[:-1], width)
     own = room[: math.prod(shape)].view(shape)
     if columns.for_queries is None:

@@ -1,6 +1,7 @@
 """The arguments of a module's call, for hooks that read or change them; what the code of modules mentions."""
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
@@ -9,6 +10,11 @@ from torch import nn
 
 TOKENS = frozenset(["input_ids", "inputs_embeds"])
 """Arguments of stacks that read tokens."""
+IS_CAUSAL = "is_causal"
+"""The config's flag, and argument of a forward, by which Transformers makes a decoder bidirectional."""
+
+FLATTENED = re.compile(r"input_ids\.(view|reshape)\(\s*-1,\s*input_(shape\[-1\]|ids\.(shape\[-1\]|size\(-1\)))\s*\)")
+"""The code by which models of Transformers flatten ids."""
 
 
 def argument_names(module: nn.Module) -> list[str]:
@@ -21,6 +27,15 @@ def reads_tokens(module: nn.Module) -> bool:
     return "input_ids" in argument_names(module)
 
 
+def flattens_ids(module: nn.Module) -> bool:
+    """Whether a module takes ids of more dimensions than `[B, L]` as one text in each row (GPT-2 with a choice of answers)."""
+    try:
+        source = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):  # A class of an interpreter's prompt has no source.
+        return False
+    return bool(FLATTENED.search(source))
+
+
 def attributes_read(modules: Iterable[nn.Module]) -> set[str]:
     """The names of all attributes that the methods of these modules read, but for those which make or initialise them."""
     made = ("__init__", "_init_weights")
@@ -29,14 +44,15 @@ def attributes_read(modules: Iterable[nn.Module]) -> set[str]:
     }
     functions = (value for kind in kinds for name, value in vars(kind).items() if name not in made)
     codes = (getattr(inspect.unwrap(function), "__code__", None) for function in functions if callable(function))
-    return {name for code in codes if code is not None for each in _within(code) for name in each.co_names}
+    return {name for code in codes if code is not None for each in codes_within(code) for name in each.co_names}
 
 
-def _within(code: CodeType) -> Iterator[CodeType]:
+def codes_within(code: CodeType) -> Iterator[CodeType]:
+    """A code, and those of the functions that it defines."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _within(constant)
+            yield from codes_within(constant)
 
 
 class Call:

@@ -19,6 +19,7 @@ from hf_posenc.encodings import (
     checked_value,
     counted,
     encoding_class,
+    length_of,
     positions_of,
 )
 
@@ -148,10 +149,10 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
         total, limit = past_length + length, self.config.max_length
         if past_length < 0:
             raise ValueError(f"past_length={past_length}: allowed is an integer from 0")
-        if limit is not None and total > limit:
+        if limit is not None and (needed := length_of(total, position_ids, limit)) > limit:
             sized = self.posenc.needs_max_length(self.posenc.geometry)
             longer = f"hf_posenc.extend(layer, max_length=…{', method=…' if sized else ''})"
-            raise ValueError(f"{total} positions are more than max_length={limit}: crop the input, or {longer}")
+            raise ValueError(f"{needed} positions are more than max_length={limit}: crop the input, or {longer}")
         if position_ids is None:
             if mask is not None and mask.ndim != 4 and mask.shape not in ((1, total), (batch, total)):
                 raise ValueError(f"attention_mask has shape {tuple(mask.shape)}: expected [{batch}, {total}]")

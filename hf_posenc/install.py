@@ -11,7 +11,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from hf_posenc import attention, injection, written_out
-from hf_posenc.calls import Call, argument_names
+from hf_posenc.calls import Call, argument_names, flattens_ids
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.positions import ForwardPass, follow_masking, see_images, see_patches
 from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens_aside
@@ -81,6 +81,8 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         needs_token_types=any(name.endswith("token_type_ids") for name, _ in stack.named_buffers()),
         aside=tokens_aside(structure.modules),
         windows=has_windows(structure.modules) or len(structure.entrances) > 1,
+        flattens=flattens_ids(stack),
+        causal_flags=structure.causal_flags,
     )
     if structure.tokens is None:
         if projection := patch_projection(structure.modules):
@@ -104,7 +106,9 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
         stack.posenc = PositionEncoding(geometry)
         stack._posenc_spec, stack._posenc_entrances = spec, {}
         names = argument_names(stack)
-        stack._posenc_pass = ForwardPass(names, False, structure.offset, (), needs_token_types=False, replaces=False)
+        stack._posenc_pass = ForwardPass(
+            names, False, structure.offset, (), needs_token_types=False, replaces=False, flattens=flattens_ids(stack)
+        )
     looking = replace(structure, attentions=across)
     parts = _parts_by_attention(looking, spec)
     _refuse_closed_attentions(looking, spec, parts)

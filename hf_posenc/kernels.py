@@ -125,7 +125,7 @@ def biased_attention(
             kind = torch.get_autocast_dtype("cpu")
             query, key, value = (each if each.dtype == torch.float64 else each.to(kind) for each in (query, key, value))
             outside.enter_context(torch.autocast("cpu", enabled=False))
-        columns = _within_reach(columns.to(query.dtype), query, key, scaling, seen)
+        columns = _with_reach(columns.to(query.dtype), query, key, scaling)
         if way == "toeplitz" and not (torch.is_grad_enabled() and columns.needs_gradients):
             return _toeplitz(function, module, query, key, value, columns, seen, options), None
         if key.shape[1] != query.shape[1]:
@@ -150,8 +150,9 @@ def _toeplitz(
     queries, keys = query.shape[2], key.shape[2]
     key, value = key.flip(2), value.flip(2)
     output = None
-    for rows, block, within in seen.blocks(queries, keys, CAUSAL_QUERIES if seen.is_causal else queries):
-        bias = blocks.window(columns.values, block.start + within.start, block.stop - block.start, within.stop - within.start)
+    size = CAUSAL_QUERIES if seen.is_causal else queries
+    for rows, block, within in seen.blocks(queries, keys, size, columns.apart):
+        bias = columns.window(block.start + within.start, block.stop - block.start, within.stop - within.start)
         part, _ = function(module, query[rows, :, block], key[rows, :, within], value[rows, :, within], bias, **options)
         if part.shape[:2] == (len(query), queries):
             return part
@@ -194,25 +195,22 @@ def _columns(
     return context.cached(key, compute)
 
 
-def _within_reach(columns: Columns, query: Tensor, key: Tensor, scaling: float, seen: Seen) -> Columns:
-    """Hide the distances at which a bias is so low that no key there has a weight which counts beside that of the query's own.
+def _with_reach(columns: Columns, query: Tensor, key: Tensor, scaling: float) -> Columns:
+    """The same, with `reach` where biases are so steep that some keys may have no weight that counts.
 
-    Scores differ by at most twice the largest product of lengths. Without this steep biases make many subnormal weights, with
-    which a CPU multiplies a hundred times slower; half precision has none.
+    Scores differ by at most twice the largest product of lengths. Half precision has no weights so small that they slow a CPU.
     """
     values = columns.values
     if values is None or query.element_size() < 4 or columns.for_queries is not None or columns.for_keys is not None:
         return columns
-    own = key.shape[2] - 1 - seen.shift  # the column of distance 0
-    floor = values.detach()[:, own : own + 1] + math.log(NOTHING)
-    lowest = torch.finfo(values.dtype).min
-    if not ((values.detach() < floor) & (values.detach() > lowest)).any():
+    values = values.detach()
+    falls = values < values.amax(-1, keepdim=True) + math.log(NOTHING)
+    if not (falls & (values > torch.finfo(values.dtype).min)).any():
         return columns
     with torch.no_grad():
         longest = [torch.linalg.vector_norm(states, dim=-1).amax((0, 2)) for states in (query, key)]
-        reach = 2 * abs(scaling) * longest[0] * longest[1].repeat_interleave(query.shape[1] // key.shape[1])
-        nothing = values < floor - reach[:, None]
-    return replace(columns, values=values.masked_fill(nothing, lowest))
+        products = longest[0] * longest[1].repeat_interleave(query.shape[1] // key.shape[1])
+        return replace(columns, reach=2 * abs(scaling) * products - math.log(NOTHING))
 
 
 def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:

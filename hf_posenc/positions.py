@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_posenc import attention, remembering
-from hf_posenc.calls import TOKENS, Call
-from hf_posenc.encodings import PositionContext, counted, positions_of
+from hf_posenc.calls import IS_CAUSAL, TOKENS, Call
+from hf_posenc.encodings import PositionContext, counted, length_of, positions_of
 from hf_posenc.encodings.context import CURRENT
 
 TEXT_AND_GRID = 4
@@ -70,6 +70,8 @@ class ForwardPass:
     needs_token_types: whether the host cuts missing token types from a buffer as long as its old table (BERT).
     aside, windows: of the context of a stack that makes its tokens itself.
     replaces: whether the host's own positions were taken out; else nothing that it is called with changes.
+    flattens: whether a stack takes input ids of more dimensions, `[B, choices, L]`, as one text in each row of L.
+    causal_flags: name -> value of the flags of the config by which the stack makes its masks, when the encoding was built.
     """
 
     names: list[str]
@@ -80,6 +82,8 @@ class ForwardPass:
     aside: tuple[int, int] = (0, 0)
     windows: bool = False
     replaces: bool = True
+    flattens: bool = False
+    causal_flags: Mapping[str, bool] = field(default_factory=dict)
 
     def begin(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
         """The arguments with the `PositionContext` of this forward pass in them, if the host passes it on, and that context.
@@ -89,16 +93,15 @@ class ForwardPass:
         (`positions_of`).
         """
         call = Call(self.names, args, kwargs)
+        self._check_causal_flags(stack, call)
         for name in self.refused if self.replaces else ():
             if call[name] is not None:
                 raise ValueError(
                     f"{name} given by hand are the positions of the stock {type(stack).host_class.__name__}, which this model "
                     f"doesn't use: leave them out, or give position_ids"
                 )
-        ids, embeds = call["position_ids"], call["inputs_embeds"]
-        tokens = call["input_ids"] if embeds is None else embeds
-        if tokens is not None and tokens.ndim > 2:  # vectors, or several ids for each place
-            tokens = tokens[..., 0]
+        tokens, call = self._by_text(call)
+        args, kwargs, ids = call.args, call.kwargs, call["position_ids"]
         if tokens is None and ids is None and not self._lacks_tokens(stack, call):
             return self._changed(call, self._of_unknown_number(stack, call))
         known = ids if tokens is None else tokens
@@ -115,8 +118,6 @@ class ForwardPass:
         cache, mask = call.of_type(Cache), None if tokens is None else call["attention_mask"]
         past = _length_of(cache)
         remembering.refuse_uncounted(cache, past)
-        if self.replaces:
-            _check_length(stack, length, past, cache)
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         if (asked := ASKING.asked) is not None and asked.stack is stack:
             padding = _padding_of(asked, shape, past) if padding is None else padding
@@ -124,6 +125,8 @@ class ForwardPass:
         given = ids
         if ids is not None:
             ids = self._from_zero(stack, ids, length, mask)
+        if self.replaces:
+            _check_length(stack, length, past, cache, ids)
         positions, start, keys = _positions(ids, padding, cache, past, shape, device, stack.posenc.geometry.is_causal)
         context = PositionContext(
             stack.posenc,
@@ -148,6 +151,48 @@ class ForwardPass:
         if self.needs_token_types and call["token_type_ids"] is None:
             changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
         return self._changed(call, context, **changes)
+
+    def _by_text(self, call: Call) -> tuple[Tensor | None, Call]:
+        """One number for each token, `[B, L]`, or `[L]`, and the call with a mask and position_ids of as many rows. None where
+        the stack makes its tokens itself.
+
+        Raises ValueError for inputs of other shapes.
+        """
+        embeds = call["inputs_embeds"]
+        tokens = call["input_ids"] if embeds is None else embeds
+        if tokens is None or tokens.ndim < 3:
+            return tokens, call
+        if embeds is None and self.flattens:
+            by_row = {name: call[name] for name in ("attention_mask", "position_ids")}
+            by_row = {name: given.flatten(0, -2) for name, given in by_row.items() if given is not None and given.ndim == 3}
+            call = Call(self.names, *call.changed(**by_row))
+            tokens, mask = tokens.flatten(0, -2), call["attention_mask"]
+            if mask is not None and len(mask) != len(tokens):
+                raise ValueError(
+                    f"attention_mask has {len(mask)} rows for {len(tokens)} texts: give it the shape of input_ids, or one row "
+                    "for each text"
+                )
+            return tokens, call
+        if tokens.ndim > 3:
+            raise ValueError(
+                f"inputs_embeds have shape {tuple(tokens.shape)}: give [batch, length, hidden_size], each choice as a row"
+            )
+        return tokens[..., 0], call  # Vectors, or several ids for each place.
+
+    def _check_causal_flags(self, stack: Any, call: Call) -> None:
+        """Raises ValueError if the stack would make other masks than those that its encoding was built for. It makes none where
+        it is given one that is ready, as in continuous batching."""
+        mask = call["attention_mask"]
+        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim < 4):
+            return
+        for name, before in self.causal_flags.items():
+            now, given = getattr(stack.config, name, before), call[IS_CAUSAL] if name == IS_CAUSAL else None
+            if bool(now if given is None else given) != before:
+                raise ValueError(
+                    f"{name}={now if given is None else given!r} changes which tokens see each other, and the "
+                    f"{stack._posenc_spec.type!r} encoding of this model was built for {name}={before}: set it in the config "
+                    "before the model is built and patched; from_pretrained takes a config"
+                )
 
     def _lacks_tokens(self, stack: Any, call: Call) -> bool:
         """Whether a stack that reads tokens was given none, nor anything else that it makes them of."""
@@ -214,7 +259,7 @@ class ForwardPass:
         cache = call.of_type(Cache)
         if cache is None:
             cache = next((value for value in values if isinstance(value, Cache)), None)
-        tokens = call["input_ids"] if call["inputs_embeds"] is None else call["inputs_embeds"]
+        tokens, _ = self._by_text(call)
         if context is not None and cache is not None and tokens is not None and not torch.compiler.is_exporting():
             remembering.remember(cache, len(tokens), context)
 
@@ -398,15 +443,20 @@ def _rising(keys: Tensor, shown: Tensor | None) -> tuple[Tensor, bool]:
     return start, bool(((offset == start) | ~shown).all())
 
 
-def _check_length(stack: Any, length: int, past: Any, cache: Any) -> None:
+def _check_length(stack: Any, length: int, past: Any, cache: Any, ids: Tensor | None) -> None:
+    """Raises ValueError for positions from max_length on. Explicit ones count, not tokens: several texts may be in one row."""
     limit = stack.posenc.geometry.max_length
     if limit is None:
         return
     if cache is not None and cache.is_compileable:
         # A static cache counts on its device; its size is known without asking.
-        total, what = cache.get_max_length(), "a static cache of"
+        total = cache.get_max_length()
+        what = f"a static cache of {total} tokens is longer than"
     else:
-        total, what = past + length, "an input of" if cache is None else "an input with its cache of"
+        total = length_of(past + length, ids, limit)
+        what = f"an input {'' if cache is None else 'with its cache '}of {past + length} tokens is longer than"
+        if ids is not None and total != past + length:
+            what = f"position_ids up to {total - 1 + stack._posenc_pass.offset} don't fit"
     if total > limit:
         spec = stack._posenc_spec
         if spec.encoding.needs_max_length(stack.posenc.geometry):
@@ -414,6 +464,6 @@ def _check_length(stack: Any, length: int, past: Any, cache: Any) -> None:
         else:
             longer = ", or raise the promise: hf_posenc.extend(model, max_length=…)"
         raise ValueError(
-            f"{what} {total} tokens is longer than max_length={limit} of this model's {spec.type!r} encoding: truncate the "
+            f"{what} max_length={limit} of this model's {spec.type!r} encoding: truncate the "
             f"input (tokenizer: truncation=True, max_length=…){longer}"
         )

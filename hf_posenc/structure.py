@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import written_out
-from hf_posenc.calls import TOKENS, argument_names, reads_tokens
+from hf_posenc.calls import IS_CAUSAL, TOKENS, argument_names, codes_within, reads_tokens
 from hf_posenc.declarations import names_in
 from hf_posenc.encodings import Geometry, listed, meant
 from hf_posenc.sources import HostRefused, Source, patch_projection, sees_order, signs_of_position
@@ -29,6 +30,10 @@ SEVERAL_MODELS = "made of several models"
 """The reason of the refusal of a model which needs to be told the submodel."""
 MIXES = frozenset(["attention_mask", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"])
 """Arguments of modules that look at several tokens."""
+CAUSAL_MASKS = frozenset(["create_causal_mask", "create_sliding_window_causal_mask"])
+"""Functions of Transformers by which a stack makes masks. With `config.is_causal=False` they make bidirectional ones."""
+CAUSAL_FLAGS = ("is_decoder", "use_bidirectional_attention")
+"""Other flags of configs by which a stack may choose between causal and bidirectional masks."""
 
 UNKNOWN = "no source of position that is known"
 """The reason of a refusal."""
@@ -214,12 +219,31 @@ class Structure:
             num_attention_heads=heads,
             head_dim=head_dim or config.hidden_size // heads,
             max_length=max_length,
-            is_causal=_is_causal(attention) or _masks_the_future(self.stack),
+            is_causal=self._is_causal(attention),
             num_key_value_heads=heads // groups if groups else own_groups if isinstance(own_groups, int) else heads,
             trained_length=self.trained_length,
             value_head_dim=of_values if isinstance(of_values, int) and of_values != head_dim else 0,
             axes=self.axes,
         )
+
+    def _is_causal(self, attention: nn.Module) -> bool:
+        """Whether the queries of an attention see no later keys."""
+        return _has_causal_mask(attention) or (self._made_causal(attention) and self.causal_flags.get(IS_CAUSAL, True))
+
+    def _made_causal(self, attention: nn.Module) -> bool:
+        """Whether they see none unless `config.is_causal` is False."""
+        declared = any(getattr(attention, name, False) for name in ("is_causal", "is_decoder"))
+        return declared or written_out.is_causal(attention) or _masks_the_future(self.stack)
+
+    @property
+    def causal_flags(self) -> dict[str, bool]:
+        """Name -> value of each flag of the config by which the stack chooses, at every forward, between a causal and a
+        bidirectional mask."""
+        names, config = _named_in(self.stack.__class__), self.stack.config
+        flags = {name: bool(getattr(config, name)) for name in CAUSAL_FLAGS if name in names and hasattr(config, name)}
+        if CAUSAL_MASKS & names and any(self._made_causal(attention) for attention in self.attentions.values()):
+            flags[IS_CAUSAL] = bool(getattr(config, IS_CAUSAL, True))
+        return flags
 
 
 def _least(lengths: Iterable[int | None]) -> int | None:
@@ -251,8 +275,10 @@ def _is_list_of_parts(path: str, modules: Mapping[str, nn.Module], attentions: C
     return len({*kinds}) == len(kinds) and any(not any(each.startswith(part) for each in attentions) for part in without)
 
 
-def _is_causal(attention: Any) -> bool:
-    return any(getattr(attention, name, False) for name in ("is_causal", "is_decoder")) or written_out.is_causal(attention)
+def _has_causal_mask(attention: Any) -> bool:
+    """Whether an attention hides later keys by a buffer of its own, whatever mask it is given (GPT-Neo)."""
+    mask = dict(attention.named_buffers(recurse=False)).get("bias")
+    return mask is not None and mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[-1] == mask.shape[-2]
 
 
 def _masks_the_future(stack: Any) -> bool:
@@ -273,7 +299,7 @@ def _named_in(stack: Any) -> frozenset[str]:
     """The names that the methods of a stack's own classes use."""
     classes = [cls for cls in stack.__mro__ if issubclass(cls, PreTrainedModel) and cls is not PreTrainedModel]
     functions = (inspect.unwrap(value) for cls in classes for value in vars(cls).values() if inspect.isfunction(value))
-    return frozenset(name for function in functions for name in function.__code__.co_names)
+    return frozenset(name for function in functions for code in codes_within(function.__code__) for name in code.co_names)
 
 
 def is_patched(module: nn.Module) -> bool:

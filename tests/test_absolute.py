@@ -352,7 +352,7 @@ def test_tupe_without_a_length():
 
 def test_tupe_beyond_its_table():
     model, ids = patched("bert", "tupe"), tokens(1, 5)
-    with pytest.raises(ValueError, match=f"positions up to {LENGTH} don't fit the {LENGTH} rows of 'tupe': give"):
+    with pytest.raises(ValueError, match=f"position_ids up to {LENGTH} don't fit max_length={LENGTH} of this model's 'tupe'"):
         model(ids, position_ids=torch.tensor([[0, 1, 2, 3, LENGTH]]))
     with pytest.raises(ValueError, match=f"max_length={LENGTH}.*truncat"):
         model(tokens(1, LENGTH + 1))

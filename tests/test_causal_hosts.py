@@ -91,3 +91,101 @@ def test_prefixes_of_another_width_are_refused():
     model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ValueError, match=r"makes keys of 16 features, and the cache holds some of another size.*prefix tuning"):
         model(tokens())
+
+
+SMALL = dict(n_embd=32, n_layer=2, n_head=4, n_positions=24, vocab_size=VOCABULARY)
+GEMMA = {**SIZES, "head_dim": 8, "num_key_value_heads": 4, "layer_types": ["full_attention"] * 2}
+TWO_WAYS = {
+    "GPT2": SMALL,
+    "Llama": SIZES,
+    "CodeGen": {**SMALL, "rotary_dim": 4},
+    "Bloom": SIZES,
+    "CLIPText": {**SIZES, "max_position_embeddings": 24},
+    "Bert": {**SIZES, "is_decoder": True},
+    "Gemma3Text": GEMMA,
+    "Laguna": {**GEMMA, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+}
+
+
+def two_ways(name, **changes):
+    more = {} if name == "CLIPText" else {"bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{name}Config")(**{**TWO_WAYS[name], **more, **changes})
+    torch.manual_seed(0)
+    return randomize(getattr(transformers, f"{name}Model")(config)).eval()
+
+
+BIDIRECTIONAL = [(name, {"is_causal": False}) for name in TWO_WAYS] + [("Gemma3Text", {"use_bidirectional_attention": True})]
+
+
+@pytest.mark.parametrize(("name", "changes"), BIDIRECTIONAL)
+@torch.no_grad()
+def test_bidirectional_decoders(name, changes, tmp_path):
+    """`config.is_causal=False` makes a decoder see later tokens, and an encoding distinguish them."""
+    model = two_ways(name, **changes)
+    for encoding in ("cope", "fox", "xpos"):
+        with pytest.raises(ValueError, match=f"'{encoding}' is defined for attention to earlier tokens alone"):
+            hf_posenc.patch(model, encoding)
+    ids, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :3] = 0
+    for encoding, options in (("t5", {}), ("alibi", {"sides": "one_sided"})):
+        patched = randomize_encoding(hf_posenc.patch(model, encoding, **options))
+        assert not next(each for each in patched.modules() if "posenc" in each._modules).posenc.geometry.is_causal
+        hidden = first(patched(ids, attention_mask=mask))
+        moved = first(patched(ids[:, [*range(8), 11, 9, 10, 8]], attention_mask=mask))
+        assert (hidden - moved)[:, 4].abs().max() > 1e-3
+        patched.save_pretrained(tmp_path)
+        again = transformers.AutoModel.from_pretrained(tmp_path)
+        assert torch.equal(first(again(ids, attention_mask=mask)), hidden)
+    assert_close(first(hf_posenc.unpatch(patched)(ids, attention_mask=mask)), first(model(ids, attention_mask=mask)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("name", "encoding"), [("GPT2", "learned/host"), ("Bert", "learned/host"), ("Llama", "rope")])
+@torch.no_grad()
+def test_decoders_with_their_own_positions_in_both_directions(name, encoding, causal):
+    model, ids = two_ways(name, is_causal=causal), tokens(2, 12)
+    options = {"init": "host"} if encoding == "learned/host" else {}
+    assert_close(first(hf_posenc.patch(model, encoding.partition("/")[0], **options)(ids)), first(model(ids)))
+
+
+@pytest.mark.parametrize("name", TWO_WAYS)
+@torch.no_grad()
+def test_causal_flags_that_change_after_patching(name):
+    ids = tokens(2, 12)
+    model = hf_posenc.patch(two_ways(name), "t5")
+    expected = first(model(ids))
+    with pytest.raises(ValueError, match=r"is_causal=False changes which tokens.*'t5'.*built for is_causal=True"):
+        model(ids, is_causal=False)
+    assert torch.equal(first(model(ids)), expected)
+    for flag, value in (("is_causal", False), *([("is_decoder", False)] if name == "Bert" else [])):
+        before = getattr(model.config, flag, None)
+        setattr(model.config, flag, value)
+        with pytest.raises(
+            ValueError, match=rf"{flag}=False changes which tokens.*set it in the config before the model is built"
+        ):
+            model(ids)
+        setattr(model.config, flag, True if before is None else before)
+    assert torch.equal(first(model(ids)), expected)
+    model = hf_posenc.patch(two_ways(name, is_causal=False), "t5")
+    with pytest.raises(ValueError, match=r"is_causal=True changes which tokens.*built for is_causal=False"):
+        model(ids, is_causal=True)
+
+
+def test_a_decoder_with_a_mask_of_its_own_stays_causal():
+    sizes = dict(hidden_size=32, num_layers=2, attention_types=[[["global"], 2]], num_heads=4, vocab_size=VOCABULARY)
+    sizes.update(max_position_embeddings=24, bos_token_id=1, eos_token_id=2, is_causal=False)
+    model = hf_posenc.patch(transformers.GPTNeoModel(transformers.GPTNeoConfig(**sizes)).eval(), "fox")
+    ids = tokens(2, 12)
+    assert_close(first(model(ids[:, :8])), first(model(ids))[:, :8])
+
+
+@torch.no_grad()
+def test_only_the_decoder_of_two_stacks_follows_the_flag():
+    sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4)
+    config = transformers.BartConfig(**sizes, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=VOCABULARY, is_causal=False)
+    model = hf_posenc.patch(randomize(transformers.BartModel(config)).eval(), "t5")
+    assert not model.decoder.posenc.geometry.is_causal and not model.encoder.posenc.geometry.is_causal
+    with pytest.raises(ValueError, match="is_causal=True changes"):
+        model(tokens(), is_causal=True)
+    with pytest.raises(ValueError, match="'xpos' is defined for attention to earlier tokens alone"):
+        hf_posenc.patch(hf_posenc.unpatch(model), "xpos", where="decoder")

@@ -506,6 +506,74 @@ def test_a_far_key_that_counts_is_not_hidden(train):
     assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
 
 
+def _peaks_far(distance):
+    return 0.9 * distance.abs()
+
+
+def _rises_to_the_right(distance):
+    return 1.5 * distance
+
+
+def _forbids_near(distance):
+    return torch.where(distance.abs() < 4, -torch.inf, -2.0 * distance.abs())
+
+
+STEEP = {"falls": lambda distance: -2.0 * distance.abs(), "peaks far": _peaks_far, "rises": _rises_to_the_right}
+STEEP["forbids near"] = _forbids_near
+MASKS = {
+    "all": lambda queries, keys: torch.ones(queries, keys),
+    "causal": lambda queries, keys: torch.ones(queries, keys).tril(keys - queries),
+    "only the first keys": lambda queries, keys: torch.arange(keys).expand(queries, -1) < 40,
+    "only the last keys": lambda queries, keys: torch.arange(keys).expand(queries, -1) >= keys - 40,
+    "causal, without the first keys": lambda queries, keys: (
+        torch.ones(queries, keys).tril(keys - queries).triu(-queries) * (torch.arange(keys) >= 60)
+    ),
+    "causal, only the first keys": lambda queries, keys: (
+        torch.ones(queries, keys).tril(keys - queries) * (torch.arange(keys) < 40)
+    ),
+    "not its own key": lambda queries, keys: torch.ones(queries, keys).tril(keys - queries - 1),
+}
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (90, 300)])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("bias", STEEP)
+def test_steep_biases_under_masks_that_hide_the_own_key(own_registry, bias, mask, queries, keys, train):
+    """The queries whose keys are all hidden get no defined output, and are left out."""
+
+    class Steep(hf_posenc.PositionEncoding, type="steep-in-test"):
+        def __init__(self, geometry, **options):
+            super().__init__(geometry, **options)
+            self.factor = torch.nn.Parameter(torch.ones(()))
+
+        def distance_bias(self, distance):
+            return torch.stack([self.factor * factor * STEEP[bias](distance.float()) for factor in (1, 0.5, 0.01)])
+
+    encoding = Steep(Geometry(H * E, H, E))
+    generator = torch.Generator().manual_seed(5)
+    states = [torch.randn(2, H, length, E, generator=generator).requires_grad_(train) for length in (queries, keys, keys)]
+    index = torch.arange(keys - queries, keys)[None]
+    context = PositionContext(encoding, index, keys - queries, index.new_zeros(1, 1), scaling=0.5)
+    shown = MASKS[mask](queries, keys).bool()
+    distance = torch.arange(keys)[None] - index.T
+    with torch.set_grad_enabled(train):
+        module, given = SimpleNamespace(is_causal=False), shown.expand(2, 1, -1, -1)
+        arguments = (module, *states, given, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
+        found, _ = kernels.biased_attention(sdpa_attention_forward, *arguments)
+    exact = [each.detach().double().requires_grad_(train) for each in states]
+    scores = exact[0] @ exact[1].mT * 0.5 + encoding.distance_bias(distance.flatten()).detach().unflatten(-1, distance.shape)
+    scores = scores.masked_fill(~shown, -torch.inf)
+    sees = scores.amax((0, 1, 3)) > -torch.inf
+    expected = (scores[:, :, sees].softmax(-1) @ exact[2]).transpose(1, 2)
+    assert_close(found[:, sees].double(), expected, rtol=1e-4, atol=1e-5)
+    if train:
+        ours = torch.autograd.grad(found[:, sees].square().sum(), states)
+        theirs = torch.autograd.grad(expected.square().sum(), exact)
+        for mine, right in zip(ours, theirs, strict=True):
+            assert_close(mine.double(), right, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("host", ["bert", "llama"])

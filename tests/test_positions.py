@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 import hf_posenc
 from conftest import (
@@ -19,6 +20,8 @@ from conftest import (
     first,
     pairs,
     patched,
+    randomize,
+    randomize_encoding,
     stock,
     tokens,
 )
@@ -106,7 +109,7 @@ def test_learned_from_the_host_changes_nothing(host):
 
 def test_ids_beyond_a_table():
     for model in (patched("bert", "learned"), patched("gpt2", "learned")):
-        with pytest.raises(ValueError, match=f"{LENGTH} rows"):
+        with pytest.raises(ValueError, match=f"position_ids up to {LENGTH} don't fit max_length={LENGTH}"):
             model(tokens(1, 2), position_ids=torch.tensor([[0, LENGTH]]))
         with pytest.raises(ValueError, match=r"position_ids have shape \(1, 2\).*3 tokens"):
             model(tokens(1, 3), position_ids=torch.tensor([[0, 1]]))
@@ -139,7 +142,7 @@ def test_ids_in_the_count_of_the_host(host, encoding):
         with pytest.raises(ValueError, match=rf"{message}, patched or not: add 2 to ids that count from 0"):
             model(ids, position_ids=torch.arange(start, start + 11)[None])
     if encoding == "learned":
-        with pytest.raises(ValueError, match=f"from 0 to {LENGTH} don't fit a learned table of {LENGTH} rows"):
+        with pytest.raises(ValueError, match=rf"position_ids up to {LENGTH + 2} don't fit max_length={LENGTH} of.*'learned'"):
             model(ids[:, :2], position_ids=torch.tensor([[2, LENGTH + 2]]))
 
 
@@ -184,3 +187,84 @@ def test_boxes_of_layoutlm_still_count():
     assert_apart(first(model(ids, bbox=boxes[:, order])), expected)
     assert_apart(first(model(ids)), expected)
     assert torch.equal(first(without_positions("layoutlm")(ids, bbox=boxes)), expected)
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.parametrize("encoding", ["sinusoidal", "learned", "alibi", "rope", "shaw", "fire", "cope"])
+@pytest.mark.parametrize("name", ["GPT2", "OpenAIGPT"])
+@torch.no_grad()
+def test_ids_with_choices(name, encoding, choices):
+    """`[B, choices, L]`, which the stack flattens, gives what `[B * choices, L]` does."""
+    torch.manual_seed(0)
+    more = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{name}Config")(**more)
+    model = getattr(transformers, f"{name}DoubleHeadsModel")(config).eval()
+    model = randomize_encoding(hf_posenc.patch(randomize(model), encoding))
+    base = model.base_model
+    flat = tokens(2 * choices, 9)
+    ids, mask, jumps = flat.view(2, choices, 9), torch.ones_like(flat), torch.arange(9).mul(3).fmod(16).expand_as(flat)
+    mask[0, 6:], mask[-1, :2] = 0, 0
+    for given in ({}, {"attention_mask": mask}, {"position_ids": jumps}):
+        shaped = {key: value.view(2, choices, 9) for key, value in given.items()}
+        expected = first(base(flat, **given)).view(2, choices, 9, -1)
+        assert torch.equal(first(base(ids, **shaped)), expected)
+        assert torch.equal(first(base(ids, **given)), expected)
+    places = torch.full((2, choices), 8)
+    found = model(ids, mc_token_ids=places, attention_mask=mask.view(2, choices, 9))
+    assert found.mc_logits.shape == (2, choices) and found.logits.shape[:3] == (2, choices, 9)
+    with pytest.raises(ValueError, match=r"attention_mask has 5 rows for"):
+        base(ids, attention_mask=mask[:1].expand(5, -1))
+    with pytest.raises(ValueError, match=r"inputs_embeds have shape \(2, .*give \[batch, length, hidden_size\]"):
+        base(inputs_embeds=torch.zeros(2, choices, 9, 32))
+
+
+@torch.no_grad()
+def test_heads_that_flatten_choices_themselves():
+    model = patched("bert", "alibi", "ForMultipleChoice")
+    ids, mask = tokens(4), torch.ones(4, 11, dtype=torch.long)
+    mask[1, 7:] = 0
+    shaped = model(ids.view(2, 2, 11), attention_mask=mask.view(2, 2, 11)).logits
+    pooled = model.bert(ids, attention_mask=mask).pooler_output
+    assert torch.equal(shaped, model.classifier(pooled).view(2, 2))
+
+
+PACKED = (9, 6, 8)
+"""The lengths of texts in one row, which together are beyond max_length=10."""
+
+
+@pytest.mark.parametrize(("host", "encoding"), pairs(on=("llama", "gpt2"), once=True))
+@torch.no_grad()
+def test_packed_rows_longer_than_max_length(host, encoding):
+    """The limit is one of positions: each text is shorter, and gives what it does by itself."""
+    if host not in ("llama", "gpt2"):
+        pytest.skip("packed texts are found by position_ids in decoders only")
+    model = patched(host, encoding, max_length=10)
+    texts = [tokens(1, length, seed=length) for length in PACKED]
+    ids = torch.cat([torch.arange(length) for length in PACKED])[None]
+    output = first(model(torch.cat(texts, dim=1), position_ids=ids, use_cache=False))
+    for text, part in zip(texts, output.split(PACKED, dim=1), strict=True):
+        assert_close(part, first(model(text)))
+    with pytest.raises(ValueError, match=r"position_ids up to 10 don't fit max_length=10 of this model's"):
+        model(torch.cat(texts, dim=1), position_ids=ids + (ids == 5) * 5)
+    with pytest.raises(ValueError, match=r"position_ids up to 12 don't fit max_length=10"):
+        model(tokens(1, 3), position_ids=torch.tensor([[0, 7, 12]]))
+
+
+@pytest.mark.parametrize("host", OFFSET[:1])
+def test_packed_rows_in_the_count_of_the_host(host):
+    model = patched(host, "learned", max_length=10)
+    ids = torch.cat([torch.arange(length) for length in PACKED])[None] + HOSTS[host].offset
+    assert first(model(tokens(1, 23), position_ids=ids)).isfinite().all()
+    with pytest.raises(ValueError, match=f"position_ids up to {10 + HOSTS[host].offset} don't fit max_length=10"):
+        model(tokens(1, 23), position_ids=ids + (ids == ids.max()) * 2)
+
+
+@pytest.mark.parametrize("encoding", ["learned", "sinusoidal"])
+def test_packed_rows_in_a_layer_by_itself(encoding):
+    layer = hf_posenc.PositionEmbedding(encoding, hidden_size=8, max_length=10)
+    ids = torch.cat([torch.arange(length) for length in PACKED])[None]
+    embeds = torch.zeros(1, 23, 8)
+    parts = layer(embeds, position_ids=ids).split(PACKED, dim=1)
+    assert all(torch.equal(part, layer(embeds[:, : part.shape[1]])) for part in parts)
+    with pytest.raises(ValueError, match="11 positions are more than max_length=10"):
+        layer(embeds[:, :1], position_ids=torch.tensor([[10]]))

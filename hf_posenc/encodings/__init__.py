@@ -15,7 +15,7 @@ from hf_posenc.encodings.building import (
     refill,
     without_values,
 )
-from hf_posenc.encodings.context import PositionContext, counted, positions_of
+from hf_posenc.encodings.context import PositionContext, counted, length_of, positions_of
 from hf_posenc.encodings.options import (
     Above,
     check_size,
@@ -58,6 +58,7 @@ __all__ = [
     "exclusively",
     "is_marked",
     "list_encodings",
+    "length_of",
     "listed",
     "mark",
     "marked_as_loaded",

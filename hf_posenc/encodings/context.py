@@ -281,6 +281,21 @@ def positions_of(length: int, past: int | Tensor, attention_mask: Tensor | None,
     return torch.minimum(index.clamp(min=first), last) - first, first
 
 
+def length_of(tokens: int, position_ids: Tensor | None, limit: int) -> int:
+    """The number of positions that an input needs: 1 + the largest of its explicit positions, else one for each token.
+
+    Explicit positions on a GPU are read only if there are more tokens than `limit`, as in a packed row, since reading waits for
+    the GPU. In a traced graph none are read, and the answer is 0.
+    """
+    if position_ids is None or position_ids.is_meta:
+        return tokens
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not position_ids.numel():
+        return 0
+    if position_ids.device.type != "cpu" and tokens <= limit:
+        return tokens
+    return int(position_ids.max()) + 1
+
+
 def last_of(positions: Tensor) -> Tensor:
     """The last position of each text, `[..., L]` -> `[..., 1]`; 0 for an empty one."""
     return F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True)

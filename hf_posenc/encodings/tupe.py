@@ -62,7 +62,7 @@ class TUPE(PositionEncoding, type="tupe"):
     def _bias(self, keys: int, context: PositionContext) -> Tensor:
         """`[1 or B, H, Q, K]`."""
         here, there = context.positions, context.key_positions(keys)
-        self._check(here, keys)
+        self._check(here, there, context)
         # Keys beyond the table are padding, which the mask hides.
         places = there.clamp(0, len(self.weight) - 1)
         queries = self._projected(here, self.query_weight)
@@ -88,13 +88,14 @@ class TUPE(PositionEncoding, type="tupe"):
             vectors = F.embedding(positions, F.linear(self.weight, projection))
         return vectors.unflatten(-1, (-1, self.geometry.head_dim)).transpose(1, 2)
 
-    def _check(self, positions: Tensor, keys: int) -> None:
-        """Raises ValueError for positions beyond the table."""
-        rows = len(self.weight)
-        high = keys - 1
+    def _check(self, here: Tensor, there: Tensor, context: PositionContext) -> None:
+        """Raises ValueError for positions of queries, or of keys, beyond the table."""
+        rows, high = len(self.weight), 0
         # Reading values would synchronize a GPU and break a traced graph, where only the shapes are checked.
-        if positions.device.type == "cpu" and not torch.compiler.is_compiling() and positions.numel():
-            high = max(high, int(positions.max()))
+        if here.device.type == "cpu" and not torch.compiler.is_compiling():
+            high = max((int(each.max()) for each in (here, there) if each.numel()), default=0)
+        elif context.consecutive or context.newest is not None:
+            high = there.shape[1] - 1
         if high >= rows:
             raise ValueError(
                 f"positions up to {high} don't fit the {rows} rows of 'tupe': give a shorter input, or position_ids below "
