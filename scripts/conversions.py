@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
 from evaluation import corpus, pages, records
 from evaluation.library import bag_of_words, evaluate
+from hf_posenc.tokenizer_files import required_tokenizer
 
 LONG = ("--long_text_length", "2046", "--long_steps")
 MODELS = {
@@ -99,7 +100,7 @@ def main() -> None:
             run("distill.py", *distillation(name, original, str(texts), str(output / name)))
     if not (output / WITH_LOGN / "config.json").exists():
         with_logn(calibrated(original, WITH_LOGN, texts), output / "minilm-relative").save_pretrained(output / WITH_LOGN)
-    tokenizer = AutoTokenizer.from_pretrained(original)
+    tokenizer = required_tokenizer(original)
     for name in (CALIBRATED, WITH_LOGN):
         tokenizer.save_pretrained(output / name)
     for folder in arguments.pages:

@@ -30,7 +30,6 @@ from transformers import (
     AlbertForMaskedLM,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoTokenizer,
     BertForMaskedLM,
     DataCollatorForLanguageModeling,
     PreTrainedModel,
@@ -40,6 +39,7 @@ from transformers.utils import logging
 import hf_posenc
 from evaluation import corpus, perplexity, reactions, records
 from hf_posenc.scores import bootstrapped
+from hf_posenc.tokenizer_files import required_tokenizer
 
 Row = dict[str, Any]
 
@@ -176,7 +176,7 @@ def predicting(folder: Path) -> dict[str, Any]:
     original = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32).eval()
     original.hf_quantizer = None  # it was read from a quantised file, and is float32 now
     del original.config.quantization_config
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    tokenizer = required_tokenizer(folder, gguf_file=GGUF)
     evaluation, training = corpus.split()
     documents = [tokenizer(module.document, verbose=False, return_tensors="pt")["input_ids"][0] for module in evaluation]
     documents = [ids[: ENDS[-1]] for ids in documents if len(ids) >= ENDS[-1]][:DOCUMENTS]

@@ -330,14 +330,14 @@ def test_on_a_gpu(encoding):
 REFUSED = {
     "texts has none": dict(texts=[]),
     "allowed is an iterable of strings": dict(texts="a text"),
-    "no tokenizer was found": dict(texts=["a text"]),
+    "no tokenizer with a vocabulary was found": dict(texts=["a text"]),
     "texts holds 3": dict(texts=[3]),
     r"too short or too few for 'relative': of 6 texts of up to 24 tokens .*, 0 pairs .* from 30 on": dict(
         texts=[batch()], max_distance=30
     ),
     r"texts=3: allowed is an iterable": dict(texts=3),
     r"texts has none: give": dict(texts=[{**batch(), "attention_mask": torch.zeros(TEXTS, LENGTH)}]),
-    r"input_ids from 1\d\d to 1\d\d, but .* ids 0 to 60: give the tokenizer": dict(texts=[{"input_ids": 100 + tokens(9, 9)}]),
+    r"input_ids from 1\d\d to 1\d\d, but .* ids 0 to 60. Use the tokenizer": dict(texts=[{"input_ids": 100 + tokens(9, 9)}]),
     "'sinusoidal' acts by vectors": dict(texts=[batch()], encoding="sinusoidal"),
     "no option 'width'": dict(texts=[batch()], width=3),
 }

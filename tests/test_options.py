@@ -746,7 +746,7 @@ def test_versions_in_range(monkeypatch):
 # The rules of the house.
 
 ORDER = [
-    {"requirements", "encodings", "user_code", "probe", "calls", "saving", "blocks", "tokenizer_files"},
+    {"requirements", "encodings", "user_code", "probe", "calls", "saving", "blocks", "tokenizer_files", "text_files", "terminals"},
     {"remote_code", "spec", "kernels", "catalog"},
     {"sources", "attention", "checkpoints", "remembering", "offsets"},
     {"written_out", "positions", "embedding", "calibration"},
@@ -850,7 +850,7 @@ def test_copies_of_modules_have_files_of_their_own():
     assert {name for name in saved if saved.count(name) > 1} == set()
 
 
-MEASURING = {"retrieval", "scores", "questions", "plots", "explorer", "tokenizer_files"}
+MEASURING = {"retrieval", "scores", "questions", "plots", "explorer", "tokenizer_files", "text_files", "terminals"}
 """Modules that scripts and commands share; they know nothing of how models are patched."""
 
 

@@ -18,15 +18,9 @@ from training.flags import DEFAULT_TEXT_LENGTH
 def load_tokenizer(name: str) -> Any:
     """The tokenizer, with a padding token. Raises SystemExit if there is none."""
     try:
-        tokenizer = tokenizer_files.load_tokenizer(name)
+        return with_padding(tokenizer_files.required_tokenizer(name), name)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{name} has no tokenizer that can be loaded: {error}") from None
-    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise SystemExit(
-            f"{name} has no tokenizer, or one of special tokens alone: save that of the model which it was made from, "
-            f"AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({name!r})"
-        )
-    return with_padding(tokenizer, name)
+        raise SystemExit(str(error)) from None
 
 
 def with_padding(tokenizer: Any, name: str) -> Any:
@@ -70,13 +64,10 @@ def load_model(
             model = patch(model, chosen, max_length=longest)
         elif lost := [said for said in hf_posenc.inspect(model).ignored if said.startswith("position_embedding_type")]:
             raise ValueError(f"its outputs are wrong. {lost[0]}; `hf-posenc patch {name} relative_key` saves it as it was")
+        known = torch.tensor([len(tokenizer) - 1])
+        tokenizer_files.check_ids(known, model.get_input_embeddings().num_embeddings, "the tokenizer")
     except (OSError, ValueError) as error:
         raise SystemExit(f"{name}: {error}") from None
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise SystemExit(
-            f"the tokenizer knows {len(tokenizer)} tokens, the model {model.get_input_embeddings().num_embeddings}: "
-            "take the tokenizer it was trained with"
-        )
     if arguments.train_positions_only:
         train_positions_only(model, new)
     if arguments.gradient_checkpointing:
