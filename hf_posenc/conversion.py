@@ -116,7 +116,7 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
     _refuse_odd_attentions(found)
     chosen, held_out = _batches(texts, _tokenizer(model, tokenizer), _wanted_length(spec, found), model.device)
     for batch in filter(None, (chosen, held_out)):
-        check_ids(batch["input_ids"], len(found.stack.get_input_embeddings().weight), "texts")
+        check_ids(batch["input_ids"], found.stack.get_input_embeddings(), "texts")
     _check_coverage(stack, chosen)
     report = _calibrated(stack, found, chosen, held_out)
     specs.write(patched.config, replace(spec, calibration=report))

@@ -71,7 +71,7 @@ def embed(
     rows = tokenizer(list(texts), **options)["input_ids"]
     check_known(tokenizer, rows)
     sizes = [len(ids) for ids in rows]
-    check_ids(torch.tensor([*itertools.chain(*rows)]), len(model.get_input_embeddings().weight), title)
+    check_ids(torch.tensor([*itertools.chain(*rows)]), model.get_input_embeddings(), title)
     batches: list[list[int]] = [[]]
     for number in sorted(range(len(texts)), key=sizes.__getitem__):
         if batches[-1] and (len(batches[-1]) + 1) * sizes[number] > BATCH_TOKENS:

@@ -59,11 +59,12 @@ def _remedy(name: str) -> str:
     return f"Save the original model's tokenizer there: AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({name!r})"
 
 
-def check_ids(ids: Tensor, vocabulary: int, where: str) -> None:
-    """Raises ValueError for ids that a model with `vocabulary` token embeddings doesn't have. (A GPU would end the process.)
+def check_ids(ids: Tensor, embedding: Any, where: str) -> None:
+    """Raises ValueError for ids that a model's `embedding` of tokens doesn't have. (A GPU would end the process.)
 
     where: what the ids are of, for the message.
     """
+    vocabulary = len(embedding.weight)
     if ids.numel() and (ids.min() < 0 or ids.max() >= vocabulary):
         raise ValueError(
             f"{where} has input_ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has the ids 0 to "

@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 
 from attacks.cases import FAULTS, OUTCOMES, REFUSED, STOCK_TOO, Settings, Verdict, end_elsewhere, judge, quiet
 from attacks.subjects import encodings
+from hf_posenc import terminals
 
 FAMILIES = (
     "own",
@@ -129,9 +130,10 @@ def main() -> None:
     page = report(verdicts, settings)
     print(page, end="")
     if args.output_file:
-        args.output_file.write_text(page)
+        args.output_file.write_text(page, encoding="utf-8")
     sys.exit(any(verdict.outcome in FAULTS for verdict in verdicts))
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -23,6 +23,7 @@ import conversions
 import hf_posenc
 import reviews
 from evaluation import records
+from hf_posenc import terminals
 
 RESULTS = Path(__file__).with_name("results")
 CARDS = Path(__file__).parents[1] / "model_cards"
@@ -110,4 +111,5 @@ def fine_tuned(name: str, start: str) -> Made:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -23,6 +23,7 @@ from transformers import AutoModel, PreTrainedModel
 import hf_posenc
 from evaluation import corpus, pages, records
 from evaluation.library import bag_of_words, evaluate
+from hf_posenc import terminals
 from hf_posenc.tokenizer_files import required_tokenizer
 
 LONG = ("--long_text_length", "2046", "--long_steps")
@@ -129,4 +130,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

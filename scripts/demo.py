@@ -25,6 +25,7 @@ from evaluation import records
 from evaluation.corpus import split
 from evaluation.lengths import BAG, cases
 from evaluation.library import bag_of_words, evaluate
+from hf_posenc import terminals
 from hf_posenc.plots.style import LIGHT
 from hf_posenc.retrieval import Embedder, Method, lexical_similarity, methods
 from hf_posenc.scores import Difference, Ranks, Score, paired, ranked, score
@@ -191,4 +192,5 @@ def draw(scores: dict[str, Score], deep: dict[str, Score], path: Path) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -49,6 +49,7 @@ from transformers.utils import logging
 
 import hf_posenc
 from evaluation import corpus, pages, passkeys, perplexity, records
+from hf_posenc import terminals
 from hf_posenc.plots.style import LIGHT, MAP, MARKERS
 from hf_posenc.scores import bootstrapped
 from hf_posenc.tokenizer_files import required_tokenizer
@@ -516,5 +517,6 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     logging.set_verbosity_error()
     main()

@@ -34,7 +34,7 @@ from evaluation.corpus import EVALUATION_MODULES
 from evaluation.lengths import Found, Texts, baseline_of, cases, evaluate, evaluate_needles, ways
 from evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
 from evaluation.tables import tables
-from hf_posenc import plots, retrieval
+from hf_posenc import plots, retrieval, terminals
 from hf_posenc.retrieval import Embedder
 from hf_posenc.tokenizer_files import required_tokenizer
 from training import sentences
@@ -203,11 +203,12 @@ def main() -> None:
     plots.lengths(written, path=arguments.output_dir / "length.png")
     if found.cells:
         plots.needle(written, path=arguments.output_dir / "needle.png")
-    with (arguments.output_dir / "length.txt").open("w") as file:
+    with (arguments.output_dir / "length.txt").open("w", encoding="utf-8") as file:
         for each in (console, Console(file=file, width=170)):
             for table in tables(found, perplexities, settings):
                 each.print(table)
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -22,6 +22,7 @@ from transformers import AutoModel, PreTrainedModel
 import hf_posenc
 from conversions import CALIBRATED, calibrated, distillation, encoding_of, run, write_texts
 from evaluation import pages, records
+from hf_posenc import terminals
 from hf_posenc.tokenizer_files import required_tokenizer
 
 TRAINED = "minilm-t5"
@@ -144,4 +145,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -9,7 +9,7 @@ from PIL import Image
 from transformers import AutoModel
 
 import hf_posenc
-from hf_posenc import diagnostics, plots
+from hf_posenc import diagnostics, plots, terminals
 from hf_posenc.tokenizer_files import required_tokenizer
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -39,4 +39,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

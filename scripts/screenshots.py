@@ -6,7 +6,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
-from hf_posenc import explorer
+from hf_posenc import explorer, terminals
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SIZE = ViewportSize(width=1150, height=900)
@@ -36,4 +36,5 @@ def save(window: Page, name: str) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

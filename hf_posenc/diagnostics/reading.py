@@ -80,7 +80,7 @@ class Reader:
             ids = row["input_ids"]
             if ids.shape[1] < least:
                 raise ValueError(f"text {place} has {ids.shape[1]} tokens, and {least} are needed: give longer texts")
-            check_ids(ids, self.vocabulary, f"text {place}")
+            check_ids(ids, self.embedding, f"text {place}")
         return [{name: values.to(self.model.device) for name, values in row.items()} for row in rows]
 
     def _rows(self, texts: Any, length: int | None) -> Iterable[dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from transformers import AutoModel, PreTrainedModel
 import hf_posenc  # noqa: F401  (registers patched models with AutoModel)
 from evaluation import records
 from evaluation.corpus import split
+from hf_posenc import terminals
 from hf_posenc.retrieval import cut, embed, lexical_similarity
 from hf_posenc.scores import Score, score
 from hf_posenc.tokenizer_files import required_tokenizer
@@ -72,4 +73,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

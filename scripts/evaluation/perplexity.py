@@ -79,7 +79,7 @@ def evaluate(
             options = {"truncation": True, "max_length": max(lengths), "verbose": False, "return_tensors": "pt"}
             read = [tokenizer(text, **options)["input_ids"][0] for text in documents]
             check_known(tokenizer, read)
-            check_ids(torch.cat(read), len(model.get_input_embeddings().weight), name)
+            check_ids(torch.cat(read), model.get_input_embeddings(), name)
             found = []
             for ids in read:
                 found.append(losses(model, ids, size).double().mean().item())

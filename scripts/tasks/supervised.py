@@ -34,7 +34,7 @@ class Supervised(Task):
     def adapt(self, config: Any) -> None:
         """Adapt the model's config to the rows."""
 
-    def prepare(self, accelerator: Accelerator, length: int, usable: int | None) -> dict[str, Any]:
+    def prepare(self, accelerator: Accelerator, length: int) -> dict[str, Any]:
         """The splits as rows for `collate`, of at most `length` tokens."""
         made = {name: mapped(accelerator, split, self.encoder(length), name) for name, split in self.splits.items()}
         for split in made.values():

@@ -20,9 +20,6 @@ from datasets.exceptions import DatasetGenerationError
 from hf_posenc import text_files, tokenizer_files
 from hf_posenc.text_files import KINDS
 
-ROOM = 1.2
-"""Least ratio of the model's usable length to the longest training text without a warning."""
-
 Row = dict[str, Any]
 Rows = list[tuple[int, Row]]
 """Rows with their numbers in the stream; everything random about a row is drawn from its number."""
@@ -34,10 +31,10 @@ def read(path: Path, streaming: bool = False) -> Any:
     kinds = {file.suffix for file in files}
     if not files:
         raise SystemExit(f"{path} is an empty folder")
-    if not files[0].is_file():
-        raise SystemExit(f"{path} is not there, or no file")
     if unknown := kinds - set(KINDS):
         raise SystemExit(f"{path} is or holds {sorted(unknown)}, none of the files that are read here: {', '.join(KINDS)}")
+    if not files[0].is_file():
+        raise SystemExit(f"{path} is not there, or no file")
     if len({KINDS[kind] for kind in kinds}) > 1:
         raise SystemExit(f"{path} holds files of several kinds, {', '.join(sorted(kinds))}: keep one kind in a folder")
     for file in files:
@@ -153,9 +150,9 @@ def tokenized(
     column: str,
     length: int,
     packing: bool,
-    usable: int | None,
 ) -> dict[str, Any]:
-    """The splits as rows of `input_ids` with at most `length` tokens, or with `packing` exactly `length`."""
+    """The splits as rows of `input_ids` with at most `length` tokens and, as `length`, the number before they
+    are cut; with `packing` exactly `length` tokens."""
     cut = Cut(tokenizer)
 
     def encode(rows: Row) -> Row:
@@ -166,8 +163,6 @@ def tokenized(
     for name, data in splits.items():
         made[name] = mapped(accelerator, data, encode, name)
         check_known(made[name], tokenizer)
-        if name == "train" and not packing:
-            warn_of_length(accelerator, made[name], length, usable)
         if packing:
             ends = cut.suffix or [each for each in (tokenizer.eos_token_id,) if each is not None]
 
@@ -195,23 +190,6 @@ def check_known(data: Any, tokenizer: Any) -> None:
         tokenizer_files.check_known(tokenizer, (row["input_ids"] for row in data.take(100)))
     except ValueError as error:
         raise SystemExit(str(error)) from None
-
-
-def warn_of_length(accelerator: Accelerator, data: Any, length: int, usable: int | None) -> None:
-    """Print a warning if texts are cut, or if the model's usable length hardly exceeds the longest text."""
-    if isinstance(data, IterableDataset):
-        return
-    lengths = data["length"]
-    longest, cut = max(lengths), sum(each > length for each in lengths)
-    if cut:
-        accelerator.print(
-            f"warning: {cut} of {len(lengths)} training texts are cut to {length} tokens; the longest has {longest}"
-        )
-    if usable is not None and usable < ROOM * longest:
-        accelerator.print(
-            f"warning: the model's usable length, {usable} tokens, is under {ROOM} times that of the longest training text, "
-            f"{longest}: texts in use may be longer (--position_encoding with --model_max_length makes room)"
-        )
 
 
 def endless(data: Any, seed: int, start: int, buffer: int) -> Iterator[tuple[int, Row]]:
