@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc import calibration, offsets, structure
@@ -22,6 +22,7 @@ from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within, holds_a_model, patch, refuse
 from hf_posenc.sources import HostRefused
 from hf_posenc.spec import Calibration
+from hf_posenc.tokenizer_files import check_ids, check_known, required_tokenizer
 from hf_posenc.transfer import twin_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -114,7 +115,8 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
     stack = next(module for module in patched.modules() if structure.is_patched(module))
     _refuse_odd_attentions(found)
     chosen, held_out = _batches(texts, _tokenizer(model, tokenizer), _wanted_length(spec, found), model.device)
-    _check_ids(found.stack, (chosen, held_out))
+    for batch in filter(None, (chosen, held_out)):
+        check_ids(batch["input_ids"], found.stack.get_input_embeddings(), "texts")
     _check_coverage(stack, chosen)
     report = _calibrated(stack, found, chosen, held_out)
     specs.write(patched.config, replace(spec, calibration=report))
@@ -177,7 +179,7 @@ def _tokenizer(model: Any, given: Any) -> Any:
     if not name:
         return None
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return required_tokenizer(str(name))
     except (OSError, ValueError) as error:
         if given:
             raise ValueError(f"tokenizer={given!r}: no tokenizer could be loaded from there: {error}") from error
@@ -194,6 +196,7 @@ def _batches(texts: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict
     rows = list(itertools.islice(_rows(texts, tokenizer, length), READ))
     if not rows:
         raise ValueError("texts has none: give some 32 texts of the kind that the model is used for, 256 tokens or more each")
+    check_known(tokenizer, (row["input_ids"] for row in rows))
     rows.sort(key=lambda row: -len(row["input_ids"]))
     chosen = rows[:TEXTS]
     others = [row for row in rows[TEXTS:] if not any(torch.equal(row["input_ids"], known["input_ids"]) for known in chosen)]
@@ -206,7 +209,10 @@ def _rows(texts: Any, tokenizer: Any, length: int) -> Any:
     for given in texts:
         if isinstance(given, str):
             if tokenizer is None:
-                raise ValueError("no tokenizer was found beside the model: give one, tokenizer=…, or tokenised batches")
+                raise ValueError(
+                    "no tokenizer with a vocabulary was found in the model's folder: give one (tokenizer=…), or tokenized "
+                    "batches"
+                )
             encoded = tokenizer(given, truncation=True, max_length=length, return_attention_mask=False)
             rows = [{name: torch.tensor(values) for name, values in encoded.items() if name in READ_FROM_BATCHES}]
         elif _is_batch(given):
@@ -245,17 +251,6 @@ def _padded(rows: list[dict[str, Tensor]], device: torch.device) -> dict[str, Te
     if (sizes < sizes.max()).any():
         batch["attention_mask"] = (torch.arange(int(sizes.max())) < sizes[:, None]).long()
     return {name: values.to(device) for name, values in batch.items()}
-
-
-def _check_ids(stack: Any, batches: Iterable[Mapping[str, Tensor]]) -> None:
-    """Raises ValueError for ids that the model has no embedding of: on a GPU they would end the process."""
-    size = len(stack.get_input_embeddings().weight)
-    for ids in (batch["input_ids"] for batch in batches if batch):
-        if ids.min() < 0 or ids.max() >= size:
-            raise ValueError(
-                f"texts has input_ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has the ids 0 to "
-                f"{size - 1}: give the tokenizer that it was trained with"
-            )
 
 
 def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:

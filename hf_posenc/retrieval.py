@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_posenc.inspection import inspect
+from hf_posenc.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 16 * 512
 """Tokens in a batch, padding included; a longer text is a batch of its own."""
@@ -67,7 +68,10 @@ def embed(
     if not texts:
         raise ValueError(f"{title}: no texts to embed; one or more are needed")
     options = {"truncation": max_seq_length is not None, "max_length": max_seq_length, "verbose": False}
-    sizes = [len(ids) for ids in tokenizer(list(texts), **options)["input_ids"]]
+    rows = tokenizer(list(texts), **options)["input_ids"]
+    check_known(tokenizer, rows)
+    sizes = [len(ids) for ids in rows]
+    check_ids(torch.tensor([*itertools.chain(*rows)]), model.get_input_embeddings(), title)
     batches: list[list[int]] = [[]]
     for number in sorted(range(len(texts)), key=sizes.__getitem__):
         if batches[-1] and (len(batches[-1]) + 1) * sizes[number] > BATCH_TOKENS:

@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 
 from attacks.cases import FAULTS, OUTCOMES, REFUSED, STOCK_TOO, Settings, Verdict, end_elsewhere, judge, quiet
 from attacks.subjects import encodings
+from hf_posenc import terminals
 from hf_posenc.saving import write_text
 
 FAMILIES = (
@@ -135,4 +136,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

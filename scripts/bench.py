@@ -35,6 +35,7 @@ from tqdm.auto import tqdm
 from benchmarks import grid, report, results, subjects
 from benchmarks.grid import Group, Settings
 from evaluation import records
+from hf_posenc import terminals
 from hf_posenc.saving import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,4 +196,5 @@ def by_device(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

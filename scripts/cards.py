@@ -22,6 +22,7 @@ import conversions
 import hf_posenc
 import reviews
 from evaluation import records
+from hf_posenc import terminals
 from hf_posenc.saving import atomic_file, write_text
 
 RESULTS = Path(__file__).with_name("results")
@@ -111,4 +112,5 @@ def fine_tuned(name: str, start: str) -> Made:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

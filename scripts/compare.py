@@ -37,6 +37,7 @@ from generalisation.runs import Setup, process_state
 from generalisation.several import Part
 from generalisation.study import Study
 from generalisation.tasks import COMPARED
+from hf_posenc import terminals
 from hf_posenc.plots.style import require_matplotlib
 from hf_posenc.saving import write_text
 from training.flags import at_least
@@ -186,5 +187,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     study.quiet()
     main()

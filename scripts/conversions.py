@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
 from evaluation import corpus, pages, records
 from evaluation.library import bag_of_words, evaluate
+from hf_posenc import terminals
 from hf_posenc.saving import replaced, write_text
+from hf_posenc.tokenizer_files import required_tokenizer
 
 LONG = ("--long_text_length", "2046", "--long_steps")
 MODELS = {
@@ -102,7 +104,7 @@ def main() -> None:
     if not (output / WITH_LOGN / "config.json").exists():
         with replaced(output / WITH_LOGN) as folder:
             with_logn(calibrated(original, WITH_LOGN, texts), output / "minilm-relative").save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(original)
+    tokenizer = required_tokenizer(original)
     for name in (CALIBRATED, WITH_LOGN):
         with replaced(output / name) as folder:
             tokenizer.save_pretrained(folder)
@@ -132,4 +134,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

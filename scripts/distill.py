@@ -29,11 +29,12 @@ from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModel, AutoTokenizer, DataCollatorWithPadding, PreTrainedModel
+from transformers import AutoConfig, AutoModel, DataCollatorWithPadding, PreTrainedModel
 
 import hf_posenc
 from evaluation import corpus
-from hf_posenc import retrieval
+from hf_posenc import retrieval, terminals
+from hf_posenc.tokenizer_files import required_tokenizer
 from training import data, flags, loop, models, sentences, teaching
 from training.task import Task
 
@@ -210,7 +211,7 @@ def load_teacher(
             raise ValueError(
                 f"its outputs are wrong. {report.ignored[0]}, and `hf-posenc patch {name} relative_key` saves it as a teacher"
             )
-        known = (AutoTokenizer.from_pretrained(name) if found is None else found.tokenizer).get_vocab()
+        known = (required_tokenizer(name) if found is None else found.tokenizer).get_vocab()
         if known != tokenizer.get_vocab():
             raise ValueError(f"its tokenizer knows other tokens ({len(known)}) than the student's ({len(tokenizer)})")
         ours, theirs = student.config.hidden_size, teacher.config.hidden_size
@@ -280,10 +281,9 @@ def main(argv: list[str] | None = None) -> None:
     accelerator.print(f"embeddings are pooled by {sentences.described(ours)}")
     before = checksum(teacher)
     longest = arguments.long_text_length or arguments.text_length
-    length, report = models.text_length(longest, student, tokenizer), hf_posenc.inspect(student)
-    rows = data.tokenized(
-        accelerator, splits, tokenizer, arguments.text_column, length, packing=arguments.packing, usable=report.max_length
-    )
+    length = models.text_length(arguments, longest, student, tokenizer)
+    rows = data.tokenized(accelerator, splits, tokenizer, arguments.text_column, length, packing=arguments.packing)
+    models.warn_of_length(accelerator, arguments, student, rows["train"], length)
     pools = retrieval.pooling(ours, accelerator.device), retrieval.pooling(theirs, accelerator.device)
     task = Distillation(arguments, student, teacher, tokenizer, ours, pools)
 
@@ -297,4 +297,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -44,14 +44,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import hf_posenc
 from evaluation import corpus, pages, passkeys, perplexity, records
+from hf_posenc import terminals
 from hf_posenc.plots.style import LIGHT, MAP, MARKERS
 from hf_posenc.saving import atomic_file, replaced
 from hf_posenc.scores import bootstrapped
+from hf_posenc.tokenizer_files import required_tokenizer
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ORIGINAL, SHORT, DROPPED, DROPE, SCALED = "original", "short", "dropped", "DroPE", "DroPE, scaled"
@@ -115,11 +117,11 @@ def load_original(name: str | None) -> tuple[PreTrainedModel, Any]:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
         model.hf_quantizer = None  # it was read from a quantised file, and is float32 now
         del model.config.quantization_config
-        return model, AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+        return model, required_tokenizer(folder, gguf_file=GGUF)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type") != "default":
         raise SystemExit(f"{name} has no rotary positions with rope_type 'default', from which the others are made")
-    return model, AutoTokenizer.from_pretrained(name)
+    return model, required_tokenizer(name)
 
 
 def shortened(theta: float, rotated: int, trained: int, length: int) -> float:
@@ -320,7 +322,7 @@ def main(argv: list[str] | None = None) -> None:
             theta, trained = config.rope_parameters["rope_theta"], config.max_position_embeddings
             config.rope_parameters["rope_theta"] = shortened(theta, rotated_features(config), trained, length)
             config.max_position_embeddings = length
-    tokenizer = AutoTokenizer.from_pretrained(output / "original")
+    tokenizer = required_tokenizer(str(output / "original"))
     if length // 2 < (least := passkeys.least_length(tokenizer)):
         raise SystemExit(
             f"--trained_length {length}: a passkey in half of it takes {least} tokens: allowed is {2 * least} or more"
@@ -518,5 +520,6 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     logging.set_verbosity_error()
     main()

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_posenc  # noqa: F401  (registers patched models with the Auto classes)
 from evaluation import library, pages, perplexity, records
@@ -34,9 +34,10 @@ from evaluation.corpus import EVALUATION_MODULES
 from evaluation.lengths import Found, Texts, baseline_of, cases, evaluate, evaluate_needles, ways
 from evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
 from evaluation.tables import tables
-from hf_posenc import plots, retrieval
+from hf_posenc import plots, retrieval, terminals
 from hf_posenc.retrieval import Embedder
 from hf_posenc.saving import atomic_file
+from hf_posenc.tokenizer_files import required_tokenizer
 from training import sentences
 
 LENGTHS = (128, 256, 512, 1024, 2048)
@@ -106,8 +107,11 @@ def named(given: list[str], add_to_models: bool) -> dict[str, str]:
 
 
 def load_tokenizers(paths: dict[str, str]) -> dict[str, Any]:
-    """Raises SystemExit for models whose tokenizers differ: the same text would be within a length for one of them alone."""
-    tokenizers = {name: AutoTokenizer.from_pretrained(path) for name, path in paths.items()}
+    """Raises SystemExit for a model without a tokenizer, and for tokenizers that differ: a text would have other lengths."""
+    try:
+        tokenizers = {name: required_tokenizer(path) for name, path in paths.items()}
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
     first, vocabulary = next(iter(paths)), next(iter(tokenizers.values())).get_vocab()
     for name, tokenizer in tokenizers.items():
         if not tokenizer.is_fast:
@@ -207,4 +211,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

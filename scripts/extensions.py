@@ -17,12 +17,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
 from conversions import CALIBRATED, calibrated, distillation, encoding_of, run, write_texts
 from evaluation import pages, records
+from hf_posenc import terminals
 from hf_posenc.saving import atomic_file, replaced
+from hf_posenc.tokenizer_files import required_tokenizer
 
 TRAINED = "minilm-t5"
 METHODS = ("linear", "cubic", "tiled", "grouped", "keep_first", "dynamic")
@@ -43,7 +45,7 @@ def extended(original: str, method: str, length: int, folder: Path) -> None:
 
 
 def save(model: PreTrainedModel, original: str, folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(original)
+    tokenizer = required_tokenizer(original)
     tokenizer.model_max_length = hf_posenc.inspect(model).model_max_length
     with replaced(folder) as files:
         tokenizer.save_pretrained(files)
@@ -145,4 +147,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -16,6 +16,7 @@ The model, its tokenizer and all_results.json are written to --output_dir.
 import argparse
 
 import hf_posenc
+from hf_posenc import terminals
 from tasks.classification import SequenceClassification, TokenClassification
 from tasks.question_answering import QuestionAnswering
 from tasks.supervised import Supervised
@@ -51,13 +52,15 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = models.load_tokenizer(arguments.model_name_or_path)
     task = TASKS[arguments.task](accelerator, arguments, tokenizer)
     model = models.load_model(arguments, task.kind, tokenizer, task.adapt)
-    length = models.text_length(arguments.text_length, model, tokenizer)
+    length = models.text_length(arguments, arguments.text_length, model, tokenizer)
     report = hf_posenc.inspect(model)
     accelerator.print(f"{report}\n  texts are cut to {length} tokens")
-    splits = task.prepare(accelerator, length, report.max_length)
+    splits = task.prepare(accelerator, length)
+    models.warn_of_length(accelerator, arguments, model, splits["train"], length)
     about = {"text_length": length, "train_samples": None if arguments.streaming else len(splits["train"])}
     loop.train(accelerator, arguments, task, model, tokenizer, splits, "all_results", lambda: about)
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

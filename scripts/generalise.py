@@ -33,6 +33,7 @@ from generalisation.results import Results
 from generalisation.runs import Setup, process_state, training_of
 from generalisation.study import Study
 from generalisation.tasks import CAUSAL, TASKS
+from hf_posenc import terminals
 from hf_posenc.saving import write_text
 
 WIDTH = 140
@@ -102,4 +103,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -30,7 +30,6 @@ from transformers import (
     AlbertForMaskedLM,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoTokenizer,
     BertForMaskedLM,
     DataCollatorForLanguageModeling,
     PreTrainedModel,
@@ -39,8 +38,10 @@ from transformers.utils import logging
 
 import hf_posenc
 from evaluation import corpus, perplexity, reactions, records
+from hf_posenc import terminals
 from hf_posenc.saving import atomic_file
 from hf_posenc.scores import bootstrapped
+from hf_posenc.tokenizer_files import required_tokenizer
 
 Row = dict[str, Any]
 
@@ -177,7 +178,7 @@ def predicting(folder: Path) -> dict[str, Any]:
     original = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32).eval()
     original.hf_quantizer = None  # it was read from a quantised file, and is float32 now
     del original.config.quantization_config
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    tokenizer = required_tokenizer(str(folder), gguf_file=GGUF)
     evaluation, training = corpus.split()
     documents = [tokenizer(module.document, verbose=False, return_tensors="pt")["input_ids"][0] for module in evaluation]
     documents = [ids[: ENDS[-1]] for ids in documents if len(ids) >= ENDS[-1]][:DOCUMENTS]
@@ -235,4 +236,5 @@ def table(name: str, result: dict[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -6,11 +6,12 @@ from importlib.resources import files
 from pathlib import Path
 
 from PIL import Image
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel
 
 import hf_posenc
-from hf_posenc import diagnostics, plots
+from hf_posenc import diagnostics, plots, terminals
 from hf_posenc.saving import atomic_file
+from hf_posenc.tokenizer_files import required_tokenizer
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"!\[[^\]]*\]\(images/(\w+\.png)\)\n\n```python\n(.*?)```", re.DOTALL)
@@ -27,7 +28,7 @@ def main() -> None:
         "model": AutoModel.from_pretrained(minilm),
         "patched": hf_posenc.patch(AutoModel.from_pretrained(minilm), "alibi"),
         "texts": [text[start : start + 2500] for start in range(0, 15_000, 2500)],
-        "tokenizer": AutoTokenizer.from_pretrained(minilm),
+        "tokenizer": required_tokenizer(minilm),
     }
     for picture, code in BLOCK.findall((DOCS / "plots.md").read_text(encoding="utf-8")):
         code = code.replace('"scripts/', f'"{DOCS.parent}/scripts/').replace(f'"{picture}"', f'"{DOCS}/images/{picture}"')
@@ -41,4 +42,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

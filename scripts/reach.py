@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 from transformers import CONFIG_MAPPING
 
 from evaluation import records
+from hf_posenc import terminals
 from hf_posenc.saving import write_text
 from hosts import checks, tiny
 from hosts.verdicts import Verdict, folder_of, judge
@@ -70,7 +71,7 @@ class Kept:
         self.path, self.state = path, state_of_the_code()
         self.verdicts: dict[str, Verdict] = {}
         if path is not None and path.exists():
-            for line in path.read_text().splitlines():
+            for line in path.read_text(encoding="utf-8").splitlines():
                 row = json.loads(line)
                 if row.pop("state") == self.state:
                     self.verdicts[row["kind"]] = Verdict(**{**row, "encodings": tuple(row["encodings"])})
@@ -78,7 +79,7 @@ class Kept:
     def add(self, verdict: Verdict) -> None:
         self.verdicts[verdict.kind] = verdict
         if self.path is not None:
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"state": self.state, **dataclasses.asdict(verdict)}) + "\n")
 
 
@@ -243,7 +244,7 @@ def _of_family(verdict: Verdict) -> str:
 
 def remedy_for(verdict: Verdict) -> str:
     """What the user of a refused host can do: as the error says, else as `remedies.json` does."""
-    remedies = json.loads((HERE / "hosts" / "remedies.json").read_text())
+    remedies = json.loads((HERE / "hosts" / "remedies.json").read_text(encoding="utf-8"))
     return remedies.get(verdict.reason, verdict.remedy)
 
 
@@ -254,7 +255,8 @@ def write_tables(page: Path, verdicts: Iterable[Verdict]) -> None:
 
 def quote(page: Path, verdicts: Iterable[Verdict]) -> None:
     """Replace the headline that a page quotes."""
-    lines = [f"> {headline(verdicts)}" if QUOTED.match(line) else line for line in page.read_text().splitlines()]
+    lines = page.read_text(encoding="utf-8").splitlines()
+    lines = [f"> {headline(verdicts)}" if QUOTED.match(line) else line for line in lines]
     write_text(page, "\n".join(lines) + "\n")
 
 
@@ -302,4 +304,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

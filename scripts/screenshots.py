@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
-from hf_posenc import explorer
+from hf_posenc import explorer, terminals
 from hf_posenc.saving import atomic_file
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -39,4 +39,5 @@ def save(window: Page, name: str) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from evaluation import records
 from evaluation.intervals import STUDENT, interval
+from hf_posenc import terminals
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -65,4 +66,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

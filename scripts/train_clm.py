@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, DataCollatorWithPadding
 
+from hf_posenc import terminals
 from tasks import language
 from training import data, flags, models
 
@@ -37,4 +38,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

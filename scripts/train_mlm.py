@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, DataCollatorForTokenClassification
 
+from hf_posenc import terminals
 from tasks import language
 from training import data, flags, models
 
@@ -50,4 +51,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -5,22 +5,28 @@ the models and files of `models`, under the names that they have there.
 """
 
 import inspect
+import io
 import json
 import os
 import random
 import re
 import shlex
 import shutil
+import sys
 
 import pytest
 import torch
 import transformers
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from transformers import AutoTokenizer, BertTokenizer
 from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import ROOT, stock
+from hf_posenc import terminals
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_settings, given_where
 
@@ -309,7 +315,7 @@ def test_lengths_are_said_in_words(workplace, monkeypatch):
     """And the tokenizer is loaded once."""
     loaded = []
     load = AutoTokenizer.from_pretrained
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: loaded.append(name) or load(name))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **options: loaded.append(name) or load(name, **options))
     printed, _ = invoke(shlex.split("extend bert-alibi --no-limit --output-dir new"))
     assert "The tokenizer's model_max_length was 32, and is unlimited now." in printed and loaded == ["bert-alibi"]
     assert "To load it, `import hf_posenc` first" in printed
@@ -330,3 +336,42 @@ def test_the_length_of_a_sentence_transformer_comes_back(minilm, tmp_path):
     assert after.max_seq_length == 256
     text = ["the quick brown fox " * 90]
     assert torch.equal(before.encode(text, convert_to_tensor=True), after.encode(text, convert_to_tensor=True))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "list",
+        "list --markdown",
+        "inspect bert-alibi",
+        "bench bert-base-uncased bert-alibi --length 8 --rounds 2",
+        "eval gpt2 gpt2-alibi --texts my.jsonl --length 64 --count 2",
+        pytest.param("convert bert-base-uncased alibi --texts my.jsonl --output-dir out", marks=pytest.mark.slow),
+        "--help",
+        "convert --help",
+    ],
+)
+def test_output_on_a_terminal_that_knows_ascii(workplace, line):
+    """PYTHONIOENCODING=ascii, a log file, a console of Windows: what was measured isn't lost."""
+    done = CliRunner(charset="ascii").invoke(app, line.split(), prog_name="hf-posenc")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert done.stdout and done.stdout.isascii()
+    if line.startswith("bench"):
+        assert r"\xd7" in done.stdout
+
+
+def test_scripts_on_a_terminal_that_knows_ascii(monkeypatch):
+    """As their last lines have it, which tests/test_options.py sees to."""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    table = Table("model", box=box.HEAVY)
+    table.add_row("\N{MULTIPLICATION SIGN}1.2 \N{HORIZONTAL ELLIPSIS}")
+    with pytest.raises(UnicodeEncodeError):
+        Console().print(table)
+    terminals.escape_unprintable()
+    Console().print(table)
+    sys.stdout.flush()
+    assert rb"\xd71.2 \u2026" in printed.getvalue()
+    for other in (None, object()):
+        monkeypatch.setattr(sys, "stdout", other)
+        terminals.escape_unprintable()

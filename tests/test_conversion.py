@@ -2,15 +2,17 @@
 
 import copy
 import functools
+import json
 import warnings
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import hf_posenc
-from conftest import HOSTS, assert_equal, first, run_python, stock, tokens
+from conftest import HOSTS, WORDS, assert_equal, first, run_python, stock, tokens
+from hf_posenc.tokenizer_files import check_known, load_tokenizer, required_tokenizer
 
 LENGTH, TEXTS = 24, 6
 REACH = 4
@@ -330,14 +332,14 @@ def test_on_a_gpu(encoding):
 REFUSED = {
     "texts has none": dict(texts=[]),
     "allowed is an iterable of strings": dict(texts="a text"),
-    "no tokenizer was found": dict(texts=["a text"]),
+    "no tokenizer with a vocabulary was found": dict(texts=["a text"]),
     "texts holds 3": dict(texts=[3]),
     r"too short or too few for 'relative': of 6 texts of up to 24 tokens .*, 0 pairs .* from 30 on": dict(
         texts=[batch()], max_distance=30
     ),
     r"texts=3: allowed is an iterable": dict(texts=3),
     r"texts has none: give": dict(texts=[{**batch(), "attention_mask": torch.zeros(TEXTS, LENGTH)}]),
-    r"input_ids from 1\d\d to 1\d\d, but .* ids 0 to 60: give the tokenizer": dict(texts=[{"input_ids": 100 + tokens(9, 9)}]),
+    r"input_ids from 1\d\d to 1\d\d, but .* ids 0 to 60. Use the tokenizer": dict(texts=[{"input_ids": 100 + tokens(9, 9)}]),
     "'sinusoidal' acts by vectors": dict(texts=[batch()], encoding="sinusoidal"),
     "no option 'width'": dict(texts=[batch()], width=3),
 }
@@ -350,6 +352,58 @@ def test_refuses(words):
     with pytest.raises(ValueError, match=words):
         hf_posenc.convert(model, **{"encoding": "relative", **REFUSED[words]})
     assert_equal(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("host", ["bert", "gpt2", "roberta", "mpnet", "albert"])
+def test_folders_without_a_vocabulary(host, saved, tmp_path):
+    """Transformers makes a tokenizer for most of them, whose every token is unknown."""
+    stock(host).save_pretrained(tmp_path)
+    if saved:
+        try:
+            AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+        except Exception:
+            pytest.skip("Transformers makes none")
+    with pytest.raises(ValueError, match="without a vocabulary" if saved else "has no tokenizer. Save the original") as raised:
+        required_tokenizer(str(tmp_path))
+    assert str(tmp_path) in str(raised.value)
+    model, texts = AutoModel.from_pretrained(tmp_path), ["some words"] * 32
+    with pytest.raises(ValueError, match="no tokenizer with a vocabulary was found in the model's folder"):
+        hf_posenc.convert(model, "alibi", texts=texts)
+    with pytest.raises(ValueError, match="no tokenizer could be loaded from there: .*Save the original model's tokenizer"):
+        hf_posenc.convert(model, "alibi", texts=texts, tokenizer=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["deberta-v2", "mt5", "splinter", "mbart", "xglm", "whisper"])
+def test_tokenizers_that_transformers_makes(kind, tmp_path):
+    """With special tokens, and some with a blank or a period besides."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="without a vocabulary"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_texts_that_the_tokenizer_does_not_know(tokenizer):
+    for given in (tokenizer, tokenizer.__call__):
+        with pytest.raises(ValueError, match=r"the tokenizer doesn't know the texts: 64 of their 64 tokens are '\[UNK\]'"):
+            hf_posenc.convert(stock("bert"), "alibi", texts=["unheard phrases"] * 32, tokenizer=given)
+    check_known(tokenizer, [tokenizer(f"{WORDS[0]} unheard phrases").input_ids])
+    check_known(tokenizer, [])
+    check_known(len, [[1, 1]])
+
+
+def test_vocabularies_of_two_tokens_count(tmp_path):
+    """Such as those of parity or of brackets."""
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "(", ")"]))
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    assert len(required_tokenizer(str(tmp_path))) == 7
+
+
+def test_a_tokenizer_that_does_not_load(tokenizer, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="has a tokenizer that can't be loaded"):
+        required_tokenizer(str(tmp_path))
 
 
 SHAPES = {

@@ -746,7 +746,18 @@ def test_versions_in_range(monkeypatch):
 # The rules of the house.
 
 ORDER = [
-    {"requirements", "encodings", "user_code", "probe", "calls", "saving", "blocks", "tokenizer_files"},
+    {
+        "requirements",
+        "encodings",
+        "user_code",
+        "probe",
+        "calls",
+        "saving",
+        "blocks",
+        "tokenizer_files",
+        "text_files",
+        "terminals",
+    },
     {"remote_code", "spec", "kernels", "catalog"},
     {"sources", "attention", "checkpoints", "remembering", "offsets"},
     {"written_out", "positions", "embedding", "calibration"},
@@ -850,7 +861,7 @@ def test_copies_of_modules_have_files_of_their_own():
     assert {name for name in saved if saved.count(name) > 1} == set()
 
 
-MEASURING = {"retrieval", "scores", "questions", "plots", "explorer", "tokenizer_files"}
+MEASURING = {"retrieval", "scores", "questions", "plots", "explorer", "tokenizer_files", "text_files", "terminals"}
 """Modules that scripts and commands share; they know nothing of how models are patched."""
 
 
@@ -862,6 +873,23 @@ def test_scripts_use_the_public_api_alone():
                 used.add(node.attr)
         used = {name for name in used if name.partition(".")[0] not in MEASURING}
         assert all(name in hf_posenc.__all__ or name.startswith("PosEnc") for name in used), path.name
+
+
+@pytest.mark.parametrize("path", [*MODULES, *(ROOT / "scripts").rglob("*.py")], ids=lambda path: str(path.relative_to(ROOT)))
+def test_tokenizers_are_loaded_in_one_place(path):
+    """Transformers makes a tokenizer without a vocabulary where there is none; `tokenizer_files` rejects it."""
+    calls = (node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
+    loaded = [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "from_pretrained"]
+    names = {ast.unparse(call.value) for call in loaded if re.search(r"Tokenizer|Processor", ast.unparse(call.value))}
+    assert not names or path.name == "tokenizer_files.py", names
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda path: path.name)
+def test_scripts_print_on_any_terminal(path):
+    """Else a table that is printed at the end, after an hour, may raise UnicodeEncodeError."""
+    if (text := path.read_text("utf-8")).count('\nif __name__ == "__main__":\n') and "hf_posenc" in text:
+        exempt = {"app.py", "v4_checkpoints.py", "v4_worker.py"}  # a page; run by other versions of Transformers
+        assert path.name in exempt or '"__main__":\n    terminals.escape_unprintable()\n' in text
 
 
 @pytest.mark.parametrize("name", hf_posenc.__all__)

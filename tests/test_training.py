@@ -531,12 +531,12 @@ def test_flags_refused(tiny, tmp_path, capsys):
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):
-    """For which AutoTokenizer makes one of special tokens alone, that reads every word as unknown."""
+    """Transformers makes one of special tokens for it, which reads every word as unknown."""
     stock("bert").save_pretrained(tmp_path / "bare")
-    with pytest.raises(SystemExit, match="bare has no tokenizer, or one of special tokens alone: save that of the model"):
+    with pytest.raises(SystemExit, match="bare has no tokenizer. Save the original model's tokenizer there: AutoTokenizer"):
         training_models.load_tokenizer(str(tmp_path / "bare"))
     AutoTokenizer.from_pretrained(tmp_path / "bare").save_pretrained(tmp_path / "bare")
-    with pytest.raises(SystemExit, match="bare has no tokenizer, or one of special tokens alone"):
+    with pytest.raises(SystemExit, match="bare has a tokenizer without a vocabulary"):
         training_models.load_tokenizer(str(tmp_path / "bare"))
 
 
@@ -782,16 +782,16 @@ def test_packed_blocks():
 def test_warned_where_texts_are_cut_or_fill_the_model(tiny, tmp_path, launch):
     lengths = [len(text.split()) + 2 for text in (tiny / "train.txt").read_text().split("\n\n")]
     assert max(lengths) == 13
-    usable = "is under 1.2 times that of the longest training text, 13"
+    usable = "less than 1.2 times that of most training texts; the 95th percentile of their lengths is 13 tokens"
     for more, words, silent in (
         (
             ("--text_length", 8),
-            f"{sum(length > 8 for length in lengths)} of 43 training texts are cut to 8 tokens",
+            f"{sum(length > 8 for length in lengths)} of 43 training texts are cut to 8 tokens; the 95th percentile",
             usable,
         ),
         (
             ("--position_encoding", "alibi", "--model_max_length", 15),
-            f"length, 15 tokens, {usable}",
+            f"length is 15 tokens, {usable}. For longer texts, set --model_max_length 16",
             "training texts are cut",
         ),
         (("--position_encoding", "alibi", "--model_max_length", 16), "1 steps", "warning: "),
@@ -800,6 +800,36 @@ def test_warned_where_texts_are_cut_or_fill_the_model(tiny, tmp_path, launch):
         output = tmp_path / "-".join(map(str, more))
         said = good(launch("train_mlm", *line(tiny, output, *more, "--max_train_steps", 1, validation=None)))
         assert words in said and silent not in said, more
+
+
+@pytest.mark.parametrize(
+    ("host", "encoding", "flags"),
+    [
+        ("bert", None, " --method dynamic"),
+        ("gpt2", None, " --method keep_first"),
+        ("bert", "alibi", ""),
+        ("bert", "learned", " --method dynamic"),
+    ],
+)
+def test_advice_for_longer_texts_keeps_what_was_learned(host, encoding, flags):
+    """And is followed once, so that it works; random numbers are drawn as if it weren't."""
+    model = stock(host) if encoding is None else hf_posenc.patch(stock(host), encoding, max_length=LENGTH)
+    arguments = SimpleNamespace(position_encoding=None, model_name_or_path="a/it")
+    state = torch.get_rng_state()
+    said = training_models.longer(arguments, model, 99)
+    assert said == f"`hf-posenc extend a/it --max-length 99{flags} --output-dir it-99` keeps what it has learned"
+    assert torch.equal(torch.get_rng_state(), state)
+    said = training_models.longer(SimpleNamespace(position_encoding="alibi"), model, 99)
+    assert said == "set --model_max_length 99"
+
+
+def test_one_long_text_is_no_reason_to_warn(capsys):
+    rows = Dataset.from_dict({"length": [10] * 99 + [5000]})
+    arguments = SimpleNamespace(position_encoding=None, model_name_or_path="it")
+    training_models.warn_of_length(SimpleNamespace(print=print), arguments, stock("bert"), rows, LENGTH)
+    assert capsys.readouterr().out == (
+        f"warning: 1 of 100 training texts are cut to {LENGTH} tokens; the 95th percentile of their lengths is 10 tokens\n"
+    )
 
 
 def test_masks_belong_to_rows(tiny):

@@ -23,6 +23,7 @@ from huggingface_hub.errors import HTTPError  # of the HTTP library that hugging
 from safetensors import SafetensorError
 
 import hf_posenc
+from hf_posenc import terminals
 
 console = Console(soft_wrap=True)
 EXPECTED = (ValueError, OSError, ImportError, HTTPError, SafetensorError)
@@ -32,6 +33,10 @@ DEBUG = "--debug"
 
 class Group(TyperGroup):
     """Prints expected errors in one line and exits with code 1; with --debug, anywhere on the line, they get a traceback."""
+
+    def main(self, *arguments: Any, **settings: Any) -> Any:
+        terminals.escape_unprintable()
+        return super().main(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -26,7 +26,7 @@ from hf_posenc.patching import changed_within
 from hf_posenc.retrieval import Embedder, pooling
 from hf_posenc.spec import V4_RELATIVE
 from hf_posenc.structure import submodels_of
-from hf_posenc.tokenizer_files import load_tokenizer
+from hf_posenc.tokenizer_files import check_tokenizer, load_tokenizer
 
 SENTENCES = "config_sentence_transformers.json"
 SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
@@ -130,7 +130,9 @@ def _load_sentences(model: str) -> Any:
             f"{', '.join(SENTENCE_CLASSES)}"
         )
     with _reading_weights(model):
-        return getattr(sentence_transformers, kind)(model, device="cpu")
+        found = getattr(sentence_transformers, kind)(model, device="cpu")
+    check_tokenizer(found.tokenizer, model)
+    return found
 
 
 @contextlib.contextmanager

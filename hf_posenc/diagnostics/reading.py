@@ -18,6 +18,7 @@ from hf_posenc.calls import argument_names, reads_tokens
 from hf_posenc.encodings import Above, checked_value, shown
 from hf_posenc.inspection import inspect
 from hf_posenc.patching import holds_a_model
+from hf_posenc.tokenizer_files import check_ids, check_known
 
 FROM_BATCHES, MASK = ("input_ids", "token_type_ids"), "attention_mask"
 INTEGERS = (torch.int64, torch.int32)
@@ -74,15 +75,12 @@ class Reader:
         rows = list(self._rows(texts, length))
         if not rows:
             raise ValueError("texts has none: give some texts, or a batch of input_ids")
+        check_known(self.tokenizer, (row["input_ids"] for row in rows))
         for place, row in enumerate(rows):
             ids = row["input_ids"]
             if ids.shape[1] < least:
                 raise ValueError(f"text {place} has {ids.shape[1]} tokens, and {least} are needed: give longer texts")
-            if ids.min() < 0 or ids.max() >= self.vocabulary:
-                raise ValueError(
-                    f"text {place} has input_ids from {int(ids.min())} to {int(ids.max())}, and the model's vocabulary has the "
-                    f"ids 0 to {self.vocabulary - 1}: give the tokenizer that it was trained with"
-                )
+            check_ids(ids, self.embedding, f"text {place}")
         return [{name: values.to(self.model.device) for name, values in row.items()} for row in rows]
 
     def _rows(self, texts: Any, length: int | None) -> Iterable[dict[str, Tensor]]:

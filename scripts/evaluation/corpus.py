@@ -16,6 +16,8 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from hf_posenc import terminals
+
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "idlelib", "turtledemo", "ensurepip", "lib-dynload"}
 EVALUATION_MODULES = 256
 MIN_WORDS = 150
@@ -150,6 +152,7 @@ def _passages(sentences: list[str], words: int = 200) -> list[str]:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     evaluation, training = split()
     print(f"{len(evaluation)} evaluation modules, {sum(len(m.document.split()) for m in evaluation):,} words")
     print(f"{len(training)} training passages, {sum(len(text.split()) for text in training):,} words")

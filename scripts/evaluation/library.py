@@ -7,13 +7,15 @@ not) beside a bag of words. Embeddings are mean-pooled over real tokens.
 import argparse
 from typing import Any
 
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc  # noqa: F401  (registers patched models with AutoModel)
 from evaluation import records
 from evaluation.corpus import split
+from hf_posenc import terminals
 from hf_posenc.retrieval import cut, embed, lexical_similarity
 from hf_posenc.scores import Score, score
+from hf_posenc.tokenizer_files import required_tokenizer
 
 
 def evaluate(model: PreTrainedModel, tokenizer: Any, max_seq_length: int, title: str = "documents") -> Score:
@@ -64,11 +66,12 @@ def main() -> None:
     arguments = parser.parse_args()
     results = {}
     for name in arguments.models:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = required_tokenizer(name)
         results[name] = evaluate(AutoModel.from_pretrained(name), tokenizer, arguments.text_length, name)
     results["bag of words"] = bag_of_words(tokenizer, arguments.text_length)
     print(records.as_text(results))
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from hf_posenc import terminals
 from hf_posenc.questions import plain, sentence_spans
 from hf_posenc.saving import write_text
 
@@ -278,4 +279,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import inspect
 from hf_posenc.scores import bootstrapped
+from hf_posenc.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 2048
 """Tokens in a batch of windows: logits are as wide as the vocabulary."""
@@ -75,10 +76,13 @@ def evaluate(
         for name, size in dict.fromkeys((name, size) for (name, _), size in windows.items()):
             model, tokenizer = models[name]
             model.eval()
+            options = {"truncation": True, "max_length": max(lengths), "verbose": False, "return_tensors": "pt"}
+            read = [tokenizer(text, **options)["input_ids"][0] for text in documents]
+            check_known(tokenizer, read)
+            check_ids(torch.cat(read), model.get_input_embeddings(), name)
             found = []
-            for text in documents:
-                ids = tokenizer(text, truncation=True, max_length=max(lengths), verbose=False, return_tensors="pt")["input_ids"]
-                found.append(losses(model, ids[0], size).double().mean().item())
+            for ids in read:
+                found.append(losses(model, ids, size).double().mean().item())
                 bar.update()
             means[name, size] = np.asarray(found)
     groups, results = np.arange(len(documents)), dict[int, dict[str, Perplexity]]()

@@ -19,13 +19,13 @@ from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 import hf_posenc
 from generalisation.tasks import CAUSAL, LABELS, MASKED
+from hf_posenc.tokenizer_files import required_tokenizer
 
 STD, TOKEN_STD, OUTPUT_STD = 0.1, 0.7, 0.02
 """Standard deviations of the weights, of token vectors, which have the size of sinusoidal ones so, and of what makes logits."""
@@ -194,7 +194,7 @@ def new_weights(folder: str, head: str) -> list[str]:
 def _loaded(folder: str, head: str) -> PreTrainedModel:
     config = without_dropout(AutoConfig.from_pretrained(folder, **({"num_labels": 2} if head == LABELS else {})))
     if head == LABELS and config.pad_token_id is None:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = required_tokenizer(folder)
         config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return HEADS[head][type(config)].from_pretrained(folder, config=config, dtype=torch.float32)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor
-from transformers import AutoTokenizer
 
 from generalisation import tasks
 from generalisation.tasks import ALL, CAUSAL, IGNORED, MASKED, TEST_TOKENS, Rows, Task
+from hf_posenc.tokenizer_files import required_tokenizer
 
 SYMBOLIC = max(task.vocabulary for task in ALL.values() if task.unit != "bytes")
 """Tokens that a task of symbols needs at most."""
@@ -37,7 +37,7 @@ class Texts:
 def texts(folder: str) -> Texts:
     """By the tokenizer of a folder. Raises ValueError where there is none."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = required_tokenizer(folder)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} has no tokenizer that can be loaded: {error}") from None
     numbers = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in _paragraphs()]

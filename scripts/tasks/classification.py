@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from tasks.supervised import Supervised, check_fast
-from training.data import Cut, Row, Rows, check_columns, warn_of_length
+from training.data import Cut, Row, Rows, check_columns
 from training.task import token_losses
 
 
@@ -88,11 +88,9 @@ class Labelled(Supervised):
         config.id2label, config.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
         config.problem_type = None if self.of_words else "single_label_classification"
 
-    def prepare(self, accelerator: Accelerator, length: int, usable: int | None) -> dict[str, Any]:
+    def prepare(self, accelerator: Accelerator, length: int) -> dict[str, Any]:
         accelerator.print(f"labels: {', '.join(map(self._shown, self.ids))}")
-        made = super().prepare(accelerator, length, usable)
-        warn_of_length(accelerator, made["train"], length, usable)
-        return made
+        return super().prepare(accelerator, length)
 
     def encoder(self, length: int) -> Callable[[Row], Row]:
         columns = (self.arguments.text_column, self.arguments.label_column)
@@ -151,8 +149,8 @@ class TokenClassification(Labelled):
             raise SystemExit(f"{where} has {len(words)} words and {len(labels)} labels: each word has one")
         return [self.check_label(each, where) for each in labels]
 
-    def prepare(self, accelerator: Accelerator, length: int, usable: int | None) -> dict[str, Any]:
-        made = super().prepare(accelerator, length, usable)
+    def prepare(self, accelerator: Accelerator, length: int) -> dict[str, Any]:
+        made = super().prepare(accelerator, length)
         if "validation" in made and max(map(max, made["validation"]["labels"])) < 0:
             raise SystemExit("no word of the validation data has a token")
         return made

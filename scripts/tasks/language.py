@@ -13,7 +13,7 @@ import hf_posenc
 from training.data import check_texts, load_splits, tokenized
 from training.flags import TEXT_LENGTH_HELP, argument_parser, at_least
 from training.loop import train
-from training.models import load_model, text_length
+from training.models import load_model, text_length, warn_of_length
 from training.task import Task, token_losses
 
 
@@ -59,10 +59,9 @@ def run(accelerator: Accelerator, arguments: argparse.Namespace, task: LanguageM
     """Load, tokenize and train."""
     splits = check_texts(load_splits(accelerator, arguments), arguments.text_column)
     model = load_model(arguments, kind, tokenizer)
-    length = text_length(arguments.text_length, model, tokenizer)
+    length = text_length(arguments, arguments.text_length, model, tokenizer)
     report = hf_posenc.inspect(model)
     accelerator.print(f"{report}\n  texts are {'packed' if arguments.packing else 'cut'} to {length} tokens")
-    splits = tokenized(
-        accelerator, splits, tokenizer, arguments.text_column, length, packing=arguments.packing, usable=report.max_length
-    )
+    splits = tokenized(accelerator, splits, tokenizer, arguments.text_column, length, packing=arguments.packing)
+    warn_of_length(accelerator, arguments, model, splits["train"], length)
     train(accelerator, arguments, task, model, tokenizer, splits, "all_results", lambda: {"text_length": length})

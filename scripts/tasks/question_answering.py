@@ -42,7 +42,7 @@ class QuestionAnswering(Supervised):
             check(row, where)
         self.pad = DataCollatorWithPadding(tokenizer)
 
-    def prepare(self, accelerator: Accelerator, length: int, usable: int | None) -> dict[str, Any]:
+    def prepare(self, accelerator: Accelerator, length: int) -> dict[str, Any]:
         special, asked = self.tokenizer.num_special_tokens_to_add(pair=True), self.arguments.max_question_length
         if length - special - asked - self.arguments.doc_stride < 1:
             raise SystemExit(
@@ -53,7 +53,7 @@ class QuestionAnswering(Supervised):
             self.examples = self.splits["validation"].select_columns(["question", "context", "answers"])
             self.unanswerable = not all(answers["text"] for answers in self.examples["answers"])
             self.splits["validation"] = self.examples.add_column("example", list(range(len(self.examples))))
-        return super().prepare(accelerator, length, usable)
+        return super().prepare(accelerator, length)
 
     def encoder(self, length: int) -> Callable[[Row], Row]:
         asked, stride = self.arguments.max_question_length, self.arguments.doc_stride

@@ -7,7 +7,7 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from training.data import Row, load_splits, mapped
+from training.data import Row, check_known, load_splits, mapped
 from training.task import Task
 
 
@@ -34,9 +34,12 @@ class Supervised(Task):
     def adapt(self, config: Any) -> None:
         """Adapt the model's config to the rows."""
 
-    def prepare(self, accelerator: Accelerator, length: int, usable: int | None) -> dict[str, Any]:
+    def prepare(self, accelerator: Accelerator, length: int) -> dict[str, Any]:
         """The splits as rows for `collate`, of at most `length` tokens."""
-        return {name: mapped(accelerator, split, self.encoder(length), name) for name, split in self.splits.items()}
+        made = {name: mapped(accelerator, split, self.encoder(length), name) for name, split in self.splits.items()}
+        for split in made.values():
+            check_known(split, self.tokenizer)
+        return made
 
     def encoder(self, length: int) -> Callable[[Row], Row]:
         """The function that encodes a batch of rows. It refers only to what it needs, since `datasets` finds cached rows by a

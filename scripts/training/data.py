@@ -6,6 +6,7 @@ or divided differently over processes and accumulation, trains on the same rows 
 """
 
 import argparse
+import glob
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,8 @@ from accelerate import Accelerator
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-FILE_KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
-ROOM = 1.2
-"""Least ratio of the model's usable length to the longest training text without a warning."""
+from hf_posenc import text_files, tokenizer_files
+from hf_posenc.text_files import KINDS
 
 Row = dict[str, Any]
 Rows = list[tuple[int, Row]]
@@ -31,14 +31,22 @@ def read(path: Path, streaming: bool = False) -> Any:
     kinds = {file.suffix for file in files}
     if not files:
         raise SystemExit(f"{path} is an empty folder")
-    if unknown := kinds - set(FILE_KINDS):
-        raise SystemExit(f"{path} is or holds {sorted(unknown)}, none of the files that are read here: {', '.join(FILE_KINDS)}")
-    if len({FILE_KINDS[kind] for kind in kinds}) > 1:
-        raise SystemExit(f"{path} holds files of several kinds, {', '.join(sorted(kinds))}: keep one kind in a folder")
+    if unknown := kinds - set(KINDS):
+        raise SystemExit(f"{path} is or holds {sorted(unknown)}, none of the files that are read here: {', '.join(KINDS)}")
     if not files[0].is_file():
         raise SystemExit(f"{path} is not there, or no file")
-    names = [str(file) for file in files]
-    return _loaded(str(path), FILE_KINDS[files[0].suffix], data_files=names, split="train", streaming=streaming)
+    if len({KINDS[kind] for kind in kinds}) > 1:
+        raise SystemExit(f"{path} holds files of several kinds, {', '.join(sorted(kinds))}: keep one kind in a folder")
+    for file in files:
+        if "::" in str(file.absolute()):
+            raise SystemExit(f"{file.absolute()}: `datasets` can't read files whose path contains '::'. Rename it")
+        try:
+            text_files.check(file, streaming)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+    # `datasets` reads a path as a pattern, and a relative one also as a URL.
+    names = [glob.escape(str(file.absolute())) for file in files]
+    return _loaded(str(path), KINDS[files[0].suffix], data_files=names, split="train", streaming=streaming)
 
 
 def load_splits(accelerator: Accelerator, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -50,6 +58,7 @@ def load_splits(accelerator: Accelerator, arguments: argparse.Namespace) -> dict
             splits = {"train": read(arguments.train_file, arguments.streaming)}
         else:
             name, part = arguments.dataset_name, arguments.dataset_config_name
+            check_folder(name)
             loaded = _loaded(name, name, part, streaming=arguments.streaming)
             if "train" not in loaded:
                 raise SystemExit(f"the data set {name} has the splits {list(loaded)}, but no `train`")
@@ -65,6 +74,16 @@ def load_splits(accelerator: Accelerator, arguments: argparse.Namespace) -> dict
     if "validation" not in splits:
         accelerator.print("no validation data: the model is trained and saved, and nothing is measured")
     return splits
+
+
+def check_folder(name: str) -> None:
+    """Raises SystemExit for the local folder of a data set that `datasets` would read as a pattern or a URL."""
+    path = str(Path(name).absolute())
+    if Path(name).exists() and (glob.escape(path) != path or "::" in path):
+        raise SystemExit(
+            f"--dataset_name {name}: `datasets` reads *, ?, [ and :: in the path of a folder ({path}) as a pattern. Rename the "
+            "folder, or use --train_file"
+        )
 
 
 def check_columns(splits: dict[str, Any], columns: dict[str, str]) -> None:
@@ -131,9 +150,9 @@ def tokenized(
     column: str,
     length: int,
     packing: bool,
-    usable: int | None,
 ) -> dict[str, Any]:
-    """The splits as rows of `input_ids` with at most `length` tokens, or with `packing` exactly `length`."""
+    """The splits as rows of `input_ids` with at most `length` tokens and, as `length`, the number before they
+    are cut; with `packing` exactly `length` tokens."""
     cut = Cut(tokenizer)
 
     def encode(rows: Row) -> Row:
@@ -143,8 +162,7 @@ def tokenized(
     made = {}
     for name, data in splits.items():
         made[name] = mapped(accelerator, data, encode, name)
-        if name == "train" and not packing:
-            warn_of_length(accelerator, made[name], length, usable)
+        check_known(made[name], tokenizer)
         if packing:
             ends = cut.suffix or [each for each in (tokenizer.eos_token_id,) if each is not None]
 
@@ -166,21 +184,12 @@ def mapped(accelerator: Accelerator, data: Any, function: Callable[[Row], Row], 
         return data.map(function, **options, desc=f"tokenizing {name}")
 
 
-def warn_of_length(accelerator: Accelerator, data: Any, length: int, usable: int | None) -> None:
-    """Print a warning if texts are cut, or if the model's usable length hardly exceeds the longest text."""
-    if isinstance(data, IterableDataset):
-        return
-    lengths = data["length"]
-    longest, cut = max(lengths), sum(each > length for each in lengths)
-    if cut:
-        accelerator.print(
-            f"warning: {cut} of {len(lengths)} training texts are cut to {length} tokens; the longest has {longest}"
-        )
-    if usable is not None and usable < ROOM * longest:
-        accelerator.print(
-            f"warning: the model's usable length, {usable} tokens, is under {ROOM} times that of the longest training text, "
-            f"{longest}: texts in use may be longer (--position_encoding with --model_max_length makes room)"
-        )
+def check_known(data: Any, tokenizer: Any) -> None:
+    """Raises SystemExit if the tokenizer knows hardly any token of the first 100 tokenized rows."""
+    try:
+        tokenizer_files.check_known(tokenizer, (row["input_ids"] for row in data.take(100)))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
 
 
 def endless(data: Any, seed: int, start: int, buffer: int) -> Iterator[tuple[int, Row]]:

@@ -1,11 +1,15 @@
 """Models and tokenizers, loaded as the flags say."""
 
 import argparse
+import math
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from datasets import IterableDataset
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, PreTrainedModel
@@ -14,19 +18,19 @@ import hf_posenc
 from hf_posenc import tokenizer_files
 from training.flags import DEFAULT_TEXT_LENGTH
 
+ROOM, PERCENTILE = 1.2, 95
+"""Least ratio of the model's maximum length to this percentile of the training texts' lengths without a warning."""
+METHODS = (None, "dynamic", "keep_first")
+"""Methods of `hf_posenc.extend` in the order in which they are recommended. No method suits encodings without a length limit,
+"dynamic" learned positions of encoders and rotary positions, "keep_first" learned positions of decoders."""
+
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer, with a padding token. Raises SystemExit if there is none."""
     try:
-        tokenizer = tokenizer_files.load_tokenizer(name)
+        return with_padding(tokenizer_files.required_tokenizer(name), name)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{name} has no tokenizer that can be loaded: {error}") from None
-    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise SystemExit(
-            f"{name} has no tokenizer, or one of special tokens alone: save that of the model which it was made from, "
-            f"AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained({name!r})"
-        )
-    return with_padding(tokenizer, name)
+        raise SystemExit(str(error)) from None
 
 
 def with_padding(tokenizer: Any, name: str) -> Any:
@@ -70,13 +74,10 @@ def load_model(
             model = patch(model, chosen, max_length=longest)
         elif lost := [said for said in hf_posenc.inspect(model).ignored if said.startswith("position_embedding_type")]:
             raise ValueError(f"its outputs are wrong. {lost[0]}; `hf-posenc patch {name} relative_key` saves it as it was")
+        known = torch.tensor([len(tokenizer) - 1])
+        tokenizer_files.check_ids(known, model.get_input_embeddings(), "the tokenizer")
     except (OSError, ValueError) as error:
         raise SystemExit(f"{name}: {error}") from None
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise SystemExit(
-            f"the tokenizer knows {len(tokenizer)} tokens, the model {model.get_input_embeddings().num_embeddings}: "
-            "take the tokenizer it was trained with"
-        )
     if arguments.train_positions_only:
         train_positions_only(model, new)
     if arguments.gradient_checkpointing:
@@ -111,16 +112,56 @@ def shard(accelerator: Accelerator, model: PreTrainedModel) -> None:
     fully_shard(model, **how)
 
 
-def text_length(given: int | None, model: PreTrainedModel, tokenizer: Any) -> int:
+def text_length(arguments: argparse.Namespace, length: int | None, model: PreTrainedModel, tokenizer: Any) -> int:
     """The tokens that texts are cut to. Raises SystemExit for a --text_length that doesn't fit the model."""
     report, special = hf_posenc.inspect(model), tokenizer.num_special_tokens_to_add()
-    if given is None:
+    if length is None:
         return DEFAULT_TEXT_LENGTH if report.max_length is None else report.max_length
-    if report.max_length is not None and given > report.max_length:
+    if report.max_length is not None and length > report.max_length:
         raise SystemExit(
-            f"--text_length {given} is above the usable length of {report.model_class} ({report.encoding}), "
-            f"{report.max_length} tokens: lower it, or give an unpatched model a --position_encoding"
+            f"--text_length {length} is above the usable length of {report.model_class} ({report.encoding}), "
+            f"{report.max_length} tokens. Lower it, or make the model longer: {longer(arguments, model, length)}"
         )
-    if given <= special:
-        raise SystemExit(f"--text_length {given} leaves no room for text beside {special} special tokens")
-    return given
+    if length <= special:
+        raise SystemExit(f"--text_length {length} leaves no room for text beside {special} special tokens")
+    return length
+
+
+def longer(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -> str:
+    """How to get this model for inputs of `length` tokens with everything that it has learned."""
+    if arguments.position_encoding:
+        return f"set --model_max_length {length}"
+    if getattr(arguments, "from_scratch", False):
+        return f"set --position_encoding and --model_max_length {length}"
+    for method in METHODS:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                hf_posenc.extend(model, length, method)
+        except ValueError:
+            continue
+        name = arguments.model_name_or_path
+        command = ["hf-posenc", "extend", name, "--max-length", str(length), *(["--method", method] if method else [])]
+        return f"`{shlex.join([*command, '--output-dir', Path(name).name + f'-{length}'])}` keeps what it has learned"
+    return "docs/longer.md describes the methods"
+
+
+def warn_of_length(
+    accelerator: Accelerator, arguments: argparse.Namespace, model: PreTrainedModel, rows: Any, length: int
+) -> None:
+    """Print a warning if training texts are cut, or if most of them nearly fill the model.
+
+    rows: tokenized, with their `length` before they were cut; without that column, or as a stream, nothing is known of them.
+    """
+    if isinstance(rows, IterableDataset) or "length" not in rows.column_names:
+        return
+    lengths, usable = sorted(rows["length"]), hf_posenc.inspect(model).max_length
+    typical, cut = lengths[math.ceil(PERCENTILE / 100 * len(lengths)) - 1], sum(each > length for each in lengths)
+    about = f"the {PERCENTILE}th percentile of their lengths is {typical} tokens"
+    if cut:
+        accelerator.print(f"warning: {cut} of {len(lengths)} training texts are cut to {length} tokens; {about}")
+    if usable is not None and usable < ROOM * typical:
+        wanted = math.ceil(ROOM * typical)
+        accelerator.print(
+            f"warning: the model's maximum length is {usable} tokens, less than {ROOM} times that of most training texts; "
+            f"{about}. For longer texts, {longer(arguments, model, wanted)}"
+        )

@@ -9,6 +9,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, has_file
 
+from hf_posenc.tokenizer_files import check_tokenizer
+
 ABOUT = "config_sentence_transformers.json"
 
 
@@ -29,6 +31,7 @@ def load(name: str) -> Any:
         raise SystemExit(f"{name} has modules of sentence-transformers: pip install sentence-transformers") from None
     try:
         found = SentenceTransformer(name, device="cpu", model_kwargs={"dtype": torch.float32})
+        check_tokenizer(found.tokenizer, name)
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"{name}: {error}") from None
     if not isinstance(getattr(found[0], "model", None), PreTrainedModel):

@@ -1,0 +1,159 @@
+"""The rows of files with texts, and the errors of such files. A path names one file: it is never a pattern or a URL."""
+
+import codecs
+import csv
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+"""Suffix -> the name of its reader in `datasets`."""
+LONGEST = 10_000_000
+"""Maximum number of bytes of a line. A tokenizer needs about 200 bytes of memory for each of them."""
+LARGEST = 256_000_000
+"""Maximum number of bytes of a JSON document that isn't JSON Lines: it is read as a whole."""
+COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+}
+"""First bytes -> format."""
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of one file, column -> value; each line of a .txt file is a `text`.
+
+    Raises ValueError that names the file, and the line where there is one.
+    """
+    _check_file(path)
+    kind = KINDS[path.suffix]
+    try:
+        if kind == "text":
+            yield from ({"text": part} for _, line in _lines(path) for part in line.rstrip("\r\n").split("\r"))
+        elif kind == "csv":
+            yield from _csv_rows(path)
+        elif kind == "json":
+            yield from _json_rows(path)
+        else:
+            yield from _parquet_rows(path)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror or error}") from None
+
+
+def check(path: Path, streaming: bool = False) -> None:
+    """Raises ValueError for a file that `rows` can't read or that has no rows. Of a stream, the first 10,000 are checked."""
+    if not sum(1 for _ in itertools.islice(rows(path), 10_000 if streaming else None)):
+        raise ValueError(f"{path} has no rows: give a file with at least one")
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: give one of {', '.join(KINDS)}")
+    if path.suffix not in KINDS:
+        raise ValueError(f"{path} is none of the files that are read here: {', '.join(KINDS)}")
+    with path.open("rb") as file:
+        start = file.read(8)
+    for magic, name in COMPRESSED.items():
+        if start.startswith(magic):
+            raise ValueError(f"{path} is compressed ({name}): decompress it first")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The numbered lines of a file, with their line breaks."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(LONGEST + 1):
+            number += 1
+            if len(line) > LONGEST:
+                raise ValueError(
+                    f"{path}, line {number}: it has more than the maximum of {LONGEST:,} bytes. Divide it into several texts"
+                )
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number}: the text is not valid UTF-8 ({error.reason}). Save it as UTF-8"
+                ) from None
+
+
+def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST))
+    reader = csv.reader(line for _, line in _lines(path))
+    try:
+        header = next(reader, [])
+        for values in filter(None, reader):
+            if len(values) > len(header):
+                raise ValueError(f"{path}, line {reader.line_num}: the row has {len(values)} fields, the header {len(header)}")
+            yield dict.fromkeys(header) | dict(zip(header, values, strict=False))
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: the row is not valid CSV ({error})") from None
+
+
+def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Of JSON Lines, or of one document: a list of rows or of texts, or one row."""
+    if _is_document(path):
+        found = _document(path)
+        values = found if isinstance(found, list) else [found]
+        numbered = ((f"{path}, row {number}", value) for number, value in enumerate(values, start=1))
+        numbered = ((where, {"text": value} if isinstance(value, str) else value) for where, value in numbered)
+    else:
+        lines = ((f"{path}, line {number}", line) for number, line in _lines(path) if line.strip())
+        numbered = ((where, _parsed(line, where)) for where, line in lines)
+    for where, value in numbered:
+        if not isinstance(value, dict):
+            raise ValueError(f'{where} is {json.dumps(value)[:80]}, but a row is an object such as {{"text": "…"}}')
+        yield value
+
+
+def _is_document(path: Path) -> bool:
+    """Whether a file is one JSON value, which may have several lines."""
+    with path.open("rb") as file:
+        line = b""
+        while (part := file.readline(LONGEST + 1)) and not (line := part.removeprefix(codecs.BOM_UTF8).strip()):
+            pass
+    if line.startswith(b"[") or path.suffix != ".json":
+        return line.startswith(b"[")
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return bool(line)
+    return False
+
+
+def _document(path: Path) -> Any:
+    if (size := path.stat().st_size) > LARGEST:
+        raise ValueError(
+            f"{path} is one JSON value of {size:,} bytes, and {LARGEST:,} is the maximum. Save it as JSON Lines, with one row "
+            "in each line"
+        )
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not valid UTF-8 (byte {error.start:,}). Save it as UTF-8") from None
+    return _parsed(text, str(path))
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f", line {error.lineno}" if "\n" in text.strip() else ""
+        raise ValueError(f"{where}{place}: the value is not valid JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise ValueError(f"{where}: the value is nested too deeply") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is not a valid Parquet file: {error}") from None

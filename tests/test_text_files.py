@@ -1,0 +1,181 @@
+"""Files of texts: a path is literal, and errors name the file and the line, in the commands and in the scripts."""
+
+import gzip
+import resource
+
+import pytest
+
+from hf_posenc import text_files
+from hf_posenc.cli.texts import read
+from training import data
+
+NAMES = [
+    *(
+        "[ab].txt",
+        "[!b].txt",
+        "*.txt",
+        "a?.txt",
+        "{a}.txt",
+        "a b.txt",
+        "\u00fc\u20ac.txt",
+        "-x.txt",
+        "~.txt",
+        "__h.txt",
+        ".h.txt",
+    ),
+    *("a\\b.txt", "a%20b.txt", "a#b.txt", "http:/x.txt", "hf:/x.txt", "file:/a.txt", "[d]/a.txt"),
+]
+CHAINED = ["a::b.txt", "zip:/x::y.txt"]
+
+
+def texts(path):
+    return [text for (text,) in read(path, {"--text-column": "text"})]
+
+
+@pytest.fixture
+def others(tmp_path, monkeypatch):
+    """Files that a pattern or a URL would find instead; the current folder is theirs."""
+    for name in ("a.txt", "b.txt", "ax.txt", "x.txt", "d/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("wrong\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", NAMES + CHAINED)
+def test_a_path_is_literal(others, name):
+    path = others / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("right\n")
+    for given in (path, path.relative_to(others)):
+        assert texts(given) == ["right"]
+    if name in CHAINED:
+        with pytest.raises(SystemExit, match=r"path contains '::'. Rename it"):
+            data.read(path)
+    else:
+        assert [row["text"] for row in data.read(path.relative_to(others), streaming=True)] == ["right"]
+
+
+@pytest.mark.parametrize("name", ["[ab].txt", "*.txt"])
+def test_a_path_is_literal_without_a_stream(others, name):
+    (others / name).write_text("right\n")
+    assert data.read(others / name)["text"] == ["right"]
+
+
+def test_folders_are_literal(others):
+    (others / "[d]").mkdir()
+    (others / "[d]" / "it.txt").write_text("right\n")
+    assert [row["text"] for row in data.read(others / "[d]", streaming=True)] == ["right"]
+    with pytest.raises(SystemExit, match=r"--dataset_name \[d\]: `datasets` reads .* as a pattern. Rename the folder"):
+        data.check_folder("[d]")
+    data.check_folder("d")
+    data.check_folder("somebody/[nothing]")
+
+
+BAD = {
+    "empty.json": (b"", "no rows"),
+    "empty.jsonl": (b"", "no rows"),
+    "empty.csv": (b"", "no rows"),
+    "empty.txt": (b"", "no rows"),
+    "empty.parquet": (b"", "is not a valid Parquet file"),
+    "blank.json": (b" \n \n", "no rows"),
+    "blank.jsonl": (b"\n\n", "no rows"),
+    "blank.csv": (b"\n\n", "no rows"),
+    "header.csv": (b"text\n", "no rows"),
+    "list.json": (b"[]", "no rows"),
+    "null.json": (b"null", ", line 1 is null, but a row is an object"),
+    "numbers.jsonl": (b'{"text": "a"}\n1\n', ", line 2 is 1, but a row is an object"),
+    "strings.jsonl": (b'"a"\n', ', line 1 is "a", but a row is an object'),
+    "list_of_numbers.json": (b"[1]", ", row 1 is 1, but a row is an object"),
+    "broken.jsonl": (b'{"text": "a"}\n\n{"text":\n', r", line 3: the value is not valid JSON \(Expecting value at column"),
+    "broken.json": (b'[\n{"text": "a"},\n{"text" "b"}]', ", line 3: the value is not valid JSON"),
+    "deep.jsonl": (b'{"text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", ", line 1: the value is nested too deeply"),
+    "ragged.csv": (b"text,label\na,b\nc,d,e\n", ", line 3: the row has 3 fields, the header 2"),
+    "latin.txt": ("a\n\u00e9\n".encode("latin-1"), ", line 2: the text is not valid UTF-8"),
+    "utf16.jsonl": ('{"text": "a"}'.encode("utf-16"), "is not valid UTF-8|not valid UTF-8"),
+    "gzip.jsonl": (gzip.compress(b'{"text": "a"}\n'), r"is compressed \(gzip\): decompress it first"),
+    "zip.txt": (b"PK\x03\x04", r"is compressed \(zip\): decompress it first"),
+    "magic.parquet": (b"PAR1PAR1", "is not a valid Parquet file"),
+    "a.txt.gz": (gzip.compress(b"a"), "none of the files that are read here"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files(tmp_path, name):
+    content, words = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words.replace("no rows", "holds no text")) as ours:
+        texts(tmp_path / name)
+    with pytest.raises(SystemExit, match=words) as theirs:
+        data.read(tmp_path / name)
+    assert name in str(ours.value) and name in str(theirs.value)
+
+
+GOOD = {
+    "lines.jsonl": b'{"text": "a"}\n\n{"text": "b"}\n',
+    "lines.json": b'{"text": "a"}\n{"text": "b"}\n',
+    "bom.jsonl": b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}',
+    "list.json": b'[\n  {"text": "a"},\n  {"text": "b"}\n]',
+    "texts.json": b'["a", "b"]',
+    "windows.txt": b"a\r\nb\r\n",
+    "mac.txt": b"a\rb\r",
+    "quoted.csv": b'label,text\n1,a\n2,"b"\n',
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_forms(tmp_path, name):
+    (tmp_path / name).write_bytes(GOOD[name])
+    assert texts(tmp_path / name) == ["a", "b"]
+    assert [row["text"] for row in data.read(tmp_path / name, streaming=True) if row["text"]] == ["a", "b"]
+
+
+def test_one_row_over_several_lines(tmp_path):
+    (tmp_path / "it.json").write_text('{\n"text":\n"a"\n}')
+    assert texts(tmp_path / "it.json") == ["a"]
+
+
+def test_texts_of_numbers_and_of_several_lines(tmp_path):
+    (tmp_path / "it.csv").write_text('text\n12\nNA\n"two\nlines"\n\n""\n')
+    assert texts(tmp_path / "it.csv") == ["12", "NA", "two\nlines"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": 1}', "row 2 of .* has '1' as its 'text', and it must be a string"),
+        ('{"text": null}', "row 2 of .* has 'None' as its 'text'"),
+        ('{"words": "a"}', "row 2 of .* has the columns words, but no 'text': see --text-column"),
+        (r'{"text": "\ud800"}', "row 2 of .* which is half a character: remove it"),
+    ],
+)
+def test_bad_values(tmp_path, line, words):
+    (tmp_path / "it.jsonl").write_text('{"text": "a"}\n' + line)
+    with pytest.raises(ValueError, match=words):
+        texts(tmp_path / "it.jsonl")
+
+
+@pytest.mark.parametrize("name", ["it.txt", "it.jsonl", "it.csv", "it.json"])
+def test_a_line_of_a_gigabyte(tmp_path, name):
+    """It takes the memory of the longest line that is allowed. (The file is sparse: zeros that the disk doesn't hold.)"""
+    with (tmp_path / name).open("wb") as file:
+        file.write(b'[{"text": "' if name == "it.json" else b'{"text": "')
+        file.truncate(2**30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    words = (
+        "is one JSON value of 1,073,741,824 bytes"
+        if name == "it.json"
+        else "line 1: it has more than the maximum of 10,000,000"
+    )
+    with pytest.raises(ValueError, match=words):
+        texts(tmp_path / name)
+    with pytest.raises(SystemExit, match=words):
+        data.read(tmp_path / name)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # in kB
+
+
+def test_a_stream_is_checked_in_part(tmp_path, monkeypatch):
+    (tmp_path / "it.jsonl").write_text('{"text": "a"}\n' * 10_001 + "1\n")
+    text_files.check(tmp_path / "it.jsonl", streaming=True)
+    with pytest.raises(ValueError, match="line 10002"):
+        text_files.check(tmp_path / "it.jsonl")
