@@ -19,6 +19,7 @@ from hf_posenc import modeling
 from hf_posenc.encodings import encoding_class
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, metric_name, read_json, table_key
 from hf_posenc.inspection import Report, inspect
+from hf_posenc.scores import UNCORRECTED
 from hf_posenc.spec import HUB_ID
 from hf_posenc.user_code import is_ours
 
@@ -215,7 +216,7 @@ def _results(evaluation: dict[str, Any]) -> list[str]:
         lines += ["", f"### {_dataset_link(first['dataset'])}"]
         for metric, results in by_metric.items():
             lines += ["", f"{_cell(first['task'])}, {_cell(metric)}{_counts(results)}:", "", *_rows(results)]
-    explained = {"interval": "In brackets: 95 % intervals.", "this": "In bold: the model of this card."}
+    explained = {"interval": f"In brackets: {UNCORRECTED}.", "this": "In bold: the model of this card."}
     legend = " ".join(words for key, words in explained.items() if any(result[key] for result in evaluation["results"]))
     return lines + [line for note in (legend, *evaluation["notes"]) if note for line in ("", _cell(note))]
 

@@ -30,7 +30,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; processes are wha
 from rich.console import Console
 
 from evaluation import records
-from evaluation.intervals import STUDENT
 from generalisation import flags, hosts, models, several, study, study_files
 from generalisation.results import Results
 from generalisation.runs import Setup, process_state
@@ -70,8 +69,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         said = [*study_files.as_flags(arguments.study, parser, narrowed), "--output_dir", str(arguments.output_dir)]
         arguments = parser.parse_args(argv, namespace=parser.parse_args(said))
     flags.check(parser, arguments)
-    if len(arguments.seeds) > max(STUDENT):
-        parser.error(f"--seeds: {len(arguments.seeds)} are given, and intervals are of up to {max(STUDENT)}")
     return arguments
 
 

@@ -22,6 +22,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 import hf_posenc
 from conversions import CALIBRATED, calibrated, distillation, encoding_of, run, write_texts
 from evaluation import pages, records
+from hf_posenc.scores import UNCORRECTED
 
 TRAINED = "minilm-t5"
 METHODS = ("linear", "cubic", "tiled", "grouped", "keep_first", "dynamic")
@@ -115,7 +116,9 @@ def shown(found: list[tuple[int, Any]]) -> list[Table]:
     table, made = rows(found), []
     for task, metric in {**QUESTIONS, **NEEDLES}.items():
         columns = dict.fromkeys(column for cells in table.values() for column in cells if column.startswith(f"{task}, "))
-        each = Table("method", *columns, title=f"{task}: {metric}, and the difference to the original truncated [95 %]")
+        each = Table(
+            "method", *columns, title=f"{task}: {metric}, and the difference to the original truncated", caption=UNCORRECTED
+        )
         for name, cells in table.items():
             each.add_row(name, *(cells.get(column, "") for column in columns))
         made += [each] if columns else []

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evaluation.intervals import STUDENT, interval
+from evaluation.intervals import interval
 from generalisation.tasks import ALL
 
 Record = dict[str, Any]
@@ -24,7 +24,7 @@ class Mean:
 
     @property
     def half(self) -> float | None:
-        return interval(self.values)[1] if len(self.values) in STUDENT and math.isfinite(self.mean) else None
+        return interval(self.values)[1] if len(self.values) > 1 and math.isfinite(self.mean) else None
 
     def shown(self, digits: int = 2) -> str:
         return f"{self.mean:.{digits}f}" + ("" if self.half is None else f" ± {self.half:.{digits}f}")
