@@ -37,7 +37,7 @@ from generalisation.several import Part
 from generalisation.study import Study
 from generalisation.tasks import COMPARED
 from hf_posenc.plots.style import require_matplotlib
-from training.flags import at_least
+from training.flags import at_least, positive, positive_or_0
 
 WIDTH = 140
 MULTIPLES = ("1", "1.5", "2", "4")
@@ -74,25 +74,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def _is_given(flag: str, argv: list[str] | None) -> bool:
     return any(word == flag or word.startswith(f"{flag}=") for word in (sys.argv[1:] if argv is None else argv))
-
-
-def positive(text: str) -> float:
-    """The argparse type of numbers above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number above 0")
-    return number
-
-
-def positive_or_0(text: str) -> float:
-    """The argparse type of numbers from 0 on."""
-    try:
-        return float(text) if float(text) == 0 else positive(text)
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number from 0 on") from None
 
 
 def studies_of(arguments: argparse.Namespace) -> tuple[dict[Path, Study], dict[str, list[str]]]:

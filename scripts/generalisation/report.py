@@ -59,8 +59,14 @@ def _table(results: Results, task: str, measure: str) -> Table:
     for label in sorted(rows, key=rank):
         missing = max(counts) - len(results.seeds(task, label))
         mark = (f" {ENDS}" if label in ending else "") + (f" ({missing} seeds fewer)" if missing else "")
+        mark += diverged_mark(results, task, label)
         table.add_row(f"{label}{mark}", *(mean.shown() for mean in rows[label]))
     return table
+
+
+def diverged_mark(results: Results, task: str, label: str) -> str:
+    count = results.diverged(task, label)
+    return f" ({count} {'run' if count == 1 else 'runs'} diverged)" if count else ""
 
 
 def shown_range(counts: set[int]) -> str:

@@ -57,6 +57,12 @@ class Results:
     def seeds(self, task: str, label: str) -> list[int]:
         return sorted(seed for kind, each, seed in self.records if (kind, each) == (task, label))
 
+    def diverged(self, task: str, label: str) -> int:
+        """In how many runs a loss is not finite, in training or at L."""
+        runs = [self.records[task, label, seed] for seed in self.seeds(task, label)]
+        at_length = str(self.trained_length(task))
+        return sum(None in run.get("losses", []) or run["scores"][at_length]["loss"] is None for run in runs)
+
     def trained_length(self, task: str) -> int:
         """L, of a task that has runs."""
         return next(record for (kind, *_), record in self.records.items() if kind == task)["settings"]["length"]

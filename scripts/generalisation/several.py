@@ -98,7 +98,8 @@ def _rows(part: Part, task: str, measure: str, multiples: Sequence[float], seeds
         missing = seeds - len(results.seeds(task, label))
         marks = [report.ENDS] if results.ends(task, label) is not None else []
         marks += [f"({missing} {'seed' if missing == 1 else 'seeds'} fewer)"] if missing else []
-        rows.append((" ".join([label, *marks]), [mean.shown() for mean in means[label]]))
+        diverged = report.diverged_mark(results, task, label)
+        rows.append((" ".join([label, *marks]) + diverged, [mean.shown() for mean in means[label]]))
     return rows + [(label, [REFUSED] + [""] * (len(lengths) - 1)) for label in part.study.refused]
 
 
