@@ -17,13 +17,16 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 
 from hf_posenc import modeling
 from hf_posenc.encodings import encoding_class
-from hf_posenc.evaluation import EVALUATION, checked_evaluation, metric_name, read_json, table_key
+from hf_posenc.evaluation import EVALUATION, checked_evaluation, metric_name, read_json, shown_length, table_key
 from hf_posenc.inspection import Report, inspect
+from hf_posenc.scores import UNCORRECTED
 from hf_posenc.spec import HUB_ID
+from hf_posenc.structure import is_patched
 from hf_posenc.user_code import is_ours
 
 TASKS = {
     "AutoModel": ("MODEL_MAPPING", "feature-extraction"),
+    "AutoModelForSeq2SeqLM": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "text2text-generation"),
     "AutoModelForMaskedLM": ("MODEL_FOR_MASKED_LM_MAPPING", "fill-mask"),
     "AutoModelForCausalLM": ("MODEL_FOR_CAUSAL_LM_MAPPING", "text-generation"),
     "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "text-classification"),
@@ -36,6 +39,8 @@ INHERITED = ("language", "license", "license_name", "license_link")
 """Metadata copied from the base model's card."""
 GENERATED = ("base_model", "base_model_relation", "datasets", "library_name", "metrics", "model-index", "pipeline_tag", "tags")
 """Metadata generated for every card; all other entries of an existing card are kept."""
+NO_LENGTH = ("", 0)
+"""The column of results without a length."""
 
 
 def model_card(
@@ -66,6 +71,8 @@ def model_card(
     if given := sorted(({*GENERATED, "model_name", "eval_results"} - {"base_model"}) & (metadata or {}).keys()):
         raise ValueError(f"metadata has {', '.join(given)}, which the card finds for itself: leave that out")
     if not isinstance(model, PreTrainedModel):
+        if not isinstance(model, (str, os.PathLike)):
+            raise ValueError(f"model is a {type(model).__name__}. Pass a Transformers model, or the path or Hub ID of one.")
         file = Path(model, EVALUATION)
         if evaluation is None and file.is_file():
             evaluation = read_json(file)
@@ -148,6 +155,13 @@ def _remote_auto_class(model: PreTrainedModel) -> str | None:
     return min(found, key=lambda auto: auto not in TASKS, default=None)
 
 
+def _unit(model: PreTrainedModel) -> str:
+    """What the stack with the encoding counts as positions."""
+    stack: Any = next(filter(is_patched, model.modules()), model)
+    names = {"input_ids": "tokens", "inputs_embeds": "tokens", "pixel_values": "patches"}
+    return names.get(stack.main_input_name, "positions")
+
+
 def _positions(model: PreTrainedModel, report: Report) -> list[str]:
     lines, encodings = [], encoding_class(report.encoding).component_classes()
     for name, encoding in encodings.items():
@@ -163,7 +177,11 @@ def _positions(model: PreTrainedModel, report: Report) -> list[str]:
         lines.append(f"- `{verb}` at `{paths[0]}`" + (f" and {len(paths) - 1} more" if paths[1:] else ""))
     if report.where:
         lines.append(f"- acts in: {', '.join(f'`{name}` (`{kind}`)' for name, kind in report.where.items())}")
-    lines.append(f"- longest input: {'no limit' if report.max_length is None else f'{report.max_length} tokens'}")
+    spec = getattr(model.config, "position_spec", None)
+    if spec is not None and spec.submodel:
+        lines.append(f"- only in the submodel `{spec.submodel}`")
+    longest = "no limit" if report.max_length is None else f"{report.max_length} {_unit(model)}"
+    lines.append(f"- longest input: {longest}")
     return lines + [f"- ignored: {note}" for note in report.ignored]
 
 
@@ -189,11 +207,11 @@ def _loading(model: PreTrainedModel, report: Report, auto: str | None, repo_id: 
             "",
             f'model = {remote}.from_pretrained("{repo_id}", trust_remote_code=True)',
         )
-    host = report.model_class.removeprefix(modeling.PREFIX)
+    host, spec = report.model_class.removeprefix(modeling.PREFIX), getattr(model.config, "position_spec", None)
     if report.host_kept:
-        lines += ["", f"As a stock `{host}`: these weights, with the base model's own positions, which are kept.", ""]
+        lines += ["", f"As a stock `{host}`: these weights, with the positions that the model had before it was patched.", ""]
         lines += _fenced("python", "import hf_posenc", "", "model = hf_posenc.unpatch(model)")
-    elif base:
+    elif base and spec is not None and spec.host is not None:
         lines += ["", "As the stock model: the base model's own positions are not kept here, so that is the base itself.", ""]
         lines += _fenced("python", stock, "", f'model = {auto or host}.from_pretrained("{base}")')
     return lines
@@ -215,7 +233,7 @@ def _results(evaluation: dict[str, Any]) -> list[str]:
         lines += ["", f"### {_dataset_link(first['dataset'])}"]
         for metric, results in by_metric.items():
             lines += ["", f"{_cell(first['task'])}, {_cell(metric)}{_counts(results)}:", "", *_rows(results)]
-    explained = {"interval": "In brackets: 95 % intervals.", "this": "In bold: the model of this card."}
+    explained = {"interval": f"In brackets: {UNCORRECTED}.", "this": "In bold: the model of this card."}
     legend = " ".join(words for key, words in explained.items() if any(result[key] for result in evaluation["results"]))
     return lines + [line for note in (legend, *evaluation["notes"]) if note for line in ("", _cell(note))]
 
@@ -233,20 +251,23 @@ def _counts(results: list[dict[str, Any]]) -> str:
 
 
 def _rows(results: list[dict[str, Any]]) -> list[str]:
-    lengths = sorted({result["length"] or 0 for result in results})
-    found: dict[str, dict[int, str]] = {}
+    lengths = {(result["unit"], result["length"]): shown_length(result) for result in results if result["length"]}
+    lengths = {NO_LENGTH: "value"} | lengths if any(not result["length"] for result in results) else lengths
+    found: dict[str, dict[tuple[str, int], str]] = {}
     for result in results:
         seeds = f" (mean of seeds {', '.join(map(str, result['seeds']))})" if result["seeds"] else ""
         name = f"**{_cell(result['model'])}**{seeds}" if result["this"] else _cell(result["model"]) + seeds
         interval = f" [{', '.join(map(_number, result['interval']))}]" if result["interval"] else ""
-        found.setdefault(name, {})[result["length"] or 0] = _number(result["value"]) + interval
-    head = ["model", *(f"{length} tokens" if length else "value" for length in lengths)]
-    rows = [[name, *(row.get(length, "") for length in lengths)] for name, row in found.items()]
+        key = (result["unit"], result["length"]) if result["length"] else NO_LENGTH
+        found.setdefault(name, {})[key] = _number(result["value"]) + interval
+    head = ["model", *(lengths[key] for key in sorted(lengths))]
+    rows = [[name, *(row.get(key, "") for key in sorted(lengths))] for name, row in found.items()]
     return [f"| {' | '.join(row)} |" for row in (head, ["---", *["--:"] * len(lengths)], *rows)]
 
 
 def _number(value: float) -> str:
-    return f"{value:.3f}" if value == 0 or abs(value) >= 0.001 else f"{value:.2e}"
+    value = value or 0  # -0.0
+    return f"{value:.3f}" if value == 0 or 0.001 <= abs(value) < 1e9 else f"{value:.2e}"
 
 
 def _cell(text: str) -> str:
@@ -264,7 +285,7 @@ def _training(evaluation: dict[str, Any]) -> list[str]:
 
 
 def _eval_result(result: dict[str, Any]) -> EvalResult:
-    dataset, about = result["dataset"], ("length", "interval", "count", "seeds")
+    dataset, about = result["dataset"], {key: result[key] for key in ("length", "interval", "count", "seeds")}
     return EvalResult(
         task_type=result["task"],
         # model-index requires an id. Without one, sentence-transformers derives it from the name, too.
@@ -276,7 +297,7 @@ def _eval_result(result: dict[str, Any]) -> EvalResult:
         metric_type=result["metric"],
         metric_name=metric_name(result),
         metric_value=result["value"],
-        metric_args={key: result[key] for key in about if result[key] is not None} or None,
+        metric_args={key: value for key, value in about.items() if value is not None} or None,
     )
 
 

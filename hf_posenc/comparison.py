@@ -4,15 +4,16 @@ Shapes: N queries and documents, in the same order.
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hf_posenc import questions, scores
 from hf_posenc.retrieval import Embedder, Method, cut, methods, offsets
-from hf_posenc.scores import Difference, Score
+from hf_posenc.scores import Difference, Ranks, Score
 
 SHORTEST = 128
-REACH = "Lengths double as far as half of the documents reach beyond the one before."
 REACH = "Lengths double as far as half of the documents reach beyond the one before."
 FEWEST = 20
 """Least number of questions."""
@@ -66,7 +67,12 @@ def own_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> tuple[
 
 
 def lengths_of(embedder: Embedder, documents: Sequence[str], longest: int | None) -> list[int]:
-    """Doubling from SHORTEST up to `longest`, as far as at least half of the documents reach beyond the length before."""
+    """Doubling from SHORTEST up to `longest`, as far as at least half of the documents reach beyond the length before.
+
+    Raises ValueError without documents.
+    """
+    if not documents:
+        raise ValueError("there are no documents. Pass one or more.")
     sizes = sorted(len(offsets(embedder.tokenizer, document)) for document in documents)
     most, found = sizes[len(sizes) // 2], [SHORTEST]
     while found[-1] < most and (longest is None or 2 * found[-1] <= longest):
@@ -80,14 +86,13 @@ def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pai
     Where the original reads less, it is truncated, and chunked with the mean and the best of the chunks. A difference tells how
     much better (above 0) the last of the models is.
     """
+    _check(pairs, models, lengths)
     *_, last = models
     rows: dict[int, dict[str, Row]] = {}
-    queries = [pair.query for pair in pairs]
     for length in lengths:
-        documents = [cut(original.tokenizer, pair.document, length) for pair in pairs]
         ways = methods(ORIGINAL, original, length)
         ways += [Method(name, methods(name, model, length)[0].similarity) for name, model in models.items()]
-        ranks = {way.name: scores.ranked(way.similarity(queries, documents, f"{way.name} at {length}")) for way in ways}
+        ranks = _ranks(ways, pairs, length, original.tokenizer)
         rows[length] = {
             name: Row(scores.score(found), None if name in models else scores.paired(ranks[last], found))
             for name, found in ranks.items()
@@ -98,18 +103,38 @@ def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pai
 def side_by_side(models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> dict[int, dict[str, Row]]:
     """Length -> way to use a model -> its row, of retrieval among the documents, cut at each length. A difference is from the
     first way of the first model: above 0, better than that."""
+    _check(pairs, models, lengths)
     rows: dict[int, dict[str, Row]] = {}
-    queries, first = [pair.query for pair in pairs], next(iter(models.values()))
+    first = next(iter(models.values()))
     for length in lengths:
-        documents = [cut(first.tokenizer, pair.document, length) for pair in pairs]
         ways = [way for name, model in models.items() for way in methods(name, model, length)]
-        ranks = {way.name: scores.ranked(way.similarity(queries, documents, f"{way.name} at {length}")) for way in ways}
+        ranks = _ranks(ways, pairs, length, first.tokenizer)
         base = ranks[ways[0].name]
         rows[length] = {
             name: Row(scores.score(found), None if found is base else scores.paired(found, base))
             for name, found in ranks.items()
         }
     return rows
+
+
+def _check(pairs: Sequence[Pair], models: dict[str, Embedder], lengths: Sequence[int]) -> None:
+    if not pairs or not models or not lengths:
+        raise ValueError(f"{len(pairs)} pairs, {len(models)} models, {len(lengths)} lengths. Pass one or more of each.")
+
+
+def _ranks(ways: Sequence[Method], pairs: Sequence[Pair], length: int, tokenizer: Any) -> dict[str, Ranks]:
+    """The ranks by each way. Raises ValueError for two ways of one name, and for similarities that can't be ranked."""
+    if twice := [name for name, times in Counter(way.name for way in ways).items() if times > 1]:
+        raise ValueError(f"two ways are named {twice[0]!r}. Give the models names that differ.")
+    queries, documents = [pair.query for pair in pairs], [cut(tokenizer, pair.document, length) for pair in pairs]
+    ranks = {}
+    for way in ways:
+        title = f"{way.name} at {length}"
+        try:
+            ranks[way.name] = scores.ranked(way.similarity(queries, documents, title))
+        except ValueError as error:
+            raise ValueError(f"{title}: {error}") from None
+    return ranks
 
 
 def _verdict(rows: dict[int, dict[str, Row]], name: str, limit: int | None) -> str:

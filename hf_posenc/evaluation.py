@@ -4,8 +4,8 @@ The model card and push_to_hub read the file; the training scripts write it. doc
 """
 
 import json
-import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,10 @@ import yaml
 from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
 EVALUATION = "evaluation.json"
+LARGEST = 2**63 - 1
+"""The largest integer that other programs read."""
+DIGITS = 400
+"""Integers in a file with more digits than this are beyond any float, and are read as infinite."""
 
 
 class Entry(NamedTuple):
@@ -26,11 +30,12 @@ class Entry(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # NaN isn't smaller than anything, and integers are compared without a conversion, which overflows.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_integer(value: Any, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= LARGEST
 
 
 def _is_list(value: Any, accepts: Callable[[Any], bool]) -> bool:
@@ -48,7 +53,7 @@ def _is_text(value: Any) -> bool:
 
 TEXT = Entry("a text", _is_text)
 REQUIRED_TEXT = TEXT._replace(required=True)
-COUNT = Entry("an integer from 1 on", lambda value: _is_integer(value, 1))
+COUNT = Entry("an integer from 1 to 2^63 - 1", lambda value: _is_integer(value, 1))
 OBJECT = Entry("an object", lambda value: isinstance(value, dict), default={})
 LIST = Entry("a list", lambda value: isinstance(value, (list, tuple)), default=())
 FILE = {
@@ -68,23 +73,35 @@ RESULT = {
     "value": Entry("a finite number", _is_number, required=True),
     "interval": Entry("two finite numbers [low, high], the lower one first", _is_interval),
     "length": COUNT,
+    "unit": TEXT._replace(default="tokens"),
     "count": COUNT,
-    "seeds": Entry("a list of integers", lambda value: _is_list(value, lambda seed: _is_integer(seed, 0))),
+    "seeds": Entry("a list of integers from 0 to 2^63 - 1", lambda value: _is_list(value, lambda seed: _is_integer(seed, 0))),
 }
 
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises ValueError if it can't be read."""
     try:
-        return parsed_json(path.read_text(encoding="utf-8"))
+        return parsed_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read as JSON: {error}") from None
 
 
 def parsed_json(text: str) -> Any:
-    """Raises ValueError for a text that isn't JSON, or too deeply nested to be read."""
+    """Raises ValueError for a text that isn't valid JSON, is nested too deeply, or has an entry twice in one object."""
+
+    def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"an object has the entry {max(names, key=names.count)!r} twice")
+        return found
+
+    def integer(digits: str) -> int | float:
+        return int(digits) if len(digits) <= DIGITS else float(digits)
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=entries, parse_int=integer)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -92,13 +109,13 @@ def parsed_json(text: str) -> Any:
 def checked_evaluation(evaluation: Any) -> dict[str, Any]:
     """Validates the content of evaluation.json and fills in all missing entries.
 
-    Access tokens are removed from all texts, and the folders of absolute paths.
+    Access tokens are removed from all texts, and the folders of absolute paths. Figures have 15 significant digits.
 
     - command: the command line that trained the model.
     - training: `steps`, and `datasets`, each with a `name` and, for a dataset on the Hub, its `id`.
     - results: one entry per measured value: `model` (a name), `this` (whether it is the card's own model; the tables show
       the others for comparison), `task`, `dataset`, `metric`, `value`, and optionally `interval` (95 %: low, high), `length`
-      (input tokens), `count` (number of queries or examples) and `seeds` (of the runs averaged in the value). A result's
+      (of the input, in `unit`; "tokens" by default), `count` (number of queries or examples) and `seeds` (of the runs averaged in the value). A result's
       dataset may have a `task_id`, the name of the task in a benchmark on the Hub (see `result_files`).
     - notes: sentences shown below the tables.
 
@@ -114,8 +131,10 @@ def checked_evaluation(evaluation: Any) -> dict[str, Any]:
     checked["results"] = [_checked(result, RESULT, f"results[{i}]") for i, result in enumerate(checked["results"])]
     seen: dict[Any, int] = {}
     for i, result in enumerate(checked["results"]):
+        result["value"] = _rounded(result["value"])
+        result["interval"] = result["interval"] and [*map(_rounded, result["interval"])]
         dataset = result["dataset"] = _checked(result["dataset"], DATASET, f"results[{i}].dataset")
-        key = (result["model"], *table_key(result), result["metric"], result["length"])
+        key = (result["model"], *table_key(result), result["metric"], result["length"], result["unit"])
         if seen.setdefault(key, i) != i:
             same = "the model, task, dataset, metric and length"
             raise ValueError(f"{EVALUATION}: results[{i}] and results[{seen[key]}] have {same} in common: leave one out")
@@ -145,9 +164,17 @@ def _checked(given: Any, entries: dict[str, Entry], where: str) -> dict[str, Any
 
 def _shown(value: Any) -> str:
     try:
-        return _without_tokens(repr(value))[:80]
+        text = _without_tokens(repr(value))
     except RecursionError:
         return f"a {type(value).__name__} that is nested too deeply"
+    except ValueError:  # Python shows no integers of more than 4,300 digits
+        return f"a {type(value).__name__} with too many digits"
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _rounded(value: float) -> float:
+    """A figure without the last bits of a computation: 0.104 for 0.10400000000000001."""
+    return value if isinstance(value, int) else float(f"{value:.15g}")
 
 
 SECRETS = (
@@ -179,9 +206,14 @@ def table_key(result: dict[str, Any]) -> tuple[Any, ...]:
     return (result["task"], *(result["dataset"][name] for name in ("name", "id", "config", "split", "revision")))
 
 
+def shown_length(result: dict[str, Any]) -> str:
+    """The input length of a result with its unit, as in "512 tokens"."""
+    return f"{result['length']} {result['unit']}"
+
+
 def metric_name(result: dict[str, Any]) -> str:
     """The metric with the input length and the number of seeds, as in "mrr, 512 tokens, mean of 3 seeds"."""
-    length = f", {result['length']} tokens" if result["length"] else ""
+    length = f", {shown_length(result)}" if result["length"] else ""
     return result["metric"] + length + (f", mean of {len(result['seeds'])} seeds" if result["seeds"] else "")
 
 

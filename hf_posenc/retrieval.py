@@ -65,12 +65,14 @@ def embed(
 
     Texts are sorted by their number of tokens, and a batch has at most BATCH_TOKENS.
     """
-    if not texts:
-        raise ValueError(f"{title}: no texts to embed; one or more are needed")
+    if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{title}: texts is {str(texts)[:60]!r}. Pass a list of one or more strings.")
     options = {"truncation": max_seq_length is not None, "max_length": max_seq_length, "verbose": False}
     rows = tokenizer(list(texts), **options)["input_ids"]
-    check_known(tokenizer, rows)
     sizes = [len(ids) for ids in rows]
+    if not min(sizes):
+        raise ValueError(f"{title}: texts[{sizes.index(0)}] has no tokens, so it has no embedding. Leave it out.")
+    check_known(tokenizer, rows)
     check_ids(torch.tensor([*itertools.chain(*rows)]), model.get_input_embeddings(), title)
     batches: list[list[int]] = [[]]
     for number in sorted(range(len(texts)), key=sizes.__getitem__):
@@ -107,6 +109,8 @@ class Embedder:
 
     def __call__(self, texts: Sequence[str], title: str = "texts") -> Tensor:
         """`[N, E]`, in the order of the texts."""
+        if isinstance(texts, str):
+            raise ValueError(f"{title}: texts is the string {texts[:60]!r}. Pass a list of strings.")
         new = [text for text in dict.fromkeys(texts) if text not in self.kept]
         if new:
             embeddings = embed(self.model, self.tokenizer, new, self.limit, title, self.pool)
@@ -192,7 +196,7 @@ def lexical_similarity(queries: Sequence[str], documents: Sequence[str], title: 
         for word, value in weights(words(query)).items():
             for number, other in postings[word]:
                 row[number] += value * other
-    return torch.tensor(rows)
+    return torch.tensor(rows).reshape(len(queries), len(documents))
 
 
 def offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:

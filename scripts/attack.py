@@ -45,6 +45,7 @@ FAMILIES = (
     "backends",
     "kills",
     "stalls",
+    "training",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6

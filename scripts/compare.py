@@ -30,7 +30,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; processes are wha
 from rich.console import Console
 
 from evaluation import records
-from evaluation.intervals import STUDENT
 from generalisation import flags, hosts, models, several, study, study_files
 from generalisation.results import Results
 from generalisation.runs import Setup, process_state
@@ -40,7 +39,7 @@ from generalisation.tasks import COMPARED
 from hf_posenc import terminals
 from hf_posenc.plots.style import require_matplotlib
 from hf_posenc.saving import write_text
-from training.flags import at_least
+from training.flags import at_least, positive, positive_or_0
 
 WIDTH = 140
 MULTIPLES = ("1", "1.5", "2", "4")
@@ -72,32 +71,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         said = [*study_files.as_flags(arguments.study, parser, narrowed), "--output_dir", str(arguments.output_dir)]
         arguments = parser.parse_args(argv, namespace=parser.parse_args(said))
     flags.check(parser, arguments)
-    if len(arguments.seeds) > max(STUDENT):
-        parser.error(f"--seeds: {len(arguments.seeds)} are given, and intervals are of up to {max(STUDENT)}")
     return arguments
 
 
 def _is_given(flag: str, argv: list[str] | None) -> bool:
     return any(word == flag or word.startswith(f"{flag}=") for word in (sys.argv[1:] if argv is None else argv))
-
-
-def positive(text: str) -> float:
-    """The argparse type of numbers above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number above 0")
-    return number
-
-
-def positive_or_0(text: str) -> float:
-    """The argparse type of numbers from 0 on."""
-    try:
-        return float(text) if float(text) == 0 else positive(text)
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number from 0 on") from None
 
 
 def studies_of(arguments: argparse.Namespace) -> tuple[dict[Path, Study], dict[str, list[str]]]:

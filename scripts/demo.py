@@ -29,7 +29,7 @@ from hf_posenc import terminals
 from hf_posenc.plots.style import LIGHT
 from hf_posenc.retrieval import Embedder, Method, lexical_similarity, methods
 from hf_posenc.saving import atomic_file, replaced
-from hf_posenc.scores import Difference, Ranks, Score, paired, ranked, score
+from hf_posenc.scores import UNCORRECTED, Difference, Ranks, Score, paired, ranked, score
 from hf_posenc.tokenizer_files import required_tokenizer
 
 ENCODING = "relative"
@@ -149,10 +149,13 @@ def behind_the_end(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[s
 
 
 def table(scores: dict[str, Score], deep: dict[str, Score], differences: dict[str, Difference]) -> Table:
-    """The final table; intervals are 95 % bootstrap intervals over queries."""
+    """The final table; intervals are 95% intervals over queries."""
     title = f"{scores['original'].queries} one-line summaries find their module's documentation ({MAX_SEQ_LENGTH} tokens)"
     count = next(iter(deep.values())).queries
-    result = Table(title=f"{title};\non the right {count} sentences from behind token 512 find theirs ({LONG_LENGTH} tokens)")
+    result = Table(
+        caption=UNCORRECTED,
+        title=f"{title};\non the right {count} sentences from behind token 512 find theirs ({LONG_LENGTH} tokens)",
+    )
     result.add_column("model")
     for column in ("MRR [95 %]", "of original", "MRR behind 512", "against truncation [95 %]"):
         result.add_column(column, justify="right")
@@ -189,7 +192,7 @@ def draw(scores: dict[str, Score], deep: dict[str, Score], path: Path) -> None:
         )
         axis.bar_label(bars, [f"{each.mrr:.3f}" for each in found.values()], label_type="center", color="white")
         axis.invert_yaxis()
-        axis.set(title=title, xlabel="mean reciprocal rank, 95 % interval", xlim=(0, 1))
+        axis.set(title=title, xlabel="mean reciprocal rank, 95% interval", xlim=(0, 1))
         axis.spines[["top", "right"]].set_visible(False)
     with atomic_file(path, "wb") as file:
         figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)

@@ -49,10 +49,9 @@ from transformers.utils import logging
 
 import hf_posenc
 from evaluation import corpus, pages, passkeys, perplexity, records
-from hf_posenc import terminals
+from hf_posenc import scores, terminals
 from hf_posenc.plots.style import LIGHT, MAP, MARKERS
 from hf_posenc.saving import atomic_file, replaced
-from hf_posenc.scores import bootstrapped
 from hf_posenc.tokenizer_files import required_tokenizer
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -365,12 +364,12 @@ def summary(record: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     for name, found in methods.items():
         for length, losses in found["losses"].items():
             own, groups = np.asarray(losses), np.arange(len(losses))
-            mean, interval = bootstrapped(own, groups)
+            mean, interval = scores.mean(own, groups)
             digits = np.asarray(found["passkeys"][length])
             of_length: dict[str, Any] = {"perplexity": math.exp(mean), "interval": [math.exp(each) for each in interval]}
             if SHORT in methods:
                 base = np.asarray(methods[SHORT]["losses"][str(min(int(length), int(trained)))])
-                ratio, of_ratio = bootstrapped(own - base, groups)
+                ratio, of_ratio = scores.mean(own - base, groups)
                 of_length |= {"ratio": math.exp(ratio), "ratio_interval": [math.exp(each) for each in of_ratio]}
             of_length |= {"found": float(digits.all(1).mean()), "digits": float(digits.mean())}
             made.setdefault(name, {})[length] = of_length
@@ -420,7 +419,8 @@ def tables(record: dict[str, Any]) -> list[Table]:
     first = Table(
         "model",
         *(f"windows of\n{length}" for length in columns),
-        title=f"perplexity of the same tokens of {count} pages [95 %]\nbelow it the ratio to short, cut to {trained}",
+        title=f"perplexity of the same tokens of {count} pages\nbelow it the ratio to short, cut to {trained}",
+        caption=scores.UNCORRECTED,
     )
     second = Table("model", *columns, title=f"passkeys found, of {asked} at each length, and below it the part of their digits")
     for name, by_length in found.items():

@@ -24,6 +24,7 @@ from conversions import CALIBRATED, calibrated, distillation, encoding_of, run, 
 from evaluation import pages, records
 from hf_posenc import terminals
 from hf_posenc.saving import atomic_file, replaced
+from hf_posenc.scores import UNCORRECTED
 from hf_posenc.tokenizer_files import required_tokenizer
 
 TRAINED = "minilm-t5"
@@ -119,7 +120,9 @@ def shown(found: list[tuple[int, Any]]) -> list[Table]:
     table, made = rows(found), []
     for task, metric in {**QUESTIONS, **NEEDLES}.items():
         columns = dict.fromkeys(column for cells in table.values() for column in cells if column.startswith(f"{task}, "))
-        each = Table("method", *columns, title=f"{task}: {metric}, and the difference to the original truncated [95 %]")
+        each = Table(
+            "method", *columns, title=f"{task}: {metric}, and the difference to the original truncated", caption=UNCORRECTED
+        )
         for name, cells in table.items():
             each.add_row(name, *(cells.get(column, "") for column in columns))
         made += [each] if columns else []

@@ -35,6 +35,7 @@ from generalisation.study import Study
 from generalisation.tasks import CAUSAL, TASKS
 from hf_posenc import terminals
 from hf_posenc.saving import write_text
+from training.flags import positive
 
 WIDTH = 140
 
@@ -43,7 +44,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser, setup = flags.parser(__doc__, TASKS), Setup()
     add = parser.add_argument
     add("--host", choices=[name for name, host in models.HOSTS.items() if CAUSAL in host.heads], default=setup.host)
-    add("--learning_rate", type=float, default=setup.learning_rate)
+    add("--learning_rate", type=positive, default=setup.learning_rate)
     add("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
     arguments = parser.parse_args(argv)
     flags.check(parser, arguments)

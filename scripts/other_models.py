@@ -38,9 +38,8 @@ from transformers.utils import logging
 
 import hf_posenc
 from evaluation import corpus, perplexity, reactions, records
-from hf_posenc import terminals
+from hf_posenc import scores, terminals
 from hf_posenc.saving import atomic_file
-from hf_posenc.scores import bootstrapped
 from hf_posenc.tokenizer_files import required_tokenizer
 
 Row = dict[str, Any]
@@ -168,8 +167,8 @@ def filled(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> tuple[np
 
 def fills(name: str, model: PreTrainedModel, found: tuple[np.ndarray, np.ndarray, np.ndarray], original: np.ndarray) -> Row:
     losses, right, rows = found
-    accuracy, interval = bootstrapped(right, rows)
-    difference, of_difference = bootstrapped(right - original, rows)
+    accuracy, interval = scores.share(right, rows)
+    difference, of_difference = scores.difference(right, original, rows)
     figures = {"accuracy": accuracy, "interval": interval, "difference": difference, "difference_interval": of_difference}
     return {"model": name, "loss": float(losses.mean()), "masked_tokens": len(right)} | figures | agreement(model)
 
@@ -217,7 +216,8 @@ def table(name: str, result: dict[str, Any]) -> Table:
     if result["kind"] == "masked":
         counts = ", ".join(f"{count} for {share}" for share, count in result["reactions"].items())
         shown = Table(title=f"{name}: {rows[0]['masked_tokens']} masked tokens of reactions ({counts}); {result['seconds']} s")
-        columns = ["accuracy [95 %]", "against original", "loss"]
+        shown.caption = scores.UNCORRECTED
+        columns = ["accuracy", "against original", "loss"]
     else:
         shown = Table(title=f"{name}: perplexity of {result['documents']} documents, by length; {result['seconds']} s")
         columns = [f"{end} tokens" for end in ENDS]

@@ -1,5 +1,6 @@
 """Model cards: what they say of a model and of what was measured, and those of the models trained here."""
 
+import argparse
 import copy
 import json
 import os
@@ -11,16 +12,23 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
+from transformers import AutoModel, CLIPModel
 from typer.testing import CliRunner
 
 import cards
 import hf_posenc
+import test_composites
+import test_encoder_decoder
+import test_speech
+import test_vision
 from attacks.hub_server import TOKEN, serve
-from conftest import ROOT, patched, stock, tokens
+from conftest import BERT, ROOT, patched, stock, tokens
 from evaluation import records as files
+from hf_posenc import evaluation
 from hf_posenc.cards import model_card, replaceable
 from hf_posenc.cli import app
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, result_files
+from training import models
 
 CARDS = ROOT / "model_cards"
 NAMES = sorted(folder.name for folder in CARDS.iterdir())
@@ -76,7 +84,7 @@ def test_a_table_for_each_data_set_and_metric():
         "| --- | --: |",
         "| **distilled** | 1.000 |",
         "",
-        "In brackets: 95 % intervals. In bold: the model of this card.",
+        "In brackets: 95% intervals, not corrected for multiple comparisons. In bold: the model of this card.",
         "",
         "Measured on a Sunday.",
     ]
@@ -275,7 +283,7 @@ def broken(*path, value):
         ({"command": ["python"]}, r"evaluation.json has command \['python'\]: allowed is a text"),
         ({"training": {"datasets": ["books"]}}, r"training.datasets\[0\] is 'books': allowed is an object"),
         ({"training": {"datasets": [{"id": "me/books"}]}}, r"training.datasets\[0\] lacks 'name'"),
-        ({"training": {"steps": 0}}, "training has steps 0: allowed is an integer from 1 on"),
+        ({"training": {"steps": 0}}, "training has steps 0: allowed is an integer from 1 to"),
         ({"notes": [""]}, r"notes \[''\]: allowed is a list of texts"),
         (broken("results", 1, "value", value=...), r"results\[1\] lacks 'value': a finite number"),
         (broken("results", 1, "value", value=float("nan")), r"results\[1\] has value nan: allowed is a finite number"),
@@ -284,7 +292,7 @@ def broken(*path, value):
         (broken("results", 0, "interval", value=[0.7, 0.6]), r"results\[0\] has interval \[0.7, 0.6\].*the lower one first"),
         (broken("results", 0, "interval", value=[0.5]), r"interval \[0.5\]"),
         (broken("results", 0, "interval", value=[0.5, float("inf")]), r"interval \[0.5, inf\]"),
-        (broken("results", 2, "length", value=-1), r"results\[2\] has length -1: allowed is an integer from 1 on"),
+        (broken("results", 2, "length", value=-1), r"results\[2\] has length -1: allowed is an integer from 1 to"),
         (broken("results", 2, "count", value=1.5), "count 1.5"),
         (broken("results", 3, "seeds", value=[0, "1"]), r"seeds \[0, '1'\]: allowed is a list of integers"),
         (broken("results", 2, "this", value="yes"), "this 'yes': allowed is true or false"),
@@ -304,6 +312,131 @@ def test_a_bad_file(tmp_path):
     (tmp_path / EVALUATION).write_text("{")
     with pytest.raises(ValueError, match=f"{EVALUATION} can't be read as JSON"):
         model_card(tmp_path, "me/model")
+
+
+NUMBERS = {
+    "10^400": ("1" + 400 * "0", False),
+    "10^5000": ("1" + 5000 * "0", False),
+    "-10^5000": ("-1" + 5000 * "0", False),
+    "1e400": ("1e400", False),
+    "NaN": ("NaN", False),
+    "-Infinity": ("-Infinity", False),
+    "true": ("true", False),
+    "a text": ('"1"', False),
+    "nested": (500 * "[" + 500 * "]", False),
+    "1e308": ("1e308", True),
+    "-0.0": ("-0.0", True),
+    "the least": ("5e-324", True),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("entry", ["value", "interval", "length", "count", "seeds"])
+def test_numbers_of_a_file(tmp_path, name, entry):
+    """Any number is shown in the card, or is an error that names its entry."""
+    stock("bert").save_pretrained(tmp_path)
+    number, is_figure = NUMBERS[name]
+    given = {"interval": f"[{number}, {number}]", "seeds": f"[{number}]"}.get(entry, number)
+    made = json.dumps({"results": [result(value=0.5) | {entry: "HERE"}]}).replace('"HERE"', given)
+    (tmp_path / EVALUATION).write_text(made)
+    if is_figure and entry in ("value", "interval"):
+        card = model_card(tmp_path, "me/model")
+        assert ModelCard(card).data.eval_results and max(map(len, card.splitlines())) < 200 and "-0.000" not in card
+    else:
+        with pytest.raises(ValueError, match=rf"results\[0\] has {entry} .*allowed is"):
+            model_card(tmp_path, "me/model")
+
+
+def test_numbers_that_python_does_not_show():
+    with pytest.raises(ValueError, match=r"results\[0\] has value a int with too many digits: allowed is a finite number"):
+        checked_evaluation({"results": [result(value=10**5000)]})
+    with pytest.raises(ValueError, match="training has steps 1000.*…: allowed is an integer from 1 to"):
+        checked_evaluation({"training": {"steps": 10**400}})
+
+
+def test_an_entry_that_is_there_twice(tmp_path):
+    file = tmp_path / EVALUATION
+    file.write_text('{"results": [], "results": []}')
+    with pytest.raises(ValueError, match="an object has the entry 'results' twice"):
+        evaluation.read_json(file)
+    file.write_text("\ufeff{}", encoding="utf-8")  # as Windows writes it
+    assert evaluation.read_json(file) == {}
+
+
+def test_metadata_without_last_bits():
+    measured = {"results": [result(value=0.1 + 0.2, interval=[0.1 + 0.2, 0.7 + 0.1], count=3)]}
+    card = model_card(stock("bert"), "me/model", evaluation=measured)
+    (found,) = ModelCard(card).data.eval_results
+    assert found.metric_value == 0.3 and found.metric_args == {"interval": [0.3, 0.8], "count": 3}
+
+
+def test_lengths_in_other_units():
+    """Lengths of images are patches; two units are two columns."""
+    measured = {"results": [result(value=0.5, length=8, unit="patches"), result(value=0.25, length=8)]}
+    card = model_card(stock("bert"), "me/model", evaluation=measured)
+    assert "| model | 8 patches | 8 tokens |" in card and "| **distilled** | 0.500 | 0.250 |" in card
+    names = [each.metric_name for each in ModelCard(card).data.eval_results]
+    assert sorted(names) == ["mrr, 8 patches", "mrr, 8 tokens"]
+
+
+KINDS = {
+    "text": (lambda: patched("bert", "alibi", max_length=64), "- longest input: 64 tokens"),
+    "image": (lambda: hf_posenc.patch(test_vision.stock("vit"), "rope_2d", max_length=16), "- longest input: 16 patches"),
+    "a stock model of images": (lambda: test_vision.stock("vit"), "- longest input: 16 patches"),
+    "a model of text in another": (
+        lambda: hf_posenc.patch(CLIPModel(test_composites.clip()), "alibi", submodel="text_model", max_length=8),
+        "- only in the submodel `text_model`\n- longest input: 8 tokens",
+    ),
+    "a model of images in another": (
+        lambda: hf_posenc.patch(CLIPModel(test_composites.clip()), "rope_2d", submodel="vision_model", max_length=8),
+        "- only in the submodel `vision_model`\n- longest input: 8 patches",
+    ),
+    "speech": (lambda: hf_posenc.patch(test_speech.stock("wav2vec2"), "alibi", max_length=8), "- longest input: 8 positions"),
+    "sequence to sequence": (lambda: test_encoder_decoder.patched("bart", "alibi", head=True), "AutoModelForSeq2SeqLM"),
+    "int8": (lambda: hf_posenc.patch(stock("bert"), "learned", init="host", storage="int8"), "`storage='int8'`"),
+    "extended": (lambda: hf_posenc.extend(stock("bert"), 48, "cubic"), "`BertModel` with"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_cards_of_kinds_of_models(name):
+    make, words = KINDS[name]
+    assert words in model_card(make(), "me/model")
+
+
+def test_a_model_from_scratch_has_no_base():
+    """Nothing says that it was patched, whatever base model is named."""
+    config = hf_posenc.PosEncBertConfig(position_encoding="alibi", **BERT)
+    assert len(blocks(AutoModel.from_config(config), metadata={"base_model": "me/base"})) == 1
+    with pytest.raises(ValueError, match="model is a TokenPositionEmbedding. Pass a Transformers model"):
+        model_card(hf_posenc.TokenPositionEmbedding(30, "learned", hidden_size=8, max_length=4), "me/model")
+
+
+class Tokenizer:
+    pad_token_id = 0
+
+    def __len__(self):
+        return 5
+
+
+@pytest.mark.parametrize("source", ["stock", "patched"])
+def test_a_model_trained_from_scratch_has_no_base(tmp_path, source, monkeypatch):
+    """Only the sizes are the named model's, so neither `unpatch` nor a base model has a meaning."""
+    monkeypatch.setattr("hf_posenc.transfer._public_name", lambda name: name and "me/base")
+    model = stock("bert") if source == "stock" else hf_posenc.patch(stock("bert"), "alibi")
+    model.save_pretrained(tmp_path)
+    chosen = "alibi" if source == "stock" else None
+    arguments = argparse.Namespace(
+        position_encoding=chosen,
+        model_name_or_path=str(tmp_path),
+        model_max_length=None,
+        from_scratch=True,
+        train_positions_only=False,
+        gradient_checkpointing=False,
+    )
+    made = models.load_model(arguments, AutoModel, Tokenizer())
+    card = model_card(made, "me/model")
+    assert "unpatch" not in card and "base_model" not in card and "me/base" not in card and "`alibi`" in card
 
 
 def test_checked_twice_is_checked_once():
@@ -455,7 +588,7 @@ def test_every_figure_was_measured(name):
     card, measured = ModelCard(text), json.loads((CARDS / name / EVALUATION).read_text())
     indexed = sorted((each.dataset_config, each.metric_name, each.metric_value) for each in card.data.eval_results)
     own = [each for each in measured["results"] if each["this"]]
-    assert [value for *_, value in indexed] == [each["value"] for each in sorted(own, key=named)]
+    assert [value for *_, value in indexed] == pytest.approx([each["value"] for each in sorted(own, key=named)], rel=1e-14)
     assert (card.data.license, card.data.base_model) == ("apache-2.0", "sentence-transformers/all-MiniLM-L6-v2")
     for figure in re.findall(r"!\[.*?\]\((.*?)\)", text):
         assert (CARDS / name / figure).is_file()

@@ -387,7 +387,6 @@ def test_tasks_in_the_tokens_of_a_checkpoint(minilm):
         (["--learning_rate", "fast"], "'fast': allowed is a number above 0"),
         (["--learning_rate", "bert=1"], "'bert=1': allowed is .*of llama"),
         (["--encodings", "rope_2d"], "the hosts can have none of them"),
-        (["--seeds", *map(str, range(11))], "11 are given, and intervals are of up to 10"),
         (["--report_only"], "no finished run"),
         (["nothing.yaml"], "nothing.yaml is no study"),
     ],

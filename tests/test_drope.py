@@ -388,7 +388,8 @@ def made_up(drope_at_longest, found_at_longest):
 def test_summary():
     found = drope.summary(made_up(2.0, 1))
     assert found["DroPE"]["16"]["perplexity"] == pytest.approx(math.exp(2.1))
-    assert found["DroPE"]["16"]["interval"] == pytest.approx([math.exp(2.0), math.exp(2.2)])
+    half = 12.706 * 0.1  # Student's, of two pages
+    assert found["DroPE"]["16"]["interval"] == pytest.approx([math.exp(2.1 - half), math.exp(2.1 + half)], rel=1e-3)
     # Behind T against the stand-in at T, inside at the same length.
     assert found["DroPE"]["16"]["ratio"] == pytest.approx(1.0) and found["short"]["16"]["ratio"] == pytest.approx(math.e)
     assert found["DroPE"]["4"]["ratio"] == pytest.approx(math.exp(0.02)) and found["short"]["4"]["ratio"] == 1

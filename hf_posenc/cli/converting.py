@@ -29,6 +29,7 @@ from hf_posenc.cli.folders import Original, check_output_dir, embedder, load, sa
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.cli.texts import read
 from hf_posenc.encodings import written_value
+from hf_posenc.scores import UNCORRECTED
 
 DOCUMENTS = 200
 """Maximum number of documents in the comparison, which takes far longer than the conversion."""
@@ -188,7 +189,7 @@ def _compare(
     lengths = comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
     found = comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
     last = [*embedders][-1]
-    table = Table("method", title=f"{about}: MRR, and how much better the {last} model is [95 %]")
+    table = Table("method", title=f"{about}: MRR, and how much better the {last} model is", caption=UNCORRECTED)
     names = dict.fromkeys(name for row in found.rows.values() for name in row)
     for length in found.rows:
         table.add_column(f"{length} tokens", justify="right")

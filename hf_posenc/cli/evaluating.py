@@ -14,6 +14,7 @@ from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.cli.texts import read
 from hf_posenc.diagnostics.curves import is_language_model
 from hf_posenc.inspection import inspect
+from hf_posenc.scores import UNCORRECTED
 from hf_posenc.sources import HostRefused
 
 LOSS, RETRIEVAL = "their loss", "retrieval"
@@ -121,7 +122,7 @@ def _retrieval(
         lengths = comparison.lengths_of(first, [pair.document for pair in pairs], None)
         out.message(comparison.REACH)
     found = comparison.side_by_side(embedders, pairs, lengths)
-    table = Table("way", title=f"{about}: MRR, and how much better than the first [95 %]")
+    table = Table("way", title=f"{about}: MRR, and how much better than the first", caption=UNCORRECTED)
     for tokens in found:
         table.add_column(f"{tokens} tokens", justify="right")
     for name in dict.fromkeys(name for rows in found.values() for name in rows):

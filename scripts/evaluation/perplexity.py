@@ -17,8 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_posenc import inspect
-from hf_posenc.scores import bootstrapped
+from hf_posenc import inspect, scores
 from hf_posenc.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 2048
@@ -27,7 +26,7 @@ BATCH_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Perplexity:
-    """With its 95 % bootstrap interval over documents; `ratio` is to the baseline's perplexity on the same documents."""
+    """With its 95% interval over documents (Student's); `ratio` is to the baseline's perplexity on the same documents."""
 
     perplexity: float
     perplexity_interval: tuple[float, float]
@@ -88,8 +87,8 @@ def evaluate(
     groups, results = np.arange(len(documents)), dict[int, dict[str, Perplexity]]()
     for (name, length), size in windows.items():
         own = means[name, size]
-        value, (low, high) = bootstrapped(own, groups)
-        ratio, (least, most) = bootstrapped(own - means[baseline, windows[baseline, length]], groups)
+        value, (low, high) = scores.mean(own, groups)
+        ratio, (least, most) = scores.mean(own - means[baseline, windows[baseline, length]], groups)
         figures = (math.exp(value), (math.exp(low), math.exp(high)), math.exp(ratio), (math.exp(least), math.exp(most)))
         results.setdefault(length, {})[name] = Perplexity(*figures, size, len(documents))
     return {length: results[length] for length in lengths}

@@ -7,6 +7,7 @@ from rich.table import Table
 from evaluation.lengths import METRICS, Found
 from evaluation.needles import chance
 from evaluation.perplexity import Perplexity
+from hf_posenc.scores import UNCORRECTED
 
 TITLES = {
     "title": "a title finds its document, one of {documents}: MRR",
@@ -23,13 +24,13 @@ def level(task: str, settings: dict[str, Any]) -> float:
 
 
 def tables(found: Found, perplexities: ByLength, settings: dict[str, Any]) -> list[Table]:
-    """One table for each task: the metric, and below it the difference to the baseline with its 95 % interval."""
+    """One table for each task: the metric, and below it the difference to the baseline with its 95% interval."""
     made = []
     baseline, scores = settings["baseline"], found.scores()
     differences = found.differences(baseline) if scores else {}
     for task in (task for task in TITLES if task in scores):
-        title = f"{TITLES[task].format(**settings)}\nbelow it the difference to {baseline} [95 %]"
-        table = Table("method", title=title)
+        title = f"{TITLES[task].format(**settings)}\nbelow it the difference to {baseline}"
+        table = Table("method", title=title, caption=UNCORRECTED)
         for length, by_name in scores[task].items():
             table.add_column(f"{length}\nN = {next(iter(by_name.values())).queries}", justify="right")
         for name in dict.fromkeys(name for by_name in scores[task].values() for name in by_name):
@@ -45,8 +46,8 @@ def tables(found: Found, perplexities: ByLength, settings: dict[str, Any]) -> li
     if perplexities:
         count = next(iter(next(iter(perplexities.values())).values())).documents
         other = settings["perplexity_baseline"]
-        title = f"perplexity of the same tokens of {count} documents [95 %]\nbelow it the ratio to {other}"
-        table = Table("model", *(f"windows of\n{length}" for length in perplexities), title=title)
+        title = f"perplexity of the same tokens of {count} documents\nbelow it the ratio to {other}"
+        table = Table("model", *(f"windows of\n{length}" for length in perplexities), title=title, caption=UNCORRECTED)
         for name in next(iter(perplexities.values())):
             cells = []
             for length, by_model in perplexities.items():

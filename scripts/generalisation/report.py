@@ -11,6 +11,7 @@ from generalisation.results import Results
 from generalisation.study import Study
 from generalisation.tasks import ALL
 from generalisation.verdict import Finding
+from hf_posenc.scores import UNCORRECTED
 
 ENDS = "†"
 """Marks encodings that end at a length: they were given that of the longest test."""
@@ -38,7 +39,7 @@ def _table(results: Results, task: str, measure: str) -> Table:
     ending = {label for label in results.encodings(task) if results.ends(task, label) is not None}
     counts = {len(results.seeds(task, label)) for label in results.encodings(task)}
     few = "one seed" if counts == {1} else f"{shown_range(counts)} seeds"
-    caption = f"mean over {few}" + (" ± half of Student's 95 % interval" if counts != {1} else "")
+    caption = f"mean over {few}" + (f" ± half of Student's interval; {UNCORRECTED}" if counts != {1} else "")
     if measure == "tokens":
         caption += f"; chance {own.chance:.2f}"
     if ending:
@@ -58,8 +59,14 @@ def _table(results: Results, task: str, measure: str) -> Table:
     for label in sorted(rows, key=rank):
         missing = max(counts) - len(results.seeds(task, label))
         mark = (f" {ENDS}" if label in ending else "") + (f" ({missing} seeds fewer)" if missing else "")
+        mark += diverged_mark(results, task, label)
         table.add_row(f"{label}{mark}", *(mean.shown() for mean in rows[label]))
     return table
+
+
+def diverged_mark(results: Results, task: str, label: str) -> str:
+    count = results.diverged(task, label)
+    return f" ({count} {'run' if count == 1 else 'runs'} diverged)" if count else ""
 
 
 def shown_range(counts: set[int]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evaluation.intervals import STUDENT, interval
+from evaluation.intervals import interval
 from generalisation.tasks import ALL
 
 Record = dict[str, Any]
@@ -24,7 +24,7 @@ class Mean:
 
     @property
     def half(self) -> float | None:
-        return interval(self.values)[1] if len(self.values) in STUDENT and math.isfinite(self.mean) else None
+        return interval(self.values)[1] if len(self.values) > 1 and math.isfinite(self.mean) else None
 
     def shown(self, digits: int = 2) -> str:
         return f"{self.mean:.{digits}f}" + ("" if self.half is None else f" ± {self.half:.{digits}f}")
@@ -56,6 +56,12 @@ class Results:
 
     def seeds(self, task: str, label: str) -> list[int]:
         return sorted(seed for kind, each, seed in self.records if (kind, each) == (task, label))
+
+    def diverged(self, task: str, label: str) -> int:
+        """In how many runs a loss is not finite, in training or at L."""
+        runs = [self.records[task, label, seed] for seed in self.seeds(task, label)]
+        at_length = str(self.trained_length(task))
+        return sum(None in run.get("losses", []) or run["scores"][at_length]["loss"] is None for run in runs)
 
     def trained_length(self, task: str) -> int:
         """L, of a task that has runs."""

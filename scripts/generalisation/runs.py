@@ -191,7 +191,8 @@ def negative_log_likelihood(logits: Tensor, wanted: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, head: str = CAUSAL) -> dict[str, float | None]:
-    """Scores of the answers; in a decoder's each token is predicted from the right ones before it.
+    """Scores of the answers; in a decoder's each token is predicted from the right ones before it. NaN outputs
+    are wrong.
 
     exact: the part of rows whose answer has no wrong token, which is what greedy decoding would get right, too.
     tokens: the part of right tokens. loss: in nats per token; None if it isn't finite.
@@ -202,7 +203,8 @@ def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, head: st
     for rows, answers in zip(input_ids.split(size), labels.split(size), strict=True):
         logits = logits_of(model, rows.to(process_state().device), head).cpu()
         wanted = aligned(answers, head)
-        right.append(logits.argmax(-1) == wanted)
+        # The largest of NaN is the first, which may be the wanted one.
+        right.append((logits.argmax(-1) == wanted) & ~logits.isnan().any(-1))
         losses.append(negative_log_likelihood(logits, wanted))
     scored, found, loss = aligned(labels, head) != IGNORED, torch.cat(right), torch.cat(losses)
     return {

@@ -16,6 +16,7 @@ from generalisation.runs import task_of, times
 from generalisation.study import Study
 from generalisation.tasks import ALL
 from hf_posenc.plots.style import NORMAL, Sheet, panels
+from hf_posenc.scores import UNCORRECTED
 
 REFUSED = "refused"
 COLUMNS = 3
@@ -39,7 +40,7 @@ def table(parts: Sequence[Part]) -> Table:
     multiples = parts[0].study.setup.multiples
     seeds = {len(part.results.seeds(*key)) for part in parts for key in _keys(part)}
     several = "one seed" if seeds == {1} else f"{report.shown_range(seeds)} seeds"
-    caption = f"mean over {several}" + (" ± half of Student's 95 % interval" if seeds != {1} else "")
+    caption = f"mean over {several}" + (f" ± half of Student's interval; {UNCORRECTED}" if seeds != {1} else "")
     if any(part.results.ends(*key) is not None for part in parts for key in _keys(part)):
         caption += f"\n{report.ENDS} ends at a length: it was given that of the longest test; positions behind L are untrained"
     made = Table("", *(f"{multiple:g} L" for multiple in multiples), caption=caption)
@@ -59,8 +60,8 @@ def differences(parts: Sequence[Part]) -> Table | None:
     """Of each encoding from the study's first, paired by seed, as `table` has them; None where there is nothing to pair."""
     base = next(iter(dict.fromkeys(label for part in parts for _, label in _keys(part))), None)
     multiples = parts[0].study.setup.multiples
-    title = f"difference from {base}, over the same seeds ± half of Student's 95 % interval"
-    made = Table("", *(f"{multiple:g} L" for multiple in multiples), title=title)
+    title = f"difference from {base}, over the same seeds ± half of Student's interval"
+    made = Table("", *(f"{multiple:g} L" for multiple in multiples), title=title, caption=UNCORRECTED)
     for column in made.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for part in parts:
@@ -97,7 +98,8 @@ def _rows(part: Part, task: str, measure: str, multiples: Sequence[float], seeds
         missing = seeds - len(results.seeds(task, label))
         marks = [report.ENDS] if results.ends(task, label) is not None else []
         marks += [f"({missing} {'seed' if missing == 1 else 'seeds'} fewer)"] if missing else []
-        rows.append((" ".join([label, *marks]), [mean.shown() for mean in means[label]]))
+        diverged = report.diverged_mark(results, task, label)
+        rows.append((" ".join([label, *marks]) + diverged, [mean.shown() for mean in means[label]]))
     return rows + [(label, [REFUSED] + [""] * (len(lengths) - 1)) for label in part.study.refused]
 
 

@@ -53,6 +53,32 @@ def at_least(low: int) -> Callable[[str], int]:
     return integer
 
 
+def seed(text: str) -> int:
+    """The argparse type of seeds, which NumPy limits to 32 bits."""
+    if not text.isdecimal() or len(text) > 10 or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r}: allowed is an integer from 0 to 2^32 - 1")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """The argparse type of numbers above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number above 0")
+    return number
+
+
+def positive_or_0(text: str) -> float:
+    """The argparse type of numbers from 0 on."""
+    try:
+        return float(text) if float(text) == 0 else positive(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number from 0 on") from None
+
+
 def steps_or_epoch(text: str) -> int | str:
     return text if text == "epoch" else at_least(1)(text)
 
@@ -89,7 +115,7 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     add("--per_device_eval_batch_size", type=at_least(1), default=8)
     add("--gradient_accumulation_steps", type=at_least(1), default=1, help="batches on each process that make a step")
     add("--learning_rate", type=float, default=5e-5)
-    add("--weight_decay", type=float, default=0.0)
+    add("--weight_decay", type=positive_or_0, default=0.0)
     add("--max_grad_norm", type=float, default=1.0, help="gradients are scaled down to this norm")
     add("--num_train_epochs", type=at_least(1), default=3)
     add("--max_train_steps", type=at_least(1), help="steps in all, whatever the epochs")
@@ -98,7 +124,7 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     add("--eval_steps", type=at_least(1), help="steps between evaluations; default: at the end of each epoch")
     add("--early_stopping_patience", type=at_least(1), metavar="N", help="stop after N evaluations without a better one")
     add("--load_best_model_at_end", action="store_true", help="finish with the best evaluation's model; early stopping does")
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed, default=0)
 
     add = parser.add_argument_group("the machine").add_argument
     add("--mixed_precision", choices=("no", "fp16", "bf16"), help="default: as `accelerate launch` says, or no")

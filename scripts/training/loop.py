@@ -249,8 +249,10 @@ class Run:
         progress, task = self.progress, self.task
         self.model.eval()
         metrics = {"step": progress.step, **task.evaluate(self.accelerator, self.model, validation)}
-        if not math.isfinite(metrics[task.best_by]):
-            self._stop(f"{task.best_by} is {metrics[task.best_by]} at step {progress.step}")
+        # Accuracy and F1 are finite even if the model's outputs aren't, so all metrics are checked.
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                self._stop(f"{name} is {value} at step {progress.step}")
         self.accelerator.log(metrics, step=progress.step)
         progress.evaluations.append(metrics)
         better = not progress.best or (

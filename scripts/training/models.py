@@ -59,19 +59,23 @@ def load_model(
         config = AutoConfig.from_pretrained(name, **({"position_encoding": chosen} if chosen else {}))
         if longest and hasattr(config, "position_encoding"):
             raise ValueError(f"--model_max_length {longest} is of a model that is patched now, and this one is already")
+        from_scratch = getattr(arguments, "from_scratch", False)
+        if from_scratch:
+            without_origin(config)
         adapt(config)
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id
         # Always float32: half-precision weights lose small updates (--mixed_precision computes in half precision and
         # updates in full).
-        if getattr(arguments, "from_scratch", False):
+        if from_scratch:
             model = kind.from_config(config, dtype=torch.float32)
             new = list(model.parameters())
         else:
             model, loading = kind.from_pretrained(name, config=config, dtype=torch.float32, output_loading_info=True)
             new = [parameter for key, parameter in model.named_parameters() if key in loading["missing_keys"]]
         if chosen and not hasattr(config, "position_encoding"):
-            model = patch(model, chosen, max_length=longest)
+            # The positions of a model from scratch are random, so `unpatch` has nothing to restore.
+            model = patch(model, chosen, max_length=longest, **({"keep_host": False} if from_scratch else {}))
         elif lost := [said for said in hf_posenc.inspect(model).ignored if said.startswith("position_embedding_type")]:
             raise ValueError(f"its outputs are wrong. {lost[0]}; `hf-posenc patch {name} relative_key` saves it as it was")
         known = torch.tensor([len(tokenizer) - 1])
@@ -83,6 +87,14 @@ def load_model(
     if arguments.gradient_checkpointing:
         model.activation_checkpointing_enable()
     return model
+
+
+def without_origin(config: Any) -> None:
+    """Remove from a config what describes the weights it came with: a model from scratch has no base model."""
+    config.name_or_path = ""
+    if hasattr(config, "position_encoding"):
+        kept = {name: value for name, value in config.position_encoding.items() if name not in ("host", "calibration")}
+        config.position_encoding = kept
 
 
 def train_positions_only(model: PreTrainedModel, new: list[Tensor]) -> None:
