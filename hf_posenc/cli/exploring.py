@@ -13,7 +13,21 @@ def explore(
     port: Annotated[int, typer.Option(help="The port to listen at; 0 for a free one.")] = 7860,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
     max_parameters: Annotated[
-        int | None, typer.Option(min=1, help="Of the largest model that the page takes.", show_default="500 million")
+        int | None, typer.Option(min=1, help="Maximum size of a model, with its buffers.", show_default="500 million")
+    ] = None,
+    max_memory: Annotated[
+        float | None, typer.Option(help="Maximum memory of a measurement of models, in GiB.", show_default="6")
+    ] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option(help="Maximum duration of a measurement of models.", show_default="300")
+    ] = None,
+    hub_only: Annotated[
+        bool | None,
+        typer.Option(
+            "--hub-only/--local-models",
+            help="Accept Hub IDs only, or local paths also.",
+            show_default="Hub IDs only, if other machines can reach the page",
+        ),
     ] = None,
 ) -> None:
     """Serve a page to play with: encodings and their options, two side by side, and what a model makes of its own.
@@ -21,8 +35,17 @@ def explore(
     [bold]hf-posenc explore --port 8000 --no-browser[/]
     """
     from hf_posenc import explorer
-    from hf_posenc.explorer.models import MAX_PARAMETERS
+    from hf_posenc.explorer.budget import MAX_PARAMETERS
 
-    page = explorer.serve(host, port, browser=browser, max_parameters=max_parameters or MAX_PARAMETERS, block=False)
+    page = explorer.serve(
+        host,
+        port,
+        browser=browser,
+        max_parameters=max_parameters or MAX_PARAMETERS,
+        max_memory=max_memory,
+        max_seconds=max_seconds,
+        hub_only=hub_only,
+        block=False,
+    )
     console.print(f"The page is at {page.local_url} (Ctrl+C ends it).", markup=False, highlight=False)
     page.block_thread()

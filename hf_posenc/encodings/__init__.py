@@ -18,6 +18,7 @@ from hf_posenc.encodings.building import (
 from hf_posenc.encodings.context import PositionContext, counted, length_of, positions_of
 from hf_posenc.encodings.options import (
     Above,
+    at_most,
     check_size,
     checked_max_length,
     checked_value,
@@ -46,6 +47,7 @@ __all__ = [
     "PositionContext",
     "PositionEncoding",
     "StoredTensor",
+    "at_most",
     "build",
     "build_within_limits",
     "canonical",

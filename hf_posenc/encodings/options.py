@@ -8,6 +8,7 @@ import re
 import reprlib
 import types
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -17,6 +18,9 @@ MAX_VALUES = 2**30
 """Maximum elements per stack's encoding, and per host table: 4 GiB in float32."""
 MAX_ENTRIES, MAX_DEPTH = 2**16, 8
 """Maximum number of characters and values in `position_encoding`, and maximum depth of its nesting."""
+
+
+_ALLOWED: ContextVar[float] = ContextVar("_ALLOWED", default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -112,11 +116,21 @@ def _fits(value: Any, annotation: Any) -> bool:
     return type(value) is annotation and (annotation is not int or abs(value) <= MAX_INTEGER)
 
 
+@contextlib.contextmanager
+def at_most(values: int) -> Iterator[None]:
+    """Replaces MAX_VALUES with a smaller limit inside the `with` block, for the current thread."""
+    token = _ALLOWED.set(min(values, _ALLOWED.get()))
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
 def check_size(what: str, values: int) -> None:
-    """Raises ValueError where `what` has more than MAX_VALUES elements."""
-    if values > MAX_VALUES:
+    """Raises ValueError where `what` has more than MAX_VALUES elements, or more than `at_most` allows."""
+    if values > (limit := min(MAX_VALUES, _ALLOWED.get())):
         raise ValueError(
-            f"{what} would take {values} values of memory, and at most {MAX_VALUES} are allowed: choose smaller options or a "
+            f"{what} would take {values} values of memory, and at most {limit} are allowed: choose smaller options or a "
             "shorter max_length; of a checkpoint from elsewhere, see who made it"
         )
 

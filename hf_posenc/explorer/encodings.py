@@ -1,18 +1,24 @@
 """What the page shows of encodings: figures, facts, numbers, and the code that puts them into a model."""
 
+import base64
+import io
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_posenc import catalog, diagnostics, plots
 from hf_posenc.diagnostics.subjects import ON_SCORES
-from hf_posenc.encodings import canonical, encoding_class, options_of
+from hf_posenc.encodings import at_most, canonical, encoding_class, options_of
+from hf_posenc.explorer.budget import Budget
 from hf_posenc.explorer.forms import Encoding
 from hf_posenc.plots.drawn import label
 
 FIGURES = ("decay", "bias", "vectors", "waves", "similarity")
 """The kinds of figures, as `hf_posenc.plots` names them, in the order in which they are shown."""
+BYTES = 32
+"""The memory that a value of an encoding takes in a drawing: it is built three times in float32, and copied in float64."""
 LARGEST_MAP = 48
 """Number of positions of the maps of heads at most: more can't be told apart on a page."""
 
@@ -37,6 +43,30 @@ def ways(encoding: Encoding) -> tuple[bool, bool]:
     given = canonical(encoding)
     verbs = encoding_class(given["type"]).acts_by(options_of(given))
     return "embed" in verbs, not ON_SCORES.isdisjoint(verbs)
+
+
+def shown(encoding: Encoding, sizes: Sizes, dark: bool, budget: Budget) -> Iterator[dict[str, Any]]:
+    """One dict: what the page shows of an encoding. "figures" are data URLs.
+
+    Raises ValueError for an encoding, an option or a size that isn't allowed, before anything larger than the budget is built.
+    """
+    with at_most(budget.memory // BYTES):
+        drawn = {name: picture(figure) for name, figure in figures(encoding, sizes, dark).items()}
+        yield {"figures": drawn, "facts": facts(encoding), "numbers": numbers(encoding, sizes), "code": code(encoding)}
+
+
+def compared(encodings: list[Encoding], sizes: Sizes, dark: bool, budget: Budget) -> Iterator[str | None]:
+    """One figure, as a data URL: `decays`, with the errors of `shown`."""
+    with at_most(budget.memory // BYTES):
+        figure = decays(encodings, sizes, dark)
+        yield None if figure is None else picture(figure)
+
+
+def picture(figure: Any) -> str:
+    """A figure as a PNG in a data URL."""
+    with io.BytesIO() as file:
+        figure.savefig(file, format="png")
+        return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def figures(encoding: Encoding, sizes: Sizes, dark: bool = False) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import gradio as gr
 
 from hf_posenc.encodings import list_encodings
 from hf_posenc.explorer import forms
+from hf_posenc.explorer.budget import MAX_WRITTEN, checked_field
 from hf_posenc.explorer.encodings import Sizes
 
 CAUSAL = {"as usual of the encoding": None, "no, as in an encoder": False, "yes, as in a decoder": True}
@@ -23,13 +24,13 @@ def picker(label: str, first: str) -> gr.State:
         allow_custom_value=True,
         elem_id=f"encoding-{label.lower().replace(' ', '-')}",
     )
-    name.change(lambda given: {"type": (given or "").strip()}, name, chosen, api_visibility="private")
+    name.change(lambda given: {"type": given if isinstance(given, str) else ""}, name, chosen, api_visibility="private")
     with gr.Accordion("Options", open=False):
 
         @gr.render(inputs=name)
         def options(given: str | None) -> None:
             try:
-                found = forms.fields((given or "").strip())
+                found = forms.fields(checked_field("The encoding", given))
             except ValueError:  # shown where the encoding would be
                 return
             for field in found:
@@ -53,20 +54,24 @@ def _option(field: forms.Field, chosen: gr.State) -> None:
         placeholder="none" if field.default is None else f"{field.default}",
         info=field.allowed,
         max_lines=1,
+        max_length=MAX_WRITTEN,
         interactive=True,
     )
     gr.on([box.submit, box.blur], write, [chosen, box], chosen, trigger_mode="multiple", api_visibility="private")
 
 
 def _written(field: forms.Field, encoding: forms.Encoding, written: Any) -> forms.Encoding:
-    return forms.changed(encoding, field, written)
+    try:
+        return forms.changed(encoding, field, checked_field(field.option, written) if isinstance(written, str) else written)
+    except ValueError as error:
+        raise gr.Error(str(error)) from None
 
 
 def sizes() -> list[Any]:
     """The fields that `sizes_of` reads."""
     with gr.Accordion("Sizes", open=False):
         return [
-            gr.Slider(8, 512, value=64, step=8, label="Positions"),
+            gr.Slider(8, 256, value=64, step=8, label="Positions"),
             gr.Slider(16, 1024, value=128, step=16, label="Hidden size"),
             gr.Slider(1, 16, value=8, step=1, label="Attention heads"),
             gr.Radio([*CAUSAL], value=next(iter(CAUSAL)), label="Do queries see earlier keys alone?"),

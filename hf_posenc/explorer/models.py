@@ -2,15 +2,22 @@
 encoding, beside it."""
 
 import os
+import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants, hf_hub_download, model_info
+from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedConfig
 
 from hf_posenc import diagnostics, plots
+from hf_posenc.explorer.budget import MAX_LAYERS, Budget, Limits, Refused, checked_field, checked_texts
+from hf_posenc.explorer.encodings import picture
 from hf_posenc.explorer.forms import Encoding
 from hf_posenc.inspection import Report, inspect, without_weights
 from hf_posenc.modeling import PosEncModelMixin
@@ -20,12 +27,14 @@ from hf_posenc.sources import HostRefused
 from hf_posenc.structure import submodels_of
 from hf_posenc.tokenizer_files import load_tokenizer
 
-MAX_PARAMETERS = 500_000_000
-"""The largest model that a page takes where nothing else is said: 2 GB in float32."""
 LENGTH = 128
 """Texts are cut to so many tokens: attention takes memory by the square."""
 REPEATED = 32
 """How often a word is repeated where position alone is probed."""
+WEIGHTS = (r"model\.safetensors", r"model-\d+-of-\d+\.safetensors", r"pytorch_model\.bin", r"pytorch_model-\d+-of-\d+\.bin")
+"""The files of weights on the Hub, in the order of preference."""
+OTHER_FILES = r"(?!adapter_)[^/]+\.(json|txt|model)"
+"""The other files of a model and its tokenizer. An adapter's config refers to another model."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +71,117 @@ class Subject:
         return min(REPEATED, report.max_length or REPEATED) if isinstance(report, Report) else REPEATED
 
 
-def load(name: str, max_parameters: int = MAX_PARAMETERS) -> Subject:
-    """A model without its head, and its tokenizer, None where it has none. Code that comes with a model isn't run.
+def shown(names: list[str], encoding: Encoding | None, written: str, dark: bool, limits: Limits) -> Iterator[tuple[str, Any]]:
+    """What the page shows of models: "reports", figures as in `measured`, each as a data URL, and "numbers".
 
-    name: a folder, or an id on the Hub. Raises ValueError for a model that is larger than `max_parameters`, before its weights
-    are read, or whose weights don't load; OSError where there is none.
+    names: one or two models. encoding: if given, the first model is also measured with this encoding. written: the texts, one
+    per line. Raises ValueError for anything beyond the limits, before a model is built, and OSError for a missing model.
     """
-    name = os.path.expanduser(name.strip().rstrip("/"))
-    if not name:
-        raise ValueError("no model is named: give a folder, or an id on the Hub, such as bert-base-uncased")
-    if name[0] in "/." and not Path(name).is_dir():
-        raise ValueError(f"there is no folder {name}: give one with a model in it, or an id on the Hub")
-    count = sum(parameter.numel() for parameter in without_weights(name).parameters())
-    if count > max_parameters:
-        raise ValueError(
-            f"{name} has {count:,} parameters, and this page takes models of up to {max_parameters:,}: take a smaller one, or "
-            "start the page with another --max-parameters"
-        )
+    texts = checked_texts(written)
+    names = [checked_field("The model", name) for name in names]
+    places = {name: _fetched(name, limits.model) if limits.hub_only else _local(name) for name in names}
     try:
-        model = AutoModel.from_pretrained(name)
+        check_size(list(places.values()), limits)
+        subjects = [replace(load(places[name]), label=name.rstrip("/").rpartition("/")[2]) for name in names]
+        if encoding is not None:
+            subjects.append(with_encoding(subjects[0], encoding))
+        subjects = told_apart(subjects)
+        yield "reports", "\n\n".join(f"{each.label}\n{each.report()}" for each in subjects)
+        for what, found in measured(subjects, texts, dark):
+            yield what, found if what == "numbers" else picture(found)
+    except (ValueError, OSError, ImportError) as error:
+        words = str(error)
+        for name, place in places.items():
+            words = words.replace(place, name)
+        raise ValueError(words) from error
+
+
+def _local(name: str) -> str:
+    """The path or Hub ID of a model. Raises ValueError for a missing folder."""
+    name = os.path.expanduser(name.rstrip("/"))
+    if not name:
+        raise ValueError("No model is named. Enter a local path or a Hub ID, such as bert-base-uncased.")
+    if name[0] in "/." and not Path(name).is_dir():
+        raise ValueError(f"There is no folder {name}. Enter the path of a model, or a Hub ID.")
+    return name
+
+
+def _fetched(name: str, budget: Budget) -> str:
+    """A temporary folder with a model of the Hub, fetched without the account of this machine. The size of the files is checked
+    first. The Hub isn't asked for anything else afterwards, so that no file can refer to others.
+
+    Raises ValueError for anything but the ID of a public model.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        name = ""
+    if not name or name[0] in "._-":
+        raise ValueError("This page accepts Hub IDs only. Enter the ID of a public model, such as bert-base-uncased.")
+    try:
+        info = model_info(name, files_metadata=True, token=False)
+    except RepositoryNotFoundError:
+        raise ValueError(f"The Hub has no public model {name!r}. Check the ID on https://huggingface.co/models.") from None
+    except (HTTPError, OSError) as error:
+        raise ValueError(f"The Hub doesn't provide {name!r} ({type(error).__name__}). Try again, or choose another.") from None
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    weights = next(filter(None, ([each for each in sizes if re.fullmatch(kind, each)] for kind in WEIGHTS)), [])
+    files = weights + [each for each in sizes if re.fullmatch(OTHER_FILES, each)]
+    budget.check(f"The files of {name}", sum(sizes[each] for each in files), "Choose a smaller model.")
+    folder = tempfile.mkdtemp()
+    try:
+        for each in files:
+            hf_hub_download(name, each, revision=info.sha, local_dir=folder, token=False)
+    except (HTTPError, OSError) as error:
+        raise ValueError(f"The download of {name!r} failed ({type(error).__name__}). Try again.") from None
+    constants.HF_HUB_OFFLINE = True
+    return folder
+
+
+def check_size(names: list[str], limits: Limits) -> None:
+    """Raises ValueError for models with more parameters, layers or bytes than the limits allow. Only configs are read."""
+    needed = 0
+    for name in names:
+        config, _ = PreTrainedConfig.get_config_dict(name)
+        _check_layers(name, config)
+        model = without_weights(name)
+        count = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+        if count > limits.max_parameters:
+            raise Refused(
+                f"{name} has {count:,} parameters and buffer values. This page accepts models of up to "
+                f"{limits.max_parameters:,}. Choose a smaller model, or start the page with a larger --max-parameters."
+            )
+        needed += 2 * 4 * count + _activations(model)  # in float32, with the file beside the model while it loads
+        limits.model.check(f"Measuring {' and '.join(names)}", needed, "Choose a smaller model.")
+
+
+def _check_layers(name: str, config: Any) -> None:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_layers(name, value)
+        elif "layer" in key and type(value) is int and value > MAX_LAYERS:
+            raise Refused(f"{name} has {key}={value:,}. This page accepts up to {MAX_LAYERS}. Choose a smaller model.")
+
+
+def _activations(model: Any) -> int:
+    """An upper estimate of the bytes of one forward and backward pass over LENGTH tokens in float32 (Korthikanti et al., 2022,
+    https://arxiv.org/abs/2205.05198), and of the copies of the attention weights in float64."""
+    config = model.config.get_text_config()
+    layers, width, heads = (
+        getattr(config, name, None) or 0 for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    return layers * (68 * LENGTH * width + (10 + 3 * 8) * heads * LENGTH**2)
+
+
+def load(name: str) -> Subject:
+    """A model without its head, and its tokenizer, or None if it has none. Code that comes with a model isn't run.
+
+    name: a local path, or a Hub ID. Raises ValueError if the weights don't load, and OSError if there is no model.
+    """
+    try:
+        model = AutoModel.from_pretrained(name, trust_remote_code=False)
     except (RuntimeError, SafetensorError) as error:
-        raise ValueError(f"the weights of {name} don't load: {error}") from None
+        raise ValueError(f"The weights of {name} don't load: {error}") from None
     submodel = next(iter(submodels_of(model)), None)
     return Subject(name.rpartition("/")[2], model.eval(), load_tokenizer(name), submodel)
 

@@ -1,13 +1,14 @@
 """The page in Gradio: a tab for one encoding, one for two of them, one for models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import gradio as gr
 
+from hf_posenc.explorer.budget import MAX_CHARACTERS, MAX_WRITTEN, Limits
 from hf_posenc.explorer.fields import changes, picker, sizes
-from hf_posenc.explorer.models import MAX_PARAMETERS
-from hf_posenc.explorer.shown import Changes, Decays, OfEncoding, OfModels
+from hf_posenc.explorer.gate import Visitors
+from hf_posenc.explorer.shown import Changes, Decays, Left, OfEncoding, OfModels
 
 TITLE = """# Position encodings
 What they add to the inputs of a model, what they do to its attention, and what a trained model makes of its own.
@@ -18,11 +19,17 @@ The ship left the harbour before dawn, and nobody on the pier could say whether 
 When the old clock in the tower struck nine, the market was already full of people who had come to buy bread and wool.
 A letter that was written in haste is often read at leisure, and what it meant to hide is the first thing that is seen.
 """
+DRAWINGS: dict[str, Any] = {"concurrency_id": "drawings", "concurrency_limit": 2, "api_visibility": "private"}
+MEASUREMENTS: dict[str, Any] = {"concurrency_id": "measurements", "concurrency_limit": 1, "api_visibility": "private"}
+"""How many requests run at the same time. Drawings don't wait for measurements, which take longer."""
+WAITING = 64
+"""The maximum number of requests in the queue."""
 IS_DARK = "() => document.body.classList.contains('dark')"
 
 
-def page(max_parameters: int = MAX_PARAMETERS) -> gr.Blocks:
-    """The page, not yet served. `max_parameters`: of the largest model that it takes."""
+def page(limits: Limits | None = None, visitors: Visitors | None = None) -> gr.Blocks:
+    """The page, not yet served. visitors: if given, the work for a visitor who leaves is stopped; `Gate` fills it."""
+    given = limits or Limits(), visitors
     with gr.Blocks(title="Position encodings", analytics_enabled=False) as made:
         with gr.Row():
             with gr.Column(scale=6):
@@ -30,26 +37,30 @@ def page(max_parameters: int = MAX_PARAMETERS) -> gr.Blocks:
             with gr.Column(scale=1, min_width=150):
                 dark = gr.Checkbox(label="Dark figures", container=False, elem_id="dark")
         with gr.Tab("An encoding"):
-            _one(made.load, dark)
+            _one(made.load, dark, *given)
         with gr.Tab("Two encodings") as two:
-            _two(two.select, dark)
+            _two(two.select, dark, *given)
         with gr.Tab("A model"):
-            _of_models(dark, max_parameters)
+            _of_models(dark, *given)
         made.load(None, None, dark, js=IS_DARK)
-    return made
+    return made.queue(api_open=False, max_size=WAITING, default_concurrency_limit=8)
 
 
-def _one(opened: Any, dark: gr.Checkbox) -> None:
+def _left(visitors: Visitors | None, request: gr.Request) -> Left:
+    return visitors.left(request.session_hash) if visitors else lambda: False
+
+
+def _one(opened: Any, dark: gr.Checkbox, limits: Limits, visitors: Visitors | None) -> None:
     with gr.Row():
         with gr.Column(scale=1, min_width=280):
             encoding, fields = picker("Encoding", "sinusoidal"), sizes()
         with gr.Column(scale=3):
             shown = OfEncoding()
     events = [opened, encoding.change, dark.change, *changes(fields)]
-    _redraw(events, shown.changes, [encoding, dark, *fields], shown.parts)
+    _redraw(events, shown, [encoding, dark, *fields], limits, visitors)
 
 
-def _two(opened: Any, dark: gr.Checkbox) -> None:
+def _two(opened: Any, dark: gr.Checkbox, limits: Limits, visitors: Visitors | None) -> None:
     pickers, shown = [], []
     with gr.Row():
         for label, first in (("First", "alibi"), ("Second", "t5")):
@@ -61,34 +72,42 @@ def _two(opened: Any, dark: gr.Checkbox) -> None:
             with gr.Column(min_width=280):
                 shown.append(OfEncoding(without=("decay",)))
     events = [opened, dark.change, *changes(fields)]
-    _redraw([*events, *(each.change for each in pickers)], decays.changes, [*pickers, dark, *fields], decays.parts)
+    _redraw([*events, *(each.change for each in pickers)], decays, [*pickers, dark, *fields], limits, visitors)
     for encoding, parts in zip(pickers, shown, strict=True):
-        _redraw([*events, encoding.change], parts.changes, [encoding, dark, *fields], parts.parts)
+        _redraw([*events, encoding.change], parts, [encoding, dark, *fields], limits, visitors)
 
 
-def _redraw(events: list[Any], changes: Callable[..., Changes], inputs: list[Any], outputs: list[Any]) -> None:
+def _redraw(
+    events: list[Any], shown: OfEncoding | Decays, inputs: list[Any], limits: Limits, visitors: Visitors | None
+) -> None:
     """Of several events during a drawing the last one is drawn after it."""
-    gr.on(events, changes, inputs, outputs, trigger_mode="always_last", show_progress="minimal", api_visibility="private")
+
+    def draw(request: gr.Request, *values: Any) -> Iterator[Changes]:
+        yield from shown.changes(limits, _left(visitors, request), *values)
+
+    gr.on(events, draw, inputs, shown.parts, trigger_mode="always_last", show_progress="minimal", **DRAWINGS)
 
 
-def _of_models(dark: gr.Checkbox, max_parameters: int) -> None:
+def _of_models(dark: gr.Checkbox, limits: Limits, visitors: Visitors | None) -> None:
     with gr.Row():
         with gr.Column(scale=1, min_width=280):
-            name = gr.Textbox(label="Model", info="A folder, or an id on the Hub", elem_id="model", max_lines=1)
+            place = "A Hub ID" if limits.hub_only else "A local path or a Hub ID"
+            name = gr.Textbox(label="Model", info=place, elem_id="model", max_lines=1, max_length=MAX_WRITTEN)
             beside = gr.Radio([NOTHING, SAME, ANOTHER], value=NOTHING, label="Beside it", elem_id="beside")
             with gr.Column(visible=False) as with_encoding:
                 encoding = picker("Its other encoding", "alibi")
                 gr.Markdown("Put in as `patch` does it, without training: a learned encoding shows its first values.")
-            other = gr.Textbox(label="The other model", visible=False, elem_id="other", max_lines=1)
-            texts = gr.Textbox(TEXTS, label="Texts, one in each line", lines=6, max_lines=12)
+            other = gr.Textbox(label="The other model", visible=False, elem_id="other", max_lines=1, max_length=MAX_WRITTEN)
+            texts = gr.Textbox(TEXTS, label="Texts, one in each line", lines=6, max_lines=12, max_length=MAX_CHARACTERS)
             start = gr.Button("Measure", variant="primary")
         with gr.Column(scale=3):
             shown = OfModels()
 
-    def measure(name: str, beside: str, encoding: dict[str, Any], other: str, texts: str, dark: bool) -> Iterator[Changes]:
-        yield from shown.changes(
-            max_parameters, name, other if beside == ANOTHER else None, encoding if beside == SAME else None, texts, dark
-        )
+    def measure(
+        request: gr.Request, name: str, beside: str, encoding: dict[str, Any], other: str, texts: str, dark: bool
+    ) -> Iterator[Changes]:
+        given = name, other if beside == ANOTHER else None, encoding if beside == SAME else None, texts, dark
+        yield from shown.changes(limits, _left(visitors, request), *given)
 
     beside.change(
         lambda said: (gr.update(visible=said == SAME), gr.update(visible=said == ANOTHER)),
@@ -97,4 +116,4 @@ def _of_models(dark: gr.Checkbox, max_parameters: int) -> None:
         api_visibility="private",
     )
     inputs = [name, beside, encoding, other, texts, dark]
-    gr.on([start.click, name.submit], measure, inputs, shown.parts, api_visibility="private")
+    gr.on([start.click, name.submit], measure, inputs, shown.parts, **MEASUREMENTS)

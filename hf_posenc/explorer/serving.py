@@ -1,16 +1,25 @@
 """Serving the page."""
 
+import dataclasses
+import ipaddress
+import os
 import socket
 
 import gradio as gr
+from starlette.middleware import Middleware
 
-from hf_posenc.explorer.models import MAX_PARAMETERS
+from hf_posenc.explorer.budget import GIB, MAX_PARAMETERS, Budget, Limits
+from hf_posenc.explorer.gate import Gate, Visitors
 from hf_posenc.explorer.page import page
+from hf_posenc.explorer.work import prepare
 
 CSS = """
 .block.problem { border-left: 4px solid #d55e00; padding: 0.3rem 0.8rem; }
 .numbers textarea, .reports textarea { font-family: ui-monospace, monospace; font-size: 0.85rem; }
 """
+
+SESSIONS = 200
+"""The maximum number of sessions whose choices are kept."""
 
 
 def serve(
@@ -19,6 +28,9 @@ def serve(
     *,
     browser: bool = False,
     max_parameters: int = MAX_PARAMETERS,
+    max_memory: float | None = None,
+    max_seconds: float | None = None,
+    hub_only: bool | None = None,
     block: bool = True,
 ) -> gr.Blocks:
     """Serve the page at `local_url` of what is returned, until the process is stopped; with `block=False` in the background,
@@ -27,13 +39,23 @@ def serve(
     host: an address of this machine; by default 127.0.0.1, or what the environment says (GRADIO_SERVER_NAME, as in a Space).
     port: by default 7860 or a free one after it; 0 for any free one. browser: whether a browser is opened.
 
-    Nothing is fetched from elsewhere, but for models that a reader names by their id on the Hub.
+    max_parameters: the maximum number of values in a model's parameters and buffers. max_memory, max_seconds: the budget of a
+    measurement of models, in GiB and seconds; by default 6 and 300. A figure of an encoding has 0.5 GiB and 30 seconds.
 
-    Raises OSError for a port that is taken, and ValueError for one that there isn't.
+    hub_only: whether models are named by Hub ID only. By default True in a Space, and for a host that other machines reach.
+
+    Nothing is fetched from elsewhere, but for models that a reader names by their id on the Hub. Requests run in separate
+    processes: a script calls this function under `if __name__ == "__main__":`.
+
+    Raises OSError for a port that is taken, ValueError for a port or a limit that isn't allowed, and RuntimeError in a script
+    without that line.
     """
+    limits = _limits(max_parameters, max_memory, max_seconds, _is_public(host) if hub_only is None else hub_only)
+    prepare()
     if port is not None:
         port = _checked(host or "127.0.0.1", port)
-    made = page(max_parameters)
+    visitors = Visitors()
+    made = page(limits, visitors)
     made.launch(
         server_name=host,
         server_port=port,
@@ -45,10 +67,34 @@ def serve(
         footer_links=[],
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
         css=CSS,
+        max_file_size=0,
+        enable_monitoring=False,
+        state_session_capacity=SESSIONS,
+        app_kwargs={"middleware": [Middleware(Gate, visitors=visitors)]},
     )
     if block:
         made.block_thread()
     return made
+
+
+def _limits(max_parameters: int, max_memory: float | None, max_seconds: float | None, hub_only: bool) -> Limits:
+    given = {"max_parameters": max_parameters, "max_memory": max_memory, "max_seconds": max_seconds}
+    if wrong := [name for name, value in given.items() if value is not None and not value > 0]:
+        raise ValueError(f"{wrong[0]}={given[wrong[0]]} is not allowed. Give a number above 0.")
+    limits = Limits(max_parameters=max_parameters, hub_only=hub_only)
+    memory = limits.model.memory if max_memory is None else int(max_memory * GIB)
+    seconds = limits.model.seconds if max_seconds is None else max_seconds
+    return dataclasses.replace(limits, model=Budget(memory, seconds))
+
+
+def _is_public(host: str | None) -> bool:
+    """Whether others can reach the page: in a Space, or at an address other than that of this machine for itself."""
+    host = host or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1"
+    try:
+        local = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        local = host == "localhost"
+    return "SPACE_ID" in os.environ or not local
 
 
 def _checked(host: str, port: int) -> int:

@@ -1,17 +1,17 @@
 """What the page shows in Gradio, of encodings and of models. Functions return what changes, by component."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gradio as gr
-from huggingface_hub.errors import HTTPError
+from gradio.components.plot import PlotData
 
 from hf_posenc.explorer import encodings, models
+from hf_posenc.explorer.budget import Limits, Refused, checked_field
 from hf_posenc.explorer.fields import sizes_of
 from hf_posenc.explorer.forms import Encoding
+from hf_posenc.explorer.work import results
 
-EXPECTED = (ValueError, OSError, ImportError, HTTPError)
-"""Raised by what a reader wrote, or by an unreachable Hub: the page says it. Anything else is a bug."""
 CAPTIONS = {
     "decay": "By distance",
     "bias": "Scores by query and key",
@@ -21,6 +21,8 @@ CAPTIONS = {
 }
 NOTHING = "It neither adds vectors nor acts on scores: there is nothing to draw."
 Changes = dict[Any, Any]
+Left = Callable[[], bool]
+"""Whether the visitor who waits for a result has left."""
 
 
 class Problem:
@@ -41,8 +43,10 @@ class Figure:
             self.plot = gr.Plot(label=caption, show_label=False)
         self.parts = [self.frame, self.plot]
 
-    def shows(self, figure: Any = None) -> Changes:
-        return {self.frame: gr.update(visible=figure is not None), self.plot: figure}
+    def shows(self, picture: str | None = None) -> Changes:
+        """picture: a data URL."""
+        plot = None if picture is None else PlotData(type="matplotlib", plot=picture)
+        return {self.frame: gr.update(visible=picture is not None), self.plot: plot}
 
 
 class OfEncoding:
@@ -60,21 +64,21 @@ class OfEncoding:
         self.parts = [self.problem.place, self.rest, self.facts, self.numbers, self.code]
         self.parts += [part for figure in self.figures.values() for part in figure.parts]
 
-    def changes(self, encoding: Encoding, dark: bool, *fields: Any) -> Changes:
-        sizes = sizes_of(*fields)
+    def changes(self, limits: Limits, left: Left, encoding: Encoding, dark: bool, *fields: Any) -> Iterator[Changes]:
         try:
-            drawn = encodings.figures(encoding, sizes, dark)
-            shown: Changes = {
-                self.rest: gr.update(visible=True),
-                self.facts: encodings.facts(encoding),
-                self.numbers: encodings.numbers(encoding, sizes),
-                self.code: encodings.code(encoding),
-            }
-        except EXPECTED as error:
-            return {self.rest: gr.update(visible=False)} | self.problem.says(error)
-        for name, figure in self.figures.items():
-            shown |= figure.shows(drawn.get(name))
-        return shown | self.problem.says("" if drawn else NOTHING)
+            given = _checked(encoding), sizes_of(*fields), dark, limits.drawing
+            for found in results(encodings.shown, *given, budget=limits.drawing, left=left):
+                shown: Changes = {
+                    self.rest: gr.update(visible=True),
+                    self.facts: found["facts"],
+                    self.numbers: found["numbers"],
+                    self.code: found["code"],
+                }
+                for name, figure in self.figures.items():
+                    shown |= figure.shows(found["figures"].get(name))
+                yield shown | self.problem.says("" if found["figures"] else NOTHING)
+        except Refused as refused:
+            yield {self.rest: gr.update(visible=False)} | self.problem.says(refused)
 
 
 class Decays:
@@ -84,12 +88,15 @@ class Decays:
         self.problem, self.figure = Problem(), Figure("By distance, side by side")
         self.parts = [self.problem.place, *self.figure.parts]
 
-    def changes(self, one: Encoding, other: Encoding, dark: bool, *fields: Any) -> Changes:
+    def changes(
+        self, limits: Limits, left: Left, one: Encoding, other: Encoding, dark: bool, *fields: Any
+    ) -> Iterator[Changes]:
         try:
-            figure = encodings.decays([one, other], sizes_of(*fields), dark)
-        except EXPECTED as error:
-            return self.figure.shows() | self.problem.says(error)
-        return self.figure.shows(figure) | self.problem.says()
+            given = [_checked(one), _checked(other)], sizes_of(*fields), dark, limits.drawing
+            for picture in results(encodings.compared, *given, budget=limits.drawing, left=left):
+                yield self.figure.shows(picture) | self.problem.says()
+        except Refused as refused:
+            yield self.figure.shows() | self.problem.says(refused)
 
 
 class OfModels:
@@ -109,7 +116,14 @@ class OfModels:
         self.parts += [part for figure in self.figures.values() for part in figure.parts]
 
     def changes(
-        self, max_parameters: int, name: str, other: str | None, encoding: Encoding | None, texts: str, dark: bool
+        self,
+        limits: Limits,
+        left: Left,
+        name: str,
+        other: str | None,
+        encoding: Encoding | None,
+        texts: str,
+        dark: bool,
     ) -> Iterator[Changes]:
         """As they are measured. other: the model beside it; encoding: the one that the same model has beside it; or None."""
         nothing = {self.reports: gr.update(visible=False), self.numbers: gr.update(visible=False)} | self.problem.says()
@@ -117,19 +131,16 @@ class OfModels:
             nothing |= figure.shows()
         yield nothing
         try:
-            subjects = [models.load(name, max_parameters)]
-            if other is not None:
-                subjects.append(models.load(other, max_parameters))
-            if encoding is not None:
-                subjects.append(models.with_encoding(subjects[0], encoding))
-            subjects = models.told_apart(subjects)
-            reports = "\n\n".join(f"{each.label}\n{each.report()}" for each in subjects)
-            yield {self.reports: gr.update(value=reports, visible=True)}
-            lines = [line for line in map(str.strip, texts.splitlines()) if line]
-            for what, found in models.measured(subjects, lines, dark):
-                if what == "numbers":
-                    yield {self.numbers: gr.update(value=found, visible=True)}
-                else:
+            names = [checked_field("The model", each) for each in ([name] if other is None else [name, other])]
+            given = names, encoding and _checked(encoding), texts, dark, limits
+            for what, found in results(models.shown, *given, budget=limits.model, left=left):
+                if what in self.figures:
                     yield self.figures[what].shows(found)
-        except EXPECTED as error:
-            yield self.problem.says(error)
+                else:
+                    yield {getattr(self, what): gr.update(value=found, visible=True)}
+        except Refused as refused:
+            yield self.problem.says(refused)
+
+
+def _checked(encoding: Encoding) -> Encoding:
+    return encoding | {"type": checked_field("The encoding", encoding["type"])}

@@ -3,4 +3,4 @@
 from hf_posenc import explorer
 
 if __name__ == "__main__":
-    explorer.serve(max_parameters=200_000_000)
+    explorer.serve(max_parameters=200_000_000, max_memory=4, max_seconds=120, hub_only=True)

@@ -1,0 +1,89 @@
+"""What a visitor can request from the server of the page, and which visitors are connected."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs
+
+GRACE = 3.0
+"""Seconds after which a visitor without a connection has left. A browser joins the queue before it opens the connection."""
+MAX_BODY = 2**18
+"""The maximum size of a request in bytes."""
+STREAM = "/gradio_api/queue/data"
+READ = re.compile(
+    r"/|/(config|theme\.css|favicon\.ico|robots\.txt|manifest\.json|pwa_icon|gradio_api/(info|app_id|startup-events|theme\.css))/?"
+    rf"|/(static|assets|svelte)/.*|/pwa_icon/\d+|/gradio_api/heartbeat/\w+|{STREAM}"
+)
+"""The paths that a page of Gradio without files, accounts, and named endpoints reads."""
+WRITTEN = re.compile(r"/gradio_api/(queue/join|reset)/?")
+
+
+class Visitors:
+    """The sessions that are connected: results are sent through a connection that stays open until the last one."""
+
+    def __init__(self) -> None:
+        self._connected: Counter[str] = Counter()
+
+    def enter(self, session: str) -> None:
+        self._connected[session] += 1
+
+    def leave(self, session: str) -> None:
+        self._connected[session] -= 1
+        if not self._connected[session]:
+            del self._connected[session]
+
+    def left(self, session: str | None) -> Callable[[], bool]:
+        """A function that says whether this session has been disconnected for longer than GRACE."""
+        seen = time.monotonic()
+
+        def left() -> bool:
+            nonlocal seen
+            now = time.monotonic()
+            if session in self._connected:
+                seen = now
+            return now - seen > GRACE
+
+        return left
+
+
+class Gate:
+    """An ASGI middleware. It answers 403 to all but the requests of the page itself: uploads, files, proxies, direct calls.
+    It answers 413 to large requests and 411 to those that don't declare their size. It tells `visitors` who is connected."""
+
+    def __init__(self, app: Any, visitors: Visitors) -> None:
+        self.app, self.visitors = app, visitors
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1008})
+        if refusal := _refusal(scope):
+            status, words = refusal
+            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            return await send({"type": "http.response.body", "body": words.encode()})
+        if scope["path"] != STREAM:
+            return await self.app(scope, receive, send)
+        session = parse_qs(scope["query_string"].decode("latin-1")).get("session_hash", [""])[0]
+        self.visitors.enter(session)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.visitors.leave(session)
+
+
+def _refusal(scope: Any) -> tuple[int, str] | None:
+    method, path = scope["method"], scope["path"]
+    allowed = {"GET": READ, "HEAD": READ, "POST": WRITTEN}.get(method)
+    if allowed is None or not allowed.fullmatch(path):
+        return 403, f"This page doesn't offer {method} on this path. Open it in a browser."
+    headers = dict(scope["headers"])
+    size = headers.get(b"content-length", b"" if method == "POST" or b"transfer-encoding" in headers else b"0")
+    if not size.isdigit():
+        return 411, "The request doesn't declare its size. Send Content-Length."
+    if int(size) > MAX_BODY:
+        return 413, f"The request has {int(size):,} bytes. Up to {MAX_BODY:,} are allowed. Enter a shorter text."
+    return None
