@@ -43,6 +43,7 @@ FAMILIES = (
     "backends",
     "kills",
     "stalls",
+    "seq2seq",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6
