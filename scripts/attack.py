@@ -44,6 +44,7 @@ FAMILIES = (
     "kills",
     "stalls",
     "seq2seq",
+    "graphs",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6
