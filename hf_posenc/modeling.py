@@ -14,9 +14,10 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 import transformers
-from torch import nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc import attention, loading, offsets, structure, transfer
@@ -216,6 +217,19 @@ class PosEncModelMixin(EncodingModelMixin):
         # Not the host's own, which may make places in images of them.
         ids = GenerationMixin._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)  # type: ignore[arg-type]
         return ids + stack._posenc_pass.offset
+
+    def create_masks_for_generate(
+        self, config: Any, inputs_embeds: Any, attention_mask: Tensor | None, past_key_values: Any, **kwargs: Any
+    ) -> Any:
+        """As of the host. Where its forward takes no position_ids (T5, BART), the 2-D mask, as long as the static cache.
+
+        A 4-D mask, which `generate` makes for static caches, doesn't distinguish padding from tokens hidden for another reason,
+        so the positions of a padded target would count the padding.
+        """
+        if attention_mask is not None and attention_mask.ndim == 2 and kwargs.get("position_ids") is None:
+            return F.pad(attention_mask, (0, max(0, past_key_values.get_max_length() - attention_mask.shape[1])))
+        make = getattr(super(), "create_masks_for_generate", masking_utils.create_masks_for_generate)
+        return make(config, inputs_embeds, attention_mask, past_key_values, **kwargs)
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Raises ValueError: the host's table, which this would make anew, isn't used."""

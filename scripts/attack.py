@@ -46,6 +46,8 @@ FAMILIES = (
     "kills",
     "stalls",
     "training",
+    "seq2seq",
+    "graphs",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6

@@ -345,11 +345,6 @@ def test_tupe_start():
         assert not encoding.theta.any() and not bias[:, 0].any() and not bias[:, :, 0].any()
 
 
-def test_tupe_without_a_length():
-    with pytest.raises(ValueError, match="'tupe' has one row for each position: give max_length"):
-        make("tupe")
-
-
 def test_tupe_beyond_its_table():
     model, ids = patched("bert", "tupe"), tokens(1, 5)
     with pytest.raises(ValueError, match=f"position_ids up to {LENGTH} don't fit max_length={LENGTH} of this model's 'tupe'"):

@@ -318,6 +318,25 @@ def test_generates_as_without_a_cache(pair, encoding, beams):
     assert_close(list(with_cache.scores), list(without.scores))
 
 
+@pytest.mark.parametrize(("pair", "encoding"), [("t5", "sinusoidal"), ("bart", "learned")])
+@torch.no_grad()
+def test_a_static_cache_counts_no_padding(pair, encoding):
+    """`generate` makes 4-D masks for such a cache, of which padding can't be told."""
+    model, alone = patched(pair, encoding, head=True), TARGET[:, :3]
+    prompt, mask = padded(alone, 2, "left")
+    settings = dict(max_new_tokens=4, min_new_tokens=4, return_dict_in_generate=True, output_logits=True)
+    expected = model.generate(SOURCE, decoder_input_ids=alone, **settings)
+    settings |= {"cache_implementation": "static", "disable_compile": True}
+    actual = model.generate(SOURCE, decoder_input_ids=prompt, decoder_attention_mask=mask, **settings)
+    assert_close(list(actual.logits), list(expected.logits))
+
+
+def test_a_decoder_without_a_limit_of_its_own():
+    """T5's has none, and `normalized` would divide by the length of the text so far."""
+    with pytest.raises(ValueError, match="'normalized' needs max_length"):
+        hf_posenc.patch(stock("t5"), "normalized")
+
+
 @kinds
 @every_encoding
 def test_inputs_embeds_and_gradient_checkpointing(pair, encoding):

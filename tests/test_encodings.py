@@ -339,9 +339,11 @@ def test_learned_output_and_gradient():
     torch.testing.assert_close(encoding.weight.grad.double(), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_learned_needs_its_number_of_rows():
-    with pytest.raises(ValueError, match="'learned'.*give max_length"):
-        make("learned")
+@pytest.mark.parametrize(("kind", "is_causal"), [("learned", False), ("tupe", False), ("normalized", True)])
+def test_encodings_that_need_a_length_are_not_made_without_one(kind, is_causal):
+    """In a causal stack `normalized` would divide by the length of the text, which is another one at each step."""
+    with pytest.raises(ValueError, match=f"'{kind}' needs max_length, .*: give max_length"):
+        make(kind, is_causal=is_causal)
 
 
 # ALiBi.

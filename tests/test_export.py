@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from conftest import HOSTS, LENGTH, LOOSE, VARIANTS, assert_close, backends, first, pairs, patched, stock, suits, tokens
+from hf_posenc.encodings import PositionContext
 
 OPEN = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
 FEW = {"bert": "learned+rope+relative+shaw", "gpt2": "normalized+alibi"}
@@ -71,6 +72,19 @@ def test_every_encoding_and_host_exports(host, encoding, attention):
     if attention not in backends(stock(host)):
         pytest.skip("this host has its own attention only")
     check_export(host, encoding, attention)
+
+
+def test_counting_keys_exports_for_two_keys():
+    """`cope` and `fox` count the keys between two tokens by differences, of which two keys have one."""
+
+    class Counting(torch.nn.Module):
+        def forward(self, positions):
+            context = PositionContext(None, positions=positions, past=0, start=positions[:, :1], keys=positions)
+            return context.counted_keys(positions.shape[1], positions.shape[1], "cope")[1]
+
+    program = torch.export.export(Counting(), (torch.arange(5)[None],), dynamic_shapes=[{1: OPEN[1]}]).module()
+    for positions in ([0, 1], [0, 1, 1, 2, 0, 1]):
+        assert program(torch.tensor([positions])).tolist() == Counting()(torch.tensor([positions])).tolist()
 
 
 def test_exported_programs_take_position_ids():

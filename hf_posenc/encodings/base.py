@@ -178,6 +178,11 @@ class PositionEncoding(nn.Module):
                 f"{self.type!r} takes {self.axes} coordinates of each token, {coordinates}, and here a token has "
                 f"{geometry.axes}: take it for a model of images or videos whose patches lie in such a grid, or take another"
             )
+        if geometry.max_length is None and self.needs_max_length(geometry):
+            raise ValueError(
+                f"{self.type!r} needs max_length, the longest input in tokens, and the model's own positions have no limit to "
+                "take it from: give max_length"
+            )
         self.geometry = geometry
         self._options = checked = self.checked_options(options)
         for name, value in checked.items():

@@ -231,7 +231,9 @@ class PositionContext:
                 "keeps them all, such as DynamicCache, or an encoding by distance"
             )
         index = torch.arange(queries, device=self.positions.device) + (self.past - self.first_key)
-        return index, F.pad(self.key_positions(keys).diff() > 0, (1, 0))
+        positions = self.key_positions(keys)
+        # Prepended, not padded: a graph traced with a difference of K - 1 elements doesn't take K = 2.
+        return index, positions.diff(prepend=positions[:, :1]) > 0
 
     def distances(self, keys: int) -> Tensor:
         """`[1 or B, Q, K]`: key position - query position."""

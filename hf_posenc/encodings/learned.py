@@ -48,8 +48,7 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
-        if geometry.max_length is None:
-            raise ValueError("'learned' has one row for each position: give max_length, the number of rows")
+        assert geometry.max_length is not None  # as `needs_max_length` says
         self._check_rows(geometry.max_length)
         for name in ("init", "std") if self.file is not None else ():
             if (value := getattr(self, name)) != getattr(type(self), name):

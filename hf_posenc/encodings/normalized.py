@@ -22,7 +22,8 @@ class Normalized(PositionEncoding, type="normalized"):
         return geometry.is_causal
 
     def embed(self, positions: Tensor) -> Tensor:
-        if self.geometry.is_causal and self.geometry.max_length is not None:
+        if self.geometry.is_causal:
+            assert self.geometry.max_length is not None
             last = positions.new_tensor(self.geometry.max_length - 1)
         else:
             last = last_of(positions)

@@ -32,8 +32,7 @@ class TUPE(PositionEncoding, type="tupe"):
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
-        if geometry.max_length is None:
-            raise ValueError("'tupe' has one row for each position: give max_length, the number of rows")
+        assert geometry.max_length is not None  # as `needs_max_length` says
         rows, size, heads = geometry.max_length, geometry.hidden_size, geometry.num_attention_heads
         self.weight = nn.Parameter(torch.empty(rows, size))
         self.query_weight, self.key_weight = (nn.Parameter(torch.empty(heads * geometry.head_dim, size)) for _ in range(2))
