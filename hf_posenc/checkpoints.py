@@ -37,7 +37,7 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
         elif self.position_encoding is not None:
             spec, auto_classes = PositionSpec.parse(self.position_encoding), self._auto_classes()
             parts = [
-                (part, each.encoding.by_part(dict(each.options))[name])
+                (part, each.encoding.by_part(portable(dict(each.options)))[name])
                 for each in spec.every
                 for name, part in each.parts.items()
             ]
@@ -81,17 +81,16 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
         """Nothing to do: `save_pretrained` writes the code and names all Auto classes."""
 
     @classmethod
+    def _from_code(cls, encoding: Any) -> dict[str, Any]:
+        """The canonical `position_encoding` of one that is given in code, where strings may name files."""
+        raise NotImplementedError
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         saving.refuse_interrupted(config_dict)
-        saved = config_dict.get("position_encoding")
-        if portable(saved) != saved:
-            raise ValueError(
-                "position_encoding names a file of a machine, and nothing was opened: what a checkpoint needs is in its own "
-                'weights. Set "file" to null in its config.json, or give it as a keyword argument'
-            )
         if "position_encoding" in kwargs:
             encoding = merged(config_dict.get("position_encoding"), kwargs.pop("position_encoding"))
-            config_dict = {**config_dict, "position_encoding": encoding}
+            config_dict = {**config_dict, "position_encoding": None if encoding is None else cls._from_code(encoding)}
         return super().from_dict(config_dict, **kwargs)
 
 

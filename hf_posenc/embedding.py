@@ -43,6 +43,10 @@ class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
         if self.position_encoding is not None:
             self.position_encoding = canonical(self.position_encoding)
 
+    @classmethod
+    def _from_code(cls, encoding: Any) -> dict[str, Any]:
+        return canonical(encoding, in_code=True)
+
     def _auto_classes(self) -> dict[str, str]:
         return {"AutoConfig": "PositionEmbeddingConfig", "AutoModel": "PositionEmbedding"}
 
@@ -86,7 +90,7 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
         else:
             chosen = {"type": encoding} if isinstance(encoding, str) else encoding
             config = PositionEmbeddingConfig(  # type: ignore[call-arg]
-                position_encoding=canonical({**chosen, **options} if isinstance(chosen, dict) else chosen),
+                position_encoding=canonical({**chosen, **options} if isinstance(chosen, dict) else chosen, in_code=True),
                 hidden_size=hidden_size,  # type: ignore[arg-type]
                 max_length=max_length,
                 dropout=dropout,

@@ -130,7 +130,7 @@ def _report(model: PreTrainedModel) -> Report:
     return Report(
         model_class=type(model).__name__,
         encoding=spec.type,
-        options=spec.encoding.portable(dict(spec.options)),
+        options=portable(dict(spec.options)),
         enters={
             verb: tuple(
                 f"{name}.{path}".lstrip(".") for name, stack in stacks.items() for path in stack._posenc_entrances.get(verb, ())

@@ -48,20 +48,22 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
         given = [each for each in (saved.get("position_encoding"), config.position_encoding, encoding) if each is not None]
         if given and (merged := _as_saved(*given)) != config.position_encoding:
             config = copy.deepcopy(config)
-            specs.write(config, PositionSpec.parse(merged))
+            specs.write(config, PositionSpec.parse(merged, in_code=True))
         return _with(kwargs, config), None
     if derived:
         if not saved and encoding is None:
             return kwargs, None  # a state_dict alone: its config says what it is
-        encoding, config = _agreed(encoding, config.position_encoding), stock_config(config, cls.host_class)
-    if encoding is None:
+        spec, config = _agreed(encoding, config.position_encoding), stock_config(config, cls.host_class)
+    else:
+        spec = None if encoding is None else PositionSpec.parse(encoding, in_code=True)
+    if spec is None:
         if not saved and config is None:
             return kwargs, None  # Transformers says what is missing
         raise ValueError(
             f"{path} is a stock model, and {cls.__name__} needs an encoding for it: give position_encoding=…, or load it with "
             "its own class and call hf_posenc.patch(model, encoding)"
         )
-    return _with(kwargs, config), PositionSpec.parse(encoding)
+    return _with(kwargs, config), spec
 
 
 def _described(cls: Any, path: Any, source: dict[str, Any]) -> dict[str, Any]:
@@ -104,16 +106,17 @@ def _as_saved(saved: Any, *given: Any) -> Any:
     return encoding if encoding.get("host") else {**encoding, "host": host}
 
 
-def _agreed(encoding: Any, in_config: Any) -> Any:
+def _agreed(encoding: Any, in_config: Any) -> PositionSpec | None:
     """The encoding that is given in one place, or in two alike."""
-    if encoding is None or in_config is None:
-        return in_config if encoding is None else encoding
-    one, other = (replace(PositionSpec.parse(each), host=None) for each in (encoding, in_config))
-    if one != other:
+    given = None if encoding is None else PositionSpec.parse(encoding, in_code=True)
+    configured = None if in_config is None else PositionSpec.parse(in_config)
+    if given is None or configured is None:
+        return configured if given is None else given
+    if replace(given, host=None) != replace(configured, host=None):
         raise ValueError(
             f"position_encoding={shown(encoding)}, but config.position_encoding is {shown(in_config)}: give one of them"
         )
-    return encoding
+    return given
 
 
 def _with(kwargs: dict[str, Any], config: Any) -> dict[str, Any]:

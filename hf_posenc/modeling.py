@@ -67,6 +67,10 @@ class PosEncConfigMixin(EncodingConfigMixin):
             written.update({name: value for name, value in stock.to_dict().items() if name in self.sub_configs})
         return written
 
+    @classmethod
+    def _from_code(cls, encoding: Any) -> dict[str, Any]:
+        return specs.PositionSpec.parse(encoding, in_code=True).to_dict()
+
     def _auto_classes(self) -> dict[str, str]:
         return {"AutoConfig": type(self).__name__, **auto_classes(self.model_type)}
 

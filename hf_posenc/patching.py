@@ -99,7 +99,7 @@ def patch(
         placement = {"max_length": max_length, "submodel": submodel, "where": where}
         placement = {name: value for name, value in placement.items() if value is not None}
         given = {**given, **options, **placement, **({} if inject == "input" else {"inject": inject})}
-    spec = PositionSpec.parse(given)
+    spec = PositionSpec.parse(given, in_code=True)
     try:
         return to_derived(model, derive(type(model)), spec, keep_host)
     except HostRefused as refused:

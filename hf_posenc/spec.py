@@ -20,6 +20,7 @@ from hf_posenc.encodings import (
     encoding_class,
     meant,
     options_of,
+    overridden,
     refuse_oversized,
     shown,
 )
@@ -185,8 +186,13 @@ class PositionSpec:
     others: Mapping[str, "PositionSpec"] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, given: Any) -> "PositionSpec":
-        """The spec of a name, or of a dict as it stands in config.json. Raises ValueError for anything malformed."""
+    def parse(cls, given: Any, in_code: bool = False) -> "PositionSpec":
+        """The spec of a name, or of a dict as it stands in config.json.
+
+        in_code: whether it is an argument in a program, where strings may name files (see `canonical`).
+
+        Raises ValueError for anything malformed, and for a config that names a file.
+        """
         refuse_oversized(given)
         placement = {key: given[key] for key in PLACEMENT if key in given} if isinstance(given, dict) else {}
         if isinstance(given, dict):
@@ -194,7 +200,7 @@ class PositionSpec:
             given, layers = _without_layers(given)
         else:
             layers = {}
-        chosen = canonical(given, layered=layers)
+        chosen = canonical(given, layered=layers, in_code=in_code)
         where = _checked_where(placement.get("where"))
         spec = cls(
             type=chosen["type"],
@@ -207,7 +213,7 @@ class PositionSpec:
             submodel=placement.get("submodel"),
             where=tuple(name for name in WHERE if name in where),
         )
-        spec = replace(spec, others={name: spec._other(name, value) for name, value in where.items() if value})
+        spec = replace(spec, others={name: spec._other(name, value, in_code) for name, value in where.items() if value})
         if spec.type not in (each.type for each in spec.every):
             raise ValueError(
                 f"{spec.type!r} acts nowhere, since where={shown(placement['where'])} names another encoding for each place: "
@@ -216,14 +222,16 @@ class PositionSpec:
         spec._check_placement()
         return spec
 
-    def _other(self, name: str, given: Any) -> "PositionSpec":
+    def _other(self, name: str, given: Any, in_code: bool) -> "PositionSpec":
         """The encoding of one of WHERE, from a name, a dict with "type", or other options for this encoding."""
         given = {"type": given} if isinstance(given, str) else given
         if not isinstance(given, dict):
             raise ValueError(f"where[{name!r}]={shown(given)}: give a name, a dict of an encoding, or options for this one")
         if placed := sorted({*PLACEMENT} & {*given}):
             raise ValueError(f"where[{name!r}] has {placed[0]!r}, which stands beside where: it holds for the whole model")
-        return PositionSpec.parse(given if "type" in given else {**self._written(), **given})
+        if "type" not in given:
+            given = {"type": self.type, **overridden(self.encoding, options_of(self._written()), given)}
+        return PositionSpec.parse(given, in_code)
 
     def _check_placement(self) -> None:
         if self.inject not in INJECT:
@@ -375,7 +383,14 @@ def make_parts_stock(config: Any) -> None:
 
 
 def merged(saved: Any, given: Any) -> Any:
-    """`position_encoding` as saved, with the keys given on loading. Raises ValueError for another type than was saved."""
+    """`position_encoding` as saved, with the keys given on loading.
+
+    Raises ValueError for another type than was saved, and where what was saved names a file.
+    """
+    if saved == given:
+        return saved
+    if saved is not None:
+        PositionSpec.parse(saved)
     saved, given = ({"type": each} if isinstance(each, str) else each for each in (saved, given))
     if not isinstance(given, dict) or not isinstance(saved, dict):
         return saved if given is None else given
@@ -385,10 +400,13 @@ def merged(saved: Any, given: Any) -> Any:
             f"this checkpoint was saved with the {there!r} encoding, not {wanted!r}: load it as it is, "
             f"then model = hf_posenc.patch(hf_posenc.unpatch(model), {wanted!r})"
         )
-    given = {**encoding_class(given["type"]).preset(given["type"]), **given}
-    both = [key for key in given if isinstance(given[key], dict) and isinstance(saved.get(key), dict)]
-    parts = {key: {**saved[key], **given[key]} for key in both}
-    return {**saved, **given, **parts}
+    cls = encoding_class(there)
+    options: dict[str, Any] = {}
+    for each in (saved, given):
+        own = {key: value for key, value in options_of(each).items() if key not in PLACEMENT}
+        options = overridden(cls, options, overridden(cls, cls.preset(each["type"]), own))
+    placement = {key: value for key, value in {**saved, **given}.items() if key in PLACEMENT}
+    return {"type": there, **options, **placement}
 
 
 def _checked_where(given: Any) -> dict[str, Any]:

@@ -4,10 +4,13 @@ nothing outside its folder."""
 import functools
 import gc
 import json
+import os
 import re
+import sys
 from contextlib import suppress
 from datetime import timedelta
 from itertools import permutations
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
@@ -18,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
 import hf_posenc
 from attacks.hub_server import TOKEN, serve
@@ -277,6 +280,178 @@ def test_refused_compositions_leave_nothing_behind():
         seen += 1
     gc.collect()
     assert seen > 500 and set(Composition.__subclasses__()) == before
+
+
+# Paths in a config. `spelled` writes one encoding with a file in all ways that canonical() accepts, in all places.
+
+
+class Atlas(hf_posenc.PositionEncoding, type="test-atlas", aliases={"test-map": {"scale": 2.0}}):
+    """A user's own, with an option that names files."""
+
+    scale: float = 1.0
+    charts: tuple[Path, ...] | None = None
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        for chart in self.charts or ():
+            open(chart).close()
+
+    def embed(self, positions):
+        return self.scale * torch.zeros(*positions.shape, self.geometry.hidden_size)
+
+
+OPENED, FORBIDDEN = [], []
+"""What was opened of the paths to watch."""
+
+
+def watch(event, args):
+    if event == "open" and FORBIDDEN and isinstance(args[0], (str, bytes)) and os.fsdecode(args[0]) in FORBIDDEN:
+        OPENED.append(args[0])
+        raise RuntimeError(f"{args[0]} was opened")
+
+
+sys.addaudithook(watch)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Files that must not be opened, and a directory for configs."""
+    root = tmp_path_factory.mktemp("paths")
+    save_file({"weight": torch.zeros(16, 32)}, root / "table.safetensors")
+    (root / "text").write_text("root:x:0:0")
+    os.mkfifo(root / "pipe")
+    FORBIDDEN.extend(str(root / name) for name in ("table.safetensors", "text", "pipe", "missing"))
+    yield root
+    FORBIDDEN.clear()
+
+
+@st.composite
+def spelled(draw, file, layered):
+    """An encoding that names this file, as a config may write it."""
+    called, options = draw(
+        st.sampled_from(
+            [
+                (("learned", "absolute", "learnable"), {"storage": "memory-mapped", "file": file}),
+                (("learned", "absolute", "learnable"), {"file": file}),
+                (("test-atlas", "test-map"), {"charts": [file]}),
+            ]
+        )
+    )
+    name = draw(st.sampled_from(called))
+    layers = layered and draw(st.booleans())
+    if draw(st.booleans()):
+        return {"type": name, **options, **({"layers": [0], "inject": "every_layer"} if layers else {})}
+    twice = layered and draw(st.booleans())  # the same encoding in other layers, as the part learned_2
+    other = called[0] if twice else draw(st.sampled_from(["alibi", "t5", "rope"]))
+    names = [other, name] if twice or draw(st.booleans()) else [name, other]
+    written = {"type": "+".join(names)}
+    part = f"{called[0]}_2" if twice else draw(st.sampled_from(called))
+    if layers or twice:
+        options = {**options, "layers": [1]}
+        written["inject"] = "every_layer"
+    if twice:
+        written[f"{other}__layers"] = "0:1"
+    for option, value in options.items():
+        if draw(st.booleans()):
+            written[f"{part}__{option}"] = value
+        else:
+            written.setdefault(part, {})[option] = value
+    return written
+
+
+@st.composite
+def documents(draw, file):
+    """A config.json that names the file, and the encoding in it."""
+    place = draw(st.sampled_from(["bert", "layer", "submodel", "inner", "pair", "where", "options"]))
+    encoding = draw(spelled(file, layered=place not in ("layer", "where", "options")))
+    if place == "layer":
+        return {"model_type": "posenc-embedding", "position_encoding": encoding, "hidden_size": 32, "max_length": 16}, encoding
+    patched = {"model_type": "posenc-bert", **BERT, "vocab_size": VOCABULARY, "position_encoding": encoding}
+    if place == "submodel":
+        return {"model_type": "posenc-clip", "position_encoding": {**encoding, "submodel": "text_model"}}, encoding
+    if place == "inner":
+        return {"model_type": "llava", "text_config": {"model_type": "posenc-llama", "position_encoding": encoding}}, encoding
+    if place == "pair":
+        return {"model_type": "encoder-decoder", "encoder": {"model_type": "bert"}, "decoder": patched}, encoding
+    if place in ("where", "options"):  # one of a stack by itself, or options for that of the whole
+        options = {name: value for name, value in encoding.items() if name != "type"}
+        inner, outer = (encoding, {"type": "t5"}) if place == "where" else (options, {"type": encoding["type"]})
+        roles = draw(st.permutations(["encoder", "decoder"]))
+        encoding = {**outer, "where": dict(zip(roles, (inner, {}), strict=True))}
+        return {"model_type": "posenc-bart", "d_model": 32, "position_encoding": encoding}, encoding
+    return patched, encoding
+
+
+def path_objects(value):
+    """All of them in a canonical encoding."""
+    if isinstance(value, dict):
+        return [each for inner in value.values() for each in path_objects(inner)]
+    if isinstance(value, tuple):
+        return [each for inner in value for each in path_objects(inner)]
+    return [value] if isinstance(value, Path) else []
+
+
+@settings(FUZZ, max_examples=60)
+@given(st.data())
+def test_a_path_in_a_config_is_never_opened(paths, data):
+    file = data.draw(st.sampled_from(FORBIDDEN))
+    document, encoding = data.draw(documents(file))
+    named = spec.PositionSpec.parse(encoding, in_code=True).to_dict()  # in code, the same spelling names the file
+    assert path_objects(named) == [Path(file)] * str(encoding).count(file)
+    (paths / "config.json").write_text(json.dumps(document))
+    kind = hf_posenc.PosEncBertModel
+    for load in (
+        lambda: AutoModel.from_config(AutoConfig.from_pretrained(paths)),
+        lambda: AutoModel.from_pretrained(paths),
+        lambda: AutoConfig.for_model(**document),
+        lambda: hf_posenc.inspect(paths),
+        lambda: kind.config_class(position_encoding=encoding),
+    ):
+        with pytest.raises(ValueError, match="names a file, and nothing was opened"):
+            load()
+    for load in (
+        lambda: kind.config_class.from_json_file(paths / "config.json"),
+        lambda: kind.from_pretrained(paths, position_encoding="learned"),
+    ):
+        with suppress(ValueError, OSError):  # of a config for another class
+            load()
+    assert not OPENED
+
+
+@pytest.mark.filterwarnings("ignore:.*test_security.py can.t be saved with the model")
+def test_a_path_in_code_is_opened_and_not_saved(paths, tmp_path):
+    """Given as a string to a function, or as a `Path` in a config."""
+    FORBIDDEN.clear()
+    file = str(paths / "table.safetensors")
+    options = {"storage": "memory-mapped", "file": file, "max_length": 16}
+    config = hf_posenc.PosEncBertConfig(
+        **BERT, vocab_size=VOCABULARY, position_encoding={"type": "learned", **options, "file": Path(file)}
+    )
+    models = {
+        "patch": lambda: hf_posenc.patch(stock("bert"), "learned", **options),
+        "composition": lambda: hf_posenc.patch(
+            stock("bert"), {"type": "learned+alibi", "absolute": dict(list(options.items())[:2])}, max_length=16
+        ),
+        "config": lambda: AutoModel.from_config(config),
+        "own": lambda: hf_posenc.patch(stock("bert"), "test-map", charts=[paths / "text"]),
+    }
+    for name, make in models.items():
+        model = make()
+        model.config.save_pretrained(tmp_path / name)
+        written = json.loads((tmp_path / name / "config.json").read_text())["position_encoding"]
+        assert str(paths) not in json.dumps(written) and "null" in json.dumps(written)
+        assert str(paths) not in str(model.config) and str(paths) in repr(model.config.position_encoding)
+    with pytest.raises(ValueError, match=r"pipe: it isn't a regular file"):
+        hf_posenc.patch(stock("bert"), "learned", **{**options, "file": str(paths / "pipe")})
+
+
+def test_an_option_that_names_a_file_has_a_default():
+    with pytest.raises(
+        ValueError, match=r"Chart.file names a file, and paths aren't saved with a model. Give the option a def"
+    ):
+
+        class Chart(hf_posenc.PositionEncoding, type="test-chart"):
+            file: Path
 
 
 # Checkpoints of a stranger's, each loaded in one new process that notes every file it opens and every code that runs.

@@ -174,9 +174,9 @@ def parsed(monkeypatch):
     """What PositionSpec.parse was called with."""
     calls, parse = [], PositionSpec.parse.__func__
 
-    def counting(cls, given):
+    def counting(cls, given, in_code=False):
         calls.append(given)
-        return parse(cls, given)
+        return parse(cls, given, in_code)
 
     monkeypatch.setattr(PositionSpec, "parse", classmethod(counting))
     return calls
@@ -289,3 +289,17 @@ def test_two_patched_models_of_one():
     assert not hasattr(model.config, "position_encoding")
     with torch.no_grad():
         assert not torch.equal(first(one(tokens())), first(two(tokens())))
+
+
+@pytest.mark.parametrize("spelling", [{"absolute": {"std": 3.0}}, {"absolute__std": 3.0}, {"learned": {"std": 3.0}}])
+def test_options_are_overridden_in_any_spelling(spelling, tmp_path):
+    """Aliases and flat keys, of a stack and on loading; the others stay as they are."""
+    outer = {"type": "learned+alibi", "learned": {"init": "sinusoidal"}, "max_length": 9}
+    spec = PositionSpec.parse({**outer, "where": {"encoder": {}, "decoder": spelling}})
+    expected = {"init": "sinusoidal", "std": 3.0}
+    assert spec.acting("decoder").options["learned"].items() >= expected.items()
+    assert spec.acting("encoder").options["learned"].items() >= {**expected, "std": 0.02}.items()
+    hf_posenc.PosEncBertConfig(position_encoding=outer).save_pretrained(tmp_path)
+    given = {"type": "learnable+alibi", **spelling}
+    loaded = AutoConfig.from_pretrained(tmp_path, position_encoding=given).position_encoding
+    assert loaded["learned"].items() >= expected.items() and loaded["max_length"] == 9

@@ -345,7 +345,7 @@ def test_rows_that_are_frozen_are_not_random():
         ),
         ({**MAPPED, "file": "F", "std": 1}, r"learned.std=1.0 with file='F'"),
         ({**MAPPED, "file": "F"}, r"can't be read from F: No such file or directory; put the right file there again"),
-        ({**MAPPED, "file": 3}, r"learned.file=3: allowed is a string or None"),
+        ({**MAPPED, "file": 3}, r"learned.file=3: allowed is a path or None"),
         ({"storage": "float16"}, r"learned.storage='float16': allowed is 'float32' or 'int8' or 'memory-mapped'"),
     ],
 )
@@ -429,7 +429,7 @@ def test_a_config_that_names_a_file_opens_none(tmp_path, monkeypatch):
     config["position_encoding"]["file"] = file
     (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("hf_posenc.encodings.rows.StoredTensor", None)
-    with pytest.raises(ValueError, match="position_encoding names a file of a machine, and nothing was opened"):
+    with pytest.raises(ValueError, match="names a file, and nothing was opened"):
         AutoModel.from_pretrained(tmp_path / "saved")
 
 

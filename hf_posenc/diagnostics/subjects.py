@@ -180,7 +180,7 @@ def subject(encoding: Any, length: int, sizes: Sizes) -> Subject:
     if not isinstance(module, PositionEncoding):
         if isinstance(module, torch.nn.Module):
             raise ValueError(f"{type(module).__name__} is no encoding: give its name, a dict, or the module, as model.posenc")
-        built = _built(canonical(module), length, **sizes)
+        built = _built(canonical(module, in_code=True), length, **sizes)
     else:
         if sizes:
             raise ValueError(f"{next(iter(sizes))} was given beside a module, which has sizes of its own: leave it out")

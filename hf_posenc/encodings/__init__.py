@@ -34,6 +34,7 @@ from hf_posenc.encodings.registry import (
     encoding_class,
     list_encodings,
     options_of,
+    overridden,
     portable,
 )
 from hf_posenc.encodings.storage import StoredTensor, names_in
@@ -67,6 +68,7 @@ __all__ = [
     "meant",
     "names_in",
     "options_of",
+    "overridden",
     "placed",
     "portable",
     "positions_of",

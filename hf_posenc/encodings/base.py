@@ -7,13 +7,13 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import Local, checked_value, listed, meant, shown
+from hf_posenc.encodings.options import checked_value, listed, meant, names_files, shown
 from hf_posenc.encodings.storage import StoredTensor
 from hf_posenc.encodings.stretching import Extension
 
@@ -75,7 +75,8 @@ class PositionEncoding(nn.Module):
             def distance_bias(self, distance):
                 return torch.where(distance.abs() > self.width, -torch.inf, 0.0)[None]
 
-    Options are class annotations with defaults; they are checked and set as attributes of the same name. Sizes are in
+    Options are class annotations with defaults; they are checked and set as attributes of the same name. An option that names
+    a file has the type `pathlib.Path`: it is set in code, is never saved, and is never read from a config. Sizes are in
     `self.geometry`. Parameters, buffers and modules are created in `__init__` (after `super().__init__`), with their values or
     filled in `reset_parameters`, which is called if `__init__` leaves memory uninitialised. What isn't saved, such as a
     non-persistent buffer, is made again when a model is loaded, so it must come out the same each time. A subclass
@@ -143,6 +144,11 @@ class PositionEncoding(nn.Module):
         cls.aliases = aliases if isinstance(aliases, dict) else {name: {} for name in aliases}
         if reserved := RESERVED & set(cls.option_types()):
             raise ValueError(f"{cls.__qualname__} can't name an option {listed(sorted(reserved))}: those are hf_posenc's own")
+        if required := sorted(name for name in cls.file_options() if not hasattr(cls, name)):
+            raise ValueError(
+                f"{cls.__qualname__}.{required[0]} names a file, and paths aren't saved with a model. Give the option a "
+                f"default, such as `{required[0]}: Path | None = None`"
+            )
         if "forward" in vars(cls):
             raise ValueError(f"{cls.__qualname__} can't define forward, by which hf_posenc calls its verbs: name it otherwise")
         if "distance_vectors" in vars(cls) and "score_bias" not in cls.acts_by():
@@ -311,14 +317,9 @@ class PositionEncoding(nn.Module):
         return options
 
     @classmethod
-    def portable(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Options for a file, without those that say something of this machine (`Local`)."""
-        local = {
-            name
-            for name, kind in cls.option_types().items()
-            if get_origin(kind) is Annotated and any(isinstance(extra, Local) for extra in get_args(kind)[1:])
-        }
-        return {name: getattr(cls, name) if name in local else value for name, value in options.items()}
+    def file_options(cls) -> set[str]:
+        """The options that name files of this machine."""
+        return {name for name, kind in cls.option_types().items() if names_files(kind)}
 
     @classmethod
     def acts_by(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:

@@ -100,13 +100,6 @@ class Composition(PositionEncoding):
         return any(part.rotates_anew(options.get(name, {})) for name, part in cls.parts.items())
 
     @classmethod
-    def portable(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: cls.parts[name].portable(value) if name in cls.parts and isinstance(value, dict) else value
-            for name, value in options.items()
-        }
-
-    @classmethod
     def acts_by(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
         given = dict.fromkeys(cls.parts) if options is None else options
         theirs = {verb for name, part in cls.parts.items() for verb in part.acts_by(given[name])}

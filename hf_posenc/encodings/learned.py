@@ -53,7 +53,7 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
         for name in ("init", "std") if self.file is not None else ():
             if (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(
-                    f"learned.{name}={value!r} with file={self.file!r}: the values are the file's; leave {name} out"
+                    f"learned.{name}={value!r} with file={str(self.file)!r}: the values are the file's; leave {name} out"
                 )
         self.allocate(self.trained_rows or geometry.max_length, geometry.hidden_size)
         self.reset_parameters()

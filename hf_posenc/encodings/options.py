@@ -4,12 +4,14 @@ import contextlib
 import difflib
 import json
 import math
+import os
 import re
 import reprlib
 import types
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 MAX_INTEGER = 2**24
@@ -30,9 +32,27 @@ class Above:
     bound: float
 
 
-@dataclass(frozen=True)
-class Local:
-    """Marks an option that says something of this machine, such as the path of a file: it isn't saved."""
+def names_files(annotation: Any) -> bool:
+    """Whether an option of this type names files of this machine: its type is, or contains, `pathlib.Path`."""
+    origin = get_origin(annotation) or annotation
+    return (isinstance(origin, type) and issubclass(origin, os.PathLike)) or any(map(names_files, get_args(annotation)))
+
+
+def has_paths(value: Any) -> bool:
+    """Whether an option's value is a path object, or a list with one."""
+    return any(map(has_paths, value)) if isinstance(value, (list, tuple)) else isinstance(value, os.PathLike)
+
+
+def has_strings(value: Any) -> bool:
+    """Whether an option's value is a string, or a list with one."""
+    return any(map(has_strings, value)) if isinstance(value, (list, tuple)) else isinstance(value, str)
+
+
+def as_paths(value: Any) -> Any:
+    """An option's value with its strings as paths."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(as_paths, value))
+    return Path(value) if isinstance(value, str) else value
 
 
 def checked_value(name: str, value: Any, annotation: Any) -> Any:
@@ -77,6 +97,8 @@ def described(annotation: Any) -> str:
         if args[1:] == (Ellipsis,):
             return f"a list in which each value is {described(args[0])}"
         return f"a list of {len(args)} values: {', '.join(map(described, args))}"
+    if names_files(annotation):
+        return "a path"
     plain = {float: "a finite number", int: "an integer", bool: "True or False", str: "a string", type(None): "None"}
     return plain.get(annotation, str(annotation))
 
@@ -112,6 +134,8 @@ def _fits(value: Any, annotation: Any) -> bool:
         return type(value) is float and math.isfinite(value)
     if annotation is None:
         return value is None
+    if names_files(annotation):
+        return isinstance(value, (str, os.PathLike))
     # Not isinstance: bool is a subclass of int, but True is no length.
     return type(value) is annotation and (annotation is not int or abs(value) <= MAX_INTEGER)
 

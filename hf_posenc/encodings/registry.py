@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_posenc.encodings.base import PositionEncoding
 from hf_posenc.encodings.composition import composed
-from hf_posenc.encodings.options import listed, meant, refuse_oversized, shown
+from hf_posenc.encodings.options import as_paths, has_paths, has_strings, listed, meant, refuse_oversized, shown
 
 
 def list_encodings() -> dict[str, type[PositionEncoding]]:
@@ -39,10 +39,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def canonical(encoding: Any, layered: Collection[str] = ()) -> dict[str, Any]:
+def canonical(encoding: Any, layered: Collection[str] = (), in_code: bool = False) -> dict[str, Any]:
     """The canonical dict, all options written out, of an encoding given by name or as `{"type": name, **options}`.
 
     layered: the parts that act in layers of their own; others may not have the same encoding.
+    in_code: whether the encoding is an argument in a program, where strings may name files, and become `Path` objects. By
+        default it may be from a config, where only `Path` objects do, which no file can contain.
 
     Raises ValueError for anything else, for unknown names, and for options which the encoding doesn't take.
     """
@@ -68,7 +70,32 @@ def canonical(encoding: Any, layered: Collection[str] = ()) -> dict[str, Any]:
                 f"{name!r} and {other!r} can't act in one layer: {why}. Take one of them, or give each layers of its own "
                 f"({name}__layers=…, {other}__layers=…)"
             )
-    return {"type": cls.type, **cls.checked_options({**cls.preset(encoding["type"]), **options_of(encoding)})}
+    checked = cls.by_part(cls.checked_options(overridden(cls, cls.preset(encoding["type"]), options_of(encoding))))
+    for name, part in parts.items():
+        _check_files(part, checked[name], in_code)
+    return {"type": cls.type, **checked.get(cls.type, checked)}
+
+
+def _check_files(cls: type[PositionEncoding], options: dict[str, Any], in_code: bool) -> None:
+    """Strings that name files, in checked options: paths in code, a ValueError elsewhere."""
+    for name in cls.file_options() & options.keys():
+        value = options[name]
+        if value == getattr(cls, name) or not has_strings(value):
+            continue
+        if not in_code:
+            raise ValueError(
+                f"{cls.type}.{name}={shown(value)} names a file, and nothing was opened. A config can't name files: a "
+                f'checkpoint has its values in its own weights. Set "{name}" to null in config.json, or pass the path in code: '
+                "to hf_posenc.patch, to from_pretrained, or as a pathlib.Path"
+            )
+        options[name] = as_paths(value)
+
+
+def overridden(cls: type[PositionEncoding], options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Options of an encoding, with the given ones in place of the same ones in whatever spelling."""
+    before, after = cls.by_part(options), cls.by_part(given)
+    parts = {name: {**before[name], **after[name]} for name in before}
+    return parts.get(cls.type, parts)
 
 
 def options_of(encoding: dict[str, Any]) -> dict[str, Any]:
@@ -77,10 +104,7 @@ def options_of(encoding: dict[str, Any]) -> dict[str, Any]:
 
 
 def portable(encoding: Any) -> Any:
-    """`position_encoding` for a file, without options that say something of this machine; anything malformed as it is."""
-    if not isinstance(encoding, dict) or not isinstance(encoding.get("type"), str):
-        return encoding
-    kept = {"type": encoding["type"], **encoding_class(encoding["type"]).portable(options_of(encoding))}
-    if isinstance(where := encoding.get("where"), dict):
-        kept["where"] = {name: portable(each) for name, each in where.items()}
-    return kept
+    """`position_encoding`, or options of an encoding, for a file: None instead of paths on this machine."""
+    if isinstance(encoding, dict):
+        return {name: portable(value) for name, value in encoding.items()}
+    return None if has_paths(encoding) else encoding

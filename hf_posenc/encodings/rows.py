@@ -4,14 +4,14 @@ Shapes: N rows, D hidden_size.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import PositionEncoding
-from hf_posenc.encodings.options import Local
 from hf_posenc.encodings.storage import StoredTensor, names_in, to_int8
 
 MAPPED = "memory-mapped"
@@ -27,7 +27,7 @@ class Rows(PositionEncoding):
     """
 
     storage: Literal["float32", "int8", "memory-mapped"] = "float32"
-    file: Annotated[str | None, Local()] = None
+    file: Path | None = None
 
     if TYPE_CHECKING:
         values: Tensor
@@ -38,15 +38,15 @@ class Rows(PositionEncoding):
         self.shape = rows, size
         if self.file is not None and self.storage != MAPPED:
             raise ValueError(
-                f"{self.type}.file={self.file!r} with storage={self.storage!r}: a file is mapped, storage='memory-mapped'; "
-                "leave file out for a table in memory"
+                f"{self.type}.file={str(self.file)!r} with storage={self.storage!r}: a file is mapped, "
+                "storage='memory-mapped'; leave file out for a table in memory"
             )
         if self.storage == "float32":
             self.weight = nn.Parameter(torch.empty(self.shape))
         elif self.storage == "int8":
             self.register_buffer("values", torch.empty(self.shape, dtype=torch.int8))
             self.register_buffer("steps", torch.empty(rows, 1, dtype=torch.float32))
-        self.table = None if self.file is None else self._fitting(StoredTensor(self.file, self._only_name()))
+        self.table = None if self.file is None else self._fitting(StoredTensor(self.file, self._only_name(self.file)))
 
     def write(self, start: int, rows: Tensor) -> None:
         """Put rows into the table, from row `start` on."""
@@ -99,11 +99,11 @@ class Rows(PositionEncoding):
             )
         return self.table
 
-    def _only_name(self) -> str:
-        names = names_in(str(self.file))
+    def _only_name(self, file: Path) -> str:
+        names = names_in(file)
         if len(names) != 1:
             raise ValueError(
-                f"{self.type}.file={self.file!r} has {len(names)} tensors: give a file with one, the table; "
+                f"{self.type}.file={str(file)!r} has {len(names)} tensors: give a file with one, the table; "
                 "safetensors.torch.save_file({'weight': table}, path) writes it"
             )
         return names[0]

@@ -127,6 +127,8 @@ def to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
     """What a file says of its tensors, and where their data begin."""
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise ValueError("it isn't a regular file")  # opening a FIFO would wait for a writer
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(LONGEST_HEADER, os.fstat(file.fileno()).st_size):

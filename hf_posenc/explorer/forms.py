@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from hf_posenc.catalog import named_values
 from hf_posenc.encodings import canonical, described, encoding_class, written_value
-from hf_posenc.encodings.options import Local
+from hf_posenc.encodings.options import names_files
 
 Encoding = dict[str, Any]
 """`{"type": name, option: value}`; of a part of a composition `part__option`."""
@@ -42,7 +42,7 @@ def _fields(kind: Any, defaults: Encoding, prefix: str) -> list[Field]:
     return [
         Field(prefix + option, defaults.get(option, getattr(kind, option, None)), described(annotation), _all_of(annotation))
         for option, annotation in kind.option_types().items()
-        if not any(isinstance(mark, Local) for mark in get_args(annotation))
+        if not names_files(annotation)
     ]
 
 

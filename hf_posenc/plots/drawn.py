@@ -40,7 +40,7 @@ def label(encoding: Encoding) -> str:
     if isinstance(encoding, PositionEncoding):
         kind, options = type(encoding), dict(encoding._options or {})
     else:
-        given = canonical(encoding if isinstance(encoding, str) else dict(encoding))
+        given = canonical(encoding if isinstance(encoding, str) else dict(encoding), in_code=True)
         kind, options = encoding_class(given["type"]), options_of(given)
     changed = {name: value for name, value in options.items() if value != getattr(kind, name, None)}
     return kind.type if "+" in kind.type else ", ".join([kind.type, *(f"{name}={value}" for name, value in changed.items())])

@@ -62,7 +62,8 @@ CRITERIA = (
 def measured(encoding: Encoding, hidden_size: int) -> list[tuple[list[float], bool]]:
     """For each of CRITERIA what was measured at LENGTHS, NaN where there are no vectors, and whether it holds."""
     free = Geometry(hidden_size=hidden_size)
-    limited = not isinstance(encoding, PositionEncoding) and encoding_class(canonical(encoding)["type"]).needs_max_length(free)
+    built = isinstance(encoding, PositionEncoding)
+    limited = not built and encoding_class(canonical(encoding, in_code=True)["type"]).needs_max_length(free)
     limit = TABLE if limited else getattr(encoding, "geometry", free).max_length
     known = [length for length in LENGTHS if limit is None or length <= limit]
     if not known:

@@ -33,7 +33,7 @@ def position_encoding(text: str) -> Any:
     """The argparse type of --position_encoding: a name, or a JSON object."""
     try:
         chosen = json.loads(text) if text.startswith("{") else text
-        hf_posenc.PosEncBertConfig(position_encoding=chosen)  # for its validation; any host's config does
+        hf_posenc.PosEncBertConfig.from_dict({}, position_encoding=chosen)  # for its validation; any host's config does
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
     except ValueError as error:
