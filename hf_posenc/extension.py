@@ -222,7 +222,7 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
 
     Raises ValueError where an encoding doesn't say what these hold.
     """
-    twin = shell(type(model), config)
+    twin = shell(type(model), config, like=model)
     ours, theirs = _within_encodings(twin), _within_encodings(model)
     sizes, before = ({path: _sizes(each) for path, each in found.items()} for found in (ours, theirs))
     if asked is None and sizes != before:

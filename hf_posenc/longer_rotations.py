@@ -68,7 +68,7 @@ def _with_other_parameters(host: Host, given: dict[str, Any], modules: Mapping[s
     try:
         if hasattr(own, "validate"):
             own.validate()
-        twin = shell(type(host.model), config)
+        twin = shell(type(host.model), config, like=host.model)
     except Exception as error:  # a host that doesn't have this rule may raise anything
         raise HostRefused(
             f"{type(host.model).__name__} can't be made with {ROPE}={getattr(own, ROPE)}: {' '.join(str(error).split())}",

@@ -49,7 +49,7 @@ def with_longer_tables(host: Host) -> Any:
     config, own = host.config()
     if specs.length_of(own) is not None:
         setattr(own, LENGTH_FIELD, getattr(own, LENGTH_FIELD) + asked.after - asked.before)
-    twin = shell(type(host.model), config)
+    twin = shell(type(host.model), config, like=host.model)
     for path, there in twin.named_parameters():
         if (given := longer.get(path, host.model.get_parameter(path))).shape != there.shape:
             raise HostRefused(

@@ -336,13 +336,22 @@ def _derive_model(name: str, host: type[PreTrainedModel]) -> type:
     body = {
         "__module__": __name__,
         "__doc__": f"{host.__name__} with the position encoding of its config (see `hf_posenc.patch`).",
+        "__init__": _init_of(host) if is_transformers(host) else _with_one_post_init(host),
         "forward": _with_positions(host),
         "config_class": derive(host.config_class),
         "host_class": host,
     }
-    if not is_transformers(host):
-        body["__init__"] = _with_one_post_init(host)
     return type(name, (PosEncModelMixin, host), body)
+
+
+def _init_of(host: type[PreTrainedModel]) -> Callable[..., None]:
+    """The `__init__` of a derived class, with the signature of its host's."""
+
+    @functools.wraps(host.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        PosEncModelMixin.__init__(self, *args, **kwargs)
+
+    return __init__
 
 
 POSTPONED = "_posenc_postponed"

@@ -2,9 +2,11 @@
 
 import copy
 import hashlib
+import inspect
+import itertools
 import os
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -80,7 +82,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     if spec.max_length is not None and rows is not None and spec.replaces_all:
         setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
         config.check_size()
-    patched = shell(derived, config)
+    patched = shell(derived, config, like=model)
     share(model, patched)
     like = next(next(iter(stacks[0].attentions.values())).parameters())
     for owner in patched.modules():
@@ -136,7 +138,7 @@ def to_stock(model: Any, stock: Any) -> Any:
         raise ValueError(
             f"the host's own positions were not kept in this model: take them from {base}, or patch with keep_host=True"
         )
-    unpatched = shell(stock, stock_config(model.config, stock), model.dtype)
+    unpatched = shell(stock, stock_config(model.config, stock), model.dtype, model)
     share(model, unpatched)
     frozen = not any(parameter.requires_grad for parameter in unpatched.parameters() if not parameter.is_meta)
     for name, stack in model.named_modules():
@@ -191,21 +193,68 @@ def _public_name(name_or_path: str) -> str:
     return name_or_path if cached.is_dir() else ""
 
 
-def shell(cls: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
+def shell(cls: Any, config: Any, dtype: torch.dtype | None = None, like: nn.Module | None = None) -> Any:
     """A model without memory: all of it is on the meta device, as Transformers builds models that it loads.
 
     dtype: of what names none, such as sinusoids in buffers; None for torch's default.
+    like: a model of which this is to have all parts. Those that its `__init__` was told to leave out or to add, and its config
+        doesn't tell (`add_pooling_layer=False`), are found by trying. If no arguments fit, the model is made without any.
     """
     default = nullcontext() if dtype is None else local_torch_dtype(dtype)
     with exclusively(), default, torch.device("meta"), meta_device_safe_creation_ops():
-        return cls(config)
+        built = cls(config)
+        for arguments in _arguments(cls) if like is not None and difference(like, built) else ():
+            other = cls(config, **arguments)
+            if not difference(like, other):  # type: ignore[arg-type]
+                return other
+    return built
+
+
+def _arguments(cls: Any) -> Iterator[dict[str, bool]]:
+    """Arguments for the `__init__` of a class, beside its config, that say which parts a model has: those that are True or
+    False, few changed ones first."""
+    init = getattr(cls, "host_class", cls).__init__
+    known = [each for each in list(inspect.signature(init).parameters.values())[2:] if isinstance(each.default, bool)]
+    for number in range(1, len(known) + 1):
+        for changed in itertools.combinations(known, number):
+            yield {each.name: not each.default for each in changed}
 
 
 def twin_of(model: PreTrainedModel) -> Any:
     """The model again, made of its own class and config, with the same parameters: what is set on one isn't on the other."""
-    twin = shell(type(model), copy.deepcopy(model.config))
+    twin = shell(type(model), copy.deepcopy(model.config), like=model)
     share(model, twin)
     return twin
+
+
+def difference(source: nn.Module, target: nn.Module, anew: Collection[str] = ()) -> str | None:
+    """The first part that one of two models has and the other doesn't, whatever encodings are in them.
+
+    anew: the paths of modules that may differ.
+    """
+    theirs, ours = (dict(each.named_modules(remove_duplicate=False)) for each in (source, target))
+    for name, module in _in_common(ours, theirs):
+        other = theirs.get(name)
+        if name in anew:
+            continue
+        if other is None or _class_name(module) != _class_name(other):
+            return f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}"
+        silent = {*silenced_names(module), *silenced_names(other)}
+        described, given = ({key for key, each in one._parameters.items() if each is not None} for one in (module, other))
+        if differing := sorted((described ^ given) - silent):
+            key = f"{name}.{differing[0]}".lstrip(".")
+            return f"this model has {'no ' if differing[0] in described else ''}{key}, unlike what its config describes"
+    added = (name for name, module in _in_common(theirs, ours) if name not in ours and [*module.parameters()])
+    return next((f"this model has {name}, unlike what its config describes" for name in added), None)
+
+
+def _in_common(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of one of two models that aren't encodings, nor positions of the host's that were silenced in either."""
+    silenced = {name for each in (modules, others) for name, module in each.items() if isinstance(module, Silenced)}
+    inside = tuple(f"{name}." for name in silenced)
+    for name, module in modules.items():
+        if name not in silenced and not name.startswith(inside) and "posenc" not in name.split("."):
+            yield name, module
 
 
 def share(source: PreTrainedModel, target: PreTrainedModel, anew: Collection[str] = ()) -> None:
@@ -216,32 +265,27 @@ def share(source: PreTrainedModel, target: PreTrainedModel, anew: Collection[str
 
     Raises ValueError where `source` is no longer what its config describes.
     """
+    if found := difference(source, target, anew):
+        raise ValueError(
+            f"{found}: a model whose parts were replaced can't be rebuilt from its config, so it was left as it is. Take the "
+            "model as its class makes it, patch that, and replace its parts afterwards"
+        )
     theirs = dict(source.named_modules(remove_duplicate=False))
-    silenced = tuple(f"{name}." for name, module in theirs.items() if isinstance(module, Silenced))
     lengths = specs.length_of(source.config), specs.length_of(target.config)
-    before = dict(shell(type(source), source.config, source.dtype).named_modules()) if anew else {}
+    before = dict(shell(type(source), source.config, source.dtype, source).named_modules()) if anew else {}
     for name, module in target.named_modules():
-        other = theirs.get(name)
-        if name in anew:
+        if name in theirs:
             module.training = theirs[name].training
+    for name, module in _in_common(dict(target.named_modules()), theirs):
+        if name in anew:
             continue
-        if name.startswith(silenced):
-            continue  # a part of what was silenced there
-        if "posenc" in name.split(".") or isinstance(module, Silenced) or isinstance(other, Silenced):
-            if other is not None:
-                module.training = other.training
-            continue
-        if other is None or _class_name(module) != _class_name(other):
-            raise ValueError(
-                f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}: "
-                "a model changed by hand can't be rebuilt from its config, so it was left as it is"
-            )
+        other = theirs[name]
         silent = {*silenced_names(module), *silenced_names(other)}
         for key, parameter in other._parameters.items():
             if key in silent:
                 continue
             there = module._parameters.get(key)
-            if (parameter is None) != (there is None) or (parameter is not None and parameter.shape != there.shape):
+            if parameter is not None and there is not None and parameter.shape != there.shape:
                 raise ValueError(
                     f"{name}.{key} has another shape than the config of this model describes: bring the config in line "
                     "with it (resize_token_embeddings does), then patch"

@@ -1,16 +1,31 @@
 """What patch keeps of a model and what unpatch gives back."""
 
 import copy
+import inspect
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModel, EncoderDecoderModel
 
 import hf_posenc
-from conftest import ALL_WAYS, HOSTS, LENGTH, assert_equal, first, pairs, patched, randomize, stock, tokens
+from conftest import (
+    ALL_WAYS,
+    HOSTS,
+    LENGTH,
+    VOCABULARY,
+    assert_equal,
+    first,
+    pairs,
+    patched,
+    randomize,
+    randomize_encoding,
+    stock,
+    tokens,
+)
 
 every_pair = pytest.mark.parametrize(("host", "encoding"), pairs())
 pairs_once = pytest.mark.parametrize(("host", "encoding"), pairs(once=True))
@@ -215,3 +230,57 @@ def test_a_frozen_model_stays_frozen():
     model = stock("bert")
     model.requires_grad_(False)
     assert not any(parameter.requires_grad for parameter in hf_posenc.unpatch(hf_posenc.patch(model, "alibi")).parameters())
+
+
+SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+IMAGES = dict(image_size=16, patch_size=4)
+BUILT = [
+    ("BertModel", {"vocab_size": VOCABULARY}, {"add_pooling_layer": False}),
+    ("ViTModel", IMAGES, {"use_mask_token": True}),
+    ("ViTModel", IMAGES, {"use_mask_token": True, "add_pooling_layer": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "arguments"), BUILT)
+@torch.no_grad()
+def test_parts_that_the_config_does_not_tell(name, sizes, arguments, tmp_path):
+    """Parts by arguments of `__init__` are in all that is made of a model, and reload as those of a stock one do."""
+    stock_class = getattr(transformers, name)
+    model = randomize(stock_class(stock_class.config_class(**SMALL, **sizes), **arguments)).eval()
+    given = {"pixel_values": torch.randn(1, 3, 16, 16)} if name == "ViTModel" else {"input_ids": tokens()}
+    new = randomize_encoding(hf_posenc.patch(model, "alibi"))
+    names = {key for key in new.state_dict() if "posenc" not in key}
+    assert names == {key for key in model.state_dict() if "position_embeddings" not in key}
+    assert_equal(first(hf_posenc.unpatch(new)(**given)), first(model(**given)))
+    limited = hf_posenc.extend(hf_posenc.patch(model, "alibi", max_length=20), max_length=30)
+    assert names <= limited.state_dict().keys()
+    if name == "BertModel":
+        assert_equal(first(hf_posenc.patch(model, "learned", init="host")(**given)), first(model(**given)))
+        assert hf_posenc.extend(model, max_length=600, method="linear").state_dict().keys() == model.state_dict().keys()
+    new.save_pretrained(tmp_path)
+    again = type(new).from_pretrained(tmp_path, **arguments)
+    assert torch.equal(first(again(**given)), first(new(**given))) and again.state_dict().keys() == new.state_dict().keys()
+    model.save_pretrained(tmp_path / "stock")
+    made = type(new).from_pretrained(tmp_path / "stock", position_encoding="alibi", **arguments)
+    assert names <= made.state_dict().keys()
+    assert type(new)(new.config, **arguments).state_dict().keys() == new.state_dict().keys()
+
+
+def test_parts_that_were_added_or_taken_out():
+    for change in (lambda model: model.add_module("extra", torch.nn.Linear(2, 2)), lambda model: model.encoder.layer.pop(1)):
+        model = copy.deepcopy(stock("bert"))
+        change(model)
+        with pytest.raises(ValueError, match=r"(has extra|'encoder.layer.1).*parts were replaced.*patch that"):
+            hf_posenc.patch(model, "alibi")
+
+
+@pytest.mark.parametrize("name", ["BertModel", "ViTModel", "GPT2LMHeadModel", "BertConfig"])
+def test_derived_classes_have_the_signatures_of_the_original(name):
+    original, derived = getattr(transformers, name), getattr(hf_posenc, f"PosEnc{name}")
+    for method in ("__init__", "forward") if "Model" in name else ("__init__",):
+        expected = inspect.signature(getattr(original, method)).parameters
+        found = inspect.signature(getattr(derived, method)).parameters
+        assert [*expected] == [each for each in found if each != "position_encoding"]
+        assert all(found[each] == expected[each] for each in expected)
+    if "Model" in name:
+        assert inspect.signature(derived) == inspect.signature(original)

@@ -542,7 +542,7 @@ def quantised_behind(it: Case) -> tuple[Any, Expected]:
     return it.plain(in_eight_bits(it.model)), lambda model: it.plain(in_eight_bits(model, stored=False))
 
 
-CHANGED = "changed by hand can't be rebuilt"
+CHANGED = "parts were replaced can't be rebuilt"
 
 
 @way("linear layers replaced before patch", EVERY, refused=dict.fromkeys(ENCODINGS, CHANGED))
