@@ -38,6 +38,25 @@ def size(tokenizer, text):
     return len(tokenizer(text)["input_ids"])
 
 
+def test_models_without_a_tokenizer(tmp_path, model):
+    model.save_pretrained(tmp_path / "bare")
+    with pytest.raises(SystemExit, match="bare has no tokenizer. Save the original model's tokenizer there"):
+        eval_length.load_tokenizers({"bare": str(tmp_path / "bare")})
+
+
+def test_texts_and_ids_that_do_not_fit(tokenizer, model):
+    """Before anything is measured."""
+    language = stock("gpt2", "LMHeadModel", vocab_size=20)
+    with pytest.raises(ValueError, match="small has input_ids from .*, but the model's vocabulary has the ids 0 to 19"):
+        perplexity.evaluate({"small": (language, tokenizer)}, [HAYSTACK], [16], "small")
+    with pytest.raises(ValueError, match=r"the tokenizer doesn't know the texts: .* are '\[UNK\]'"):
+        perplexity.evaluate({"it": (language, tokenizer)}, ["\u4e00\u4e8c \u4e09"], [16], "it")
+    with pytest.raises(ValueError, match="texts has input_ids from .* ids 0 to 19"):
+        Embedder(stock("bert", vocab_size=20), tokenizer)([HAYSTACK[:20]])
+    with pytest.raises(ValueError, match="the tokenizer doesn't know the texts"):
+        Embedder(model, tokenizer)(["\u4e00\u4e8c \u4e09"])
+
+
 def test_facts_without_room(tokenizer):
     with pytest.raises(SystemExit, match="--lengths 40: a fact takes up to .* leaves none for a document"):
         needles.needles(tokenizer, HAYSTACK, 40, 4, random.Random(0))

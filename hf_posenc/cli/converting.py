@@ -141,8 +141,9 @@ def _distilled(
     with tempfile.TemporaryDirectory() as folder:
         calibrated, made = Path(folder, "calibrated"), Path(folder, "trained")
         write(converted, original, calibrated)
-        command = [sys.executable, str(script), "--model_name_or_path", str(calibrated), "--teacher", original.name]
-        command += ["--train_file", str(texts), "--text_column", column, "--max_train_steps", str(steps)]
+        command = [sys.executable, str(script), "--model_name_or_path", str(calibrated), "--max_train_steps", str(steps)]
+        # With "=", since a name may begin with a dash.
+        command += [f"--teacher={original.name}", f"--train_file={texts}", f"--text_column={column}"]
         if usable is not None:
             command += ["--text_length", str(min(TEXT_LENGTH, usable))]
             command += ["--long_text_length", str(max_length)] if max_length is not None and max_length > usable else []

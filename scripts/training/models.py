@@ -147,8 +147,7 @@ def longer(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -
         return f"set --position_encoding and --model_max_length {length}"
     for method in METHODS:
         try:
-            with torch.random.fork_rng(devices=[]):
-                hf_posenc.extend(model, length, method)
+            hf_posenc.extend(model, length, method)
         except ValueError:
             continue
         name = arguments.model_name_or_path
