@@ -861,7 +861,7 @@ def test_copies_of_modules_have_files_of_their_own():
     assert {name for name in saved if saved.count(name) > 1} == set()
 
 
-MEASURING = {"retrieval", "scores", "questions", "plots", "explorer", "tokenizer_files", "text_files", "terminals"}
+MEASURING = {"retrieval", "scores", "questions", "plots", "explorer", "tokenizer_files", "text_files", "terminals", "saving"}
 """Modules that scripts and commands share; they know nothing of how models are patched."""
 
 

@@ -466,8 +466,8 @@ def test_bad_paths(tmp_path):
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
-    def half(figure, path, **options):
-        Path(path).write_text("half")
+    def half(figure, file, **options):
+        file.write(b"half")
         raise OSError("no space left")
 
     file = tmp_path / "a.png"
