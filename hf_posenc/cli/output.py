@@ -27,7 +27,7 @@ def _reserve(context: typer.Context, as_json: bool) -> bool:
 
 @contextlib.contextmanager
 def _reserved_stdout() -> Iterator[None]:
-    """Keeps standard output for documents. What else this process, its libraries, or its children print goes to standard error."""
+    """Keeps standard output for documents. What this process, its libraries, or its children print goes to standard error."""
     with contextlib.ExitStack() as ending:
         reserved = sys.stdout
         try:
