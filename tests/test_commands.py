@@ -7,6 +7,7 @@ the models and files of `models`, under the names that they have there.
 import inspect
 import io
 import json
+import math
 import os
 import random
 import re
@@ -25,10 +26,11 @@ from transformers import AutoTokenizer, BertTokenizer
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import ROOT, stock
+from conftest import ROOT, run_python, stock
 from hf_posenc import terminals
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_settings, given_where
+from hf_posenc.cli.output import Output
 
 GROUP = typer.main.get_command(app)
 
@@ -132,8 +134,11 @@ def label(parameter):
         for example in EXAMPLES
     ],
 )
-def test_its_examples(workplace, example):
-    """Run as they stand; where --json is known, with it as well: standard output is one JSON document then."""
+def test_its_examples(workplace, example, monkeypatch):
+    """Run as they stand; where --json is known, with it as well: standard output is one JSON document then, whatever else is
+    printed meanwhile."""
+    document = Output.document
+    monkeypatch.setattr(Output, "document", lambda out, values: print("[x] a library's words") or document(out, values))
     words = shlex.split(example)[1:]
     made = words[words.index("--output-dir") + 1] if "--output-dir" in words else None
     ways = [words]
@@ -144,11 +149,82 @@ def test_its_examples(workplace, example):
         os.chdir(workplace.parent / folder)
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
-        printed, _ = invoke(given)
+        printed, beside = invoke(given)
         if "--json" in given:
-            json.loads(printed)
+            json.loads(printed, parse_constant=pytest.fail)
+            assert "a library's words" in beside
         assert made is None or os.path.isfile(os.path.join(made, "config.json"))
         assert "--output" not in given or os.path.getsize(given[given.index("--output") + 1])
+
+
+WRITTEN = """
+import math, os, subprocess, sys
+from hf_posenc import catalog
+from hf_posenc.cli import app
+
+entries = catalog.entries
+
+def noisy():
+    print("printed")
+    os.write(1, b"written\\n")
+    subprocess.run(["echo", "by a child"])
+    return entries()
+
+catalog.entries = noisy
+app(sys.argv[1:])
+"""
+
+
+def test_only_the_document_is_on_standard_output():
+    """In a process of its own, what goes around Python's sys.stdout as well."""
+    assert "rope" in json.loads(run_python(WRITTEN, "list", "--json"))
+
+
+def test_a_document_has_no_nan(capsys):
+    Output(True).document({"loss": math.nan, "ratio": (1.0, math.inf)})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"loss": None, "ratio": [1.0, "inf"]}
+
+
+CODE = """print("code of a checkpoint")
+from transformers import BertConfig, BertModel
+class OddConfig(BertConfig):
+    model_type = "odd"
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path, monkeypatch):
+    """A model whose classes come with it, in the current folder."""
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text(
+        json.dumps({"model_type": "odd", "auto_map": {"AutoConfig": "odd.OddConfig"}})
+    )
+    (tmp_path / "odd" / "odd.py").write_text(CODE)
+    (tmp_path / "my.txt").write_text("one\ntwo")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "inspect odd --json",
+        "patch odd alibi --output-dir new --json",
+        "convert odd alibi --texts my.txt --output-dir new --json",
+        "unpatch odd --output-dir new --json",
+        "extend odd --no-limit --output-dir new --json",
+        "eval odd --texts my.txt --json",
+        "bench odd --json",
+        "push odd me/odd --json",
+        "card odd",
+        "plot attention odd --texts my.txt --output new.png",
+    ],
+)
+def test_nothing_asks_without_a_terminal(foreign, line, monkeypatch):
+    """Whether to run a checkpoint's code, for which Transformers prompts."""
+    monkeypatch.setattr("builtins.input", lambda *prompt: pytest.fail("asked"))
+    printed, said = invoke(shlex.split(line), code=1)
+    assert not printed and "Error:" in said and "execute custom code" in said and "hf-posenc --import MODULE" in said
+    assert "checkpoint" not in said and not os.path.exists("new")
 
 
 def flags(name):

@@ -6,9 +6,11 @@ commands), `completing` (what the Tab key offers), `output` (text or JSON), `fol
 They are named listing, patching, …: modules `patch` and `inspect` would hide a public function and a standard module.
 """
 
+import contextlib
 import importlib
 import pkgutil
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 try:
@@ -21,6 +23,7 @@ except ImportError as error:
 
 from huggingface_hub.errors import HTTPError  # of the HTTP library that huggingface_hub uses
 from safetensors import SafetensorError
+from transformers import dynamic_module_utils
 
 import hf_posenc
 from hf_posenc import terminals
@@ -29,6 +32,32 @@ console = Console(soft_wrap=True)
 EXPECTED = (ValueError, OSError, ImportError, HTTPError, SafetensorError)
 """Raised by bad input, missing extras, a full disk or an unreachable Hub. Anything else is a bug and gets a traceback."""
 DEBUG = "--debug"
+FOREIGN_CODE = "execute custom code"
+"""What Transformers' error for a checkpoint with code of its own says."""
+
+
+@contextlib.contextmanager
+def asking_on_a_terminal() -> Iterator[None]:
+    """Without a terminal, Transformers refuses a checkpoint's code instead of asking whether to run it."""
+    before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    if sys.stdin is None or not sys.stdin.isatty():
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
+
+
+def _hint(error: str) -> str:
+    """What to do about an error on the command line, where it isn't what to do in Python."""
+    if "import the module that defines" in error:
+        return " (here: hf-posenc --import MODULE …)"
+    if FOREIGN_CODE in error:
+        return (
+            " (here: run the command on a terminal, which asks first; or hf-posenc --import MODULE …, with a module that "
+            "registers the model's classes)"
+        )
+    return ""
 
 
 class Group(TyperGroup):
@@ -40,14 +69,15 @@ class Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with asking_on_a_terminal():
+                return super().invoke(ctx)
         except BrokenPipeError:  # `hf-posenc list | head`: typer ends without a word
             raise
         except EXPECTED as error:
             if ctx.params.get("debug"):
                 raise
-            hint = " (here: hf-posenc --import MODULE …)" if "import the module that defines" in str(error) else ""
-            Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] {escape(str(error))}{hint}", highlight=False)
+            said = f"[bold red]Error:[/] {escape(str(error) + _hint(str(error)))}"
+            Console(stderr=True, soft_wrap=True).print(said, highlight=False)
             raise typer.Exit(1) from None
         except Exception as error:
             option = getattr(error, "option_name", None)  # of an option that the subcommand hasn't

@@ -1,13 +1,52 @@
 """What a command prints: text, or with --json one JSON document on standard output and every message on standard error."""
 
+import contextlib
 import json
-from typing import Annotated, Any
+import os
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document; messages go to standard error.")]
+from hf_posenc.diagnostics.result import plain
+
+_RESERVED: ContextVar[TextIO | None] = ContextVar("reserved", default=None)
+"""What documents are written to; None for standard output."""
+
+
+def _reserve(context: typer.Context, as_json: bool) -> bool:
+    """Reserves standard output until the command ends."""
+    if as_json and not context.resilient_parsing:
+        context.with_resource(_reserved_stdout())
+    return as_json
+
+
+@contextlib.contextmanager
+def _reserved_stdout() -> Iterator[None]:
+    """Keeps standard output for documents. What this process, its libraries, or its children print goes to standard error."""
+    with contextlib.ExitStack() as ending:
+        reserved = sys.stdout
+        try:
+            stdout, stderr = sys.stdout.fileno(), sys.stderr.fileno()
+        except (OSError, ValueError):  # a file in memory, which children don't have
+            pass
+        else:
+            sys.stdout.flush()
+            reserved = ending.enter_context(os.fdopen(os.dup(stdout), "w", encoding=sys.stdout.encoding))
+            ending.callback(os.dup2, reserved.fileno(), stdout)
+            os.dup2(stderr, stdout)
+        ending.enter_context(contextlib.redirect_stdout(sys.stderr))
+        ending.callback(_RESERVED.reset, _RESERVED.set(reserved))
+        yield
+
+
+AsJson = Annotated[
+    bool, typer.Option("--json", callback=_reserve, help="Print one JSON document; messages go to standard error.")
+]
 
 
 class Output:
@@ -30,4 +69,4 @@ class Output:
     def document(self, values: Any) -> None:
         """The result as JSON; nothing without --json. Once for each run of a command, at its end."""
         if self.as_json:
-            print(json.dumps(values, indent=2))
+            print(json.dumps(plain(values), indent=2, allow_nan=False), file=_RESERVED.get(), flush=True)

@@ -33,7 +33,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and dicts alone, as JSON has them."""
-        values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        values = {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {NAME: type(self).__name__, **values}
 
     def to_json(self) -> str:
@@ -67,13 +67,14 @@ class Result:
         raise NotImplementedError
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """The value for JSON, which has no NaN and no infinity: None, "inf" and "-inf"."""
     if isinstance(value, Tensor):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: plain(each) for name, each in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else "inf" if value > 0 else "-inf"
     return value
