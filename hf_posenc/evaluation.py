@@ -114,9 +114,10 @@ def checked_evaluation(evaluation: Any) -> dict[str, Any]:
     - command: the command line that trained the model.
     - training: `steps`, and `datasets`, each with a `name` and, for a dataset on the Hub, its `id`.
     - results: one entry per measured value: `model` (a name), `this` (whether it is the card's own model; the tables show
-      the others for comparison), `task`, `dataset`, `metric`, `value`, and optionally `interval` (95 %: low, high), `length`
-      (of the input, in `unit`; "tokens" by default), `count` (number of queries or examples) and `seeds` (of the runs averaged in the value). A result's
-      dataset may have a `task_id`, the name of the task in a benchmark on the Hub (see `result_files`).
+      the others for comparison), `task`, `dataset`, `metric`, `value`, and optionally `interval` (95%: low, high), `length`
+      (of the input, in `unit`; "tokens" by default), `count` (number of queries or examples) and `seeds` (of the runs
+      averaged in the value). A result's dataset may have a `task_id`, the name of the task in a benchmark on the Hub (see
+      `result_files`).
     - notes: sentences shown below the tables.
 
     Raises:
