@@ -10,7 +10,6 @@ Shapes: N queries, M documents, G groups.
 """
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -109,7 +108,7 @@ def ranked(similarity: Tensor, right: Sequence[int] | None = None, groups: Seque
     targets = np.arange(count) if right is None else _one_each("right", right, count)
     if right is not None:
         for query, target in enumerate(targets.tolist()):
-            if isinstance(target, bool) or not isinstance(target, numbers.Integral) or not 0 <= target < documents:
+            if isinstance(target, bool) or not isinstance(target, int) or not 0 <= target < documents:
                 allowed = f"the index of a document, an integer from 0 to {documents - 1}"
                 raise ValueError(f"right[{query}] is {target!r}. Allowed: {allowed}.")
     own = values[np.arange(count), targets.astype(int)][:, None]

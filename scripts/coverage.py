@@ -126,7 +126,7 @@ def ours(drawn: np.ndarray) -> Intervals:
     groups = np.arange(drawn.shape[-1])
     if drawn.ndim == 2:
         return np.array([scores.share(row, groups)[1] for row in drawn])
-    return np.array([scores.difference(*rows, groups)[1] for rows in zip(*drawn, strict=True)])
+    return np.array([scores.difference(one, other, groups)[1] for one, other in zip(*drawn, strict=True)])
 
 
 def true_mean(draw: Draw, random: np.random.Generator) -> float:

@@ -1,14 +1,17 @@
 """generalise.py: tasks, runs that differ in the encoding alone, studies that resume, and what their figures say."""
 
+import io
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 import generalise
 from conftest import ROOT
@@ -225,6 +228,8 @@ def test_labels_tell_encodings_apart():
         (["--encodings", "robe"], "did you mean 'rope'"),
         (["--encodings", '{"type": "rope"'], "delimiter"),
         (["--encodings", "rope_2d"], "can have none of them"),
+        (["--learning_rate", "nan"], "'nan': allowed is a number above 0"),
+        (["--learning_rate", "-1"], "'-1': allowed is a number above 0"),
         (["--report_only"], "no finished run"),
         (["--import", "no_such_module"], "no_such_module"),
     ],
@@ -268,6 +273,25 @@ def test_means_and_intervals_by_hand():
     assert mean.mean == pytest.approx(0.3) and mean.half == pytest.approx(0.6573, abs=1e-4) and mean.shown() == "0.30 ± 0.66"
     infinite = results.mean("lm", "t5", 4, "perplexity")
     assert infinite.mean == math.inf and infinite.half is None and infinite.shown() == "inf"
+
+
+def test_runs_that_diverge_are_marked():
+    """Outputs of NaN are wrong answers, whatever token comes first; the table says which runs they are of."""
+
+    class Ruined(torch.nn.Module):
+        def forward(self, input_ids, use_cache=None):
+            return SimpleNamespace(logits=torch.full((*input_ids.shape, 5), math.nan))
+
+    ids = torch.zeros(3, 4, dtype=torch.long)
+    assert runs.measured(Ruined(), ids, ids) == {"exact": 0.0, "tokens": 0.0, "loss": None}
+    made = study_by_hand({"copy": {"t5": {4: [0.1, 0.2, 0.6]}, "rope": {4: [0.1, 0.2, 0.6]}}})
+    made.records["copy", "t5", 1]["scores"]["4"]["loss"] = None
+    made.records["copy", "t5", 2]["losses"] = [1.0, None]
+    assert (made.diverged("copy", "t5"), made.diverged("copy", "rope")) == (2, 0)
+    text = io.StringIO()
+    Console(file=text, width=140).print(report.tables(made)[0])
+    shown = " ".join(text.getvalue().split())
+    assert "t5 (2 runs diverged)" in shown and "not corrected for multiple comparisons" in shown
 
 
 def test_verdict_by_hand():

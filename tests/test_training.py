@@ -34,7 +34,7 @@ from transformers import (
 import hf_posenc
 import train_clm
 from conftest import BERT, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, WORDS, randomize, slow, stock, suits
-from training import checkpoints, data, flags
+from training import checkpoints, data, flags, loop
 from training import models as training_models
 
 CLOSE = dict(rel=1e-4, abs=1e-5)
@@ -492,6 +492,19 @@ def test_weights_that_are_not_finite_are_not_written(tiny, tmp_path, launch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("metrics", [{"eval_f1": 0.5, "eval_loss": math.nan}, {"eval_f1": math.inf, "eval_loss": 0.5}])
+def test_metrics_are_all_finite(metrics, tmp_path):
+    """Classes are predicted from outputs of NaN as well, so F1, by which the best model is chosen, may be finite."""
+    task = SimpleNamespace(evaluate=lambda *_: metrics, best_by="eval_f1", greater_is_better=True)
+    run = object.__new__(loop.Run)
+    run.accelerator, run.task, run.progress, run.output_dir = None, task, loop.Progress(step=3), tmp_path
+    run.model = torch.nn.Linear(1, 1)
+    name = next(name for name, value in metrics.items() if not math.isfinite(value))
+    with pytest.raises(SystemExit, match=f"{name} is {metrics[name]} at step 3: lower --learning_rate, .* nothing was saved"):
+        run._evaluate(None)
+    assert not run.progress.evaluations
+
+
 def test_an_evaluation_that_is_not_finite(tiny, tmp_path, launch):
     (tmp_path / "validation.txt").write_text("w55 " * 9 + "\nw1 w2 w3")
     arguments = line_with_a_ruined_token(tiny, tmp_path, 3e38, None)
@@ -511,6 +524,11 @@ def test_flags_refused(tiny, tmp_path, capsys):
         "--streaming --max_train_steps 5 --checkpointing_steps epoch": "a stream has no known epochs",
         "--streaming --max_train_steps 5 --validation_split_percentage 5": "a stream doesn't have",
         "--learning_rate nan": "--learning_rate nan is no positive number",
+        "--learning_rate 3e38": "--learning_rate 3e+38 is above 3.4e+37, so AdamW's steps overflow",
+        "--weight_decay nan": "'nan': allowed is a number from 0 on",
+        "--weight_decay -1": "'-1': allowed is a number from 0 on",
+        "--seed 1.5": "'1.5': allowed is an integer from 0 to 2^32 - 1",
+        f"--seed {10**400}": "allowed is an integer from 0 to 2^32 - 1",
         "--max_grad_norm 0": "--max_grad_norm 0.0 is no positive number",
         "--with_tracking --report_to wandbb": "--report_to wandbb: installed here is",
         "--resume_from_checkpoint nowhere": "--resume_from_checkpoint nowhere: there is no complete checkpoint",

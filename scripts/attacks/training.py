@@ -71,7 +71,9 @@ def folder() -> Path:
     """A tiny BERT with its tokenizer, and rows with texts and labels."""
     made = Path(new_folder())
     (made / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
-    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, max_position_embeddings=16)
+    sizes: dict[str, Any] = dict(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, max_position_embeddings=16
+    )
     model = randomized(BertForMaskedLM(BertConfig(vocab_size=5 + len(WORDS), **sizes)))
     model.save_pretrained(made / "bert")
     BertTokenizer(str(made / "vocab.txt")).save_pretrained(made / "bert")
@@ -117,7 +119,8 @@ def started(script: str, argv: list[str], log: Path) -> int:
                 main(argv)
                 status = 0
             except SystemExit as error:
-                print(error.code if isinstance(error.code, str) else "", flush=True)
+                sys.stdout.flush()
+                print(f"\n{error.code}" if isinstance(error.code, str) else "", file=sys.stderr)
                 status = 0 if not error.code else 1
             except BaseException as error:
                 sys.excepthook(type(error), error, error.__traceback__)

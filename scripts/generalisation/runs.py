@@ -191,8 +191,8 @@ def negative_log_likelihood(logits: Tensor, wanted: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, head: str = CAUSAL) -> dict[str, float | None]:
-    """Scores of the answers; in a decoder's each token is predicted from the right ones before it. NaN outputs
-    are wrong.
+    """Scores of the answers; in a decoder's each token is predicted from the right ones before it. Outputs
+    of NaN are wrong.
 
     exact: the part of rows whose answer has no wrong token, which is what greedy decoding would get right, too.
     tokens: the part of right tokens. loss: in nats per token; None if it isn't finite.

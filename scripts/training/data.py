@@ -119,6 +119,8 @@ def _loaded(shown: str, *what: Any, **how: Any) -> Any:
         return load_dataset(*what, **how)
     except (DatasetGenerationError, OSError, ValueError) as error:
         raise SystemExit(f"{shown} can't be read: {error.__cause__ or error}") from None
+    except StopIteration:  # of the reader of JSON
+        raise SystemExit(f"{shown} has no rows. Give a file with one row or more.") from None
 
 
 class Cut:

@@ -24,6 +24,8 @@ from training import checkpoints
 
 DEFAULT_TEXT_LENGTH = 512
 """Tokens that texts are cut to if the model has no limit."""
+LARGEST_RATE = torch.finfo(torch.float32).max / 10
+"""AdamW multiplies the rate of its first step by 10 (1 / (1 - beta1))."""
 TEXT_LENGTH_HELP = (
     f"tokens that texts are cut to; default: the model's usable length, or {DEFAULT_TEXT_LENGTH} where it has no limit"
 )
@@ -194,6 +196,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         f"--max_grad_norm {parsed.max_grad_norm} is no positive number": not parsed.max_grad_norm > 0,
         f"--learning_rate {parsed.learning_rate} is no positive number": not 0 < parsed.learning_rate < math.inf,
     }
+    if LARGEST_RATE < parsed.learning_rate < math.inf:
+        parser.error(f"--learning_rate {parsed.learning_rate} is above {LARGEST_RATE:.2g}, so AdamW's steps overflow: lower it")
     for message, wrong in together.items():
         if wrong:
             parser.error(message)
