@@ -15,7 +15,8 @@ from statistics import NormalDist
 import numpy as np
 from tqdm.auto import tqdm
 
-from hf_posenc import scores
+from hf_posenc import scores, terminals
+from hf_posenc.saving import write_text
 
 COUNTS = (10, 20, 50, 150)
 RESAMPLES = 2000
@@ -173,8 +174,9 @@ def main() -> None:
     text = report(arguments.trials)
     print(text, end="")
     if arguments.output_file:
-        arguments.output_file.write_text(text, encoding="utf-8")
+        write_text(arguments.output_file, text)
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

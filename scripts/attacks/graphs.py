@@ -5,6 +5,7 @@ From 256 keys on an untraced CPU takes other kernels than a traced graph, so len
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def cases(settings: Settings) -> Iterator[Case]:
             for length in (SHORT, LONG):
                 yield Case(f"compiled at {length}", host, encoding, no_grad(compiled, host, encoding, length))
         for encoding in taken(("alibi", "rope", "shaw") if host != "bert" else ()):
-            yield Case("compiled, training", host, encoding, lambda host=host, encoding=encoding: trained(host, encoding))
+            yield Case("compiled, training", host, encoding, partial(trained, host, encoding))
     for host in ("gpt2", "llama"):
         for encoding in taken(FEW):
             for name, make in CACHES.items():

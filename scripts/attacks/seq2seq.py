@@ -16,7 +16,7 @@ from attacks.cases import Case, Comparison, Settings, no_grad
 from attacks.subjects import ITSELF, VOCABULARY, padded, patched, tokens
 from hosts.tiny import randomized
 
-BUCKETS = dict(num_buckets=8, max_distance=12)
+BUCKETS: dict[str, Any] = dict(num_buckets=8, max_distance=12)
 SIZES: dict[str, Any] = dict(
     d_model=32,
     d_kv=8,

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer
 
 from attacks.cases import Case, Comparison, Refused, Settings, new_folder
+from hf_posenc.tokenizer_files import required_tokenizer
 from hosts.tiny import randomized
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -183,7 +184,7 @@ def ruined(script: str, value: float) -> Iterator[Comparison]:
         model.bert.embeddings.word_embeddings.weight[6:20] = value
     broken = Path(new_folder())
     model.save_pretrained(broken)
-    BertTokenizer.from_pretrained(folder() / "bert").save_pretrained(broken)
+    required_tokenizer(str(folder() / "bert")).save_pretrained(broken)
     yield from refused(script, lambda output: line(script, output, broken))
 
 
