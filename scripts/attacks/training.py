@@ -199,10 +199,12 @@ def refused(script: str, argv: Callable[[Path], list[str]]) -> Iterator[Comparis
     output = Path(new_folder()) / "out"
     status, said = finished(script, argv(output), output.with_suffix(".log"))
     weights = [*output.glob("model*.safetensors")]
+    # Progress bars are drawn again when they are closed.
+    last = [line for line in said.splitlines() if line.strip() and "%|" not in line][-1]
     if status == 1 and not weights and "Traceback" not in said:
-        raise Refused(said.strip().splitlines()[-1])
+        raise Refused(last)
     if status:
-        yield f"status {status}, {len(weights)} files of weights: {said.strip().splitlines()[-1]}", "a message and no model"
+        yield f"status {status}, {len(weights)} files of weights: {last}", "a message and no model"
         return
     finite = all(bool(tensor.isfinite().all()) for file in weights for tensor in load_file(file).values())
     yield finite and "NaN" not in (output / RECORDS[script]).read_text(), True
