@@ -1,6 +1,8 @@
 """The page of `hf-posenc explore`: its forms, what it shows, its errors, and all of it in a real browser."""
 
 import contextlib
+import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -9,9 +11,13 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
+from types import SimpleNamespace
 
+import httpx
+import psutil
 import pytest
-from huggingface_hub import SpaceCard
+from huggingface_hub import SpaceCard, constants
 from packaging.requirements import Requirement
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -24,7 +30,9 @@ from hf_posenc.encodings import canonical, checked_value, encoding_class
 from hosts import tiny
 
 gradio = pytest.importorskip("gradio")
-from hf_posenc.explorer import encodings, forms, models, serving  # noqa: E402
+from hf_posenc.encodings import building  # noqa: E402
+from hf_posenc.explorer import budget, encodings, fields, forms, gate, models, serving, work  # noqa: E402
+from hf_posenc.explorer.budget import GIB, Budget, Limits, Refused  # noqa: E402
 from hf_posenc.explorer.encodings import Sizes  # noqa: E402
 
 SMALL = Sizes(length=12, hidden_size=32, num_attention_heads=4)
@@ -161,28 +169,387 @@ def test_models_on_texts(folders):
     assert [axis.get_title() for axis in found["attention"].axes if axis.get_title()] == ["minilm", "minilm (2)"]
 
 
+def measured(*names, encoding=None, texts="", **limits):
+    return list(models.shown([*names], encoding, texts, False, Limits(**limits)))
+
+
 @pytest.mark.parametrize(
-    ("name", "limit", "words"),
+    ("name", "limits", "words"),
     [
-        ("", None, "no model is named: give a folder"),
-        ("./nowhere", None, "there is no folder ./nowhere"),
-        ("{}/gpt2", 1000, r"/gpt2 has [\d,]+ parameters, and this page takes models of up to 1,000: take a smaller one"),
+        ("", {}, "No model is named. Enter a local path or a Hub ID"),
+        ("./nowhere", {}, "There is no folder ./nowhere. Enter"),
+        ("x" * 300, {}, "The model has 300 characters. Up to 256 are allowed."),
+        ("{}/gpt2", {"max_parameters": 1000}, r"/gpt2 has [\d,]+ parameters and buffer values. .* up to 1,000. Choose"),
+        ("{}/gpt2", {"model": Budget(2**16, 9)}, "needs about [0-9]+ MiB of memory. A request can use up to 0 MiB. Choose"),
     ],
 )
-def test_models_that_are_refused(folders, name, limit, words):
+def test_models_that_are_refused(folders, name, limits, words):
     with pytest.raises(ValueError, match=words):
-        models.load(name.format(folders), **{"max_parameters": limit} if limit else {})
+        measured(name.format(folders), **limits)
 
 
-def test_a_model_too_large_is_not_read(folders, tmp_path):
-    shutil.copy(folders / "gpt2" / "config.json", tmp_path)  # without weights
-    with pytest.raises(ValueError, match="takes models of up to 10"):
-        models.load(str(tmp_path), 10)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"n_layer": 10**6}, "n_layer=1,000,000. This page accepts up to 256"),
+        ({"model_type": "gpt_neo", "max_position_embeddings": 2**16}, "parameters and buffer values"),  # a mask of 4 GiB
+        ({"vocab_size": 10**8}, "parameters and buffer values"),
+        ({"n_head": 2**9, "n_embd": 2**9, "n_layer": 255, "vocab_size": 9}, "needs about [0-9.]+ GiB of memory"),
+    ],
+)
+def test_a_model_too_large_is_not_built(folders, tmp_path, monkeypatch, settings, words):
+    config = json.loads((folders / "gpt2" / "config.json").read_text()) | settings
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(models, "load", None)
+    with pytest.raises(Refused, match=words):
+        measured(str(tmp_path))
+
+
+def test_measurements_in_pictures(folders):
+    found = dict(measured(str(folders / "gpt2"), encoding={"type": "alibi"}))
+    assert [*found] == ["reports", "probing 0", "probing 1", "numbers"]
+    assert found["probing 1"].startswith("data:image/png;base64,") and found["reports"].startswith("gpt2\n")
 
 
 def test_models_that_read_no_text(folders):
     with pytest.raises(ValueError, match="ViTModel reads no tokens"):
         list(models.measured([models.load(str(folders / "vit"))], []))
+
+
+# Models of the Hub.
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc", "/nowhere", ".", "..", "~", "./x", "a/b/c", "a--b", "{}/gpt2", "", "-x", "C:\\x", "\0"]
+)
+def test_a_public_page_takes_no_paths(folders, name):
+    with pytest.raises(ValueError, match="^This page accepts Hub IDs only. Enter the ID of a public model"):
+        measured(name.format(folders), hub_only=True)
+
+
+@pytest.fixture
+def hub(folders, monkeypatch, tmp_path):
+    """A Hub with the files of gpt2 under any name. sizes: what it says of them. fetched: what was asked for."""
+    found = SimpleNamespace(sizes={path.name: path.stat().st_size for path in (folders / "gpt2").iterdir()}, fetched=[])
+
+    def info(name, files_metadata, token):
+        assert files_metadata and token is False
+        return SimpleNamespace(sha="0", siblings=[SimpleNamespace(rfilename=k, size=v) for k, v in found.sizes.items()])
+
+    def download(name, file, revision, local_dir, token):
+        assert token is False
+        found.fetched.append(file)
+        shutil.copy(folders / "gpt2" / file, local_dir)
+
+    monkeypatch.setattr(models, "model_info", info)
+    monkeypatch.setattr(models, "hf_hub_download", download)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
+    monkeypatch.setattr(models.tempfile, "tempdir", str(tmp_path))
+    return found
+
+
+def test_a_public_page_fetches_what_it_measures(hub):
+    hub.sizes |= {"adapter_config.json": 1, "onnx/model.onnx": 10**12, "pytorch_model.bin": 10**12, "x.py": 1}
+    assert dict(measured("me/gpt2", hub_only=True))["reports"].startswith("gpt2\n")
+    assert sorted(hub.fetched) == ["config.json", "model.safetensors"] and constants.HF_HUB_OFFLINE
+
+
+def test_a_public_page_fetches_no_large_files(hub):
+    hub.sizes["model.safetensors"] = 7 * GIB
+    with pytest.raises(Refused, match="The files of me/gpt2 needs about 7.0 GiB of memory. A request can use up to 6.0 GiB"):
+        measured("me/gpt2", hub_only=True)
+    assert not hub.fetched
+
+
+def test_errors_name_no_folder_of_a_public_page(hub, tmp_path):
+    del hub.sizes["config.json"]
+    with pytest.raises(ValueError, match="me/gpt2") as raised:
+        measured("me/gpt2", hub_only=True)
+    assert str(tmp_path) not in str(raised.value)
+
+
+# Budgets.
+
+
+def drawn(encoding, sizes=SMALL, memory=GIB):
+    return next(encodings.shown(encoding, sizes, False, Budget(memory, 60)))
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        {"type": "deberta", "max_distance": 262144},
+        {"type": "shaw", "max_distance": 2**20},
+        {"type": "rope+deberta", "deberta__max_distance": 262144},
+    ],
+    ids=lambda each: each["type"],
+)
+def test_an_encoding_too_large_is_not_built(monkeypatch, encoding):
+    monkeypatch.setattr(building, "with_values", None)
+    with pytest.raises(ValueError, match="values of memory, and at most 16777216 are allowed: choose smaller options"):
+        drawn(encoding, Sizes())
+
+
+def test_pictures_of_encodings():
+    found = drawn({"type": "alibi"})
+    assert [*found] == ["figures", "facts", "numbers", "code"] and [*found["figures"]] == ["bias", "decay"]
+    assert all(figure.startswith("data:image/png;base64,") for figure in found["figures"].values())
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [("x" * 10_001, "have 10,001 characters. Up to 10,000 are allowed."), ("x\n" * 17, "There are 17 texts. Up to 16")],
+)
+def test_texts_beyond_the_limits(texts, words):
+    with pytest.raises(Refused, match=words):
+        budget.checked_texts(texts)
+    assert budget.checked_texts(" a \n\n b") == ["a", "b"]
+
+
+@pytest.mark.parametrize("written", [["x"], {"path": "/etc/passwd"}, 3])
+def test_fields_hold_text(written):
+    with pytest.raises(Refused, match="The encoding must be text, not "):
+        budget.checked_field("The encoding", written)
+
+
+def test_a_long_option_is_an_error_with_words():
+    (field,) = (field for field in forms.fields("sinusoidal") if field.option == "base")
+    with pytest.raises(gradio.Error, match="base has 300 characters"):
+        fields._written(field, {"type": "sinusoidal"}, "[" * 300)
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Requests run in forks of this process, which start at once and see what a test has replaced."""
+    monkeypatch.setattr(work, "_context", partial(multiprocessing.get_context, "fork"))
+    yield
+    assert not multiprocessing.active_children()
+
+
+def raises(error):
+    raise error
+
+
+WIDE = Budget(GIB, 60)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "given", "words"),
+    [
+        (time.sleep, 60, Budget(GIB, 0.3), "took longer than 0.3 seconds and was stopped. Choose smaller"),
+        (bytearray, GIB, Budget(GIB // 4, 60), "needed more than 0.2 GiB of memory and was stopped. Choose smaller"),
+        (os._exit, 9, WIDE, r"ended early \(exit code 9\), probably for lack of memory. Choose"),
+        (raises, ValueError("base=1: no"), WIDE, "^base=1: no$"),
+        (raises, OSError(), WIDE, "^OSError without a message. Choose"),
+        (raises, MemoryError(), WIDE, "needed more than 1.0 GiB"),
+        (raises, KeyError(), WIDE, "^An unexpected error occurred: KeyError: . Please report it"),
+    ],
+)
+def test_a_spent_budget_and_errors_have_words(forked, function, argument, given, words):
+    with pytest.raises(Refused, match=words):
+        list(work.results(function, argument, budget=given))
+
+
+def test_results_of_work(forked):
+    assert list(work.results(range, 3, budget=WIDE)) == [0, 1, 2]
+    some = work.results(range, 3, budget=WIDE)
+    assert next(some) == 0
+    some.close()
+    began = time.monotonic()
+    assert list(work.results(time.sleep, 60, budget=WIDE, left=lambda: True)) == [] and time.monotonic() - began < 5
+
+
+def test_files_of_a_request_are_limited_and_removed(forked, tmp_path, monkeypatch):
+    monkeypatch.setattr(work.tempfile, "tempdir", str(tmp_path))
+    written = "import tempfile; open(tempfile.mkdtemp() + '/x', 'wb').write(bytes(2**22))"
+    assert list(work.results(lambda code: exec(code) or [1], written, budget=WIDE)) == [1]
+    with pytest.raises(Refused, match="File too large"):
+        list(work.results(lambda code: exec(code) or [1], written, budget=Budget(2**21, 60)))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_script_without_a_guard(monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(RuntimeError, match='Call serve.. only under if __name__ == "__main__"'):
+        work.prepare()
+
+
+# Visitors.
+
+
+@contextlib.contextmanager
+def served(*command, **environment):
+    """The address of the page that a command serves, which is ended afterwards."""
+    settings = {"stdout": subprocess.PIPE, "text": True, "env": {**os.environ, **environment}, "cwd": ROOT}
+    with subprocess.Popen([sys.executable, *command], **settings) as process:
+        try:
+            yield re.search(r"http://\S+/", process.stdout.readline())[0]
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def address():
+    """Served by the example of the command's help, at a free port."""
+    (example,) = re.findall(r"\[bold\]hf-posenc (.*)\[/\]", get_command(app).commands["explore"].help)
+    with served("-m", "hf_posenc.cli", *example.replace("--port 8000", "--port 0").split()) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def here(address):
+    with httpx.Client(base_url=address, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("GET", f"/gradio_api/file={path}") for path in ("/etc/passwd", "/nowhere")),
+        *(("GET", path) for path in ("/gradio_api/proxy=https://x.hf.space", "/monitoring", "/gradio_api/upload_progress")),
+        *(
+            ("POST", f"/gradio_api/{path}")
+            for path in ("upload", "run/0", "call/draw", "component_server", "cancel", "run/predict")
+        ),
+        ("PUT", "/"),
+    ],
+)
+def test_a_page_offers_nothing_else(here, method, path):
+    found = here.request(method, path, files={"files": ("x", b"x")} if method == "POST" else None)
+    assert found.status_code == 403 and found.text == f"This page doesn't offer {method} on this path. Open it in a browser."
+
+
+def test_a_large_request(here):
+    found = here.post("/gradio_api/queue/join", content=b" " * 300_000)
+    assert found.status_code == 413 and "300,000 bytes. Up to 262,144 are allowed" in found.text
+    assert here.post("/gradio_api/queue/join", content=iter([b" "])).status_code == 411
+
+
+def join(client, session, event, *values):
+    """Enter an event of the page into its queue. event: what triggers it, and a number of its inputs."""
+    dependencies = client.get("/config").json()["dependencies"]
+    (number, *_) = (
+        each["id"]
+        for each in dependencies
+        if any(target[1] == event for target in each["targets"]) and len(each["inputs"]) == len(values) and each["backend_fn"]
+    )
+    body = {"data": [*values], "fn_index": number, "session_hash": session}
+    return client.post("/gradio_api/queue/join", json=body)
+
+
+def answers(client, session):
+    """The outputs of a session's events, until the last one."""
+    with client.stream("GET", "/gradio_api/queue/data", params={"session_hash": session}) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: ") and (message := json.loads(line[6:]))["msg"] == "process_completed":
+                yield message
+            elif "close_stream" in line:
+                return
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "/nowhere", "http://127.0.0.1/x"])
+def test_inputs_are_no_files(here, path):
+    found = join(here, "files", "submit", {"path": path, "meta": {"_type": "gradio.FileData"}}, "nothing", None, "", "", False)
+    assert found.status_code == 400 and found.text.startswith("The inputs of this page are texts, numbers, and choices.")
+    assert here.post("/gradio_api/queue/join", content="[" * 10_000).status_code == 400
+
+
+DRAWN = (None, False, 16, 32, 4, next(iter(fields.CAUSAL)))
+
+
+def test_a_visitor_sees_an_encoding(here):
+    assert join(here, "one", "load", *DRAWN).status_code == 200
+    (answer,) = answers(here, "one")
+    assert answer["success"] and "data:image/png;base64," in str(answer["output"])
+
+
+@pytest.mark.parametrize(
+    ("event", "values"),
+    [
+        ("load", (None, False, 10**6, 32, 4, DRAWN[-1])),
+        ("load", (None, False, 16, 32, 4, "nothing")),
+        ("load", (None, False, 16, 33, 4, DRAWN[-1])),
+        *(("submit", (path, "nothing", None, "", "", False)) for path in ("/etc", "/nowhere", "", "x/y/z")),
+        ("submit", ("x", "nothing", None, "", "y" * 20_000, False)),
+    ],
+)
+def test_every_error_has_words(here, event, values):
+    session = f"errors {event} {str(values)[:90]}"
+    assert join(here, session, event, *values).status_code == 200
+    (answer,) = answers(here, session)
+    said = str(answer["output"].get("error") or answer["output"].get("data"))
+    assert re.search(r"[A-Z'\"][^.]+ (is|are|has|have|accepts|must|no|not|exceed)\b", said), answer
+
+
+def test_visitors_who_leave(monkeypatch):
+    monkeypatch.setattr(gate, "GRACE", 0.05)
+    visitors = gate.Visitors()
+    left, other = visitors.left("one"), visitors.left("other")
+    visitors.enter("one")
+    visitors.enter("one")
+    visitors.leave("one")
+    time.sleep(0.06)
+    assert not left() and other()
+    visitors.leave("one")
+    assert not left()
+    time.sleep(0.06)
+    assert left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connects", [True, False], ids=["leaves", "never comes"])
+def test_work_ends_when_the_visitor_leaves(folders, connects):
+    code = "from hf_posenc import explorer\nif __name__ == '__main__':\n"
+    code += "    page = explorer.serve(port=0, block=False); print(page.local_url, flush=True); page.block_thread()"
+    with served("-c", code) as found, httpx.Client(base_url=found, timeout=60) as client:
+        (server,) = (each for each in psutil.Process().children() if code in each.cmdline())
+
+        def wait_for(working, seconds=30):
+            """Until there are a forkserver, its resource tracker and, if working, a request."""
+            end = time.monotonic() + seconds
+            while (len(server.children(recursive=True)) > 2) != working:
+                assert time.monotonic() < end, server.children(recursive=True)
+                time.sleep(0.02)
+
+        (answer,) = join(client, "first", "load", *DRAWN) and answers(client, "first")
+        wait_for(False)
+        long = (str(folders / "minilm"), "nothing", None, "", "\n".join(["many words of this"] * 16), False)
+        assert join(client, "long", "submit", *long).status_code == 200
+        if connects:
+            with client.stream("GET", "/gradio_api/queue/data", params={"session_hash": "long"}) as stream:
+                next(stream.iter_lines())
+                wait_for(True)
+        else:
+            wait_for(True)
+        wait_for(False, gate.GRACE + 3)
+
+
+@pytest.mark.parametrize(
+    ("host", "environment", "public"),
+    [
+        (None, {}, False),
+        ("127.0.0.2", {}, False),
+        ("::1", {}, False),
+        ("localhost", {}, False),
+        ("0.0.0.0", {}, True),
+        ("::", {}, True),
+        ("example.org", {}, True),
+        (None, {"GRADIO_SERVER_NAME": "0.0.0.0"}, True),
+        (None, {"SPACE_ID": "me/x"}, True),
+    ],
+)
+def test_pages_that_others_reach(monkeypatch, host, environment, public):
+    for name in ("GRADIO_SERVER_NAME", "SPACE_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert serving._is_public(host) == public
+
+
+@pytest.mark.parametrize("limit", ["max_parameters", "max_memory", "max_seconds"])
+def test_limits_are_above_zero(limit):
+    with pytest.raises(ValueError, match=f"{limit}=0 is not allowed. Give a number above 0."):
+        serving.serve(**{limit: 0})
 
 
 # Serving.
@@ -228,25 +595,6 @@ QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "-
 PATIENCE = 60_000
 """In milliseconds: how long a browser waits for what it should see on a busy machine."""
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
-
-
-@contextlib.contextmanager
-def served(*command, **environment):
-    """The address of the page that a command serves, which is ended afterwards."""
-    settings = {"stdout": subprocess.PIPE, "text": True, "env": {**os.environ, **environment}, "cwd": ROOT}
-    with subprocess.Popen([sys.executable, *command], **settings) as process:
-        try:
-            yield re.search(r"http://\S+/", process.stdout.readline())[0]
-        finally:
-            process.kill()
-
-
-@pytest.fixture(scope="module")
-def address():
-    """Served by the example of the command's help, at a free port."""
-    (example,) = re.findall(r"\[bold\]hf-posenc (.*)\[/\]", get_command(app).commands["explore"].help)
-    with served("-m", "hf_posenc.cli", *example.replace("--port 8000", "--port 0").split()) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +706,7 @@ def test_a_model_and_what_is_beside_it(tab, folders):
     tab.get_by_label("another model").check()
     tab.locator("#other input, #other textarea").fill(str(folders / "nothing"))
     measure.click()
-    tab.get_by_text(f"there is no folder {folders / 'nothing'}").wait_for()
+    tab.get_by_text(f"There is no folder {folders / 'nothing'}").wait_for()
     sees(tab)
 
 

@@ -69,7 +69,7 @@ class Limits:
 
     max_parameters: int = MAX_PARAMETERS
     model: Budget = field(default_factory=lambda: Budget(6 * GIB, 300))
-    drawing: Budget = field(default_factory=lambda: Budget(GIB // 2, 30))
+    drawing: Budget = field(default_factory=lambda: Budget(GIB, 60))
     hub_only: bool = False
 
 

@@ -17,8 +17,8 @@ from hf_posenc.plots.drawn import label
 
 FIGURES = ("decay", "bias", "vectors", "waves", "similarity")
 """The kinds of figures, as `hf_posenc.plots` names them, in the order in which they are shown."""
-BYTES = 32
-"""The memory that a value of an encoding takes in a drawing: it is built three times in float32, and copied in float64."""
+BYTES = 64
+"""The memory that a drawing reserves for each value of an encoding: three copies in float32, the rest in float64."""
 LARGEST_MAP = 48
 """Number of positions of the maps of heads at most: more can't be told apart on a page."""
 

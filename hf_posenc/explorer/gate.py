@@ -1,5 +1,6 @@
 """What a visitor can request from the server of the page, and which visitors are connected."""
 
+import json
 import re
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ READ = re.compile(
     rf"|/(static|assets|svelte)/.*|/pwa_icon/\d+|/gradio_api/heartbeat/\w+|{STREAM}"
 )
 """The paths that a page of Gradio without files, accounts, and named endpoints reads."""
-WRITTEN = re.compile(r"/gradio_api/(queue/join|reset)/?")
+WRITTEN = re.compile(r"/gradio_api/queue/join")
 
 
 class Visitors:
@@ -50,7 +51,8 @@ class Visitors:
 
 class Gate:
     """An ASGI middleware. It answers 403 to all but the requests of the page itself: uploads, files, proxies, direct calls.
-    It answers 413 to large requests and 411 to those that don't declare their size. It tells `visitors` who is connected."""
+    It answers 400 to inputs that refer to files or URLs, which Gradio would look for, 413 to large requests, and 411 to those
+    that don't declare their size. It tells `visitors` who is connected."""
 
     def __init__(self, app: Any, visitors: Visitors) -> None:
         self.app, self.visitors = app, visitors
@@ -61,10 +63,14 @@ class Gate:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
         if refusal := _refusal(scope):
-            status, words = refusal
-            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            return await send({"type": "http.response.body", "body": words.encode()})
+            return await _answer(send, *refusal)
+        if scope["method"] == "POST":
+            body = await _body(receive)
+            if not _plain(body):
+                return await _answer(
+                    send, 400, "The inputs of this page are texts, numbers, and choices. Open it in a browser."
+                )
+            return await self.app(scope, _again(body, receive), send)
         if scope["path"] != STREAM:
             return await self.app(scope, receive, send)
         session = parse_qs(scope["query_string"].decode("latin-1")).get("session_hash", [""])[0]
@@ -87,3 +93,37 @@ def _refusal(scope: Any) -> tuple[int, str] | None:
     if int(size) > MAX_BODY:
         return 413, f"The request has {int(size):,} bytes. Up to {MAX_BODY:,} are allowed. Enter a shorter text."
     return None
+
+
+async def _answer(send: Any, status: int, words: str) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": words.encode()})
+
+
+async def _body(receive: Any) -> bytes:
+    body, message = b"", {"more_body": True}
+    while message.get("more_body"):
+        message = await receive()
+        body += message.get("body", b"")
+    return body
+
+
+def _plain(body: bytes) -> bool:
+    """Whether a request is a JSON object whose inputs are neither objects nor lists."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    inputs = given.get("data") if isinstance(given, dict) else None
+    return isinstance(inputs, list) and not any(isinstance(each, dict | list) for each in inputs)
+
+
+def _again(body: bytes, receive: Any) -> Callable[[], Any]:
+    """`receive` of a request whose body was read."""
+    messages = [{"type": "http.request", "body": body}]
+
+    async def again() -> Any:
+        return messages.pop() if messages else await receive()
+
+    return again

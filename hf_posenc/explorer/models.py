@@ -93,7 +93,7 @@ def shown(names: list[str], encoding: Encoding | None, written: str, dark: bool,
         words = str(error)
         for name, place in places.items():
             words = words.replace(place, name)
-        raise ValueError(words) from error
+        raise Refused(words) from error
 
 
 def _local(name: str) -> str:

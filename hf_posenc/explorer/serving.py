@@ -40,7 +40,7 @@ def serve(
     port: by default 7860 or a free one after it; 0 for any free one. browser: whether a browser is opened.
 
     max_parameters: the maximum number of values in a model's parameters and buffers. max_memory, max_seconds: the budget of a
-    measurement of models, in GiB and seconds; by default 6 and 300. A figure of an encoding has 0.5 GiB and 30 seconds.
+    measurement of models, in GiB and seconds; by default 6 and 300. A figure of an encoding has 1 GiB and 60 seconds.
 
     hub_only: whether models are named by Hub ID only. By default True in a Space, and for a host that other machines reach.
 
