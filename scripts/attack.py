@@ -45,6 +45,7 @@ FAMILIES = (
     "stalls",
     "seq2seq",
     "graphs",
+    "speech",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6

@@ -135,9 +135,7 @@ def in_onnx(host: str, encoding: str) -> Iterator[Comparison]:
     it.model.config.use_cache = False
     _, ids, mask = batch(SHORT)
     given = {"input_ids": ids, "attention_mask": mask}
-    program = torch.onnx.export(
-        it.model, kwargs=given, dynamo=True, dynamic_shapes=dict.fromkeys(given, OPEN), verbose=False
-    )
+    program = torch.onnx.export(it.model, kwargs=given, dynamo=True, dynamic_shapes=dict.fromkeys(given, OPEN), verbose=False)
     file = os.path.join(new_folder(), "model.onnx")
     program.save(file)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
