@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from hf_posenc import attention, injection, written_out
 from hf_posenc.calls import Call, argument_names, flattens_ids
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
-from hf_posenc.positions import ForwardPass, follow_masking, see_images, see_patches
+from hf_posenc.positions import ForwardPass, follow_masking, see_frames, see_images, see_patches
 from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens_aside
 from hf_posenc.sources.source import is_transformers
 from hf_posenc.spec import PositionSpec
@@ -90,6 +90,8 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         for source in structure.tellers_of_cells:
             see = partial(see_images, argument_names(source.module))
             source.module.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
+        for module in structure.around_layers:
+            module.register_forward_pre_hook(partial(see_frames, argument_names(module)), with_kwargs=True, prepend=True)
     for module in stack.modules():
         if hasattr(module, "random_masking"):
             module.random_masking = partial(follow_masking, module.random_masking)

@@ -235,6 +235,14 @@ class PosEncModelMixin(EncodingModelMixin):
         make = getattr(super(), "create_masks_for_generate", masking_utils.create_masks_for_generate)
         return make(config, inputs_embeds, attention_mask, past_key_values, **kwargs)
 
+    def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the host, by its model type: Transformers puts `decoder_start_token_id` before the prompts of every model but
+        Whisper and Donut."""
+        config, twin = copy.copy(self.config), copy.copy(self)
+        vars(config)["model_type"] = self.host_class.config_class.model_type  # type: ignore[attr-defined]
+        twin.config = config
+        return super(PosEncModelMixin, twin)._prepare_decoder_input_ids_for_generation(*args, **kwargs)  # type: ignore[misc]
+
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Raises ValueError: the host's table, which this would make anew, isn't used."""
         raise ValueError(

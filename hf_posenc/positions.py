@@ -288,6 +288,14 @@ def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: d
         context.cells = ids[None]
 
 
+def see_frames(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Pre-hook of a module that the layers of a stack of sounds lie in: tells the context of this forward pass which frames are
+    padding. The mask that the stack is called with is one of samples or features."""
+    mask, context = Call(names, args, kwargs)["attention_mask"], CURRENT.context
+    if context is not None and isinstance(mask, Tensor) and mask.ndim == 2:
+        context.shown = mask
+
+
 def _images(call: Call) -> tuple[int, ...]:
     """The number of patches of each image, or frame of a video, that are packed in one row of tokens."""
     given = (call[name] for name in ("grid_thw", "image_grid_hw", "target_sizes"))

@@ -96,6 +96,14 @@ class Structure:
         taking = (each for each in self.sources if each.verb == "rotate" and "position_ids" in argument_names(each.module))
         return tuple(taking) if self.tokens is None else ()
 
+    @property
+    def around_layers(self) -> tuple[nn.Module, ...]:
+        """The modules within the stack that its layers lie in, outermost first, where they are given a mask of their inputs."""
+        rows = _rows(self.modules, self.attentions)
+        paths = [path for path in self.modules if path and any(row.startswith(f"{path}.") for row in rows)]
+        modules = (self.stack.get_submodule(path) for path in sorted(paths))
+        return tuple(module for module in modules if "attention_mask" in argument_names(module))
+
     @functools.cached_property
     def axes(self) -> int:
         """How many coordinates a token has: of a patch as many as the convolution that cuts it out. Of patches that lie by

@@ -48,6 +48,7 @@ FAMILIES = (
     "training",
     "seq2seq",
     "graphs",
+    "speech",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6

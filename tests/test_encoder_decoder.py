@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, StaticCache
 
 import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, slow, tokens
@@ -417,6 +417,16 @@ def test_whisper(whisper, tmp_path):
 
 
 some_pairs = pytest.mark.parametrize("pair", ["bart", "t5", "umt5"])
+
+
+@torch.no_grad()
+def test_whispers_own_prompts(whisper):
+    """Transformers puts `decoder_start_token_id` before prompts that begin otherwise, unless config.model_type is "whisper"."""
+    features = torch.randn(1, 5, 28, generator=torch.Generator().manual_seed(3))
+    given = dict(decoder_input_ids=torch.tensor([[4, 9, 11]]), max_new_tokens=4, min_new_tokens=4)
+    model = hf_posenc.patch(whisper, "learned", init="host")
+    assert_equal(GenerationMixin.generate(model, features, **given), GenerationMixin.generate(whisper, features, **given))
+    assert model.config.model_type == "posenc-whisper"
 
 
 def states_of(model):

@@ -38,6 +38,7 @@ class PositionContext:
     images: number of tokens of each of several images that are packed in one row. Each has positions of its own.
     chosen: `[B, K]`, the positions of the patches that are left, where others were taken out.
     cut: number of images, or frames of videos, that were cut into patches in this forward pass.
+    shown: `[B, L]`, which frames of a batch of sounds aren't padding, where the host makes that mask of the sounds' own.
     windows: whether attentions may see a part of the tokens, as those of a window, which are then counted by themselves.
     newest: `[1 or B, L]`, the positions that tell the length of a text, where those of this context don't: of the new tokens in
         a context of all keys (`for_keys`), of the other stack's states in one of cross-attention; else None.
@@ -59,6 +60,7 @@ class PositionContext:
     cells: Tensor | None = None
     images: tuple[int, ...] = ()
     chosen: Tensor | None = None
+    shown: Tensor | None = None
     windows: bool = False
     cut: int = 1
     newest: Tensor | None = None
@@ -109,6 +111,9 @@ class PositionContext:
             if len(self.images) > 1:
                 packed = torch.cat([torch.arange(count, device=device) for count in self.images])[None]
                 return replace(placed, positions=packed, keys=packed)
+            if self.shown is not None and not self.grid and (shown := _pooled(self.shown, length - beside)) is not None:
+                positions, start = positions_of(length - beside, self.past, shown, device)
+                return replace(placed, positions=positions, start=start)
             return placed
 
         context = self.cached(("placed", length, device), make)
@@ -296,6 +301,12 @@ def length_of(tokens: int, position_ids: Tensor | None, limit: int) -> int:
     if position_ids.device.type != "cpu" and tokens <= limit:
         return tokens
     return int(position_ids.max()) + 1
+
+
+def _pooled(shown: Tensor, length: int) -> Tensor | None:
+    """A mask `[B, L]` of as many frames, or of tokens that are each made of several of them (SEW); None for another number."""
+    frames = shown.shape[1] // length if length else 1
+    return shown[:, frames - 1 :: frames][:, :length] if frames and shown.shape[1] // frames == length else None
 
 
 def last_of(positions: Tensor) -> Tensor:

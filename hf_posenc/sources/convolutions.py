@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.calls import attributes_read
+from hf_posenc.encodings.context import context_for
 from hf_posenc.sources.source import HostRefused, Silenced, Source, replace
 
 CLASS = re.compile(r"positional_?conv", re.IGNORECASE)
@@ -93,7 +94,7 @@ class SilencedConvolution(Silenced):
         length = answered(self.sizes, hidden_states.shape[self.token_axis])
         vectors = None
         if self.adds_vectors and "embed" in stack.posenc.acts_by():
-            vectors = stack.posenc("embed", torch.arange(length, device=hidden_states.device)[None])
+            vectors = stack.posenc("embed", context_for(self).placed(length, hidden_states.device).positions)
         if vectors is None:
             vectors = hidden_states.new_zeros(()).expand(1, length, self.width)
         vectors = vectors if self.token_axis == 1 else vectors.transpose(1, 2)
