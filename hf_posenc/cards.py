@@ -13,12 +13,13 @@ import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import modeling
 from hf_posenc.encodings import encoding_class
-from hf_posenc.evaluation import EVALUATION, checked_evaluation, metric_name, read_json, shown_length, table_key
+from hf_posenc.evaluation import EVALUATION, checked_evaluation, metric_name, shown_length, table_key
 from hf_posenc.inspection import Report, inspect
+from hf_posenc.saved_files import explained, load_config, read_json
 from hf_posenc.scores import UNCORRECTED
 from hf_posenc.spec import HUB_ID
 from hf_posenc.structure import is_patched
@@ -107,9 +108,9 @@ def model_card(
 
 def _without_weights(folder: str | os.PathLike[str]) -> PreTrainedModel:
     """A model on the meta device, with the head that its config names."""
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     cls: Any = architecture(config)
-    with torch.device("meta"):
+    with torch.device("meta"), explained(f"the model of {folder}"):
         return cls._from_config(config) if cls else AutoModel.from_config(config)
 
 

@@ -3,11 +3,9 @@
 The model card and push_to_hub read the file; the training scripts write it. docs/sharing.md has an example.
 """
 
-import json
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -16,8 +14,6 @@ from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 EVALUATION = "evaluation.json"
 LARGEST = 2**63 - 1
 """The largest integer that other programs read."""
-DIGITS = 400
-"""Integers in a file with more digits than this are beyond any float, and are read as infinite."""
 
 
 class Entry(NamedTuple):
@@ -77,33 +73,6 @@ RESULT = {
     "count": COUNT,
     "seeds": Entry("a list of integers from 0 to 2^63 - 1", lambda value: _is_list(value, lambda seed: _is_integer(seed, 0))),
 }
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises ValueError if it can't be read."""
-    try:
-        return parsed_json(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read as JSON: {error}") from None
-
-
-def parsed_json(text: str) -> Any:
-    """Raises ValueError for a text that isn't valid JSON, is nested too deeply, or has an entry twice in one object."""
-
-    def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"an object has the entry {max(names, key=names.count)!r} twice")
-        return found
-
-    def integer(digits: str) -> int | float:
-        return int(digits) if len(digits) <= DIGITS else float(digits)
-
-    try:
-        return json.loads(text, object_pairs_hook=entries, parse_int=integer)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def checked_evaluation(evaluation: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """push_to_hub: weights, config, code, tokenizer, card, evaluation and figures in one commit."""
 
-import copy
 import json
 import logging
 import os
@@ -29,10 +28,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc import leaks, saving
 from hf_posenc.cards import SIGNATURE, model_card, user_classes
 from hf_posenc.commits import Api, Change, commit_id
-from hf_posenc.evaluation import EVALUATION, checked_evaluation, read_json, result_files
+from hf_posenc.evaluation import EVALUATION, checked_evaluation, result_files
 from hf_posenc.inspection import inspect
 from hf_posenc.repositories import base_metadata, earlier_push, ensure_branch, merged
 from hf_posenc.retries import Requests
+from hf_posenc.saved_files import read_json
+from hf_posenc.tokenizer_files import copied
 
 IMAGES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def push_to_hub(
         except SafetensorError as error:  # what safetensors makes of a full disk
             raise OSError(f"the model can't be saved in {folder}: {error}") from error
         if tokenizer is not None:
-            tokenizer = copy.deepcopy(tokenizer)
+            tokenizer = copied(tokenizer)
             tokenizer.model_max_length = report.model_max_length
             tokenizer.save_pretrained(folder)
         texts = {} if evaluation is None else {EVALUATION: json.dumps(evaluation, indent=2), **result_files(evaluation)}

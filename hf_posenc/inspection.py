@@ -1,7 +1,6 @@
 """`inspect`: a report on how a model knows word order."""
 
 import copy
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,14 +10,15 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
 from hf_posenc import attention, structure
 from hf_posenc.embedding import PositionEmbedding
-from hf_posenc.encodings import options_of, portable, without_values
+from hf_posenc.encodings import options_of, portable, shown, without_values
 from hf_posenc.patching import holds_a_model
+from hf_posenc.saved_files import explained, load_config, read_config, read_json_object
 from hf_posenc.sources import HostRefused
 from hf_posenc.spec import Calibration, lost_within
 
@@ -169,17 +169,18 @@ def _unwrapped(module: nn.Module) -> PreTrainedModel:
 def without_weights(source: Any) -> PreTrainedModel:
     """The model of a config, a folder or a Hub id, on the meta device: of this thread alone, in contrast to Accelerate's
     `init_empty_weights`."""
+    whose: Any = "this config"
     if isinstance(source, (str, os.PathLike)):
-        found, _ = PreTrainedConfig.get_config_dict(source)
-        if not found:
+        whose = source
+        if not read_config(source):
             adapter = find_adapter_config_file(str(source))
             if adapter is None:
                 raise ValueError(f"{source} has no {CONFIG_NAME}: give the folder or Hub id of a saved model")
-            source = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        source = AutoConfig.from_pretrained(source)
+            source = _base_of(Path(adapter))
+        source = load_config(source)
     if not isinstance(source, PreTrainedConfig):
         raise ValueError(f"a model is needed, or the config, folder or Hub id of one, not {source!r}")
-    with torch.device("meta"), without_values():
+    with torch.device("meta"), without_values(), explained(f"the model of {whose}"):
         if type(source) in MODEL_MAPPING:
             return AutoModel.from_config(source)
         # EncoderDecoderModel and its like are in no list of the Auto classes.
@@ -187,6 +188,17 @@ def without_weights(source: Any) -> PreTrainedModel:
         if built is None:
             raise ValueError(f"no class of Transformers is known for {type(source).__name__}: give the model itself")
         return built(source)
+
+
+def _base_of(adapter: Path) -> str:
+    """The model that an adapter's config names: a Hub id, or a directory."""
+    base = read_json_object(adapter).get("base_model_name_or_path")
+    if not isinstance(base, str) or os.path.exists(base) and not os.path.isdir(base):
+        raise ValueError(
+            f"{adapter} has base_model_name_or_path={shown(base)}: allowed is a Hub id or a directory. Restore the file, or "
+            "inspect the base model"
+        )
+    return base
 
 
 def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:

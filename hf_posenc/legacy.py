@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import auto_factory
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, has_file
 
@@ -19,6 +19,7 @@ from hf_posenc import structure, transfer
 from hf_posenc.checkpoints import EncodingModelMixin
 from hf_posenc.encodings import encoding_class, shown
 from hf_posenc.modeling import derive
+from hf_posenc.saved_files import load_config, read_config
 from hf_posenc.sources import HostRefused
 from hf_posenc.spec import LENGTH_FIELD, V4_RELATIVE, PositionSpec
 
@@ -92,14 +93,14 @@ def from_v4(
         "cache_dir": cache_dir,
         "local_files_only": local_files_only,
     }
-    kind = _checked_kind(path_or_id, PreTrainedConfig.get_config_dict(path_or_id, subfolder=subfolder, **source)[0])
+    kind = _checked_kind(path_or_id, read_config(path_or_id, subfolder=subfolder, **source))
     files = [os.path.join(subfolder, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
     if not any(has_file(path_or_id, file, **source) for file in files):
         raise ValueError(
             f"{path_or_id} has no {SAFE_WEIGHTS_NAME}, and other weights are pickles, which can run any code: convert it with "
             "Transformers v4, by from_pretrained and save_pretrained (Transformers 5 would drop the vectors of distances)"
         )
-    config = AutoConfig.from_pretrained(path_or_id, subfolder=subfolder, **source)
+    config = load_config(path_or_id, subfolder=subfolder, **source)
     host = _model_class(auto_class, config)
     cls = derive(host)
     _make_absolute(config)

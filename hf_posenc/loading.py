@@ -5,10 +5,9 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from hf_posenc import spec as specs
 from hf_posenc.encodings import shown
+from hf_posenc.saved_files import read_config
 from hf_posenc.spec import PositionSpec
 from hf_posenc.transfer import stock_config
 
@@ -73,7 +72,7 @@ def _described(cls: Any, path: Any, source: dict[str, Any]) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    saved, _ = PreTrainedConfig.get_config_dict(path, **source)
+    saved = read_config(path, **source)
     stock = cls.host_class.config_class
     encoding = saved.get("position_encoding")
     if isinstance(encoding, dict) and encoding.get("submodel") and not _is_patched(cls, saved):

@@ -18,6 +18,7 @@ from hf_posenc.sources.source import is_transformers
 from hf_posenc.spec import PLACEMENT, PositionSpec
 from hf_posenc.structure import find_all, is_patched
 from hf_posenc.structure import submodel as submodel_of
+from hf_posenc.tokenizer_files import copied
 from hf_posenc.transfer import refuse_wrapped, to_derived, to_stock
 
 M = TypeVar("M", bound=nn.Module)
@@ -179,7 +180,7 @@ def changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedMod
     twin, holder = copy.copy(outer), copy.copy(first)
     holder._modules = {**first._modules, "model": model}
     twin._modules = {**outer._modules, next(iter(outer._modules)): holder}
-    holder.processor = copy.deepcopy(first.processor)
+    holder.processor = copied(first.processor)
     if isinstance(model, PosEncModelMixin):
         usable = next(stack.posenc.geometry.max_length for stack in model.modules() if is_patched(stack))
         holder.max_seq_length = VERY_LARGE_INTEGER if usable is None else usable

@@ -1,5 +1,7 @@
 """The tokenizer saved with a model: the only place where one is loaded, and whether it fits the model and its texts."""
 
+import copy
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,6 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import has_file
+
+from hf_posenc.saved_files import check_there
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -26,6 +32,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     Raises ValueError for files that can't be loaded or that have no vocabulary. Transformers makes a tokenizer without
     a vocabulary instead, whose every token is unknown.
     """
+    check_there(name)
     if gguf_file is None and not any(has_file(name, file) for file in TOKENIZER_FILES):
         return None
     try:
@@ -36,6 +43,41 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
         raise ValueError(f"{name} has a tokenizer that can't be loaded: {error}") from error
     check_tokenizer(tokenizer, name)
     return tokenizer
+
+
+def copied(tokenizer: Any) -> Any:
+    """A copy of a tokenizer or a processor to save with another model, without references to code elsewhere; None for None.
+
+    With `trust_remote_code=True`, code that an `auto_map` names would run. A class that isn't Transformers' own names its code
+    when it is saved.
+    """
+    twin = copy.deepcopy(tokenizer)
+    for part in (twin, *(getattr(twin, name, None) for name in getattr(type(twin), "get_attributes", list)())):
+        drop_foreign_code(part, "tokenizer")
+    return twin
+
+
+def drop_foreign_code(saved: Any, what: str) -> None:
+    """Remove the `auto_map` of an object that is saved as a config: a tokenizer, a part of a processor, a model's config."""
+    dropped: dict[str, None] = {}
+    for place in (getattr(saved, "__dict__", {}), getattr(saved, "init_kwargs", None) or {}):
+        for name in ("auto_map", "_auto_map"):
+            dropped |= dict.fromkeys(_references(place.pop(name, None)))
+    if dropped:
+        logger.warning(
+            "The %s's auto_map refers to code that isn't saved with it (%s). The copy doesn't refer to it.",
+            what,
+            ", ".join(dropped),
+        )
+
+
+def _references(auto_map: Any) -> list[str]:
+    """The classes that an `auto_map` names."""
+    if isinstance(auto_map, dict):
+        return [name for value in auto_map.values() for name in _references(value)]
+    if isinstance(auto_map, (list, tuple)):
+        return [name for value in auto_map for name in _references(value)]
+    return [str(auto_map)] if auto_map else []
 
 
 def required_tokenizer(name: str, gguf_file: str | None = None) -> Any:

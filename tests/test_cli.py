@@ -1,6 +1,8 @@
 """The command line: thin over the API, errors in a line, nothing half written."""
 
+import functools
 import json
+import math
 import os
 import re
 import shlex
@@ -262,6 +264,13 @@ def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_pat
         ),
         *(("rope", ("--option", f"{name}=3"), f"has no option '{name}'") for name in ("model", "encoding", "keep_host")),
         ("{type: rope}", (), "is no JSON"),
+        ('{"type":' * 50_000, (), "is no JSON: it is nested too deeply"),
+        ('{"type": "rope", "theta": 3, "theta": 4}', (), "has the entry 'theta' twice"),
+        *(
+            ("rope", (f"--{flag}", f"{name}{value}"), words)
+            for flag, name in (("option", "theta="), ("where", ""), ("layers", ""))
+            for value, words in (("[" * 100_000, "is nested too deeply"), ("9" * 5_000, "is an integer with too many digits"))
+        ),
         ('{"theta": 3}', (), "a position encoding is a name or a dict"),
         ("alibi", ("--inject", "every_layer"), "'alibi' makes none"),
         ("sinusoidal", ("--inject", "output"), "inject='output'"),
@@ -304,6 +313,69 @@ def test_patch_hands_where_on(folders, tmp_path, monkeypatch, text, given):
     assert json.loads(error.partition("Error: ")[2]) == given
 
 
+@pytest.mark.parametrize("name", ["nothing/of/this/name", "./nothing", "/nothing", "a file", "a link"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("inspect",),
+        ("patch", "alibi", "--output-dir", "new"),
+        ("convert", "alibi", "--texts", "my.txt", "--output-dir", "new"),
+        ("unpatch", "--output-dir", "new"),
+        ("extend", "--no-limit", "--output-dir", "new"),
+        ("eval", "--texts", "my.txt"),
+        ("bench",),
+        ("push", "me/x"),
+        ("plot attention", "--texts", "my.txt", "--output", "new.png"),
+    ],
+    ids=lambda line: line[0],
+)
+def test_a_directory_that_does_not_exist(tmp_path, monkeypatch, line, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("a b\n" * 30)
+    os.mkfifo("a file")
+    os.symlink("nothing", "a link")
+    command, *others = line
+    words = "isn't a directory" if name == "a file" else f"the directory '{name.removeprefix('./')}' doesn't exist"
+    error = " ".join(run(*command.split(), name, *others, code=1).split()).replace("'./", "'")
+    assert f"{words}. Give the directory of a saved model, or its id on the Hub" in error
+    assert "Repo id" not in error and not os.path.exists("new")
+
+
+def test_a_pipe_among_the_files_of_a_model(folders, tmp_path):
+    shutil.copytree(folders / "bert", tmp_path / "model")
+    (tmp_path / "model" / "config.json").unlink()
+    os.mkfifo(tmp_path / "model" / "config.json")
+    assert "config.json isn't a regular file. Remove it" in run("inspect", tmp_path / "model", code=1)
+
+
+def test_code_elsewhere_is_not_named_by_the_copy(folders, tmp_path, caplog):
+    """Neither by the tokenizer nor by the config of a model without an encoding, whose classes are Transformers' own."""
+    shutil.copytree(folders / "bert", tmp_path / "model")
+    for name, key in (("tokenizer_config.json", "AutoTokenizer"), ("config.json", "AutoModel")):
+        values = json.loads((tmp_path / "model" / name).read_text())
+        values["auto_map"] = {key: ["someone/else--code.Odd", None]} if "Tok" in key else {key: "someone/else--code.Model"}
+        (tmp_path / "model" / name).write_text(json.dumps(values))
+    for line in (("patch", "alibi"), ("extend", "--max-length", 48, "--method", "linear")):
+        caplog.clear()
+        run(line[0], tmp_path / "model", *line[1:], "--output-dir", tmp_path / line[0])
+        assert not [file for file in (tmp_path / line[0]).iterdir() if b"someone" in file.read_bytes()]
+        assert "The tokenizer's auto_map refers to code that isn't saved with it (someone/else--code.Odd)" in caplog.text
+        assert ("The config's auto_map refers to" in caplog.text) == (line[0] == "extend")
+    assert AutoTokenizer.from_pretrained(tmp_path / "patch")("a b").input_ids == [2, 5, 6, 3]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_code_elsewhere_is_not_named_by_modules(sentences, tmp_path, caplog):
+    """Of sentence-transformers: its processor is the tokenizer."""
+    from sentence_transformers import SentenceTransformer
+
+    outer = SentenceTransformer(str(sentences), device="cpu")
+    outer.tokenizer.init_kwargs["auto_map"] = {"AutoTokenizer": ["someone/else--code.Odd", None]}
+    hf_posenc.patch(outer, "alibi").save_pretrained(str(tmp_path), create_model_card=False)
+    assert not [file for file in tmp_path.rglob("*.json") if "someone" in file.read_text()]
+    assert "(someone/else--code.Odd)" in caplog.text and "auto_map" in outer.tokenizer.init_kwargs
+
+
 def test_patch_refuses_a_patched_model(folders, tmp_path):
     assert "already" in run("patch", folders / "patched", "rope", "--output-dir", tmp_path / "new", code=1)
     assert not list(tmp_path.iterdir())
@@ -315,6 +387,75 @@ def damaged(path):
 
 def mismatched(path):
     save_file({key: value[:-1] for key, value in load_file(path).items()}, path, {"format": "pt"})
+
+
+def config(**changes):
+    return json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **changes})
+
+
+HOSTILE = {
+    "nested lists": b"[" * 100_000,
+    "nested objects": b'{"a":' * 100_000,
+    "a list": b"[]",
+    "a number": b"3",
+    "nothing": b"",
+    "a byte order mark and half an object": b"\xef\xbb\xbf{",
+    "no UTF-8": b"\xff\xfe\x00\x9c",
+    "an endless integer": b'{"model_type": ' + b"9" * 5_000 + b"}",
+    "a directory": None,
+}
+"""Contents of any JSON file."""
+CONFIGS = {
+    "nested within limits of Python": config(a=functools.reduce(lambda inner, _: {"a": inner}, range(300), {})),
+    "a text for a size": config(hidden_size="x"),
+    "NaN for a size": config(hidden_size=math.nan),
+    "infinity for a size": config(hidden_size=math.inf),
+    "no heads": config(num_attention_heads=0),
+    "a negative vocabulary": config(vocab_size=-3),
+    "an unknown model type": config(model_type=["bert"]),
+    "names that are none": config(architectures=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *(pytest.param("config.json", content, id=f"config.json: {name}") for name, content in {**HOSTILE, **CONFIGS}.items()),
+        *(
+            pytest.param(file, content, id=f"{file}: {name}")
+            for file in ("tokenizer.json", "model.safetensors.index.json")
+            for name, content in HOSTILE.items()
+            if name in ("nested lists", "a list", "no UTF-8")
+        ),
+        *(("modules.json", HOSTILE["nested lists"]), ("config_sentence_transformers.json", b"[]")),
+        *(("pytorch_model.bin", content) for content in (b"", b"\x80\x02garbage", b"PK\x03\x04", None)),
+        *(
+            ("model.safetensors", content)
+            for content in (b"", b"\xff" * 99, (9_000).to_bytes(8, "little") + b"[" * 9_000, None)
+        ),
+    ],
+)
+def test_files_that_no_library_reads(folders, tmp_path, file, content):
+    """Errors in one line, from every file of a model."""
+    model = tmp_path / "model"
+    shutil.copytree(folders / "bert", model)
+    if file in ("pytorch_model.bin", "model.safetensors.index.json"):
+        (model / "model.safetensors").unlink()
+    if file == "config_sentence_transformers.json":
+        (model / "modules.json").write_text("[]")
+    (model / file).unlink(missing_ok=True)
+    if content is None:
+        (model / file).mkdir()
+    else:
+        (model / file).write_bytes(content.encode() if isinstance(content, str) else content)
+    lines = [("patch", model, "alibi", "--output-dir", tmp_path / "new", "--json")]
+    lines += [("inspect", model)] if file == "config.json" else []
+    for line in lines:
+        error = run(*line, code=1)
+        said = error.strip().splitlines()[-1]
+        assert re.match(r"Error: .*model", said) and "Traceback" not in error and "weights_only" not in error
+        assert 40 < len(said) < 900
+        assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("damage", [damaged, mismatched, os.remove], ids=lambda damage: damage.__name__)

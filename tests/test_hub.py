@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from transformers import BertTokenizer
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from typer.testing import CliRunner
 
@@ -540,6 +541,15 @@ def test_offline_a_folder_is_written(tmp_path, monkeypatch, caplog):
     assert where == Path("model") and {"README.md", "config.json", "model.safetensors"} <= set(contents(tmp_path / "model"))
     assert "hf-posenc push model me/model --private --revision=next" in caplog.text
     assert "hf upload me/model model . --private --revision=next" in caplog.text
+
+
+def test_a_tokenizer_is_pushed_without_code_elsewhere(tmp_path, caplog):
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na")
+    tokenizer = BertTokenizer(str(tmp_path / "vocab.txt"), auto_map={"AutoTokenizer": ["someone/else--code.Odd", None]})
+    push = partial(hf_posenc.push_to_hub, patched("bert", "alibi"), "me/model", save_directory=tmp_path / "ready")
+    push(tokenizer=tokenizer)
+    assert not [file for file in (tmp_path / "ready").rglob("*.json") if "someone" in file.read_text()]
+    assert "(someone/else--code.Odd). The copy doesn't refer to it" in caplog.text and "auto_map" in tokenizer.init_kwargs
 
 
 def test_from_a_shell_offline(tmp_path, caplog):

@@ -2,13 +2,15 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, BertConfig, PreTrainedModel, RobertaConfig
+from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, PreTrainedModel, RobertaConfig
 
 import hf_posenc
 from conftest import BERT, LENGTH, VOCABULARY, assert_equal, first, stock, tokens
+from hf_posenc import tokenizer_files
 
 SIZES = {**BERT, "vocab_size": VOCABULARY}
 Model, Config = hf_posenc.PosEncBertForMaskedLM, hf_posenc.PosEncBertConfig
@@ -266,3 +268,48 @@ def test_walks_through_the_modules_do_not_grow_with_layers(host, monkeypatch):
 
     monkeypatch.setattr(torch.nn.Module, "named_modules", counted)
     assert walks_of(2) == walks_of(7) > 0
+
+
+@pytest.mark.parametrize("name", ["nothing/of/this/name", Path("nothing"), "./nothing", ""])
+@pytest.mark.parametrize(
+    "load",
+    [
+        hf_posenc.PosEncBertModel.from_pretrained,
+        lambda name: hf_posenc.PosEncBertModel.from_pretrained(name, position_encoding="alibi"),
+        hf_posenc.inspect,
+        lambda name: hf_posenc.from_v4(name, AutoModel),
+        tokenizer_files.load_tokenizer,
+        lambda name: hf_posenc.model_card(name, "me/x"),
+    ],
+    ids=["patched", "stock", "inspect", "from_v4", "tokenizer", "card"],
+)
+def test_a_directory_that_does_not_exist(load, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"the directory '.*' doesn't exist. Give the directory of a saved model, or"):
+        load(name)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"architectures": [1]}', '{"a": ' * 80 + "0" + "}" * 80])
+def test_a_config_that_is_none(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    for load in (
+        hf_posenc.PosEncBertModel.from_pretrained,
+        hf_posenc.inspect,
+        lambda name: hf_posenc.from_v4(name, AutoModel),
+        lambda name: hf_posenc.model_card(name, "me/x"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"the config.json of .* (nested|isn't the config of a model: (it holds a list|arch))"
+        ):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{}", '{"base_model_name_or_path": "FILE"}', '{"a": 1, "a": 2}'])
+def test_an_adapter_without_a_base(content, tmp_path):
+    """A file that it names isn't opened."""
+    (tmp_path / "secret").write_text("{")
+    (tmp_path / "adapter_config.json").write_text(content.replace("FILE", str(tmp_path / "secret")))
+    with pytest.raises(
+        ValueError, match=r"adapter_config.json (can't be read as JSON|holds a list|has base_model_name_or_path=)"
+    ):
+        hf_posenc.inspect(tmp_path)

@@ -584,7 +584,7 @@ def test_the_command(folder, tmp_path, kind, given):
         (("decay", "rope", "alibi", "--option", "theta=3"), "give options as JSON"),
         (("criteria", "rope"), "'rope' acts by rotate"),
         (("needle", RESULTS / "bench.json"), "no record of scripts/eval_length.py"),
-        (("bench", ROOT / "README.md"), "is no JSON"),
+        (("bench", ROOT / "README.md"), "can't be read as JSON"),
         (("lengths", ROOT / "nothing.json"), "nothing.json"),
         (("attention", "bert"), "bert is measured on texts: give a file of them as --texts"),
         (("probing", RESULTS / "bench.json"), "no result of hf_posenc.diagnostics"),

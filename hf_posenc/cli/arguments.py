@@ -1,13 +1,13 @@
 """Arguments that several commands take, and how their texts are read."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hf_posenc.cli import completing
-from hf_posenc.encodings import written_value
+from hf_posenc.encodings import shown, written_value
+from hf_posenc.saved_files import parsed_json
 from hf_posenc.spec import INJECT, WHERE
 
 LISTS = "A value may be JSON; a list is [1, 2] or 1,2."
@@ -92,6 +92,6 @@ def given_where(text: str) -> Any:
 
 def _parsed(encoding: str) -> dict[str, Any]:
     try:
-        return json.loads(encoding)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{encoding!r} is no JSON: {error}") from None
+        return parsed_json(encoding)
+    except ValueError as error:
+        raise ValueError(f"{shown(encoding)} is no JSON: {error}") from None

@@ -1,17 +1,13 @@
 """The folders that the commands read and write: a model, or one of sentence-transformers, with its tokenizer."""
 
-import contextlib
-import copy
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import cached_file, has_file
 
@@ -24,9 +20,11 @@ from hf_posenc.inspection import Report
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within
 from hf_posenc.retrieval import Embedder, pooling
+from hf_posenc.saved_files import check_there, explained, load_config, read_config, read_json_object
+from hf_posenc.sources.source import is_transformers
 from hf_posenc.spec import V4_RELATIVE
 from hf_posenc.structure import submodels_of
-from hf_posenc.tokenizer_files import check_tokenizer, load_tokenizer
+from hf_posenc.tokenizer_files import check_tokenizer, copied, drop_foreign_code, load_tokenizer
 
 SENTENCES = "config_sentence_transformers.json"
 SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
@@ -70,6 +68,7 @@ def load(model: str) -> Any:
 
     An interrupted save into its directory is completed or undone first.
     """
+    check_there(model)
     saving.recover(model)
     sentences = _load_sentences(model)
     return load_model(model) if sentences is None else sentences
@@ -80,8 +79,9 @@ def asks_for_its_own(model: str, encoding: dict[str, Any]) -> bool:
 
     Raises ValueError where it is that one with other options.
     """
+    check_there(model)
     saving.recover(model)
-    kind = PreTrainedConfig.get_config_dict(model)[0].get("position_embedding_type")
+    kind = read_config(model).get("position_embedding_type")
     if kind not in V4_RELATIVE or encoding_class(encoding.get("type")) is not encoding_class(kind):
         return False
     if encoding.keys() != {"type"} or canonical(encoding) != canonical(kind):
@@ -98,19 +98,19 @@ def load_v4(name: str, max_length: int | None) -> tuple[Original, Any]:
     if sentences is not None:
         changed = changed_within(sentences, lambda stock: _from_v4(str(stock.name_or_path), type(stock), max_length))
         return Original(name, sentences, sentences.tokenizer), changed
-    changed = _from_v4(name, architecture(AutoConfig.from_pretrained(name)) or AutoModel, max_length)
+    changed = _from_v4(name, architecture(load_config(name)) or AutoModel, max_length)
     return Original(name, None, load_tokenizer(name)), changed
 
 
 def _from_v4(model: str, cls: Any, max_length: int | None) -> PreTrainedModel:
-    with _reading_weights(model):
+    with explained(f"the weights of {model}"):
         return hf_posenc.from_v4(model, cls, max_length=max_length)
 
 
 def load_model(model: str) -> PreTrainedModel:
     """A model of Transformers with the head that its config names."""
-    cls: Any = architecture(AutoConfig.from_pretrained(model)) or AutoModel
-    with _reading_weights(model):
+    cls: Any = architecture(load_config(model)) or AutoModel
+    with explained(f"the weights of {model}"):
         return cls.from_pretrained(model)
 
 
@@ -122,25 +122,17 @@ def _load_sentences(model: str) -> Any:
         import sentence_transformers
     except ImportError:
         return None
-    about = json.loads(Path(str(cached_file(model, SENTENCES))).read_text("utf-8")) if has_file(model, SENTENCES) else {}
+    about = read_json_object(Path(str(cached_file(model, SENTENCES)))) if has_file(model, SENTENCES) else {}
     kind = about.get("model_type", SENTENCE_CLASSES[0])
     if kind not in SENTENCE_CLASSES:
         raise ValueError(
             f"{SENTENCES} of {model} has model_type {kind!r}{meant(kind, SENTENCE_CLASSES)}: allowed is "
             f"{', '.join(SENTENCE_CLASSES)}"
         )
-    with _reading_weights(model):
+    with explained(f"the weights of {model}"):
         found = getattr(sentence_transformers, kind)(model, device="cpu")
     check_tokenizer(found.tokenizer, model)
     return found
-
-
-@contextlib.contextmanager
-def _reading_weights(model: str) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, SafetensorError) as error:  # shapes that differ from the config's, a truncated file
-        raise ValueError(f"the weights of {model} don't load: {error}") from None
 
 
 def save(out: Output, changed: Any, original: Original, output_dir: Path, submodel: str | None = None) -> dict[str, Any]:
@@ -181,9 +173,12 @@ def save(out: Output, changed: Any, original: Original, output_dir: Path, submod
 def write(changed: Any, original: Original, output_dir: Path) -> Any:
     """Saves the same without a word. Returns the tokenizer as it is saved, or None."""
     sentences = _is_sentences(changed)
-    tokenizer = changed.tokenizer if sentences else copy.deepcopy(original.tokenizer)
+    tokenizer = changed.tokenizer if sentences else copied(original.tokenizer)
     if tokenizer is not None and not sentences:
         tokenizer.model_max_length = _reader(changed).model_max_length
+    inner = inner_model(changed)
+    if is_transformers(type(inner)):  # others name their own code
+        drop_foreign_code(inner.config, "config")
     with saving.replaced(output_dir, _obsolete) as folder:
         if sentences:
             changed.save_pretrained(str(folder), create_model_card=False)

@@ -10,6 +10,7 @@ from hf_posenc import saving
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import Submodel
 from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.saved_files import check_there
 
 
 @app.command("inspect")
@@ -26,6 +27,7 @@ def inspect(
 
     [bold]hf-posenc inspect openai/clip-vit-base-patch32 --submodel text_model --json[/]
     """
+    check_there(model)
     saving.recover(model)
     out, report = Output(as_json), hf_posenc.inspect(model, submodel=submodel)
     out.result(str(report))

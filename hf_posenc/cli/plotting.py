@@ -1,6 +1,5 @@
 """hf-posenc plot"""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ from hf_posenc import plots
 from hf_posenc.cli import app, console
 from hf_posenc.cli.arguments import Options, given_encoding
 from hf_posenc.plots.style import checked_path
+from hf_posenc.saved_files import read_json
 
 kinds = typer.Typer(
     no_args_is_help=True,
@@ -196,10 +196,7 @@ def bench(record: Record, output: Output, dark: Dark = False) -> None:
 
 def _read(file: Path, output: Path) -> Any:
     checked_path(output)
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not text
-        raise ValueError(f"{file} is no JSON: {error}") from None
+    return read_json(file)
 
 
 def said(output: Path) -> None:

@@ -1,6 +1,5 @@
 """hf-posenc plot: the kinds that show a model"""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ from hf_posenc.cli.plotting import Dark, Output, kinds, said
 from hf_posenc.cli.texts import read
 from hf_posenc.diagnostics import Result
 from hf_posenc.plots.style import checked_path
+from hf_posenc.saved_files import read_json
 from hf_posenc.tokenizer_files import load_tokenizer
 
 MODEL = "Folder or Hub id of a model, patched or not; or a .json file with what hf_posenc.diagnostics measured (to_json)."
@@ -130,7 +130,6 @@ def _given(model: str) -> Any:
     if file.suffix != ".json":
         return None
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        return Result.from_dict(values)
+        return Result.from_dict(read_json(file))
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no result of hf_posenc.diagnostics, as to_json writes it: {error}") from None

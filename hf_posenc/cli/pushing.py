@@ -14,6 +14,7 @@ from hf_posenc.cli.folders import load_model
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.evaluation import EVALUATION
 from hf_posenc.hub import IMAGES
+from hf_posenc.saved_files import check_there
 from hf_posenc.tokenizer_files import load_tokenizer
 
 TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vocab")
@@ -51,6 +52,7 @@ def push(
     The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN. Offline (HF_HUB_OFFLINE=1) all files are
     written to a folder, and nothing is sent.
     """
+    check_there(folder)
     saving.recover(folder)
     if (folder / "modules.json").exists():
         raise ValueError(

@@ -72,6 +72,10 @@ def written_value(text: str) -> Any:
             value = json.loads(written)
         except json.JSONDecodeError:
             continue
+        except RecursionError:
+            raise ValueError(f"{shown(text)} is nested too deeply") from None
+        except ValueError:  # Python reads no more digits
+            raise ValueError(f"{shown(text)} is an integer with too many digits") from None
         if written == text or ("," in text and all(type(each) in (int, float) for each in value)):
             return value
     return text

@@ -12,8 +12,7 @@ from typing import Any
 from huggingface_hub import constants, hf_hub_download, model_info
 from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
-from transformers import AutoModel, PreTrainedConfig
+from transformers import AutoModel
 
 from hf_posenc import diagnostics, plots
 from hf_posenc.explorer.budget import MAX_LAYERS, Budget, Limits, Refused, checked_field, checked_texts
@@ -23,6 +22,7 @@ from hf_posenc.inspection import Report, inspect, without_weights
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import patch, unpatch
 from hf_posenc.plots.drawn import label
+from hf_posenc.saved_files import explained, read_config
 from hf_posenc.sources import HostRefused
 from hf_posenc.structure import submodels_of
 from hf_posenc.tokenizer_files import load_tokenizer
@@ -142,8 +142,7 @@ def check_size(names: list[str], limits: Limits) -> None:
     """Raises ValueError for models with more parameters, layers or bytes than the limits allow. Only configs are read."""
     needed = 0
     for name in names:
-        config, _ = PreTrainedConfig.get_config_dict(name)
-        _check_layers(name, config)
+        _check_layers(name, read_config(name))
         model = without_weights(name)
         count = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
         if count > limits.max_parameters:
@@ -178,10 +177,8 @@ def load(name: str) -> Subject:
 
     name: a local path, or a Hub ID. Raises ValueError if the weights don't load, and OSError if there is no model.
     """
-    try:
+    with explained(f"the weights of {name}"):
         model = AutoModel.from_pretrained(name, trust_remote_code=False)
-    except (RuntimeError, SafetensorError) as error:
-        raise ValueError(f"The weights of {name} don't load: {error}") from None
     submodel = next(iter(submodels_of(model)), None)
     return Subject(name.rpartition("/")[2], model.eval(), load_tokenizer(name), submodel)
 

@@ -39,7 +39,7 @@ def with_padding(tokenizer: Any, name: str) -> Any:
         if tokenizer.eos_token is None:
             raise SystemExit(f"the tokenizer of {name} has neither a pad_token nor an eos_token")
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return tokenizer_files.copied(tokenizer)
 
 
 def load_model(

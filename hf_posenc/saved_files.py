@@ -1,0 +1,147 @@
+"""Reads what somebody saved: JSON files, and the configs of models. Damaged or hostile files are errors in one line."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils import validate_repo_id
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import CONFIG_NAME
+
+DIGITS = 400
+"""Integers in a file with more digits than this are beyond any float, and are read as infinite."""
+MAX_DEPTH = 64
+"""Maximum depth of a config's nesting."""
+LONGEST_ERROR = 600
+"""Maximum characters of another library's error in one of ours."""
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises ValueError if it can't be read."""
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError("it isn't a regular file")  # opening a FIFO would wait for a writer
+        return parsed_json(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read as JSON: {error}") from None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The same, of a file that holds a JSON object."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, and a JSON object is needed. Restore the file")
+    return found
+
+
+def parsed_json(text: str) -> Any:
+    """Raises ValueError for a text that isn't valid JSON, is nested too deeply, or has an entry twice in one object."""
+
+    def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"an object has the entry {max(names, key=names.count)!r} twice")
+        return found
+
+    def integer(digits: str) -> int | float:
+        return int(digits) if len(digits) <= DIGITS else float(digits)
+
+    try:
+        return json.loads(text, object_pairs_hook=entries, parse_int=integer)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def check_there(path: str | os.PathLike[str]) -> None:
+    """Raises FileNotFoundError for a directory that doesn't exist, and ValueError for one with files that can't be read.
+
+    The id of a model on the Hub passes.
+    """
+    name = os.fspath(path)
+    if os.path.isdir(name):
+        with os.scandir(name) as entries:
+            shown = [entry for entry in entries if entry.name[0] != "." and os.path.exists(entry.path)]
+        if odd := [entry.path for entry in shown if not entry.is_file() and not entry.is_dir()]:
+            raise ValueError(f"{odd[0]} isn't a regular file. Remove it: reading it could wait forever")
+    elif os.path.exists(name) and not os.path.isfile(name):
+        raise ValueError(f"{name} isn't a directory. {PLACE}")
+    elif not os.path.exists(name) and (isinstance(path, os.PathLike) or os.path.islink(name) or not _is_id(name)):
+        raise FileNotFoundError(f"the directory {name!r} doesn't exist. {PLACE}")
+
+
+PLACE = "Give the directory of a saved model, or its id on the Hub, such as 'bert-base-uncased'"
+
+
+def _is_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def read_config(path: str | os.PathLike[str], **source: Any) -> dict[str, Any]:
+    """The config.json of a saved model; empty if it has none.
+
+    source: arguments of `from_pretrained` that say where it is read from.
+
+    Raises FileNotFoundError for a directory that doesn't exist, OSError for a model that can't be fetched, and ValueError
+    for a config that can't be read.
+    """
+    check_there(path)
+    with explained(f"the {CONFIG_NAME} of {path}", every_error=True):
+        config, _ = PreTrainedConfig.get_config_dict(path, **source)
+    names = config.get("architectures") if isinstance(config, dict) else 0
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        wrong = f"it holds a {type(config).__name__}" if names == 0 else f"architectures={names!r:.80}"
+        raise ValueError(f"the {CONFIG_NAME} of {path} isn't the config of a model: {wrong}. Restore the file")
+    level: list[Any] = [config]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, (dict, list))
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise ValueError(f"the {CONFIG_NAME} of {path} is nested deeper than {MAX_DEPTH} levels. Restore the file")
+    return config
+
+
+def load_config(path: str | os.PathLike[str], **source: Any) -> PreTrainedConfig:
+    """The config of a saved model, as AutoConfig has it. Raises the errors of `read_config`."""
+    read_config(path, **source)
+    with explained(f"the {CONFIG_NAME} of {path}"):
+        return AutoConfig.from_pretrained(path, **source)
+
+
+@contextlib.contextmanager
+def explained(what: str, every_error: bool = False) -> Iterator[None]:
+    """Raises a ValueError that names `what` for whatever a library raises when it reads damaged files.
+
+    OSError, ImportError and errors of the Hub pass. So does ValueError, which is for people, without `every_error`; errors of
+    JSON and of Unicode don't, which name no file.
+    """
+    try:
+        yield
+    except (OSError, ImportError, HTTPError):
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and not isinstance(error, (json.JSONDecodeError, UnicodeError)) and not every_error:
+            raise
+        raise ValueError(f"{what} can't be loaded: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, (UnpicklingError, EOFError)):  # torch's own words recommend to run what is in the file
+        return "a file is damaged, or holds something else than tensors. Save the model again, as safetensors"
+    words = " ".join(str(error).split())[:LONGEST_ERROR]
+    return words if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {words}"
