@@ -75,7 +75,7 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "w", **options: Any) -
         if before is not None and not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         with _locked(target.parent):
-            for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+            for leftover in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 8}.part"):
                 with _locked(leftover, wait=False) as abandoned:
                     if abandoned:
                         leftover.unlink()
@@ -282,12 +282,26 @@ def _move_one(source: Path, target: Path, name: str) -> None:
 def _recover(folder: Path) -> None:
     for leftover in folder.glob(f"{PREFIX}*"):
         temporary = leftover / UNPUSHED
-        if not _abandoned(temporary / LOCK):
+        if not _is_ours(leftover) or not _abandoned(temporary / LOCK):
             continue
         if any(path.is_file() for path in (temporary / FILES).rglob("*")):
             _undo(folder, temporary)
             logger.warning("The last save into %s was interrupted. It has been undone; the earlier files are kept.", folder)
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_ours(leftover: Path) -> bool:
+    """Whether a path has the layout of a temporary directory of this module, which may be incomplete. A downloaded one with
+    symlinks could name any other directory."""
+    level = leftover
+    for name in Path(UNPUSHED).parts:
+        if level.is_symlink() or not level.is_dir() or not {*os.listdir(level)} <= {name}:
+            return False
+        level /= name
+        if not os.path.lexists(level):
+            return True
+    parts = (level, *(level / name for name in (FILES, OLD, LOCK, JOURNAL, UNFINISHED, CONFIG)))
+    return level.is_dir() and not any(part.is_symlink() for part in parts)
 
 
 def _journal(folder: Path, temporary: Path) -> dict[str, list[str]]:

@@ -52,7 +52,7 @@ def check(path: Path, streaming: bool = False) -> None:
 
 def _check_file(path: Path) -> None:
     if not path.is_file():
-        raise ValueError(f"{path} is no file: give one of {', '.join(KINDS)}")
+        raise ValueError(f"{path} is not a file: give one of {', '.join(KINDS)}")
     if path.suffix not in KINDS:
         raise ValueError(f"{path} is none of the files that are read here: {', '.join(KINDS)}")
     with path.open("rb") as file:
@@ -82,9 +82,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST))
-    reader = csv.reader(line for _, line in _lines(path))
+    reader = csv.reader((line for _, line in _lines(path)), strict=True)
     try:
         header = next(reader, [])
+        if twice := [name for name in header if header.count(name) > 1]:
+            raise ValueError(f"{path}: the column {twice[0]!r} occurs {header.count(twice[0])} times. Rename all but one")
         for values in filter(None, reader):
             if len(values) > len(header):
                 raise ValueError(f"{path}, line {reader.line_num}: the row has {len(values)} fields, the header {len(header)}")
@@ -145,6 +147,8 @@ def _parsed(text: str, where: str) -> Any:
         raise ValueError(f"{where}{place}: the value is not valid JSON ({error.msg} at column {error.colno})") from None
     except RecursionError:
         raise ValueError(f"{where}: the value is nested too deeply") from None
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise ValueError(f"{where}: the value can't be read ({error})") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:

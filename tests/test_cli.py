@@ -728,3 +728,11 @@ def test_modules_of_sentence_transformers_stay(sentences, tmp_path):
     assert models[2].max_seq_length == 40
     expected, actual = (model.encode(["w1 w2 w3"]) for model in models[:2])
     assert (expected == actual).all()
+
+
+def test_the_original_is_restored_before_it_teaches(tmp_path):
+    """`patch` over its own directory replaces the original, which can't be named as the teacher any more."""
+    stock("bert", "ForMaskedLM").save_pretrained(tmp_path / "model")
+    folder = str(tmp_path / "model")
+    said = run("patch", folder, "alibi", "--output-dir", folder, "--overwrite")
+    assert f"unpatch {folder} --output-dir {folder}-original" in said and f"--teacher {folder}-original" in said

@@ -562,6 +562,33 @@ def test_a_directory_that_is_not_writable(tmp_path):
     assert in_child(refused) == 0 and shown(tmp_path, model_of("stock", "a"))
 
 
+@pytest.mark.parametrize("link", ["old", "files", "."])
+def test_recovery_moves_nothing_through_symlinks(tmp_path, link):
+    """A downloaded directory may contain a journal and symlinks to other directories."""
+    model, victim = tmp_path / "model", tmp_path / "victim"
+    put(model, model_of("stock", "a"))
+    victim.mkdir()
+    for name in ("key", "journal.json", "config.json"):
+        (victim / name).write_text("{}")
+    temporary = model / ".posenc-x" / ".cache" / "huggingface"
+    place = temporary / link
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(victim)
+    if link != ".":
+        (temporary / ("files" if link == "old" else "old")).mkdir()
+        (temporary / ("files" if link == "old" else "old") / "z").write_text("")
+        (temporary / "journal.json").write_text(json.dumps({"move": ["key", "z", "config.json"], "remove": []}))
+    before = contents(tmp_path)
+    saving.recover(model)
+    assert contents(tmp_path) == before
+
+
+def test_other_hidden_files_stay(tmp_path):
+    (tmp_path / ".data.zip.part").write_text("half a download")
+    saving.write_text(tmp_path / "data", "x")
+    assert (tmp_path / ".data.zip.part").read_text() == "half a download"
+
+
 # Every write in the package and the scripts is atomic.
 
 ROOT = Path(__file__).parents[1]

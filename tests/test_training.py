@@ -801,7 +801,7 @@ def test_packed_blocks():
 def test_warned_where_texts_are_cut_or_fill_the_model(tiny, tmp_path, launch):
     lengths = [len(text.split()) + 2 for text in (tiny / "train.txt").read_text().split("\n\n")]
     assert max(lengths) == 13
-    usable = "less than 1.2 times that of most training texts; the 95th percentile of their lengths is 13 tokens"
+    usable = "less than 1.2 times the length of most texts; the 95th percentile of their lengths is 13 tokens"
     for more, words, silent in (
         (
             ("--text_length", 8),
@@ -836,7 +836,8 @@ def test_advice_for_longer_texts_keeps_what_was_learned(host, encoding, flags):
     arguments = SimpleNamespace(position_encoding=None, model_name_or_path="a/it")
     state = torch.get_rng_state()
     said = training_models.longer(arguments, model, 99)
-    assert said == f"`hf-posenc extend a/it --max-length 99{flags} --output-dir it-99` keeps what it has learned"
+    command = f"hf-posenc extend a/it --max-length 99{flags} --output-dir it-99"
+    assert said == f"`{command}` keeps what it has learned. Train that with --model_name_or_path it-99"
     assert torch.equal(torch.get_rng_state(), state)
     said = training_models.longer(SimpleNamespace(position_encoding="alibi"), model, 99)
     assert said == "set --model_max_length 99"

@@ -89,9 +89,16 @@ def patch(
         )
     elif submodel is not None or type(patched).__name__ in SENTENCE_CLASSES[1:]:  # scripts/distill.py takes no others
         out.message(f"{lost}.")
-    else:
+    elif Path(model).resolve() != output_dir.resolve():
         out.message(f"{lost}, or distil it from its original:")
         out.message(_distillation(model, output_dir))
+    elif keep_host:
+        restored = f"{output_dir}-original"
+        out.message(f"{lost}. This command has replaced the original. To distill from it, restore it first:")
+        out.message(shlex.join(["hf-posenc", "unpatch", str(output_dir), "--output-dir", restored]))
+        out.message(_distillation(restored, output_dir))
+    else:
+        out.message(f"{lost}.")
     out.document(saved)
 
 

@@ -88,7 +88,8 @@ MODES: dict[str, dict[str, Any]] = {
 def cases(settings: Settings) -> Iterator[Case]:
     for encoding in (encoding for encoding in settings.encodings if encoding in ENCODINGS):
         for mode in MODES:
-            yield Case(f"whisper, {mode}", "whisper", encoding, no_grad(written, encoding, mode), functools.partial(right, mode))
+            run = no_grad(written, encoding, mode)
+            yield Case(f"whisper, {mode}", "whisper", encoding, run, functools.partial(right, mode))
         for attack in (padded_targets, long_sounds, saved):
             run = no_grad(attack, encoding) if attack is not saved else functools.partial(attack, encoding)
             yield Case(f"whisper, {attack.__name__.replace('_', ' ')}", "whisper", encoding, run)

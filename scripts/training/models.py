@@ -151,8 +151,10 @@ def longer(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -
         except ValueError:
             continue
         name = arguments.model_name_or_path
-        command = ["hf-posenc", "extend", name, "--max-length", str(length), *(["--method", method] if method else [])]
-        return f"`{shlex.join([*command, '--output-dir', Path(name).name + f'-{length}'])}` keeps what it has learned"
+        extend = ["hf-posenc", "extend", name, "--max-length", str(length), *(["--method", method] if method else [])]
+        output = f"{Path(name).name}-{length}"
+        command = shlex.join([*extend, "--output-dir", output])
+        return f"`{command}` keeps what it has learned. Train that with --model_name_or_path {shlex.quote(output)}"
     return "docs/longer.md describes the methods"
 
 
@@ -173,6 +175,6 @@ def warn_of_length(
     if usable is not None and usable < ROOM * typical:
         wanted = math.ceil(ROOM * typical)
         accelerator.print(
-            f"warning: the model's maximum length is {usable} tokens, less than {ROOM} times that of most training texts; "
+            f"warning: the model's maximum length is {usable} tokens, less than {ROOM} times the length of most texts; "
             f"{about}. For longer texts, {longer(arguments, model, wanted)}"
         )
