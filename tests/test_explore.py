@@ -371,7 +371,7 @@ def test_files_of_a_request_are_limited_and_removed(forked, tmp_path, monkeypatc
 def test_a_script_without_a_guard(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(RuntimeError, match='Call serve.. only under if __name__ == "__main__"'):
-        work.prepare()
+        work.check_main()
 
 
 # Visitors.
@@ -517,7 +517,8 @@ def test_work_ends_when_the_visitor_leaves(folders, connects):
         assert join(client, "long", "submit", *long).status_code == 200
         if connects:
             with client.stream("GET", "/gradio_api/queue/data", params={"session_hash": "long"}) as stream:
-                next(stream.iter_lines())
+                lines = stream.iter_lines()  # closes the connection when it is deleted
+                next(lines)
                 wait_for(True)
         else:
             wait_for(True)

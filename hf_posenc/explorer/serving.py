@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from hf_posenc.explorer.budget import GIB, MAX_PARAMETERS, Budget, Limits
 from hf_posenc.explorer.gate import Gate, Visitors
 from hf_posenc.explorer.page import page
-from hf_posenc.explorer.work import prepare
+from hf_posenc.explorer.work import check_main, prepare
 
 CSS = """
 .block.problem { border-left: 4px solid #d55e00; padding: 0.3rem 0.8rem; }
@@ -50,8 +50,8 @@ def serve(
     Raises OSError for a port that is taken, ValueError for a port or a limit that isn't allowed, and RuntimeError in a script
     without that line.
     """
+    check_main()
     limits = _limits(max_parameters, max_memory, max_seconds, _is_public(host) if hub_only is None else hub_only)
-    prepare()
     if port is not None:
         port = _checked(host or "127.0.0.1", port)
     visitors = Visitors()
@@ -72,6 +72,7 @@ def serve(
         state_session_capacity=SESSIONS,
         app_kwargs={"middleware": [Middleware(Gate, visitors=visitors)]},
     )
+    prepare()
     if block:
         made.block_thread()
     return made

@@ -65,17 +65,18 @@ def results(
         scratch.cleanup()
 
 
-def prepare() -> None:
-    """Start the server process from which requests are forked, so that the first request doesn't wait for its imports.
-
-    Raises RuntimeError in a script that serves the page without `if __name__ == "__main__":`, which its child processes would
-    run again.
-    """
+def check_main() -> None:
+    """Raises RuntimeError in a script that serves the page without `if __name__ == "__main__":`, which its child processes
+    would run again."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
             "The script that serves the page is imported again by its child processes. Call serve() only under "
             'if __name__ == "__main__":'
         )
+
+
+def prepare() -> None:
+    """Start the server process from which requests are forked, so that the first request doesn't wait for its imports."""
     if _context().get_start_method() == "forkserver":
         from multiprocessing import forkserver
 
