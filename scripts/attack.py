@@ -46,6 +46,7 @@ FAMILIES = (
     "seq2seq",
     "graphs",
     "speech",
+    "memories",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6
