@@ -115,7 +115,7 @@ class ForwardPass:
         shape, device = torch.atleast_2d(known).shape, known.device
         length = shape[-1]
         # The mask of a sound counts its samples or features, not the tokens that are made of them.
-        cache, mask = call.of_type(Cache), None if tokens is None else call["attention_mask"]
+        cache, mask = call.of_type(Cache), None if tokens is None else _mask_of(call, length)
         past = _length_of(cache)
         remembering.refuse_uncounted(cache, past)
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
@@ -294,6 +294,17 @@ def see_frames(names: list[str], module: torch.nn.Module, args: tuple, kwargs: d
     mask, context = Call(names, args, kwargs)["attention_mask"], CURRENT.context
     if context is not None and isinstance(mask, Tensor) and mask.ndim == 2:
         context.shown = mask
+
+
+def _mask_of(call: Call, length: int) -> Any:
+    """The mask that a stack of tokens is called with: also by XLNet's argument, 1 for padding, or XLM's, the lengths of texts."""
+    if (mask := call["attention_mask"]) is not None:
+        return mask
+    if isinstance(padding := call["input_mask"], Tensor):
+        return (padding == 0).long()
+    if isinstance(lengths := call["lengths"], Tensor) and lengths.ndim == 1:
+        return (torch.arange(length, device=lengths.device) < lengths[:, None]).long()
+    return None
 
 
 def _images(call: Call) -> tuple[int, ...]:

@@ -49,6 +49,7 @@ FAMILIES = (
     "seq2seq",
     "graphs",
     "speech",
+    "memories",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6

@@ -331,6 +331,22 @@ def test_vectors_where_the_host_has_no_table(kind):
     assert_close(first(new(ids)), first(bare(inputs_embeds=model.get_input_embeddings()(ids) + vectors)))
 
 
+@pytest.mark.parametrize(("kind", "argument"), [("xlnet", "input_mask"), ("xlm", "lengths")])
+@torch.no_grad()
+def test_padding_by_an_argument_of_the_hosts_own(kind, argument):
+    """XLNet takes a mask that is 1 for padding, on either side; XLM the lengths of texts."""
+    new, ids, length = hf_posenc.patch(built(kind), "normalized+fire"), tokens(1, 7), 5
+    randomize_encoding(new)
+    alone = first(new(ids[:, :length]))
+    for start in (0, 2) if kind == "xlnet" else (0,):
+        padded = ids.new_full((1, 7), 3)
+        padded[:, start : start + length] = ids[:, :length]
+        padding = torch.ones(1, 7)
+        padding[:, start : start + length] = 0
+        given = padding if argument == "input_mask" else torch.tensor([length])
+        assert_close(first(new(padded, **{argument: given}))[:, start : start + length], alone)
+
+
 def given(kind):
     """Inputs beside the tokens, which some hosts take."""
     return {
