@@ -250,6 +250,28 @@ def test_packed_rows_longer_than_max_length(host, encoding):
         model(tokens(1, 3), position_ids=torch.tensor([[0, 7, 12]]))
 
 
+@pytest.mark.parametrize(
+    "encoding",
+    ["normalized", "fire", {"type": "sinusoidal", "frequencies": "dynamic", "trained_length": 4}, "dynamic"],
+    ids=str,
+)
+@torch.no_grad()
+def test_packed_rows_of_an_encoder_whose_positions_depend_on_the_length(encoding):
+    """The length is that of each text, not of the longest in the row."""
+    model = stock("bert")
+    if encoding == "dynamic":
+        model = hf_posenc.extend(stock("bert", max_position_embeddings=4), 10, encoding)
+    else:
+        model = randomize(hf_posenc.patch(model, encoding))
+    texts = [tokens(1, length, seed=length) for length in PACKED]
+    ids = torch.cat([torch.arange(length) for length in PACKED])[None]
+    text = torch.cat([torch.full((length,), number) for number, length in enumerate(PACKED)])
+    mask = (text[:, None] == text)[None, None]
+    output = first(model(torch.cat(texts, dim=1), position_ids=ids, attention_mask=mask))
+    for each, part in zip(texts, output.split(PACKED, dim=1), strict=True):
+        assert_close(part, first(model(each)))
+
+
 @pytest.mark.parametrize("host", OFFSET[:1])
 def test_packed_rows_in_the_count_of_the_host(host):
     model = patched(host, "learned", max_length=10)

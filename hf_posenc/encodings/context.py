@@ -314,6 +314,20 @@ def last_of(positions: Tensor) -> Tensor:
     return F.pad(positions, (1, 0)).amax(dim=-1, keepdim=True)
 
 
+def last_of_text(positions: Tensor) -> Tensor:
+    """The last position of the text that each token belongs to, `[..., L]` -> `[..., L]`.
+
+    A row holds several texts if its positions start again and never jump otherwise.
+    """
+    starts = positions == positions[..., :1]
+    steps = positions.diff(dim=-1)
+    packed = (starts[..., 1:] | ((steps >= 0) & (steps <= 1))).all(dim=-1, keepdim=True)
+    text = starts.long().cumsum(-1)
+    room = positions.new_zeros(*positions.shape[:-1], positions.shape[-1] + 1)
+    last = room.scatter_reduce(-1, text, positions, "amax").gather(-1, text)
+    return torch.where(packed, last, last_of(positions))
+
+
 def counted(attention_mask: Tensor) -> Tensor:
     """Positions that count only what a mask `[B, K]` shows: -1 before the first such token, then those of the last one.
 

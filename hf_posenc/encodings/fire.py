@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.context import PositionContext, last_of, positions_of
+from hf_posenc.encodings.context import PositionContext, last_of, last_of_text, positions_of
 from hf_posenc.encodings.options import Above
 
 CHUNK = 2**20
@@ -92,7 +92,7 @@ class FIRE(PositionEncoding, type="fire"):
         if context.encoding is context.other:  # cross-attention, in which a cached decoder has its new queries alone
             there, _ = positions_of(keys, 0, context.other_mask, positions.device)
             return torch.maximum(positions, there.amax(dim=-1, keepdim=True))
-        return last_of(positions)
+        return last_of(positions) if context.consecutive else last_of_text(positions)
 
     def _mlp(self, ratio: Tensor) -> Tensor:
         """f, `[R, Q, K] -> [R, H, Q, K]`, in chunks of queries, whose hidden values are not kept for the backward pass."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry
-from hf_posenc.encodings.context import last_of
+from hf_posenc.encodings.context import last_of_text
 from hf_posenc.encodings.options import Above
 from hf_posenc.encodings.rows import MAPPED, Rows
 from hf_posenc.encodings.sinusoidal import sinusoids
@@ -124,7 +124,7 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
                 )
             longer = longer and bool(high >= self.shape[0])
         if longer:
-            below, part = fractions(indices, self.shape[0], (last_of(indices) + 1).clamp(min=self.shape[0]))
+            below, part = fractions(indices, self.shape[0], (last_of_text(indices) + 1).clamp(min=self.shape[0]))
             here, above = self.at(below), self.at((below + 1).clamp(max=self.shape[0] - 1))
             vectors = torch.lerp(here, above, part[..., None].to(here))
         else:

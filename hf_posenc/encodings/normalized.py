@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.context import last_of
+from hf_posenc.encodings.context import last_of_text
 
 
 class Normalized(PositionEncoding, type="normalized"):
@@ -26,6 +26,6 @@ class Normalized(PositionEncoding, type="normalized"):
             assert self.geometry.max_length is not None
             last = positions.new_tensor(self.geometry.max_length - 1)
         else:
-            last = last_of(positions)
+            last = last_of_text(positions)
         fraction = positions.double() / last.clamp(min=1)
         return F.pad(fraction[..., None], (0, self.geometry.hidden_size - 1))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.context import last_of
+from hf_posenc.encodings.context import last_of_text
 from hf_posenc.encodings.options import Above
 
 
@@ -89,7 +89,7 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
         if self.geometry.is_causal and self.geometry.max_length is not None:
             length = positions.new_tensor([self.geometry.max_length])
         else:
-            length = last_of(positions) + 1
+            length = last_of_text(positions) + 1
         powers = torch.cat([torch.linspace(0, 1, len(each), dtype=torch.float64, device=device) for each in steps])
         return torch.cat(steps) * (self._trained / length.clamp(min=self._trained).double())[..., None] ** powers
 
