@@ -297,7 +297,7 @@ def see_frames(names: list[str], module: torch.nn.Module, args: tuple, kwargs: d
 
 
 def _mask_of(call: Call, length: int) -> Any:
-    """The mask that a stack of tokens is called with: also by XLNet's argument, 1 for padding, or XLM's, the lengths of texts."""
+    """The mask that a stack of tokens is called with, also as XLNet's `input_mask`, 1 for padding, or XLM's `lengths`."""
     if (mask := call["attention_mask"]) is not None:
         return mask
     if isinstance(padding := call["input_mask"], Tensor):

@@ -18,9 +18,17 @@ from attacks.seq2seq import ENCODINGS
 from attacks.subjects import ITSELF, VOCABULARY, drawn, padded, tokens
 from hosts.tiny import randomized
 
-SIZES = dict(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-KINDS: dict[str, dict[str, Any]] = {"two ways": {}, "one way": {"attn_type": "uni"}, "bi_data": {"bi_data": True},
-                                    "clamped": {"clamp_len": 4}, "same_length": {"attn_type": "uni", "same_length": True}}  # fmt: skip
+SIZES: dict[str, Any] = {
+    **{"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
+    **{"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "two ways": {},
+    "one way": {"attn_type": "uni"},
+    "bi_data": {"bi_data": True},
+    "clamped": {"clamp_len": 4},
+    "same_length": {"attn_type": "uni", "same_length": True},
+}
 LENGTH = 11
 IDS = torch.stack([tokens(LENGTH, 1), tokens(LENGTH, 2)])
 TEXTS = [tokens(9, 1), tokens(6, 2)]
@@ -147,10 +155,8 @@ def first_memories(kind: str, encoding: str) -> Iterator[Comparison]:
     output = model(IDS, use_mems=True)
     yield output[0], model(IDS, use_mems=False)[0]
     if twin := right(kind, model):
-        for ours, theirs in zip(
-            output.mems[1:], twin(IDS, use_mems=True).mems[1:], strict=True
-        ):  # the first has no vectors yet
-            yield ours, theirs
+        theirs = twin(IDS, use_mems=True).mems
+        yield from zip(output.mems[1:], theirs[1:], strict=True)  # the first has no vectors yet
 
 
 def memories(kind: str, encoding: str) -> Iterator[Comparison]:
