@@ -188,11 +188,14 @@ def test_models_that_are_refused(folders, name, limits, words):
         measured(name.format(folders), **limits)
 
 
+MASKS = {"num_layers": 2, "attention_types": [[["global"], 2]], "max_position_embeddings": 2**16}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"n_layer": 10**6}, "n_layer=1,000,000. This page accepts up to 256"),
-        ({"model_type": "gpt_neo", "max_position_embeddings": 2**16}, "parameters and buffer values"),  # a mask of 4 GiB
+        ({"model_type": "gpt_neo", "hidden_size": 32, **MASKS}, "parameters and buffer values"),  # masks of 4 GiB
         ({"vocab_size": 10**8}, "parameters and buffer values"),
         ({"n_head": 2**9, "n_embd": 2**9, "n_layer": 255, "vocab_size": 9}, "needs about [0-9.]+ GiB of memory"),
     ],
@@ -337,7 +340,12 @@ WIDE = Budget(GIB, 60)
     ("function", "argument", "given", "words"),
     [
         (time.sleep, 60, Budget(GIB, 0.3), "took longer than 0.3 seconds and was stopped. Choose smaller"),
-        (bytearray, GIB, Budget(GIB // 4, 60), "needed more than 0.2 GiB of memory and was stopped. Choose smaller"),
+        (
+            lambda size: [len(bytearray(size))],
+            GIB,
+            Budget(GIB // 4, 60),
+            "needed more than 0.2 GiB of memory and was stopped. Choose smaller",
+        ),
         (os._exit, 9, WIDE, r"ended early \(exit code 9\), probably for lack of memory. Choose"),
         (raises, ValueError("base=1: no"), WIDE, "^base=1: no$"),
         (raises, OSError(), WIDE, "^OSError without a message. Choose"),
