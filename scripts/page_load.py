@@ -20,6 +20,8 @@ from typing import Any
 import httpx
 import psutil
 
+from hf_posenc import terminals
+
 SERVER = """
 import sys
 from hf_posenc import explorer
@@ -250,4 +252,5 @@ def report(
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

@@ -94,7 +94,7 @@ def test_trained_on(folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--texts", "nowhere.jsonl"), "nowhere.jsonl is no file"),
+        (("--texts", "nowhere.jsonl"), "nowhere.jsonl is not a file"),
         (("--texts", "vocab.txt", "--text-column", "words"), "but no 'words': see --text-column"),
         (("--texts", "bert/config.json"), "but no 'text': see --text-column"),
         (("--texts", "texts.jsonl", "--queries", "texts.jsonl"), "but no 'query': rename"),

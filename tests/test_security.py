@@ -300,6 +300,18 @@ class Atlas(hf_posenc.PositionEncoding, type="test-atlas", aliases={"test-map": 
         return self.scale * torch.zeros(*positions.shape, self.geometry.hidden_size)
 
 
+OWN = {name: hf_posenc.PositionEncoding.registered.pop(name) for name in ("test-atlas", "test-map")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """Registers Atlas for the tests of this file only: other files list all encodings."""
+    hf_posenc.PositionEncoding.registered.update(OWN)
+    yield
+    for name in OWN:
+        del hf_posenc.PositionEncoding.registered[name]
+
+
 OPENED, FORBIDDEN = [], []
 """What was opened of the paths to watch."""
 
@@ -398,20 +410,22 @@ def test_a_path_in_a_config_is_never_opened(paths, data):
     document, encoding = data.draw(documents(file))
     named = spec.PositionSpec.parse(encoding, in_code=True).to_dict()  # in code, the same spelling names the file
     assert path_objects(named) == [Path(file)] * str(encoding).count(file)
-    (paths / "config.json").write_text(json.dumps(document))
+    folder = paths / "model"  # without the pipe, which is an error by itself
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(document))
     kind = hf_posenc.PosEncBertModel
     for load in (
-        lambda: AutoModel.from_config(AutoConfig.from_pretrained(paths)),
-        lambda: AutoModel.from_pretrained(paths),
+        lambda: AutoModel.from_config(AutoConfig.from_pretrained(folder)),
+        lambda: AutoModel.from_pretrained(folder),
         lambda: AutoConfig.for_model(**document),
-        lambda: hf_posenc.inspect(paths),
+        lambda: hf_posenc.inspect(folder),
         lambda: kind.config_class(position_encoding=encoding),
     ):
         with pytest.raises(ValueError, match="names a file, and nothing was opened"):
             load()
     for load in (
-        lambda: kind.config_class.from_json_file(paths / "config.json"),
-        lambda: kind.from_pretrained(paths, position_encoding="learned"),
+        lambda: kind.config_class.from_json_file(folder / "config.json"),
+        lambda: kind.from_pretrained(folder, position_encoding="learned"),
     ):
         with suppress(ValueError, OSError):  # of a config for another class
             load()
