@@ -24,7 +24,7 @@ import test_vision
 from attacks.hub_server import TOKEN, serve
 from conftest import BERT, ROOT, patched, stock, tokens
 from evaluation import records as files
-from hf_posenc import evaluation
+from hf_posenc import saved_files
 from hf_posenc.cards import model_card, replaceable
 from hf_posenc.cli import app
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, result_files
@@ -358,9 +358,9 @@ def test_an_entry_that_is_there_twice(tmp_path):
     file = tmp_path / EVALUATION
     file.write_text('{"results": [], "results": []}')
     with pytest.raises(ValueError, match="an object has the entry 'results' twice"):
-        evaluation.read_json(file)
+        saved_files.read_json(file)
     file.write_text("\ufeff{}", encoding="utf-8")  # as Windows writes it
-    assert evaluation.read_json(file) == {}
+    assert saved_files.read_json(file) == {}
 
 
 def test_metadata_without_last_bits():

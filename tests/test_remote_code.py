@@ -176,7 +176,7 @@ def test_only_what_is_needed_is_saved(bare):
         | sources
         | {"attention", "blocks", "calls", "injection", "install", "kernels", "modeling", "positions", "structure"}
     )
-    common |= {"loading", "transfer", "written_out", "declarations", "remembering", "offsets"}
+    common |= {"loading", "saved_files", "transfer", "written_out", "declarations", "remembering", "offsets"}
     for name, encodings in {
         "alibi": {"alibi"},
         "learned": {"learned", "rows", "sinusoidal"},  # its table can start as one

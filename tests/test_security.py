@@ -320,6 +320,7 @@ def paths(tmp_path_factory):
     save_file({"weight": torch.zeros(16, 32)}, root / "table.safetensors")
     (root / "text").write_text("root:x:0:0")
     os.mkfifo(root / "pipe")
+    (root / "model").mkdir()
     FORBIDDEN.extend(str(root / name) for name in ("table.safetensors", "text", "pipe", "missing"))
     yield root
     FORBIDDEN.clear()
@@ -370,7 +371,10 @@ def documents(draw, file):
     if place == "submodel":
         return {"model_type": "posenc-clip", "position_encoding": {**encoding, "submodel": "text_model"}}, encoding
     if place == "inner":
-        return {"model_type": "llava", "text_config": {"model_type": "posenc-llama", "position_encoding": encoding}}, encoding
+        return {
+            "model_type": "llava",
+            "text_config": {"model_type": "posenc-llama", **BERT, "position_encoding": encoding},
+        }, encoding
     if place == "pair":
         return {"model_type": "encoder-decoder", "encoder": {"model_type": "bert"}, "decoder": patched}, encoding
     if place in ("where", "options"):  # one of a stack by itself, or options for that of the whole
@@ -398,20 +402,21 @@ def test_a_path_in_a_config_is_never_opened(paths, data):
     document, encoding = data.draw(documents(file))
     named = spec.PositionSpec.parse(encoding, in_code=True).to_dict()  # in code, the same spelling names the file
     assert path_objects(named) == [Path(file)] * str(encoding).count(file)
-    (paths / "config.json").write_text(json.dumps(document))
+    folder = paths / "model"
+    (folder / "config.json").write_text(json.dumps(document))
     kind = hf_posenc.PosEncBertModel
     for load in (
-        lambda: AutoModel.from_config(AutoConfig.from_pretrained(paths)),
-        lambda: AutoModel.from_pretrained(paths),
+        lambda: AutoModel.from_config(AutoConfig.from_pretrained(folder)),
+        lambda: AutoModel.from_pretrained(folder),
         lambda: AutoConfig.for_model(**document),
-        lambda: hf_posenc.inspect(paths),
+        lambda: hf_posenc.inspect(folder),
         lambda: kind.config_class(position_encoding=encoding),
     ):
         with pytest.raises(ValueError, match="names a file, and nothing was opened"):
             load()
     for load in (
-        lambda: kind.config_class.from_json_file(paths / "config.json"),
-        lambda: kind.from_pretrained(paths, position_encoding="learned"),
+        lambda: kind.config_class.from_json_file(folder / "config.json"),
+        lambda: kind.from_pretrained(folder, position_encoding="learned"),
     ):
         with suppress(ValueError, OSError):  # of a config for another class
             load()
