@@ -332,6 +332,7 @@ def paths(tmp_path_factory):
     save_file({"weight": torch.zeros(16, 32)}, root / "table.safetensors")
     (root / "text").write_text("root:x:0:0")
     os.mkfifo(root / "pipe")
+    (root / "model").mkdir()
     FORBIDDEN.extend(str(root / name) for name in ("table.safetensors", "text", "pipe", "missing"))
     yield root
     FORBIDDEN.clear()
@@ -382,7 +383,10 @@ def documents(draw, file):
     if place == "submodel":
         return {"model_type": "posenc-clip", "position_encoding": {**encoding, "submodel": "text_model"}}, encoding
     if place == "inner":
-        return {"model_type": "llava", "text_config": {"model_type": "posenc-llama", "position_encoding": encoding}}, encoding
+        return {
+            "model_type": "llava",
+            "text_config": {"model_type": "posenc-llama", **BERT, "position_encoding": encoding},
+        }, encoding
     if place == "pair":
         return {"model_type": "encoder-decoder", "encoder": {"model_type": "bert"}, "decoder": patched}, encoding
     if place in ("where", "options"):  # one of a stack by itself, or options for that of the whole
