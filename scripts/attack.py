@@ -47,6 +47,7 @@ FAMILIES = (
     "graphs",
     "speech",
     "memories",
+    "vision",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6

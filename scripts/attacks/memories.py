@@ -44,7 +44,9 @@ def cases(settings: Settings) -> Iterator[Case]:
     for kind in KINDS:
         for encoding in (each for each in settings.encodings if each in ENCODINGS and each != ITSELF):
             for attack, run in attacks.items():
-                yield Case(f"{attack}, {kind}", "xlnet", encoding, no_grad(run, kind, encoding), functools.partial(taken, attack, kind))
+                yield Case(
+                    f"{attack}, {kind}", "xlnet", encoding, no_grad(run, kind, encoding), functools.partial(taken, attack, kind)
+                )
 
 
 @torch.no_grad()
@@ -145,7 +147,9 @@ def first_memories(kind: str, encoding: str) -> Iterator[Comparison]:
     output = model(IDS, use_mems=True)
     yield output[0], model(IDS, use_mems=False)[0]
     if twin := right(kind, model):
-        for ours, theirs in zip(output.mems[1:], twin(IDS, use_mems=True).mems[1:], strict=True):  # the first has no vectors yet
+        for ours, theirs in zip(
+            output.mems[1:], twin(IDS, use_mems=True).mems[1:], strict=True
+        ):  # the first has no vectors yet
             yield ours, theirs
 
 
