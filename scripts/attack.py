@@ -50,6 +50,7 @@ FAMILIES = (
     "graphs",
     "speech",
     "memories",
+    "vision",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6

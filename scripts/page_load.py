@@ -11,10 +11,10 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="local path of a small model")
     arguments = parser.parse_args()
     counts, stop = Counts(), threading.Event()
-    errors = Path("page_load.stderr").open("w+")  # noqa: SIM115
+    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=errors, text=True) as running:
         server = psutil.Process(running.pid)
         address = running.stdout.readline().strip()  # type: ignore[union-attr]
@@ -220,7 +220,6 @@ def main() -> None:
     errors.seek(0)
     tracebacks = collections.Counter(re.findall(r"^Traceback.*\n(?: .*\n|\n)*(\S.*)", errors.read(), re.MULTILINE))
     errors.close()
-    Path("page_load.stderr").unlink()
     report(counts, arguments, before, after, tracebacks)
 
 
