@@ -3,9 +3,9 @@
 import importlib
 from typing import Any
 
-from hf_posenc import requirements as _requirements
+from hf_posenc import _versions
 
-_requirements.check()
+_versions.check()
 
 # After the check: older libraries lack what is imported here.
 from hf_posenc import modeling as _modeling  # noqa: E402

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import remote_code, saving
+from hf_posenc.configuration import PositionSpec, merged
 from hf_posenc.encodings import PositionEncoding, StoredTensor, is_marked, mark, names_in, portable, refill
-from hf_posenc.spec import PositionSpec, merged
 from hf_posenc.user_code import is_ours
 
 LABEL = "position_encoding"
@@ -42,11 +42,7 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
                 for name, part in each.parts.items()
             ]
             try:
-                files = remote_code.files(
-                    type(self).__module__.rpartition(".")[2].removeprefix("posenc_"),
-                    parts,
-                    self,
-                )
+                files = remote_code.files(type(self).__module__, parts, self)
             except ValueError as reason:
                 users = [part for part, _ in parts if not is_ours(part.__module__)]
                 names = " and ".join(f"{user.__module__}.{user.__qualname__}" for user in users)

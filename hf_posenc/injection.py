@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from hf_posenc import attention
-from hf_posenc.calls import Call, argument_names
+from hf_posenc.signatures import Call, argument_names
 
 
 def before(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:

@@ -11,12 +11,12 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from hf_posenc import attention, injection, written_out
-from hf_posenc.calls import Call, argument_names, flattens_ids
+from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.positions import ForwardPass, follow_masking, see_frames, see_images, see_patches
+from hf_posenc.signatures import Call, argument_names, flattens_ids
 from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens_aside
 from hf_posenc.sources.source import is_transformers
-from hf_posenc.spec import PositionSpec
 from hf_posenc.structure import Structure
 
 STREAMS = re.compile(r"HyperConnection|AltUp|GatedResidual")

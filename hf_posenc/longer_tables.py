@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc import spec as specs
+from hf_posenc import configuration as specs
+from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.encodings import listed
 from hf_posenc.encodings.stretching import DYNAMIC, STATIC
 from hf_posenc.longer_hosts import Host
 from hf_posenc.patching import patch
 from hf_posenc.sources import HostRefused, Source
-from hf_posenc.spec import LENGTH_FIELD
 from hf_posenc.structure import is_patched
 from hf_posenc.transfer import share, shell, twin_of
 

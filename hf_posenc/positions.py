@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_posenc import attention, remembering
-from hf_posenc.calls import IS_CAUSAL, TOKENS, Call
 from hf_posenc.encodings import PositionContext, counted, length_of, positions_of
 from hf_posenc.encodings.context import CURRENT
+from hf_posenc.signatures import IS_CAUSAL, TOKENS, Call
 
 TEXT_AND_GRID = 4
 """Rows of M-RoPE's position ids where positions in the text stand before those in time, height and width."""

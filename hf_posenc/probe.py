@@ -292,7 +292,7 @@ def _main(folder: Path) -> None:
         for file in (folder / "code").glob("*.py"):
             check_imports(file)  # Transformers checks them all when it loads from the Hub
         entry = get_class_from_dynamic_module("modeling_posenc.check", folder / "code").__module__
-        base = sys.modules[f"{entry.rpartition('.')[0]}.posenc_base"]
+        base = sys.modules[f"{entry.rpartition('.')[0]}.posenc_encodings_base"]
         known = base.PositionEncoding.registered
         for each in job["encodings"]:
             if each["type"] not in known:

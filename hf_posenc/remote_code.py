@@ -20,7 +20,7 @@ from hf_posenc.encodings import Geometry
 from hf_posenc.user_code import PACKAGE, UserCode, flat, is_ours, parsed
 
 ENTRY = "modeling_posenc"
-COPIED = "posenc_remote_code"
+COPIED = flat(f"{PACKAGE}.remote_code")
 _OWN_NAME = __name__.rpartition(".")[2]
 
 
@@ -46,9 +46,11 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
         code.add_class(cls)
     found: dict[str, str] = {}
     # Sources register themselves: no module imports each of them by name.
-    registered = sorted(name for name in sys.modules if root == "modeling" and name.startswith(f"{PACKAGE}.sources."))
+    registered = sorted(
+        name for name in sys.modules if root == f"{PACKAGE}.modeling" and name.startswith(f"{PACKAGE}.sources.")
+    )
     ours = [cls.__module__ for cls in classes if cls not in users]
-    for module in (f"{PACKAGE}.requirements", f"{PACKAGE}.{root}", *registered, *ours, *sorted(code.ours)):
+    for module in (f"{PACKAGE}._versions", root, *registered, *ours, *sorted(code.ours)):
         _copy(module, code.ours, found)
     version = sys.modules[PACKAGE].__version__
     header = (
@@ -57,8 +59,8 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
     )
     # Transformers fetches the modules that the entry imports. Encodings register themselves; __getattr__ makes the classes.
     imports = "".join(f"from .{name} import __name__ as _\n" for name in [*sorted(found), *code.texts])
-    names = "__getattr__" if hasattr(sys.modules[f"{PACKAGE}.{root}"], "__getattr__") else "*"
-    entry = f"from .{flat('requirements')} import check\n\ncheck()\n{imports}from .{flat(root)} import {names}\n"
+    names = "__getattr__" if hasattr(sys.modules[root], "__getattr__") else "*"
+    entry = f"from .{flat('hf_posenc._versions')} import check\n\ncheck()\n{imports}from .{flat(root)} import {names}\n"
     texts = {name: header + text for name, text in {ENTRY: entry, **found}.items()}
     saved = {f"{name}.py": text for name, text in {**texts, **code.texts}.items()}
     if users:

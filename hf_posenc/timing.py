@@ -12,8 +12,8 @@ import torch
 from torch.utils.benchmark import Timer
 from tqdm.auto import tqdm
 
-from hf_posenc.calls import reads_tokens
 from hf_posenc.inspection import inspect
+from hf_posenc.signatures import reads_tokens
 from hf_posenc.sources import HostRefused
 
 LEAST = 0.05

@@ -13,8 +13,10 @@ import tokenize
 import warnings
 from pathlib import Path
 
-PACKAGE = __name__.rpartition(".")[0]
+PACKAGE = "hf_posenc"
 ENCODINGS = f"{PACKAGE}.encodings"
+PACKAGE_COPY = "posenc_package"
+"""The name of what stands for the package itself."""
 
 
 _PARSING = threading.Lock()
@@ -32,8 +34,9 @@ def is_ours(module: str) -> bool:
 
 
 def flat(module: str) -> str:
-    """The name of the copy of one of our modules, or of what stands for one of our packages."""
-    return f"posenc_{module.rpartition('.')[2]}"
+    """The name of the copy of one of our modules, or of what stands for one of our packages: it says where the module is from."""
+    _, *path = module.split(".")
+    return "_".join(["posenc", *(name.strip("_") for name in path)]) if path else PACKAGE_COPY
 
 
 class UserCode:

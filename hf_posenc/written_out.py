@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from hf_posenc import attention
-from hf_posenc.calls import Call, argument_names
 from hf_posenc.encodings import PositionContext
 from hf_posenc.kernels import additive_mask, biased_mask
+from hf_posenc.signatures import Call, argument_names
 
 SOFTMAX = (torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.special.softmax)
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)

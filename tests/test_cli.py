@@ -490,7 +490,7 @@ def test_patch_overwrites_a_model(folders, tmp_path):
     names = {path.name for path in new.iterdir()}
     kept = {"checkpoint-1", "notes"}
     assert {name for name in names if not name.endswith(".py")} == {"config.json", "model.safetensors"} | kept
-    assert "posenc_rope.py" in names and "posenc_alibi.py" not in names and new.stat().st_ino == folder
+    assert "posenc_encodings_rope.py" in names and "posenc_encodings_alibi.py" not in names and new.stat().st_ino == folder
 
 
 def test_patch_in_place(folders, tmp_path):

@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, Sta
 import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, slow, tokens
 from conftest import stock as stock_model
-from hf_posenc.spec import PositionSpec
+from hf_posenc.configuration import PositionSpec
 from oracles import gradients
 
 BART: dict[str, Any] = dict(

@@ -516,7 +516,9 @@ def test_weights_in_parts_and_in_shards(pushed):
     at_once = pushed.repos["me/at-once"].commits[-1].files
     saved = {path.name: path.read_bytes() for path in (pushed.folder / "at-once").iterdir()}
     assert (
-        saved.items() <= at_once.items() and b'"position_encoding"' in saved["model.safetensors"] and "posenc_rope.py" in saved
+        saved.items() <= at_once.items()
+        and b'"position_encoding"' in saved["model.safetensors"]
+        and "posenc_encodings_rope.py" in saved
     )
 
 

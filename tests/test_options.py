@@ -17,10 +17,10 @@ from packaging.specifiers import SpecifierSet
 
 import hf_posenc
 from conftest import ENCODINGS, ROOT, run_python, stock
-from hf_posenc import requirements
+from hf_posenc import _versions
+from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Above, Geometry, PositionEncoding, build, canonical, encoding_class, list_encodings
 from hf_posenc.sources import Source
-from hf_posenc.spec import PositionSpec
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
 LEARNED = {"storage": "float32", "file": None, "init": "normal", "std": 0.02, "trained_rows": None}
@@ -715,7 +715,7 @@ def test_versions_are_those_of_pyproject():
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     stated = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
-    assert {name: SpecifierSet(specifier) for name, specifier in requirements.REQUIRED.items()} == {
+    assert {name: SpecifierSet(specifier) for name, specifier in _versions.REQUIRED.items()} == {
         name: stated[name] for name in ("torch", "transformers")
     }
 
@@ -730,35 +730,35 @@ def install(monkeypatch, **versions):
 def test_versions_out_of_range(monkeypatch, package, version):
     install(monkeypatch, **{package: version})
     with pytest.raises(ImportError) as error:
-        requirements.check()
-    message, specifier = str(error.value), requirements.REQUIRED[package]
+        _versions.check()
+    message, specifier = str(error.value), _versions.REQUIRED[package]
     assert f"{version} is installed" in message and f'pip install "{package}{specifier}"' in message
     assert f"works with {package}{specifier}" in message
 
 
 def test_versions_in_range(monkeypatch):
     """Nightly and local builds count too."""
-    requirements.check()
+    _versions.check()
     install(monkeypatch, torch="2.14.0.dev20260101+cu130", transformers="5.24.0rc1")
-    requirements.check()
+    _versions.check()
 
 
 # The rules of the house.
 
 ORDER = [
     {
-        "requirements",
+        "_versions",
         "encodings",
         "user_code",
         "probe",
-        "calls",
+        "signatures",
         "saving",
         "blocks",
         "saved_files",
         "text_files",
         "terminals",
     },
-    {"remote_code", "tokenizer_files", "spec", "kernels", "catalog"},
+    {"remote_code", "tokenizer_files", "configuration", "kernels", "catalog"},
     {"sources", "attention", "checkpoints", "remembering", "offsets"},
     {"written_out", "positions", "embedding", "calibration"},
     {"declarations"},

@@ -146,7 +146,7 @@ def test_code_imports_what_is_saved_with_it():
     """Whichever other encodings the model has."""
     for encoding in ENCODINGS:
         code = remote_code.files("modeling", [(REGISTERED[encoding], {})], hf_posenc.PosEncBertConfig())
-        assert f"posenc_{encoding}.py" in code
+        assert f"posenc_encodings_{encoding}.py" in code
         for name, text in code.items():
             assert modules_that_are_imported(text) <= code.keys(), (encoding, name)
 
@@ -193,10 +193,8 @@ def test_only_what_is_needed_is_saved(bare):
 def test_copies_differ_from_the_package_in_their_imports_alone(bare):
     _, folder = bare
     for copy in (folder / "sinusoidal-and-alibi").glob("posenc_*.py"):
-        name = copy.stem.removeprefix("posenc_")
-        original = next(
-            path for path in PACKAGE.rglob(f"{name}.py") if path.parent.name in ("hf_posenc", "encodings", "sources")
-        )
+        name = copy.stem
+        (original,) = (path for path in PACKAGE.rglob("*.py") if name_of_copy(path) == name)
 
         def others(path):
             """Its statements without imports."""
@@ -223,7 +221,7 @@ def test_config_names_every_auto_class(tmp_path):
 
 def test_a_config_saved_alone_carries_the_code(tmp_path):
     hf_posenc.PosEncBertConfig(position_encoding="alibi").save_pretrained(tmp_path / "config")
-    assert {"config.json", "modeling_posenc.py", "posenc_alibi.py"} <= set(os.listdir(tmp_path / "config"))
+    assert {"config.json", "modeling_posenc.py", "posenc_encodings_alibi.py"} <= set(os.listdir(tmp_path / "config"))
     assert AutoConfig.from_pretrained(tmp_path / "config").position_encoding["type"] == "alibi"
 
 
@@ -298,7 +296,7 @@ def beside(bare):
     (folder / "other-versions").mkdir()
     for path in (folder / "alibi").iterdir():
         content = path.read_bytes()
-        if path.name == "posenc_requirements.py":
+        if path.name == "posenc_versions.py":
             assert b'">=5.23,<6"' in content
             content = content.replace(b'">=5.23,<6"', b'">=98,<99"')
         (folder / "other-versions" / path.name).write_bytes(content)

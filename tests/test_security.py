@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModel
 import hf_posenc
 from attacks.hub_server import TOKEN, serve
 from conftest import BERT, ENCODINGS, VOCABULARY, patched, run_python, stock, tokens
-from hf_posenc import spec
+from hf_posenc import configuration
 from hf_posenc.embedding import PositionEmbeddingConfig
 from hf_posenc.encodings import canonical, encoding_class, list_encodings, options
 from hf_posenc.encodings.composition import Composition
@@ -74,7 +74,7 @@ LENGTHS = st.sampled_from([1, 4, 8, 32, 129, 1024, 4095, 4096, 4097, 2**13, 2**1
 HOSTS = st.fixed_dictionaries(
     {"name_or_path": st.text(), "rows": LENGTHS, "kept": st.booleans(), "fingerprint": st.text(max_size=16)}
 )
-PLACEMENT = {"max_length": st.none() | LENGTHS, "host": st.none() | HOSTS, "inject": st.sampled_from(spec.INJECT)}
+PLACEMENT = {"max_length": st.none() | LENGTHS, "host": st.none() | HOSTS, "inject": st.sampled_from(configuration.INJECT)}
 
 
 def right(annotation):
@@ -412,7 +412,7 @@ def path_objects(value):
 def test_a_path_in_a_config_is_never_opened(paths, data):
     file = data.draw(st.sampled_from(FORBIDDEN))
     document, encoding = data.draw(documents(file))
-    named = spec.PositionSpec.parse(encoding, in_code=True).to_dict()  # in code, the same spelling names the file
+    named = configuration.PositionSpec.parse(encoding, in_code=True).to_dict()  # in code, the same spelling names the file
     assert path_objects(named) == [Path(file)] * str(encoding).count(file)
     folder = paths / "model"  # without the pipe, which is an error by itself
     folder.mkdir(exist_ok=True)

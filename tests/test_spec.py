@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModel, BertConfig
 
 import hf_posenc
 from conftest import HOSTS, LENGTH, TABLED, VOCABULARY, first, patched, stock, tokens
+from hf_posenc.configuration import PARSED, HostSpec, PositionSpec, make_stock, merged, read, write
 from hf_posenc.encodings import encoding_class
-from hf_posenc.spec import PARSED, HostSpec, PositionSpec, make_stock, merged, read, write
 
 HOST = {"name_or_path": "somebody/base", "rows": 512, "kept": True, "fingerprint": "00ff"}
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from hf_posenc.cli import completing
+from hf_posenc.configuration import INJECT, WHERE
 from hf_posenc.encodings import shown, written_value
 from hf_posenc.saved_files import parsed_json
-from hf_posenc.spec import INJECT, WHERE
 
 LISTS = "A value may be JSON; a list is [1, 2] or 1,2."
 

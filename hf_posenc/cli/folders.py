@@ -15,6 +15,7 @@ import hf_posenc
 from hf_posenc import saving
 from hf_posenc.cards import architecture
 from hf_posenc.cli.output import Output
+from hf_posenc.configuration import V4_RELATIVE
 from hf_posenc.encodings import canonical, encoding_class, meant, shown
 from hf_posenc.inspection import Report
 from hf_posenc.modeling import PosEncModelMixin
@@ -22,7 +23,6 @@ from hf_posenc.patching import changed_within
 from hf_posenc.retrieval import Embedder, pooling
 from hf_posenc.saved_files import check_there, explained, load_config, read_config, read_json_object
 from hf_posenc.sources.source import is_transformers
-from hf_posenc.spec import V4_RELATIVE
 from hf_posenc.structure import submodels_of
 from hf_posenc.tokenizer_files import check_tokenizer, copied, drop_foreign_code, load_tokenizer
 

@@ -24,8 +24,8 @@ from hf_posenc.cli.arguments import (
 )
 from hf_posenc.cli.folders import SENTENCE_CLASSES, Original, asks_for_its_own, check_output_dir, load_v4, save
 from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.configuration import lost_within
 from hf_posenc.encodings import written_value
-from hf_posenc.spec import lost_within
 
 
 @app.command("patch")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc.calls import Call, argument_names
+from hf_posenc.signatures import Call, argument_names
 from hf_posenc.sources.source import Source, is_one_of
 
 ARGUMENTS = {"XLNetRelativeAttention": "r"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_posenc.calls import argument_names, attributes_read
+from hf_posenc.signatures import argument_names, attributes_read
 from hf_posenc.sources.grids import cuts_patches
 from hf_posenc.sources.source import is_transformers
 

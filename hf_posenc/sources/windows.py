@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posenc.calls import reads_tokens
+from hf_posenc.signatures import reads_tokens
 from hf_posenc.sources.parameters import PositionParameter
 from hf_posenc.sources.source import Source
 
