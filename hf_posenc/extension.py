@@ -24,7 +24,7 @@ from hf_posenc.encodings import (
     refill,
     shown,
 )
-from hf_posenc.encodings.stretching import DYNAMIC, STATIC, Extension
+from hf_posenc.encodings.interpolation import DYNAMIC, STATIC, Extension
 from hf_posenc.longer_hosts import Host
 from hf_posenc.longer_rotations import ROTARY, with_other_rotations
 from hf_posenc.longer_tables import stretched_by_length, with_longer_tables

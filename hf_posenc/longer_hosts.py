@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc import structure
 from hf_posenc.encodings import Geometry, listed
-from hf_posenc.encodings.stretching import DYNAMIC, Extension
+from hf_posenc.encodings.interpolation import DYNAMIC, Extension
 from hf_posenc.sources import HostRefused, Source
 from hf_posenc.structure import Structure
 

@@ -8,7 +8,7 @@ from torch import nn
 from hf_posenc import configuration as specs
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.encodings import listed
-from hf_posenc.encodings.stretching import DYNAMIC, STATIC
+from hf_posenc.encodings.interpolation import DYNAMIC, STATIC
 from hf_posenc.longer_hosts import Host
 from hf_posenc.patching import patch
 from hf_posenc.sources import HostRefused, Source

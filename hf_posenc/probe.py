@@ -175,7 +175,7 @@ def observe(base: ModuleType, cls: Any, job: dict[str, Any], seed: int) -> dict[
 
 def _made(base: ModuleType, cls: Any, geometry: Any, options: dict[str, Any]) -> Any:
     """An encoding as a model gets it, by the module beside `base` which builds them."""
-    building = sys.modules[re.sub("base$", "building", base.__name__)]
+    building = sys.modules[re.sub("base$", "construction", base.__name__)]
     return building.with_values(lambda: [cls(geometry, **options)])[0]
 
 

@@ -34,7 +34,7 @@ def is_ours(module: str) -> bool:
 
 
 def flat(module: str) -> str:
-    """The name of the copy of one of our modules, or of what stands for one of our packages: it says where the module is from."""
+    """The name of the copy of one of our modules, or of what stands for one of our packages."""
     _, *path = module.split(".")
     return "_".join(["posenc", *(name.strip("_") for name in path)]) if path else PACKAGE_COPY
 

@@ -30,7 +30,7 @@ from hf_posenc.encodings import canonical, checked_value, encoding_class
 from hosts import tiny
 
 gradio = pytest.importorskip("gradio")
-from hf_posenc.encodings import building  # noqa: E402
+from hf_posenc.encodings import construction  # noqa: E402
 from hf_posenc.explorer import budget, encodings, fields, forms, gate, models, serving, work  # noqa: E402
 from hf_posenc.explorer.budget import GIB, Budget, Limits, Refused  # noqa: E402
 from hf_posenc.explorer.encodings import Sizes  # noqa: E402
@@ -288,7 +288,7 @@ def drawn(encoding, sizes=SMALL, memory=GIB):
     ids=lambda each: each["type"],
 )
 def test_an_encoding_too_large_is_not_built(monkeypatch, encoding):
-    monkeypatch.setattr(building, "with_values", None)
+    monkeypatch.setattr(construction, "with_values", None)
     with pytest.raises(ValueError, match="values of memory, and at most 16777216 are allowed: choose smaller options"):
         drawn(encoding, Sizes())
 

@@ -515,11 +515,8 @@ def test_weights_in_parts_and_in_shards(pushed):
     assert "model-00002-of-00002.safetensors" in pushed.repos["me/sharded"].commits[-1].files
     at_once = pushed.repos["me/at-once"].commits[-1].files
     saved = {path.name: path.read_bytes() for path in (pushed.folder / "at-once").iterdir()}
-    assert (
-        saved.items() <= at_once.items()
-        and b'"position_encoding"' in saved["model.safetensors"]
-        and "posenc_encodings_rope.py" in saved
-    )
+    assert saved.items() <= at_once.items() and b'"position_encoding"' in saved["model.safetensors"]
+    assert "posenc_encodings_rope.py" in saved
 
 
 def test_what_can_not_be_loaded_says_why(pushed):

@@ -758,7 +758,7 @@ ORDER = [
         "text_files",
         "terminals",
     },
-    {"remote_code", "tokenizer_files", "configuration", "kernels", "catalog"},
+    {"remote_code", "tokenizer_files", "configuration", "kernels"},
     {"sources", "attention", "checkpoints", "remembering", "offsets"},
     {"written_out", "positions", "embedding", "calibration"},
     {"declarations"},
@@ -832,8 +832,8 @@ def test_encodings_know_nothing_of_hosts(path):
 
 
 FOUNDATION = [
-    *("options", "storage", "context", "stretching", "frequency_rules", "base", "composition", "registry", "building"),
-    *("rotation", "rows"),
+    *("options", "mapped_tables", "context", "interpolation", "frequency_rules", "base"),
+    *("composition", "registry", "construction", "rotation", "tables", "catalog"),
 ]
 """The modules of encodings/ that are no encodings. Each imports from those to its left alone."""
 

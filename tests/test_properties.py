@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from conftest import ENCODINGS
-from hf_posenc import catalog, kernels
-from hf_posenc.encodings import Geometry, PositionContext, canonical, encoding_class, options_of
+from hf_posenc import kernels
+from hf_posenc.encodings import Geometry, PositionContext, canonical, catalog, encoding_class, options_of
 
 H, E, D = 2, 8, 16
 LONGEST = 4096

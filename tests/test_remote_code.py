@@ -145,7 +145,7 @@ def modules_that_are_imported(code):
 def test_code_imports_what_is_saved_with_it():
     """Whichever other encodings the model has."""
     for encoding in ENCODINGS:
-        code = remote_code.files("modeling", [(REGISTERED[encoding], {})], hf_posenc.PosEncBertConfig())
+        code = remote_code.files("hf_posenc.modeling", [(REGISTERED[encoding], {})], hf_posenc.PosEncBertConfig())
         assert f"posenc_encodings_{encoding}.py" in code
         for name, text in code.items():
             assert modules_that_are_imported(text) <= code.keys(), (encoding, name)
@@ -166,35 +166,41 @@ def test_saving_again_without_the_package_writes_the_same_folder(bare):
         assert all((after / file).read_bytes() == (before / file).read_bytes() for file in os.listdir(before)), name
 
 
+def copy_of(module):
+    """The file name of the copy of a module of ours."""
+    return f"posenc_{module.lstrip('_').replace('.', '_')}.py"
+
+
 def test_only_what_is_needed_is_saved(bare):
     _, folder = bare
-    embedding = {"options", "context", "base", "composition", "registry", "building", "spec", "checkpoints", "embedding"}
-    embedding |= {"remote_code", "requirements", "saving", "storage", "stretching", "user_code", "probe"}
-    sources = {path.stem for path in (ROOT / "hf_posenc/sources").glob("[!_]*.py")}
+    bases = ("base", "composition", "construction", "context", "interpolation", "mapped_tables", "options", "registry")
+    embedding = {f"encodings.{name}" for name in bases}
+    embedding |= {"_versions", "checkpoints", "configuration", "embedding", "probe", "remote_code", "saving", "user_code"}
+    sources = {f"sources.{path.stem}" for path in (PACKAGE / "sources").glob("[!_]*.py")}
     common = (
         embedding
         | sources
-        | {"attention", "blocks", "calls", "injection", "install", "kernels", "modeling", "positions", "structure"}
+        | {"attention", "blocks", "signatures", "injection", "install", "kernels", "modeling", "positions", "structure"}
     )
     common |= {"loading", "saved_files", "transfer", "written_out", "declarations", "remembering", "offsets"}
+    learned = {"encodings.learned", "encodings.tables", "encodings.sinusoidal"}  # its table can start as one
     for name, encodings in {
-        "alibi": {"alibi"},
-        "learned": {"learned", "rows", "sinusoidal"},  # its table can start as one
-        "sinusoidal-and-alibi": {"sinusoidal", "alibi"},
-        "own-window-and-learned": {"learned", "rows", "sinusoidal", "hf_posenc", "own_own_encodings"},
+        "alibi": {"encodings.alibi"},
+        "learned": learned,
+        "sinusoidal-and-alibi": {"encodings.sinusoidal", "encodings.alibi"},
+        "own-window-and-learned": {*learned, "package", "own.own_encodings"},
     }.items():
         files = {path.name for path in (folder / name).glob("*.py")}
-        assert files == {f"posenc_{each}.py" for each in common | encodings} | {"modeling_posenc.py"}, name
-    assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {
-        f"posenc_{each}.py" for each in embedding | {"learned", "rows", "sinusoidal"}
-    }
+        assert files == {copy_of(each) for each in common | encodings} | {"modeling_posenc.py"}, name
+    assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {copy_of(each) for each in embedding | learned}
 
 
 def test_copies_differ_from_the_package_in_their_imports_alone(bare):
     _, folder = bare
     for copy in (folder / "sinusoidal-and-alibi").glob("posenc_*.py"):
         name = copy.stem
-        (original,) = (path for path in PACKAGE.rglob("*.py") if name_of_copy(path) == name)
+        modules = {copy_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts)): path for path in PACKAGE.rglob("*.py")}
+        original = modules[copy.name]
 
         def others(path):
             """Its statements without imports."""
@@ -340,4 +346,4 @@ def test_a_copy_takes_no_strangers(monkeypatch):
         pass
 
     with pytest.raises(ValueError, match="Stranger can't be added to a model's own code"):
-        remote_code.files("modeling", [(Stranger, {})], None)
+        remote_code.files("hf_posenc.modeling", [(Stranger, {})], None)

@@ -606,7 +606,7 @@ ELSEWHERE = {
     "hf_posenc/checkpoints.py:EncodingModelMixin._label": "in the temporary directory of save_pretrained",
     "hf_posenc/checkpoints.py:EncodingModelMixin.save_pretrained": "distributed checkpoints are written by all ranks",
     "hf_posenc/cli/output.py:_reserved_stdout": "a duplicate of standard output",
-    "hf_posenc/encodings/building.py:": "a pickler of bytes in memory",
+    "hf_posenc/encodings/construction.py:": "a pickler of bytes in memory",
     "hf_posenc/explorer/encodings.py:picture": "bytes in memory",
     "hf_posenc/hub.py:_keep": "in the temporary directory of push_to_hub",
     "hf_posenc/probe.py:_run": "in the temporary directory of the probe",

@@ -428,7 +428,7 @@ def test_a_config_that_names_a_file_opens_none(tmp_path, monkeypatch):
     assert config["position_encoding"]["file"] is None
     config["position_encoding"]["file"] = file
     (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("hf_posenc.encodings.rows.StoredTensor", None)
+    monkeypatch.setattr("hf_posenc.encodings.tables.StoredTensor", None)
     with pytest.raises(ValueError, match="names a file, and nothing was opened"):
         AutoModel.from_pretrained(tmp_path / "saved")
 

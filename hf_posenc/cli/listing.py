@@ -8,9 +8,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hf_posenc import catalog
 from hf_posenc.cli import app
 from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.encodings import catalog
 
 
 @app.command("list")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.encodings.context import PositionContext
+from hf_posenc.encodings.interpolation import Extension
+from hf_posenc.encodings.mapped_tables import StoredTensor
 from hf_posenc.encodings.options import checked_value, listed, meant, names_files, shown
-from hf_posenc.encodings.storage import StoredTensor
-from hf_posenc.encodings.stretching import Extension
 
 RESERVED = {
     "type",

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
+from hf_posenc.encodings.interpolation import Extension
 from hf_posenc.encodings.options import meant, shown
-from hf_posenc.encodings.stretching import Extension
 
 
 class Composition(PositionEncoding):

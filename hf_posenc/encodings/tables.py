@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import PositionEncoding
-from hf_posenc.encodings.storage import StoredTensor, names_in, to_int8
+from hf_posenc.encodings.mapped_tables import StoredTensor, names_in, to_int8
 
 MAPPED = "memory-mapped"
 

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 
-from hf_posenc.encodings import Geometry, PositionEncoding, described, encoding_class, list_encodings
-from hf_posenc.encodings.building import with_values
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.construction import with_values
+from hf_posenc.encodings.options import described
+from hf_posenc.encodings.registry import encoding_class, list_encodings
 
 BERT_BASE = Geometry(768, 12, 64, max_length=512, trained_length=512)
 """The sizes for which parameters are counted."""
