@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_posenc.attention import acting
+from hf_posenc.attention.bias_backends import biases, score_bias
+from hf_posenc.attention.dispatch import acting
 from hf_posenc.encodings import PositionContext, PositionEncoding, placed
-from hf_posenc.kernels import biases, score_bias
 from hf_posenc.sources import HostRefused
 
 ROUNDS, STILL = 20, 1e-4

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc import written_out
+from hf_posenc.attention import custom
 from hf_posenc.sources.declared import declare
 from hf_posenc.sources.source import is_transformers
 
@@ -55,10 +55,10 @@ def register_attention(
         raise ValueError(f"{cls!r}: allowed is a subclass of torch.nn.Module, of your own")
     _refuse_transformers(cls)
     if scaling is None:
-        scaling = written_out.by_head_dim
+        scaling = custom.by_head_dim
     elif not callable(scaling):
         scaling = _Constant(float(scaling))
-    written_out.add_row(cls, written_out.WrittenOut(scaling, is_causal=is_causal))
+    custom.add_row(cls, custom.WrittenOut(scaling, is_causal=is_causal))
 
 
 class _Constant:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from hf_posenc import attention
+from hf_posenc.attention import dispatch
 from hf_posenc.signatures import Call, argument_names
 
 
@@ -54,7 +54,7 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
         length = hidden.shape[token_axis]
     else:
         length = math.prod(hidden.shape[1:-1] if hidden.ndim > 2 else hidden.shape[:1])
-    context = attention.context_for(module, kwargs.get(attention.CONTEXT)).placed(length, hidden.device)
+    context = dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).placed(length, hidden.device)
     here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
 
     def compute() -> Tensor:

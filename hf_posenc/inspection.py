@@ -14,7 +14,8 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig, PreTrainedM
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
-from hf_posenc import attention, structure
+from hf_posenc import structure
+from hf_posenc.attention import dispatch
 from hf_posenc.configuration import Calibration, lost_within
 from hf_posenc.embedding import PositionEmbedding
 from hf_posenc.encodings import options_of, portable, shown, without_values
@@ -203,7 +204,7 @@ def _base_of(adapter: Path) -> str:
 
 def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
     modules = dict(stack.named_modules())
-    parts = {path: found for path, module in modules.items() if (found := getattr(module, attention.PARTS, None)) is not None}
+    parts = {path: found for path, module in modules.items() if (found := getattr(module, dispatch.PARTS, None)) is not None}
     layers = structure.numbered(modules, parts)
     return tuple(int(layer.rpartition(".")[2]) for path, (layer, _) in layers.items() if part in parts[path])
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_posenc import attention, injection, written_out
+from hf_posenc import injection
+from hf_posenc.attention import custom, dispatch
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.positions import ForwardPass, follow_masking, see_frames, see_images, see_patches
@@ -51,20 +52,20 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     for source in structure.sources:
         source.silence(stack, adds_vectors=at_input)
     for (path, module), posenc in zip(structure.attentions.items(), owned, strict=True):
-        setattr(module, attention.PARTS, parts[path])
+        setattr(module, dispatch.PARTS, parts[path])
         if posenc is not None:
             module.posenc = posenc
-        if written_out.closed(module):
+        if custom.closed(module):
             continue
-        if written_out.row_of(module):
-            written_out.install(module)
+        if custom.row_of(module):
+            custom.install(module)
         else:
             branches = _branches_by_implementation(module)
             if not is_transformers(type(module)):
-                attention.keep_own_eager(module)
-            module.config = attention.AttentionConfigView(module.config, branches)  # type: ignore[assignment]
+                dispatch.keep_own_eager(module)
+            module.config = dispatch.AttentionConfigView(module.config, branches)  # type: ignore[assignment]
         # An attention that is written out counts on keys of its own size where it takes them from a cache.
-        widened = written_out.row_of(module) and any(spec.parts[part].widens for part in parts[path])
+        widened = custom.row_of(module) and any(spec.parts[part].widens for part in parts[path])
         if store_rotated and path in rotated and not widened:
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
     entrances = {
@@ -126,17 +127,17 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
     )
     stack.posenc.cross = shared
     for (path, module), posenc in zip(across.items(), owned, strict=True):
-        if written_out.row_of(module):
+        if custom.row_of(module):
             raise HostRefused(
                 f"{type(stack).__name__}.{path} computes its attention beside Transformers' interface",
                 reason="attention beside Transformers' interface",
                 remedy="leave 'cross' out of where",
             )
-        setattr(module, attention.PARTS, parts[path])
-        setattr(module, attention.ACROSS, True)
+        setattr(module, dispatch.PARTS, parts[path])
+        setattr(module, dispatch.ACROSS, True)
         if posenc is not None:
             module.posenc = posenc
-        module.config = attention.AttentionConfigView(module.config, _branches_by_implementation(module))  # type: ignore[assignment]
+        module.config = dispatch.AttentionConfigView(module.config, _branches_by_implementation(module))  # type: ignore[assignment]
     for verb in encoding.acts_by(options):
         here = (*stack._posenc_entrances.get(verb, ()), *_acted_in(spec, parts, verb))
         stack._posenc_entrances = {**stack._posenc_entrances, verb: here}
@@ -167,7 +168,7 @@ def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: P
     """Raises HostRefused for an encoding that would act in an attention in which none can."""
     for path, module in structure.attentions.items():
         acting = [part for part in parts[path] if {*spec.parts[part].acts_by()} - {"embed"}]
-        if acting and (why := written_out.closed(module)):
+        if acting and (why := custom.closed(module)):
             raise HostRefused(
                 f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which {why}, so {acting[0]!r} can't "
                 "act in it",
@@ -183,7 +184,7 @@ def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: P
                 remedy="take one that rotates or biases",
             )
         weighing = [part for part in acting if "value_bias" in spec.acts_by(part)]
-        if weighing and written_out.row_of(module) is None and attention.scales_afterwards(module):
+        if weighing and custom.row_of(module) is None and dispatch.scales_afterwards(module):
             raise HostRefused(
                 f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which multiplies its output by a "
                 f"factor that isn't in its weights, so {weighing[0]!r} can't add anything to its output by them",
@@ -239,7 +240,7 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     blocks = structure.blocks
     layers = structure.layer_paths
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
-    token_axis = written_out.token_axis(next(iter(structure.attentions.values())))
+    token_axis = custom.token_axis(next(iter(structure.attentions.values())))
     if spec.inject == "input" and structure.entrances:
         for path in structure.entrances:
             injection.after(stack.get_submodule(path), embedding[next(iter(layers))], token_axis)
@@ -275,6 +276,6 @@ def rotate_into_cache(names: list[str], module: nn.Module, args: tuple, kwargs: 
     name = next((name for name, value in given.items() if isinstance(value, Cache)), None)
     if name is None:
         return None
-    context = attention.context_for(module, kwargs.get(attention.CONTEXT))
-    cache = attention.rotating(given[name], module, context)
+    context = dispatch.context_for(module, kwargs.get(dispatch.CONTEXT))
+    cache = dispatch.rotating(given[name], module, context)
     return Call(names, args, kwargs).changed(**{name: cache}, keys_are_rotated=True)

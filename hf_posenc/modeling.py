@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from hf_posenc import attention, loading, offsets, structure, transfer
 from hf_posenc import configuration as specs
+from hf_posenc import loading, offsets, structure, transfer
+from hf_posenc.attention import dispatch
 from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
@@ -199,14 +200,14 @@ class PosEncModelMixin(EncodingModelMixin):
         for module in self.modules():
             if structure.is_patched(module):
                 encodings = [part for spec in module.config.position_spec.every for part in spec.parts.values()]
-                if reason := attention.refusal(module.config._attn_implementation, encodings):
+                if reason := dispatch.refusal(module.config._attn_implementation, encodings):
                     raise ValueError(reason)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As of Transformers. Raises ValueError for encodings that bias, whose distances a paged cache can't tell, or that
         rotate all keys anew."""
         every = self.config.position_spec.every
-        if reason := attention.refusal_of_pages(
+        if reason := dispatch.refusal_of_pages(
             (part for spec in every for part in spec.parts.values()),
             any(spec.encoding.rotates_anew(dict(spec.options)) for spec in every),
         ):
@@ -424,7 +425,7 @@ def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
             with asking(self._posenc_reader[0], Call(names, args, kwargs)):
                 return host.forward(self, *args, **kwargs)
         args, kwargs, context = self._posenc_pass.begin(self, args, kwargs)
-        with attention.current(context):
+        with dispatch.current(context):
             output = host.forward(self, *args, **kwargs)
         self._posenc_pass.end(args, kwargs, context, output)
         return output

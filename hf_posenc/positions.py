@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_posenc import attention, remembering
+from hf_posenc import remembering
+from hf_posenc.attention import dispatch
 from hf_posenc.encodings import PositionContext, counted, length_of, positions_of
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.signatures import IS_CAUSAL, TOKENS, Call
@@ -219,7 +220,7 @@ class ForwardPass:
         # Hosts which take position_ids hand further arguments down to their layers. For the others the context is the current
         # one of the thread.
         if "position_ids" in self.names and self.hands_down:
-            changes[attention.CONTEXT] = context
+            changes[dispatch.CONTEXT] = context
         return *call.changed(**changes), context
 
     def _from_zero(self, stack: Any, ids: Tensor, length: int, mask: Any) -> Tensor | None:

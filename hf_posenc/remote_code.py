@@ -20,8 +20,8 @@ from hf_posenc.encodings import Geometry
 from hf_posenc.user_code import PACKAGE, UserCode, flat, is_ours, parsed
 
 ENTRY = "modeling_posenc"
-COPIED = flat(f"{PACKAGE}.remote_code")
-_OWN_NAME = __name__.rpartition(".")[2]
+COPIED = __name__.rpartition(".")[2] != "remote_code"
+"""Whether this module is a copy, saved with a model."""
 
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
     encodings = list(encodings)
     classes = [cls for cls, _ in encodings]
     users = [cls for cls in classes if not is_ours(cls.__module__)]
-    if _OWN_NAME == COPIED:
+    if COPIED:
         if users:
             raise ValueError(
                 f"{users[0].__qualname__} can't be added to a model's own code: pip install hf-posenc, and patch with it"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc import written_out
+from hf_posenc.attention import custom
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.declarations import names_in
 from hf_posenc.encodings import Geometry, listed, meant
@@ -241,7 +241,7 @@ class Structure:
     def _made_causal(self, attention: nn.Module) -> bool:
         """Whether they see none unless `config.is_causal` is False."""
         declared = any(getattr(attention, name, False) for name in ("is_causal", "is_decoder"))
-        return declared or written_out.is_causal(attention) or _masks_the_future(self.stack)
+        return declared or custom.is_causal(attention) or _masks_the_future(self.stack)
 
     @property
     def causal_flags(self) -> dict[str, bool]:
@@ -466,7 +466,7 @@ def _rows(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> set[
 def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
     """Raises HostRefused where a module is one in which order stays visible, or which tokens alone don't reach."""
     for path, module in modules.items():
-        if refusal := written_out.refusal_of(module):
+        if refusal := custom.refusal_of(module):
             raise HostRefused(
                 f"{path} of {type(stack).__name__} is a {type(module).__name__}, which {refusal.why}"
                 if path
@@ -558,7 +558,7 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
     if reads_tokens(stack) and tokens_of(stack) is None:
         raise HostRefused(f"{name} has no table of token embeddings", "no table of token embeddings")
     for path, module in structure.attentions.items():
-        if not is_transformers(type(module)) and not written_out.row_of(module):
+        if not is_transformers(type(module)) and not custom.row_of(module):
             _refuse_own_attention(f"{name}.{path}", module)
     if without := _layers_without_attention(structure, modules):
         raise HostRefused(
@@ -634,7 +634,7 @@ def _is_self_attention(path: str, module: nn.Module) -> bool:
 def _is_attention(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     on_interface = "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
-    return on_interface or bool(written_out.row_of(module))
+    return on_interface or bool(custom.row_of(module))
 
 
 def _looks_across(path: str, module: nn.Module) -> bool:

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
 from transformers.modeling_utils import local_torch_dtype
 
-from hf_posenc import attention, structure
 from hf_posenc import configuration as specs
+from hf_posenc import structure
+from hf_posenc.attention import dispatch
 from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 from hf_posenc.encodings import PositionEncoding, encoding_class, exclusively, mark, marked_as_loaded, placed, refill
 from hf_posenc.sources import Silenced, silenced_names
@@ -333,8 +334,8 @@ def carry_positions(model: nn.Module) -> None:
     """Let gradient checkpointing run a model's layers with the positions of their forward pass, the second time, too."""
     for module in model.modules():
         checkpoint = vars(module).get(CHECKPOINT)
-        if checkpoint is not None and getattr(checkpoint, "func", None) is not attention.checkpointed:
-            setattr(module, CHECKPOINT, partial(attention.checkpointed, checkpoint))
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not dispatch.checkpointed:
+            setattr(module, CHECKPOINT, partial(dispatch.checkpointed, checkpoint))
 
 
 def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import tokenize
 import warnings
 from pathlib import Path
 
-PACKAGE = "hf_posenc"
+PACKAGE = __name__.rpartition(".")[0].removesuffix(".serialization")  # of a copy, the folder that it is in
 ENCODINGS = f"{PACKAGE}.encodings"
 PACKAGE_COPY = "posenc_package"
 """The name of what stands for the package itself."""

@@ -41,10 +41,10 @@ def own(folder):
 @pytest.fixture
 def kept(monkeypatch):
     """What a test registers is gone after it."""
-    from hf_posenc import written_out
+    from hf_posenc.attention import custom
     from hf_posenc.sources import declared
 
-    monkeypatch.setattr(written_out, "OWN_ROWS", dict(written_out.OWN_ROWS))
+    monkeypatch.setattr(custom, "OWN_ROWS", dict(custom.OWN_ROWS))
     monkeypatch.setattr(declared, "DECLARED", dict(declared.DECLARED))
 
 

@@ -3,7 +3,7 @@
 - dense: a bias `[1, H, Q, K]`, built once for all layers where it can be, with the attention mask merged into it. It serves
   all encodings, implementations and masks.
 - toeplitz: where the bias depends on distance alone. SDPA reads it from a view of one row `[H, Q + K - 1]`, keys in reverse.
-- blocks: where it has gradients, or depends on distance and content (`PositionEncoding.distance_vectors`). See `blocks.py`.
+- blockwise: where it has gradients, or depends on distance and content (`PositionEncoding.distance_vectors`).
 
 Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_posenc import blocks
-from hf_posenc.blocks import Columns, Seen
+from hf_posenc.attention import blockwise
+from hf_posenc.attention.blockwise import Columns, Seen
 from hf_posenc.encodings import PositionContext, PositionEncoding
 
 Way = Literal["dense", "toeplitz", "blocks"]
@@ -131,7 +131,7 @@ def biased_attention(
         if key.shape[1] != query.shape[1]:
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        output = blocks.attention(query, key, value, columns, seen, scaling, options.get("dropout", 0.0))
+        output = blockwise.attention(query, key, value, columns, seen, scaling, options.get("dropout", 0.0))
         return output.transpose(1, 2).contiguous(), None
 
 

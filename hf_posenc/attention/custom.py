@@ -20,9 +20,9 @@ from torch.nn.functional import dropout, linear, multi_head_attention_forward, s
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
-from hf_posenc import attention
+from hf_posenc.attention import dispatch
+from hf_posenc.attention.bias_backends import additive_mask, biased_mask
 from hf_posenc.encodings import PositionContext
-from hf_posenc.kernels import additive_mask, biased_mask
 from hf_posenc.signatures import Call, argument_names
 
 SOFTMAX = (torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.special.softmax)
@@ -268,8 +268,8 @@ def forward(
         call = Call(argument_names(module), args, kwargs)
         if beside := [name for name in row.alone if call[name] is not None]:
             raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
-    has_cache = any(isinstance(value, (Cache, attention.KeyRotatingCache)) for value in (*args, *kwargs.values()))
-    product = Product(row, module, attention.context_for(module, position_context), keys_are_rotated, has_cache)
+    has_cache = any(isinstance(value, (Cache, dispatch.KeyRotatingCache)) for value in (*args, *kwargs.values()))
+    product = Product(row, module, dispatch.context_for(module, position_context), keys_are_rotated, has_cache)
     with product:
         output = type(module).forward(module, *args, **kwargs)
     if not product.met:
@@ -346,12 +346,12 @@ class Product(TorchFunctionMode):
         """All of an attention in one call."""
         scaling = query.shape[-1] ** -0.5 if kwargs.get("scale") is None else kwargs["scale"]
         context = self._context_of(query, key, scaling)
-        query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
+        query, key = dispatch.rotated(self.module, query, key, context, self.keys_are_rotated)
         if self.weighing is not None:
-            merged = additive_mask(attention.acting(self.module, context), query, key, attn_mask, None, context, is_causal)
+            merged = additive_mask(dispatch.acting(self.module, context), query, key, attn_mask, None, context, is_causal)
             weights = dropout((query * scaling @ key.mT + merged).softmax(dim=-1), kwargs.get("dropout_p", 0.0))
             return self._weighed(weights, value)
-        mask = biased_mask(attention.acting(self.module, context), query, key, attn_mask, context, is_causal)
+        mask = biased_mask(dispatch.acting(self.module, context), query, key, attn_mask, context, is_causal)
         causal = is_causal and mask is None
         kwargs["scale"] = scaling  # an encoding may have changed the width that it would be taken from
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **kwargs)
@@ -443,7 +443,7 @@ class Product(TorchFunctionMode):
         """What the encoding adds to the output of an attention with weights `[B, H, Q, K]`."""
         weighing, self.weighing = self.weighing, None
         assert weighing is not None
-        return attention.value_bias(attention.acting(self.module, weighing.context), weights, value_head_dim, weighing.context)
+        return dispatch.value_bias(dispatch.acting(self.module, weighing.context), weights, value_head_dim, weighing.context)
 
     def _encoded(self, query: Tensor, key: Tensor, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None, float]:
         """Queries and keys, rotated, and what to add to their product: the bias, and the factor that undoes the scaling which
@@ -457,8 +457,8 @@ class Product(TorchFunctionMode):
             heads = getattr(self.module, "num_attention_heads", self.context.encoding.geometry.num_attention_heads)
             query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
         context = self._context_of(query, key, after * within)
-        query, key = attention.rotated(self.module, query, key, context, self.keys_are_rotated)
-        bias = biased_mask(attention.acting(self.module, context), query, key, None, context, is_causal=False)
+        query, key = dispatch.rotated(self.module, query, key, context, self.keys_are_rotated)
+        bias = biased_mask(dispatch.acting(self.module, context), query, key, None, context, is_causal=False)
         factor = 1 / after if isinstance(after, float) else 1.0
         if bias is not None:
             bias = (bias if isinstance(after, float) else bias / after).expand(*query.shape[:3], key.shape[2])
@@ -477,7 +477,7 @@ class Product(TorchFunctionMode):
                 f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
                 f"positions of {context.length} new tokens and {context.past} cached ones; it got {BESIDE}"
             )
-        if any(encoding.needs_weights() for encoding in attention.acting(self.module, context)):
+        if any(encoding.needs_weights() for encoding in dispatch.acting(self.module, context)):
             self.weighing = Weighing(context, (*query.shape[:3], key.shape[2]), self.others)
         return context
 

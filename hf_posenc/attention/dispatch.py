@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from hf_posenc.attention.bias_backends import additive_mask, biased_attention, flex_bias, on_scores
 from hf_posenc.encodings import PositionContext, PositionEncoding
 from hf_posenc.encodings.context import CURRENT, context_for, current
-from hf_posenc.kernels import additive_mask, biased_attention, flex_bias, on_scores
 
 PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
 """Differs in each copy of this module that was saved with a checkpoint (`remote_code`)."""
