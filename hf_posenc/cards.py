@@ -20,10 +20,10 @@ from hf_posenc.configuration import HUB_ID
 from hf_posenc.encodings import encoding_class
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, metric_name, shown_length, table_key
 from hf_posenc.inspection import Report, inspect
-from hf_posenc.saved_files import explained, load_config, read_json
 from hf_posenc.scores import UNCORRECTED
+from hf_posenc.serialization.saved_files import explained, load_config, read_json
+from hf_posenc.serialization.user_code import is_ours
 from hf_posenc.structure import is_patched
-from hf_posenc.user_code import is_ours
 
 TASKS = {
     "AutoModel": ("MODEL_MAPPING", "feature-extraction"),

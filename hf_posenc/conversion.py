@@ -20,9 +20,9 @@ from hf_posenc.encodings import PositionEncoding, encoding_class, mark, shown
 from hf_posenc.inspection import inspect
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within, holds_a_model, patch, refuse
+from hf_posenc.serialization.tokenizer_files import check_ids, check_known, required_tokenizer
 from hf_posenc.signatures import reads_tokens
 from hf_posenc.sources import HostRefused
-from hf_posenc.tokenizer_files import check_ids, check_known, required_tokenizer
 from hf_posenc.transfer import twin_of
 
 M = TypeVar("M", bound=nn.Module)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.encodings import (
     Above,
     Geometry,
@@ -22,6 +21,7 @@ from hf_posenc.encodings import (
     length_of,
     positions_of,
 )
+from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
 
 
 class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):

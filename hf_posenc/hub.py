@@ -25,15 +25,16 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc import leaks, saving
+from hf_posenc import leaks
 from hf_posenc.cards import SIGNATURE, model_card, user_classes
 from hf_posenc.commits import Api, Change, commit_id
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, result_files
 from hf_posenc.inspection import inspect
 from hf_posenc.repositories import base_metadata, earlier_push, ensure_branch, merged
 from hf_posenc.retries import Requests
-from hf_posenc.saved_files import read_json
-from hf_posenc.tokenizer_files import copied
+from hf_posenc.serialization import atomic
+from hf_posenc.serialization.saved_files import read_json
+from hf_posenc.serialization.tokenizer_files import copied
 
 IMAGES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
 logger = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
     def read(path: str) -> str:
         return (keep_in / path).read_text(encoding="utf-8", errors="replace")
 
-    present = [path for path in _files(keep_in) if not path.startswith(saving.PREFIX)]
+    present = [path for path in _files(keep_in) if not path.startswith(atomic.PREFIX)]
     new = [*_files(folder), "README.md"]
     kept, stale = earlier_push(present, read, new)
     ours = "README.md" in present and SIGNATURE.partition("{")[0] in read("README.md")
@@ -230,7 +231,7 @@ def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str,
         logger.warning("%s was written by hand and stays as it is", keep_in / "README.md")
     else:
         (folder / "README.md").write_text(card(metadata=merged(base, kept)), encoding="utf-8")
-    with saving.replaced(keep_in, lambda *_: stale) as near:
+    with atomic.replaced(keep_in, lambda *_: stale) as near:
         shutil.copytree(folder, near, dirs_exist_ok=True)
 
 

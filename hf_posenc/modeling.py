@@ -23,12 +23,12 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from hf_posenc import configuration as specs
 from hf_posenc import loading, offsets, structure, transfer
 from hf_posenc.attention import dispatch
-from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
 from hf_posenc.encodings import PositionEncoding, check_size, meant
 from hf_posenc.install import install, install_across
 from hf_posenc.positions import asking
+from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.signatures import Call
 from hf_posenc.sources import Source
 from hf_posenc.sources.source import is_transformers

@@ -15,7 +15,7 @@ from hf_posenc.cards import INHERITED, host_name, replaceable
 from hf_posenc.commits import Api
 from hf_posenc.evaluation import EVALUATION, result_files
 from hf_posenc.retries import Requests
-from hf_posenc.saved_files import parsed_json
+from hf_posenc.serialization.saved_files import parsed_json
 
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")
 """Files deleted if the new push lacks them: an old model.safetensors would be loaded instead of new shards."""

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_posenc.inspection import inspect
-from hf_posenc.tokenizer_files import check_ids, check_known
+from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 16 * 512
 """Tokens in a batch, padding included; a longer text is a batch of its own."""

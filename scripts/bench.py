@@ -36,7 +36,7 @@ from benchmarks import grid, report, results, subjects
 from benchmarks.grid import Group, Settings
 from evaluation import records
 from hf_posenc import terminals
-from hf_posenc.saving import write_text
+from hf_posenc.serialization.atomic import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIX = {"cpu": "", "cuda": "-gpu"}

@@ -23,7 +23,7 @@ import hf_posenc
 import reviews
 from evaluation import records
 from hf_posenc import terminals
-from hf_posenc.saving import atomic_file, write_text
+from hf_posenc.serialization.atomic import atomic_file, write_text
 
 RESULTS = Path(__file__).with_name("results")
 CARDS = Path(__file__).parents[1] / "model_cards"

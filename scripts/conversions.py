@@ -24,8 +24,8 @@ import hf_posenc
 from evaluation import corpus, pages, records
 from evaluation.library import bag_of_words, evaluate
 from hf_posenc import terminals
-from hf_posenc.saving import replaced, write_text
-from hf_posenc.tokenizer_files import required_tokenizer
+from hf_posenc.serialization.atomic import replaced, write_text
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 LONG = ("--long_text_length", "2046", "--long_steps")
 MODELS = {

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from hf_posenc import scores, terminals
-from hf_posenc.saving import write_text
+from hf_posenc.serialization.atomic import write_text
 
 COUNTS = (10, 20, 50, 150)
 RESAMPLES = 2000

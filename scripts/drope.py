@@ -51,8 +51,8 @@ import hf_posenc
 from evaluation import corpus, pages, passkeys, perplexity, records
 from hf_posenc import scores, terminals
 from hf_posenc.plots.style import LIGHT, MAP, MARKERS
-from hf_posenc.saving import atomic_file, replaced
-from hf_posenc.tokenizer_files import required_tokenizer
+from hf_posenc.serialization.atomic import atomic_file, replaced
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ORIGINAL, SHORT, DROPPED, DROPE, SCALED = "original", "short", "dropped", "DroPE", "DroPE, scaled"

@@ -36,8 +36,8 @@ from evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
 from evaluation.tables import tables
 from hf_posenc import plots, retrieval, terminals
 from hf_posenc.retrieval import Embedder
-from hf_posenc.saving import atomic_file
-from hf_posenc.tokenizer_files import required_tokenizer
+from hf_posenc.serialization.atomic import atomic_file
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
 from training import sentences
 
 LENGTHS = (128, 256, 512, 1024, 2048)

@@ -23,9 +23,9 @@ import hf_posenc
 from conversions import CALIBRATED, calibrated, distillation, encoding_of, run, write_texts
 from evaluation import pages, records
 from hf_posenc import terminals
-from hf_posenc.saving import atomic_file, replaced
 from hf_posenc.scores import UNCORRECTED
-from hf_posenc.tokenizer_files import required_tokenizer
+from hf_posenc.serialization.atomic import atomic_file, replaced
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 TRAINED = "minilm-t5"
 METHODS = ("linear", "cubic", "tiled", "grouped", "keep_first", "dynamic")

@@ -34,7 +34,7 @@ from generalisation.runs import Setup, process_state, training_of
 from generalisation.study import Study
 from generalisation.tasks import CAUSAL, TASKS
 from hf_posenc import terminals
-from hf_posenc.saving import write_text
+from hf_posenc.serialization.atomic import write_text
 from training.flags import positive
 
 WIDTH = 140

@@ -39,8 +39,8 @@ from transformers.utils import logging
 import hf_posenc
 from evaluation import corpus, perplexity, reactions, records
 from hf_posenc import scores, terminals
-from hf_posenc.saving import atomic_file
-from hf_posenc.tokenizer_files import required_tokenizer
+from hf_posenc.serialization.atomic import atomic_file
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 Row = dict[str, Any]
 

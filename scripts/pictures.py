@@ -10,8 +10,8 @@ from transformers import AutoModel
 
 import hf_posenc
 from hf_posenc import diagnostics, plots, terminals
-from hf_posenc.saving import atomic_file
-from hf_posenc.tokenizer_files import required_tokenizer
+from hf_posenc.serialization.atomic import atomic_file
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"!\[[^\]]*\]\(images/(\w+\.png)\)\n\n```python\n(.*?)```", re.DOTALL)

@@ -31,7 +31,7 @@ from transformers import CONFIG_MAPPING
 
 from evaluation import records
 from hf_posenc import terminals
-from hf_posenc.saving import write_text
+from hf_posenc.serialization.atomic import write_text
 from hosts import checks, tiny
 from hosts.verdicts import Verdict, folder_of, judge
 

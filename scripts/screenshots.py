@@ -8,7 +8,7 @@ from PIL import Image
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 from hf_posenc import explorer, terminals
-from hf_posenc.saving import atomic_file
+from hf_posenc.serialization.atomic import atomic_file
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SIZE = ViewportSize(width=1150, height=900)

@@ -76,7 +76,7 @@ def serve(jobs, answer, level, *later):
     """Do the jobs of a level, each in forks of this process; those of later levels go to a fork which serves them."""
     for name in LEVELS[level]:
         importlib.import_module(name)
-    if remote_code := sys.modules.get("hf_posenc.remote_code"):
+    if remote_code := sys.modules.get("hf_posenc.serialization.remote_code"):
         remote_code.files("hf_posenc.modeling", [], None)  # as it keeps them for the next save
     gc.freeze()
     behind = None

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import hf_posenc
 from conftest import HOSTS, WORDS, assert_equal, first, run_python, stock, tokens
-from hf_posenc.tokenizer_files import check_known, load_tokenizer, required_tokenizer
+from hf_posenc.serialization.tokenizer_files import check_known, load_tokenizer, required_tokenizer
 
 LENGTH, TEXTS = 24, 6
 REACH = 4

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, PreTrained
 
 import hf_posenc
 from conftest import BERT, LENGTH, VOCABULARY, assert_equal, first, stock, tokens
-from hf_posenc import tokenizer_files
+from hf_posenc.serialization import tokenizer_files
 
 SIZES = {**BERT, "vocab_size": VOCABULARY}
 Model, Config = hf_posenc.PosEncBertForMaskedLM, hf_posenc.PosEncBertConfig

@@ -20,6 +20,7 @@ from conftest import ENCODINGS, ROOT, run_python, stock
 from hf_posenc import _versions
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Above, Geometry, PositionEncoding, build, canonical, encoding_class, list_encodings
+from hf_posenc.serialization.user_code import flat
 from hf_posenc.sources import Source
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
@@ -749,16 +750,13 @@ ORDER = [
     {
         "_versions",
         "encodings",
-        "user_code",
-        "probe",
         "signatures",
-        "saving",
-        "saved_files",
         "text_files",
         "terminals",
     },
-    {"remote_code", "tokenizer_files", "configuration"},
-    {"sources", "attention", "checkpoints", "remembering", "offsets"},
+    {"configuration"},
+    {"serialization"},
+    {"sources", "attention", "remembering", "offsets"},
     {"positions", "embedding", "calibration"},
     {"declarations"},
     {"structure", "injection"},
@@ -855,12 +853,13 @@ def test_modules_bear_names_of_their_own():
 
 
 def test_copies_of_modules_have_files_of_their_own():
-    """With a model they lie flat beside each other, whatever package they are from."""
-    saved = [path.stem for path in MODULES if path.parent.name not in ("cli", "explorer") and path.stem != "__init__"]
-    assert {name for name in saved if saved.count(name) > 1} == set()
+    """With a model they are in one folder, whatever package they are from."""
+    names = [".".join(("hf_posenc", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in MODULES]
+    copies = [flat(name).casefold() for name in names if not name.endswith("__init__")]
+    assert {name for name in copies if copies.count(name) > 1} == set()
 
 
-MEASURING = {"retrieval", "scores", "questions", "plots", "explorer", "tokenizer_files", "text_files", "terminals", "saving"}
+MEASURING = {"retrieval", "scores", "questions", "plots", "explorer", "serialization", "text_files", "terminals"}
 """Modules that scripts and commands share; they know nothing of how models are patched."""
 
 
@@ -915,6 +914,7 @@ def test_importing_builds_no_class():
         """
 import sys
 import hf_posenc
+from hf_posenc.serialization.user_code import flat
 from hf_posenc import modeling
 hosts = [n for n in sys.modules if n.startswith("transformers.models.") and ".modeling_" in n and ".auto." not in n]
 assert not hosts, hosts

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModel, BertModel
 
 import hf_posenc
 from conftest import ENCODINGS, HOSTS, REGISTERED, ROOT, VARIANTS, by_structure, first, patched, run_python, suits, tokens
-from hf_posenc import remote_code
 from hf_posenc.modeling import auto_classes
+from hf_posenc.serialization import remote_code
 
 PACKAGE = ROOT / "hf_posenc"
 AUTO = {
@@ -175,11 +175,12 @@ def test_only_what_is_needed_is_saved(bare):
     _, folder = bare
     bases = ("base", "composition", "construction", "context", "interpolation", "mapped_tables", "options", "registry")
     embedding = {f"encodings.{name}" for name in bases}
-    embedding |= {"_versions", "checkpoints", "configuration", "embedding", "probe", "remote_code", "saving", "user_code"}
+    embedding |= {"_versions", "configuration", "embedding"}
+    embedding |= {f"serialization.{name}" for name in ("atomic", "mixins", "probe", "remote_code", "user_code")}
     sources = {f"sources.{path.stem}" for path in (PACKAGE / "sources").glob("[!_]*.py")}
     common = embedding | sources | {"signatures", "injection", "install", "modeling", "positions", "structure"}
     common |= {f"attention.{name}" for name in ("bias_backends", "blockwise", "custom", "dispatch")}
-    common |= {"loading", "saved_files", "transfer", "declarations", "remembering", "offsets"}
+    common |= {"loading", "serialization.saved_files", "transfer", "declarations", "remembering", "offsets"}
     learned = {"encodings.learned", "encodings.tables", "encodings.sinusoidal"}  # its table can start as one
     for name, encodings in {
         "alibi": {"encodings.alibi"},
@@ -337,7 +338,7 @@ def test_models_that_run_their_own_code_beside_the_package(beside):
 
 
 def test_a_copy_takes_no_strangers(monkeypatch):
-    monkeypatch.setattr(remote_code, "_OWN_NAME", remote_code.COPIED)
+    monkeypatch.setattr(remote_code, "COPIED", True)
 
     class Stranger(hf_posenc.PositionEncoding):
         pass

@@ -131,11 +131,11 @@ def whole(tiny, tmp_path_factory, launch):
         # The files of step_3: the optimizer, random states, progress, scheduler; then those of step_6.
         *(slow(("torch.save", number), "step_3" if number > 4 else None) for number in range(1, 8)),
         (("torch.save", 8), "step_3"),
-        slow(("hf_posenc.saving._synchronize", 3), None),
-        slow(("hf_posenc.saving._synchronize", 85), "step_3"),
+        slow(("hf_posenc.serialization.atomic._synchronize", 3), None),
+        slow(("hf_posenc.serialization.atomic._synchronize", 85), "step_3"),
         (("os.rename", 1), None),
         (("training.checkpoints.prune", 2), "step_3"),
-        (("hf_posenc.saving._move", 7), "step_6"),  # after two for each of three best models
+        (("hf_posenc.serialization.atomic._move", 7), "step_6"),  # after two for each of three best models
     ],
 )
 def test_killed_anywhere_and_resumed_a_run_is_the_same(tiny, tmp_path, launch, whole, kill, left):

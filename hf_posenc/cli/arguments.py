@@ -8,7 +8,7 @@ import typer
 from hf_posenc.cli import completing
 from hf_posenc.configuration import INJECT, WHERE
 from hf_posenc.encodings import shown, written_value
-from hf_posenc.saved_files import parsed_json
+from hf_posenc.serialization.saved_files import parsed_json
 
 LISTS = "A value may be JSON; a list is [1, 2] or 1,2."
 

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 import hf_posenc
-from hf_posenc import saving
 from hf_posenc.cards import replaceable
 from hf_posenc.cli import app, console
+from hf_posenc.serialization import atomic
 
 
 @app.command("card")
@@ -28,7 +28,7 @@ def card(
 
     Its tables show the results in the folder's evaluation.json, which the training scripts write.
     """
-    saving.recover(folder)
+    atomic.recover(folder)
     existing = output.read_text(encoding="utf-8") if output and output.exists() else ""
     if (kept := replaceable(existing)) is None:
         raise ValueError(f"{output} was written by hand, and stays as it is: choose another --output")
@@ -36,5 +36,5 @@ def card(
     if output is None:
         print(text, end="")
     else:
-        saving.write_text(output, text)
+        atomic.write_text(output, text)
         console.print(f"written to {output}", markup=False)

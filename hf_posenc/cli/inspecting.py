@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 import hf_posenc
-from hf_posenc import saving
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import Submodel
 from hf_posenc.cli.output import AsJson, Output
-from hf_posenc.saved_files import check_there
+from hf_posenc.serialization import atomic
+from hf_posenc.serialization.saved_files import check_there
 
 
 @app.command("inspect")
@@ -28,7 +28,7 @@ def inspect(
     [bold]hf-posenc inspect openai/clip-vit-base-patch32 --submodel text_model --json[/]
     """
     check_there(model)
-    saving.recover(model)
+    atomic.recover(model)
     out, report = Output(as_json), hf_posenc.inspect(model, submodel=submodel)
     out.result(str(report))
     out.document(asdict(report))

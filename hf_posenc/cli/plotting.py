@@ -9,7 +9,7 @@ from hf_posenc import plots
 from hf_posenc.cli import app, console
 from hf_posenc.cli.arguments import Options, given_encoding
 from hf_posenc.plots.style import checked_path
-from hf_posenc.saved_files import read_json
+from hf_posenc.serialization.saved_files import read_json
 
 kinds = typer.Typer(
     no_args_is_help=True,

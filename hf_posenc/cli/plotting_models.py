@@ -11,8 +11,8 @@ from hf_posenc.cli.plotting import Dark, Output, kinds, said
 from hf_posenc.cli.texts import read
 from hf_posenc.diagnostics import Result
 from hf_posenc.plots.style import checked_path
-from hf_posenc.saved_files import read_json
-from hf_posenc.tokenizer_files import load_tokenizer
+from hf_posenc.serialization.saved_files import read_json
+from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
 MODEL = "Folder or Hub id of a model, patched or not; or a .json file with what hf_posenc.diagnostics measured (to_json)."
 Model = Annotated[str, typer.Argument(help=MODEL)]

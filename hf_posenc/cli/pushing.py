@@ -7,15 +7,15 @@ import typer
 from huggingface_hub import is_offline_mode
 
 import hf_posenc
-from hf_posenc import saving
 from hf_posenc.cards import replaceable
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import load_model
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.evaluation import EVALUATION
 from hf_posenc.hub import IMAGES
-from hf_posenc.saved_files import check_there
-from hf_posenc.tokenizer_files import load_tokenizer
+from hf_posenc.serialization import atomic
+from hf_posenc.serialization.saved_files import check_there
+from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
 TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vocab")
 """What configs and tokenizers are loaded from. Weights are checked by being loaded."""
@@ -53,7 +53,7 @@ def push(
     written to a folder, and nothing is sent.
     """
     check_there(folder)
-    saving.recover(folder)
+    atomic.recover(folder)
     if (folder / "modules.json").exists():
         raise ValueError(
             f"{folder} is a SentenceTransformer, of which this would push the model without its other modules (pooling): "

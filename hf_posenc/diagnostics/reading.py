@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc.encodings import Above, checked_value, shown
 from hf_posenc.inspection import inspect
 from hf_posenc.patching import holds_a_model
+from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 from hf_posenc.signatures import argument_names, reads_tokens
-from hf_posenc.tokenizer_files import check_ids, check_known
 
 FROM_BATCHES, MASK = ("input_ids", "token_type_ids"), "attention_mask"
 INTEGERS = (torch.int64, torch.int32)

@@ -22,10 +22,10 @@ from hf_posenc.inspection import Report, inspect, without_weights
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import patch, unpatch
 from hf_posenc.plots.drawn import label
-from hf_posenc.saved_files import explained, read_config
+from hf_posenc.serialization.saved_files import explained, read_config
+from hf_posenc.serialization.tokenizer_files import load_tokenizer
 from hf_posenc.sources import HostRefused
 from hf_posenc.structure import submodels_of
-from hf_posenc.tokenizer_files import load_tokenizer
 
 LENGTH = 128
 """Texts are cut to so many tokens: attention takes memory by the square."""

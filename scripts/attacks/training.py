@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer
 
 from attacks.cases import Case, Comparison, Refused, Settings, new_folder
-from hf_posenc.tokenizer_files import required_tokenizer
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
 from hosts.tiny import randomized
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

@@ -15,7 +15,7 @@ from evaluation.corpus import split
 from hf_posenc import terminals
 from hf_posenc.retrieval import cut, embed, lexical_similarity
 from hf_posenc.scores import Score, score
-from hf_posenc.tokenizer_files import required_tokenizer
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 
 def evaluate(model: PreTrainedModel, tokenizer: Any, max_seq_length: int, title: str = "documents") -> Score:

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from hf_posenc import terminals
 from hf_posenc.questions import plain, sentence_spans
-from hf_posenc.saving import write_text
+from hf_posenc.serialization.atomic import write_text
 
 KINDS = (".rst", ".txt", ".md", ".html", ".htm")
 SOURCES = "_sources"

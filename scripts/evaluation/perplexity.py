@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_posenc import inspect, scores
-from hf_posenc.tokenizer_files import check_ids, check_known
+from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 2048
 """Tokens in a batch of windows: logits are as wide as the vocabulary."""

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.saving import write_text
+from hf_posenc.serialization.atomic import write_text
 
 FILE = "evaluation.json"
 LIBRARY = "Python standard library documentation"

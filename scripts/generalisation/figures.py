@@ -8,7 +8,7 @@ import hf_posenc
 from generalisation.results import Results
 from generalisation.study import Study
 from generalisation.tasks import ALL
-from hf_posenc.saving import atomic_file
+from hf_posenc.serialization.atomic import atomic_file
 
 FAMILIES = {
     "embed": "vectors added to the input",

@@ -25,7 +25,7 @@ from transformers import (
 
 import hf_posenc
 from generalisation.tasks import CAUSAL, LABELS, MASKED
-from hf_posenc.tokenizer_files import required_tokenizer
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 STD, TOKEN_STD, OUTPUT_STD = 0.1, 0.7, 0.02
 """Standard deviations of the weights, of token vectors, which have the size of sinusoidal ones so, and of what makes logits."""

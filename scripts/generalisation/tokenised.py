@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from generalisation import tasks
 from generalisation.tasks import ALL, CAUSAL, IGNORED, MASKED, TEST_TOKENS, Rows, Task
-from hf_posenc.tokenizer_files import required_tokenizer
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 SYMBOLIC = max(task.vocabulary for task in ALL.values() if task.unit != "bytes")
 """Tokens that a task of symbols needs at most."""

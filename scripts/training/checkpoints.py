@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from evaluation import records
-from hf_posenc import saving
+from hf_posenc.serialization import atomic
 
 MANIFEST = "checkpoint.json"
 NAMES = re.compile(r"(step|epoch|best)_\d+")
@@ -36,7 +36,7 @@ def write(accelerator: Accelerator, folder: Path, fill: Callable[[Path], None], 
 
     last = newest(folder.parent)
     kept = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
-    _together(accelerator, folder.parent, saving.new_directory(folder), fill, finish, f"{folder} can't be written", kept)
+    _together(accelerator, folder.parent, atomic.new_directory(folder), fill, finish, f"{folder} can't be written", kept)
 
 
 def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], None], last: str) -> None:
@@ -45,7 +45,7 @@ def replace(accelerator: Accelerator, output_dir: Path, fill: Callable[[Path], N
     Raises SystemExit where they can't be written.
     """
     refusal = f"the model can't be written to {output_dir}"
-    writer = saving.replaced(output_dir, last=last, flush=True)
+    writer = atomic.replaced(output_dir, last=last, flush=True)
     _together(accelerator, output_dir, writer, fill, lambda _: None, refusal, "the checkpoints are as they were")
 
 
@@ -121,4 +121,4 @@ def prune(output_dir: Path, keep_last: int | None, best: int | None) -> None:
     wanted = {best, *(about["best_step"] for _, about in kept)}
     for folder in [*(folder for folder, _ in old), *output_dir.glob("best_*")]:
         if not (folder.name.startswith("best_") and int(folder.name.removeprefix("best_")) in wanted):
-            saving.remove_directory(folder)
+            atomic.remove_directory(folder)

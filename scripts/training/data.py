@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from hf_posenc import text_files, tokenizer_files
+from hf_posenc import text_files
+from hf_posenc.serialization import tokenizer_files
 from hf_posenc.text_files import KINDS
 
 Row = dict[str, Any]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, PreTrainedModel
 
 import hf_posenc
-from hf_posenc import tokenizer_files
+from hf_posenc.serialization import tokenizer_files
 from training.flags import DEFAULT_TEXT_LENGTH
 
 ROOM, PERCENTILE = 1.2, 95

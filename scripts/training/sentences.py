@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, has_file
 
-from hf_posenc.tokenizer_files import check_tokenizer
+from hf_posenc.serialization.tokenizer_files import check_tokenizer
 
 ABOUT = "config_sentence_transformers.json"
 

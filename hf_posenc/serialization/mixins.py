@@ -15,10 +15,10 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc import remote_code, saving
 from hf_posenc.configuration import PositionSpec, merged
 from hf_posenc.encodings import PositionEncoding, StoredTensor, is_marked, mark, names_in, portable, refill
-from hf_posenc.user_code import is_ours
+from hf_posenc.serialization import atomic, remote_code
+from hf_posenc.serialization.user_code import is_ours
 
 LABEL = "position_encoding"
 """The entry of a weight file's metadata that holds its model's `position_encoding`, as JSON."""
@@ -53,7 +53,7 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
                 )
                 auto_classes = {"AutoConfig": auto_classes["AutoConfig"]}
             self.auto_map = {auto: f"{remote_code.ENTRY}.{name}" for auto, name in auto_classes.items()}
-        with saving.replaced(save_directory) as folder:
+        with atomic.replaced(save_directory) as folder:
             for name, text in files.items():
                 (folder / name).write_text(text, encoding="utf-8")
             return super().save_pretrained(str(folder), *args, **_named(kwargs, save_directory))
@@ -83,7 +83,7 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        saving.refuse_interrupted(config_dict)
+        atomic.refuse_interrupted(config_dict)
         if "position_encoding" in kwargs:
             encoding = merged(config_dict.get("position_encoding"), kwargs.pop("position_encoding"))
             config_dict = {**config_dict, "position_encoding": None if encoding is None else cls._from_code(encoding)}
@@ -164,7 +164,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
                 given, *others = args or (kwargs.pop("state_dict", None),)
                 state = self.state_dict() if given is None else given
                 args = ({name: tensor for name, tensor in state.items() if name not in tables}, *others)
-            with saving.replaced(save_directory) as folder:
+            with atomic.replaced(save_directory) as folder:
                 super().save_pretrained(folder, is_main_process, *args, **_named(kwargs, save_directory))
                 self._label(folder)
         self.barrier_after_gathered_checkpoint_save(getattr(self.config, "distributed_config", None))
@@ -287,7 +287,7 @@ def _refuse_mixed(files: Iterable[str], encoding: Any) -> None:
     """
     labels = {str(file): _metadata(file).get(LABEL) for file in files}
     for file, label in labels.items():
-        saving.refuse_interrupted(Path(file).with_name(saving.CONFIG))
+        atomic.refuse_interrupted(Path(file).with_name(atomic.CONFIG))
         if label is not None and _type(label) != encoding["type"]:
             raise ValueError(
                 f"{file} was saved with the {_type(label)!r} encoding, and its config asks for {encoding['type']!r}: restore "

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import has_file
 
-from hf_posenc.saved_files import check_there
+from hf_posenc.serialization.saved_files import check_there
 
 logger = logging.getLogger(__name__)
 

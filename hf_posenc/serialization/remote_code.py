@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_posenc import probe
 from hf_posenc.encodings import Geometry
-from hf_posenc.user_code import PACKAGE, UserCode, flat, is_ours, parsed
+from hf_posenc.serialization import probe
+from hf_posenc.serialization.user_code import PACKAGE, UserCode, flat, is_ours, parsed
 
 ENTRY = "modeling_posenc"
 COPIED = __name__.rpartition(".")[2] != "remote_code"
