@@ -9,9 +9,10 @@ _versions.check()
 
 # After the check: older libraries lack what is imported here.
 from hf_posenc import modeling as _modeling  # noqa: E402
+from hf_posenc.architectures.components import HostRefused  # noqa: E402
+from hf_posenc.architectures.registration import register_attention, register_positions  # noqa: E402
 from hf_posenc.cards import model_card  # noqa: E402
 from hf_posenc.conversion import convert  # noqa: E402
-from hf_posenc.declarations import register_attention, register_positions  # noqa: E402
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
 from hf_posenc.encodings import meant as _meant  # noqa: E402
@@ -20,7 +21,6 @@ from hf_posenc.hub import push_to_hub  # noqa: E402
 from hf_posenc.inspection import inspect  # noqa: E402
 from hf_posenc.legacy import from_v4  # noqa: E402
 from hf_posenc.patching import patch, unpatch  # noqa: E402
-from hf_posenc.sources import HostRefused  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components import HostRefused
 from hf_posenc.attention.bias_backends import biases, score_bias
 from hf_posenc.attention.dispatch import acting
 from hf_posenc.encodings import PositionContext, PositionEncoding, placed
-from hf_posenc.sources import HostRefused
 
 ROUNDS, STILL = 20, 1e-4
 """Maximum number of rounds of proportional fitting, and the change of the divergence at which they end."""

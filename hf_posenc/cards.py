@@ -16,6 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import modeling
+from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import HUB_ID
 from hf_posenc.encodings import encoding_class
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, metric_name, shown_length, table_key
@@ -23,7 +24,6 @@ from hf_posenc.inspection import Report, inspect
 from hf_posenc.scores import UNCORRECTED
 from hf_posenc.serialization.saved_files import explained, load_config, read_json
 from hf_posenc.serialization.user_code import is_ours
-from hf_posenc.structure import is_patched
 
 TASKS = {
     "AutoModel": ("MODEL_MAPPING", "feature-extraction"),

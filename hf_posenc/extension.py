@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_posenc import configuration as specs
+from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding
 from hf_posenc.encodings import (
@@ -30,7 +31,6 @@ from hf_posenc.longer_rotations import ROTARY, with_other_rotations
 from hf_posenc.longer_tables import stretched_by_length, with_longer_tables
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within, holds_a_model, refuse
-from hf_posenc.structure import is_patched
 from hf_posenc.transfer import refuse_wrapped, share, shell
 
 M = TypeVar("M", bound=nn.Module)

@@ -11,14 +11,14 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from hf_posenc import injection
+from hf_posenc.architectures.components import HostRefused, has_windows, patch_projection, tokens_aside
+from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.architectures.structure import Structure
 from hf_posenc.attention import custom, dispatch
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.positions import ForwardPass, follow_masking, see_frames, see_images, see_patches
 from hf_posenc.signatures import Call, argument_names, flattens_ids
-from hf_posenc.sources import HostRefused, has_windows, patch_projection, tokens_aside
-from hf_posenc.sources.source import is_transformers
-from hf_posenc.structure import Structure
 
 STREAMS = re.compile(r"HyperConnection|AltUp|GatedResidual")
 """In class names of modules that mix several streams of hidden states, so that a layer's input is not `[B, L, D]`."""

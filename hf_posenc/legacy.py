@@ -15,13 +15,14 @@ from transformers.models.auto import auto_factory
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, has_file
 
 from hf_posenc import configuration as specs
-from hf_posenc import structure, transfer
+from hf_posenc import transfer
+from hf_posenc.architectures import structure
+from hf_posenc.architectures.components import HostRefused
 from hf_posenc.configuration import LENGTH_FIELD, V4_RELATIVE, PositionSpec
 from hf_posenc.encodings import encoding_class, shown
 from hf_posenc.modeling import derive
 from hf_posenc.serialization.mixins import EncodingModelMixin
 from hf_posenc.serialization.saved_files import load_config, read_config
-from hf_posenc.sources import HostRefused
 
 TABLE = "distance_embedding.weight"
 SERVED = (

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc import structure
+from hf_posenc.architectures import structure
+from hf_posenc.architectures.components import HostRefused, Source
+from hf_posenc.architectures.structure import Structure
 from hf_posenc.encodings import Geometry, listed
 from hf_posenc.encodings.interpolation import DYNAMIC, Extension
-from hf_posenc.sources import HostRefused, Source
-from hf_posenc.structure import Structure
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_posenc.architectures.components import HostRefused
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.encodings import Geometry, encoding_class, listed
 from hf_posenc.encodings.frequency_rules import ALL, EXTENDING, ORIGINAL, extended
 from hf_posenc.encodings.interpolation import DYNAMIC, GROUPED
 from hf_posenc.longer_hosts import Host
 from hf_posenc.patching import patch
-from hf_posenc.sources import HostRefused
 from hf_posenc.transfer import share, shell, twin_of
 
 ROPE = "rope_parameters"

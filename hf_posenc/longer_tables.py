@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from hf_posenc import configuration as specs
+from hf_posenc.architectures.components import HostRefused, Source
+from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.encodings import listed
 from hf_posenc.encodings.interpolation import DYNAMIC, STATIC
 from hf_posenc.longer_hosts import Host
 from hf_posenc.patching import patch
-from hf_posenc.sources import HostRefused, Source
-from hf_posenc.structure import is_patched
 from hf_posenc.transfer import share, shell, twin_of
 
 NO_FIELD = "a table whose length no config says"

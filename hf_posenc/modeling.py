@@ -21,7 +21,10 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, mas
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc import configuration as specs
-from hf_posenc import loading, offsets, structure, transfer
+from hf_posenc import loading, offsets, transfer
+from hf_posenc.architectures import structure
+from hf_posenc.architectures.components import Source
+from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.attention import dispatch
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
@@ -30,8 +33,6 @@ from hf_posenc.install import install, install_across
 from hf_posenc.positions import asking
 from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.signatures import Call
-from hf_posenc.sources import Source
-from hf_posenc.sources.source import is_transformers
 
 PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
 

@@ -12,13 +12,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc import configuration as specs
+from hf_posenc.architectures.components import HostRefused
+from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.architectures.structure import find_all, is_patched
+from hf_posenc.architectures.structure import submodel as submodel_of
 from hf_posenc.configuration import PLACEMENT, PositionSpec
 from hf_posenc.modeling import PosEncModelMixin, derive
 from hf_posenc.serialization.tokenizer_files import copied
-from hf_posenc.sources import HostRefused
-from hf_posenc.sources.source import is_transformers
-from hf_posenc.structure import find_all, is_patched
-from hf_posenc.structure import submodel as submodel_of
 from hf_posenc.transfer import refuse_wrapped, to_derived, to_stock
 
 M = TypeVar("M", bound=nn.Module)

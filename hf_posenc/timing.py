@@ -12,9 +12,9 @@ import torch
 from torch.utils.benchmark import Timer
 from tqdm.auto import tqdm
 
+from hf_posenc.architectures.components import HostRefused
 from hf_posenc.inspection import inspect
 from hf_posenc.signatures import reads_tokens
-from hf_posenc.sources import HostRefused
 
 LEAST = 0.05
 """Seconds of a round at least, of as many passes as it takes."""

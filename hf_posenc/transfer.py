@@ -23,11 +23,11 @@ from transformers.initialization import guard_torch_init_functions, meta_device_
 from transformers.modeling_utils import local_torch_dtype
 
 from hf_posenc import configuration as specs
-from hf_posenc import structure
+from hf_posenc.architectures import structure
+from hf_posenc.architectures.components import Silenced, silenced_names
 from hf_posenc.attention import dispatch
 from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 from hf_posenc.encodings import PositionEncoding, encoding_class, exclusively, mark, marked_as_loaded, placed, refill
-from hf_posenc.sources import Silenced, silenced_names
 
 CHECKPOINT = "_gradient_checkpointing_func"
 """The attribute of modules by which Transformers runs gradient checkpointing."""

@@ -32,8 +32,8 @@ from conftest import (
     stock,
     tokens,
 )
+from hf_posenc.architectures.structure import is_patched
 from hf_posenc.cli import app
-from hf_posenc.structure import is_patched
 from test_remote_code import AUTO, assert_equal_everywhere, padded, seen_without_the_package
 
 SIZES = {name: value for name, value in BERT.items() if name not in ("max_position_embeddings", "pad_token_id")}

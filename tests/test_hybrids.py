@@ -8,7 +8,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import hf_posenc
 from conftest import DECODER, LLAMA, Host, assert_apart, assert_close, assert_equal, first, patched, stock, tokens
-from hf_posenc import structure
+from hf_posenc.architectures import structure
 from oracles import in_pieces
 
 

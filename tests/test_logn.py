@@ -23,8 +23,8 @@ from conftest import (
     stock,
     tokens,
 )
+from hf_posenc.architectures.structure import is_patched
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
-from hf_posenc.structure import is_patched
 from oracles import every_mask, in_pieces, padded, padding_of
 
 SHORT = 5

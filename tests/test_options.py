@@ -18,10 +18,10 @@ from packaging.specifiers import SpecifierSet
 import hf_posenc
 from conftest import ENCODINGS, ROOT, run_python, stock
 from hf_posenc import _versions
+from hf_posenc.architectures.components import Source
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Above, Geometry, PositionEncoding, build, canonical, encoding_class, list_encodings
 from hf_posenc.serialization.user_code import flat
-from hf_posenc.sources import Source
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
 LEARNED = {"storage": "float32", "file": None, "init": "normal", "std": 0.02, "trained_rows": None}
@@ -914,7 +914,6 @@ def test_importing_builds_no_class():
         """
 import sys
 import hf_posenc
-from hf_posenc.serialization.user_code import flat
 from hf_posenc import modeling
 hosts = [n for n in sys.modules if n.startswith("transformers.models.") and ".modeling_" in n and ".auto." not in n]
 assert not hosts, hosts
@@ -936,7 +935,7 @@ def test_no_module_outside_sources_names_a_kind_of_source():
     """A kind of source is one file: without rotary.py, say, rotary hosts are refused, and nothing else changes."""
     names = {kind.__name__ for kind in Source.kinds}
     for path in PACKAGE.rglob("*.py"):
-        if path.parent.name not in ("sources", "cli"):  # the CLI's tables are rich's
+        if path.parent.name not in ("components", "cli"):  # the CLI's tables are rich's
             nodes = [*ast.walk(ast.parse(path.read_text()))]
             used = {getattr(node, "id", None) or getattr(node, "name", None) for node in nodes}
             assert not names & used, path.name

@@ -41,8 +41,8 @@ def own(folder):
 @pytest.fixture
 def kept(monkeypatch):
     """What a test registers is gone after it."""
+    from hf_posenc.architectures.components import declared
     from hf_posenc.attention import custom
-    from hf_posenc.sources import declared
 
     monkeypatch.setattr(custom, "OWN_ROWS", dict(custom.OWN_ROWS))
     monkeypatch.setattr(declared, "DECLARED", dict(declared.DECLARED))
@@ -309,7 +309,7 @@ def test_what_is_said_wrongly(own, kept):
         if what:
             with pytest.raises(hf_posenc.HostRefused, match=f"names {what} of this TurningModel: allowed is an nn.Embedding"):
                 hf_posenc.patch(cls(config()), "rope")
-        from hf_posenc.sources import declared
+        from hf_posenc.architectures.components import declared
 
         declared.DECLARED.clear()
 

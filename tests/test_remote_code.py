@@ -177,7 +177,8 @@ def test_only_what_is_needed_is_saved(bare):
     embedding = {f"encodings.{name}" for name in bases}
     embedding |= {"_versions", "configuration", "embedding"}
     embedding |= {f"serialization.{name}" for name in ("atomic", "mixins", "probe", "remote_code", "user_code")}
-    sources = {f"sources.{path.stem}" for path in (PACKAGE / "sources").glob("[!_]*.py")}
+    components = PACKAGE / "architectures" / "components"
+    sources = {f"architectures.components.{path.stem}" for path in components.glob("[!_]*.py")}
     common = embedding | sources | {"signatures", "injection", "install", "modeling", "positions", "structure"}
     common |= {f"attention.{name}" for name in ("bias_backends", "blockwise", "custom", "dispatch")}
     common |= {"loading", "serialization.saved_files", "transfer", "declarations", "remembering", "offsets"}

@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from hf_posenc import comparison, diagnostics
+from hf_posenc.architectures.components import HostRefused
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import Original, embedder, inner_model, names_of
 from hf_posenc.cli.output import AsJson, Output
@@ -15,7 +16,6 @@ from hf_posenc.cli.texts import read
 from hf_posenc.diagnostics.curves import is_language_model
 from hf_posenc.inspection import inspect
 from hf_posenc.scores import UNCORRECTED
-from hf_posenc.sources import HostRefused
 
 LOSS, RETRIEVAL = "their loss", "retrieval"
 """How models are evaluated: language models, and others."""

@@ -12,6 +12,8 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import cached_file, has_file
 
 import hf_posenc
+from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.architectures.structure import submodels_of
 from hf_posenc.cards import architecture
 from hf_posenc.cli.output import Output
 from hf_posenc.configuration import V4_RELATIVE
@@ -23,8 +25,6 @@ from hf_posenc.retrieval import Embedder, pooling
 from hf_posenc.serialization import atomic
 from hf_posenc.serialization.saved_files import check_there, explained, load_config, read_config, read_json_object
 from hf_posenc.serialization.tokenizer_files import check_tokenizer, copied, drop_foreign_code, load_tokenizer
-from hf_posenc.sources.source import is_transformers
-from hf_posenc.structure import submodels_of
 
 SENTENCES = "config_sentence_transformers.json"
 SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")

@@ -15,6 +15,8 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModel
 
 from hf_posenc import diagnostics, plots
+from hf_posenc.architectures.components import HostRefused
+from hf_posenc.architectures.structure import submodels_of
 from hf_posenc.explorer.budget import MAX_LAYERS, Budget, Limits, Refused, checked_field, checked_texts
 from hf_posenc.explorer.encodings import picture
 from hf_posenc.explorer.forms import Encoding
@@ -24,8 +26,6 @@ from hf_posenc.patching import patch, unpatch
 from hf_posenc.plots.drawn import label
 from hf_posenc.serialization.saved_files import explained, read_config
 from hf_posenc.serialization.tokenizer_files import load_tokenizer
-from hf_posenc.sources import HostRefused
-from hf_posenc.structure import submodels_of
 
 LENGTH = 128
 """Texts are cut to so many tokens: attention takes memory by the square."""

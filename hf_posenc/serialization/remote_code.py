@@ -47,7 +47,7 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
     found: dict[str, str] = {}
     # Sources register themselves: no module imports each of them by name.
     registered = sorted(
-        name for name in sys.modules if root == f"{PACKAGE}.modeling" and name.startswith(f"{PACKAGE}.sources.")
+        name for name in sys.modules if root == f"{PACKAGE}.modeling" and name.startswith(f"{PACKAGE}.architectures.components.")
     )
     ours = [cls.__module__ for cls in classes if cls not in users]
     for module in (f"{PACKAGE}._versions", root, *registered, *ours, *sorted(code.ours)):

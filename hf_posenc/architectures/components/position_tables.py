@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import HostRefused, Silenced, Source, replace
+from hf_posenc.architectures.components.detection import OTHER_INPUTS
+from hf_posenc.architectures.components.relative_tables import is_relative
 from hf_posenc.configuration import LENGTH_FIELD, length_of
 from hf_posenc.encodings import check_size, shown
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.signatures import reads_tokens
-from hf_posenc.sources.distances import is_relative
-from hf_posenc.sources.source import HostRefused, Silenced, Source, replace
-from hf_posenc.sources.unclaimed import OTHER_INPUTS
 
 NAMES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe")
 BESIDE = ("box_position_embeddings",)

@@ -3,10 +3,10 @@
 import importlib
 import pkgutil
 
-from hf_posenc.sources.grids import has_windows, patch_projection, tokens_aside
-from hf_posenc.sources.parameters import silenced_names
-from hf_posenc.sources.source import HostRefused, Silenced, Source
-from hf_posenc.sources.unclaimed import sees_order, signs_of_position
+from hf_posenc.architectures.components.component import HostRefused, Silenced, Source
+from hf_posenc.architectures.components.detection import sees_order, signs_of_position
+from hf_posenc.architectures.components.position_parameters import silenced_names
+from hf_posenc.architectures.components.vision import has_windows, patch_projection, tokens_aside
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

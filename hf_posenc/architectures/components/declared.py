@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import OWN_PAGE, HostRefused, Source
+from hf_posenc.architectures.components.position_parameters import PositionParameter
+from hf_posenc.architectures.components.position_tables import Table
+from hf_posenc.architectures.components.vision import tokens_aside
 from hf_posenc.configuration import LENGTH_FIELD
-from hf_posenc.sources.grids import tokens_aside
-from hf_posenc.sources.parameters import PositionParameter
-from hf_posenc.sources.source import OWN_PAGE, HostRefused, Source
-from hf_posenc.sources.tables import Table
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.architectures.components.vision import cuts_patches
 from hf_posenc.signatures import argument_names, attributes_read
-from hf_posenc.sources.grids import cuts_patches
-from hf_posenc.sources.source import is_transformers
 
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""

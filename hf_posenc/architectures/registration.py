@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.architectures.components.declared import declare
 from hf_posenc.attention import custom
-from hf_posenc.sources.declared import declare
-from hf_posenc.sources.source import is_transformers
 
 
 def register_positions(cls: type[PreTrainedModel], path: str, silent: Callable[[Any], Any] | None = None) -> None:

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_posenc.architectures.components import HostRefused, Source, patch_projection, sees_order, signs_of_position
+from hf_posenc.architectures.components.component import HOSTS_PAGE, OWN_PAGE, is_transformers
+from hf_posenc.architectures.components.convolutions import is_convolution
+from hf_posenc.architectures.components.declared import declared_in
+from hf_posenc.architectures.components.detection import OTHER_SOURCES, convolves, mixes_its_parts
+from hf_posenc.architectures.components.vision import cuts_into_windows
+from hf_posenc.architectures.registration import names_in
 from hf_posenc.attention import custom
 from hf_posenc.configuration import LENGTH_FIELD
-from hf_posenc.declarations import names_in
 from hf_posenc.encodings import Geometry, listed, meant
 from hf_posenc.signatures import IS_CAUSAL, TOKENS, argument_names, codes_within, reads_tokens
-from hf_posenc.sources import HostRefused, Source, patch_projection, sees_order, signs_of_position
-from hf_posenc.sources.convolutions import is_convolution
-from hf_posenc.sources.declared import declared_in
-from hf_posenc.sources.grids import cuts_into_windows
-from hf_posenc.sources.source import HOSTS_PAGE, OWN_PAGE, is_transformers
-from hf_posenc.sources.unclaimed import OTHER_SOURCES, convolves, mixes_its_parts
 
 CROSS_ATTENTION = re.compile(r"cross_?att|encoder_attn|(enc|encoder)_?(dec|decoder)_?att", re.IGNORECASE)
 """In the path of an attention to another stack's states: crossattention, cross_attn, encoder_attn, EncDecAttention."""

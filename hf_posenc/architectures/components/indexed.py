@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import Source
+from hf_posenc.architectures.components.position_tables import SilencedTable
 from hf_posenc.configuration import LENGTH_FIELD
-from hf_posenc.sources.source import Source
-from hf_posenc.sources.tables import SilencedTable
 
 BUFFERS = {"CTRLModel": "pos_encoding"}
 """Class of a stack -> its buffer."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import HostRefused, Source, replace
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.signatures import Call, argument_names
-from hf_posenc.sources.source import HostRefused, Source, replace
 
 CLASS = re.compile(r"rotary\w*embedding|rope\w*embedding", re.IGNORECASE)
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import Silenced, Source, is_one_of, replace
+from hf_posenc.architectures.components.rotary import without_positions
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.signatures import argument_names
-from hf_posenc.sources.rotary import without_positions
-from hf_posenc.sources.source import Silenced, Source, is_one_of, replace
 
 
 class KnownRotation(Source):

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posenc.sources.source import HostRefused, Source, is_one_of, replace
-from hf_posenc.sources.tables import NAMES, SilencedTable, Table
+from hf_posenc.architectures.components.component import HostRefused, Source, is_one_of, replace
+from hf_posenc.architectures.components.position_tables import NAMES, SilencedTable, Table
 
 CLASSES = ("QuantEmbedding",)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_posenc.sources.source import Silenced, Source, replace
+from hf_posenc.architectures.components.component import Silenced, Source, replace
 
 OWNERS = ("DebertaEncoder", "DebertaV2Encoder", "SEWDTransformerEncoder")
 """Classes of the encoders that have the vectors of relative positions, and a LayerNorm for them."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import HostRefused, Silenced, Source, replace
 from hf_posenc.encodings.context import context_for
 from hf_posenc.signatures import attributes_read
-from hf_posenc.sources.source import HostRefused, Silenced, Source, replace
 
 CLASS = re.compile(r"positional_?conv", re.IGNORECASE)
 

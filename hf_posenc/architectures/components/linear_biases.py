@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import Source, is_one_of
 from hf_posenc.signatures import Call, argument_names
-from hf_posenc.sources.source import Source, is_one_of
 
 ARGUMENTS = {"BloomAttention": "alibi", "FalconAttention": "alibi", "MptAttention": "position_bias"}
 """Class of an attention -> its argument that is the bias."""

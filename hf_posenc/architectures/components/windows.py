@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import Source
+from hf_posenc.architectures.components.position_parameters import PositionParameter
 from hf_posenc.signatures import reads_tokens
-from hf_posenc.sources.parameters import PositionParameter
-from hf_posenc.sources.source import Source
 
 BIASES = ("relative_position_bias_table", "rel_pos_h", "rel_pos_w", "relative_coords_table")
 """Tables of biases by the distance in rows and columns, of vectors for rows and for columns, and of the distances of which a

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import Silenced, Source, replace
 from hf_posenc.configuration import LENGTH_FIELD
-from hf_posenc.sources.source import Silenced, Source, replace
 
 NAMES = {
     "linear_pos": "transformer_xl",

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import Source
 from hf_posenc.encodings.context import context_for
 from hf_posenc.signatures import argument_names
-from hf_posenc.sources.source import Source
 
 NAMES = ("position_emb",)
 LENGTH = "seq_length"

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import HostRefused, Source
+from hf_posenc.architectures.components.vision import cuts_into_windows, tokens_aside
 from hf_posenc.signatures import reads_tokens
-from hf_posenc.sources.grids import cuts_into_windows, tokens_aside
-from hf_posenc.sources.source import HostRefused, Source
 
 NAMES = (
     "position_embeddings",

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_posenc.sources.source import Silenced, Source, is_transformers, replace
+from hf_posenc.architectures.components.component import Silenced, Source, is_transformers, replace
 
 TABLE, METHODS = "relative_attention_bias", ("compute_bias", "compute_position_bias")
 """The name of such a table in most hosts, and of the method of its owner which makes the bias of it."""

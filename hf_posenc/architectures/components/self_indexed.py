@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.architectures.components.component import Source, replace
+from hf_posenc.architectures.components.position_tables import IMAGES, NAMES, SilencedTable, Table
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.encodings.context import context_for
 from hf_posenc.signatures import argument_names
-from hf_posenc.sources.source import Source, replace
-from hf_posenc.sources.tables import IMAGES, NAMES, SilencedTable, Table
 
 
 class CountingTable(Table):
