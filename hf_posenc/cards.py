@@ -15,12 +15,12 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from hf_posenc import modeling
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import HUB_ID
 from hf_posenc.encodings import encoding_class
 from hf_posenc.evaluation import EVALUATION, checked_evaluation, metric_name, shown_length, table_key
 from hf_posenc.inspection import Report, inspect
+from hf_posenc.modeling import derived
 from hf_posenc.scores import UNCORRECTED
 from hf_posenc.serialization.saved_files import explained, load_config, read_json
 from hf_posenc.serialization.user_code import is_ours
@@ -117,7 +117,7 @@ def _without_weights(folder: str | os.PathLike[str]) -> PreTrainedModel:
 def architecture(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class that a config names in `architectures`, ours or Transformers'. None if there is none of that name."""
     name = (config.architectures or [""])[0]
-    cls = getattr(modeling if hasattr(config, "position_encoding") else transformers, name, None) if name else None
+    cls = getattr(derived if hasattr(config, "position_encoding") else transformers, name, None) if name else None
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
 
 
@@ -142,7 +142,7 @@ def _auto_class(model: PreTrainedModel) -> str | None:
     """The Auto class that loads a model with its head."""
     name = type(model).__name__
     # A model loaded with trust_remote_code has a class of its own: take ours of the same name.
-    cls: Any = getattr(modeling, name) if name.startswith(modeling.PREFIX) else type(model)
+    cls: Any = getattr(derived, name) if name.startswith(derived.PREFIX) else type(model)
     for auto, (mapping, _) in TASKS.items():
         if getattr(transformers, mapping).get(cls.config_class or type(model.config), None) is cls:
             return auto
@@ -208,7 +208,7 @@ def _loading(model: PreTrainedModel, report: Report, auto: str | None, repo_id: 
             "",
             f'model = {remote}.from_pretrained("{repo_id}", trust_remote_code=True)',
         )
-    host, spec = report.model_class.removeprefix(modeling.PREFIX), getattr(model.config, "position_spec", None)
+    host, spec = report.model_class.removeprefix(derived.PREFIX), getattr(model.config, "position_spec", None)
     if report.host_kept:
         lines += ["", f"As a stock `{host}`: these weights, with the positions that the model had before it was patched.", ""]
         lines += _fenced("python", "import hf_posenc", "", "model = hf_posenc.unpatch(model)")

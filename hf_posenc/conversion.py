@@ -13,18 +13,19 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from hf_posenc import calibration, offsets
+from hf_posenc import calibration
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import structure
 from hf_posenc.architectures.components import HostRefused
 from hf_posenc.configuration import Calibration
 from hf_posenc.encodings import PositionEncoding, encoding_class, mark, shown
 from hf_posenc.inspection import inspect
-from hf_posenc.modeling import PosEncModelMixin
+from hf_posenc.modeling import offsets
+from hf_posenc.modeling.derived import PosEncModelMixin
+from hf_posenc.modeling.parameter_sharing import twin_of
 from hf_posenc.patching import changed_within, holds_a_model, patch, refuse
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known, required_tokenizer
 from hf_posenc.signatures import reads_tokens
-from hf_posenc.transfer import twin_of
 
 M = TypeVar("M", bound=nn.Module)
 TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256

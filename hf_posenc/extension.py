@@ -12,7 +12,6 @@ from torch import nn
 from hf_posenc import configuration as specs
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
-from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding
 from hf_posenc.encodings import (
     Geometry,
     PositionEncoding,
@@ -29,9 +28,10 @@ from hf_posenc.encodings.interpolation import DYNAMIC, STATIC, Extension
 from hf_posenc.longer_hosts import Host
 from hf_posenc.longer_rotations import ROTARY, with_other_rotations
 from hf_posenc.longer_tables import stretched_by_length, with_longer_tables
-from hf_posenc.modeling import PosEncModelMixin
+from hf_posenc.modeling.derived import PosEncModelMixin
+from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding
+from hf_posenc.modeling.parameter_sharing import refuse_wrapped, share, shell
 from hf_posenc.patching import changed_within, holds_a_model, refuse
-from hf_posenc.transfer import refuse_wrapped, share, shell
 
 M = TypeVar("M", bound=nn.Module)
 METHODS = tuple(dict.fromkeys((*STATIC, DYNAMIC, *ROTARY)))

@@ -18,8 +18,8 @@ from hf_posenc.architectures import structure
 from hf_posenc.architectures.components import HostRefused
 from hf_posenc.attention import dispatch
 from hf_posenc.configuration import Calibration, lost_within
-from hf_posenc.embedding import PositionEmbedding
 from hf_posenc.encodings import options_of, portable, shown, without_values
+from hf_posenc.modeling.embedding import PositionEmbedding
 from hf_posenc.patching import holds_a_model
 from hf_posenc.serialization.saved_files import explained, load_config, read_config, read_json_object
 

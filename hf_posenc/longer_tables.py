@@ -12,8 +12,8 @@ from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.encodings import listed
 from hf_posenc.encodings.interpolation import DYNAMIC, STATIC
 from hf_posenc.longer_hosts import Host
+from hf_posenc.modeling.parameter_sharing import share, shell, twin_of
 from hf_posenc.patching import patch
-from hf_posenc.transfer import share, shell, twin_of
 
 NO_FIELD = "a table whose length no config says"
 BESIDE = "positions beside a table"

@@ -17,9 +17,9 @@ from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.architectures.structure import find_all, is_patched
 from hf_posenc.architectures.structure import submodel as submodel_of
 from hf_posenc.configuration import PLACEMENT, PositionSpec
-from hf_posenc.modeling import PosEncModelMixin, derive
+from hf_posenc.modeling.derived import PosEncModelMixin, derive
+from hf_posenc.modeling.parameter_sharing import refuse_wrapped, to_derived, to_stock
 from hf_posenc.serialization.tokenizer_files import copied
-from hf_posenc.transfer import refuse_wrapped, to_derived, to_stock
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -77,7 +77,7 @@ def serve(jobs, answer, level, *later):
     for name in LEVELS[level]:
         importlib.import_module(name)
     if remote_code := sys.modules.get("hf_posenc.serialization.remote_code"):
-        remote_code.files("hf_posenc.modeling", [], None)  # as it keeps them for the next save
+        remote_code.files("hf_posenc.modeling.derived", [], None)  # as it keeps them for the next save
     gc.freeze()
     behind = None
     for job in jobs:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, BertModel
 
 import hf_posenc
 from conftest import ENCODINGS, HOSTS, REGISTERED, ROOT, VARIANTS, by_structure, first, patched, run_python, suits, tokens
-from hf_posenc.modeling import auto_classes
+from hf_posenc.modeling.derived import auto_classes
 from hf_posenc.serialization import remote_code
 
 PACKAGE = ROOT / "hf_posenc"
@@ -145,7 +145,7 @@ def modules_that_are_imported(code):
 def test_code_imports_what_is_saved_with_it():
     """Whichever other encodings the model has."""
     for encoding in ENCODINGS:
-        code = remote_code.files("hf_posenc.modeling", [(REGISTERED[encoding], {})], hf_posenc.PosEncBertConfig())
+        code = remote_code.files("hf_posenc.modeling.derived", [(REGISTERED[encoding], {})], hf_posenc.PosEncBertConfig())
         assert f"posenc_encodings_{encoding}.py" in code
         for name, text in code.items():
             assert modules_that_are_imported(text) <= code.keys(), (encoding, name)
@@ -345,4 +345,4 @@ def test_a_copy_takes_no_strangers(monkeypatch):
         pass
 
     with pytest.raises(ValueError, match="Stranger can't be added to a model's own code"):
-        remote_code.files("hf_posenc.modeling", [(Stranger, {})], None)
+        remote_code.files("hf_posenc.modeling.derived", [(Stranger, {})], None)

@@ -27,9 +27,9 @@ import hf_posenc
 from attacks.hub_server import TOKEN, serve
 from conftest import BERT, ENCODINGS, VOCABULARY, patched, run_python, stock, tokens
 from hf_posenc import configuration
-from hf_posenc.embedding import PositionEmbeddingConfig
 from hf_posenc.encodings import canonical, encoding_class, list_encodings, options
 from hf_posenc.encodings.composition import Composition
+from hf_posenc.modeling.embedding import PositionEmbeddingConfig
 
 HUGE = 10**12
 
@@ -595,7 +595,7 @@ def test_no_code_of_a_checkpoint_runs(strangers):
     loaded, _ = strangers
     assert "trust_remote_code=True" in loaded["without the package"]["error"]
     for name in ("code", "code trust_remote_code"):
-        assert loaded[name]["class"] == "hf_posenc.modeling.PosEncBertModel"
+        assert loaded[name]["class"] == "hf_posenc.modeling.derived.PosEncBertModel"
     assert not any(result["ran"] for result in loaded.values())
 
 
@@ -630,7 +630,7 @@ def test_a_config_names_no_place_to_go_to(strangers):
     loaded, hub = strangers
     for number, place in enumerate(PLACES):
         result = loaded[f"place{number}"]
-        assert result["class"] == "hf_posenc.modeling.PosEncBertModel"
+        assert result["class"] == "hf_posenc.modeling.derived.PosEncBertModel"
         assert not any("passwd" in path or "example.org" in path or path == place for path in result["opened"])
         card = hub.repos[f"me/place{number}"].commits[-1].files["README.md"].decode()
         assert place not in card

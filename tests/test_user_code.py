@@ -105,7 +105,7 @@ def code_for(modules):
     """What is saved for these encodings, together in one model."""
     classes = [hf_posenc.PositionEncoding.registered[type_of(module)] for module in modules]
     config = hf_posenc.PosEncBertConfig(hidden_size=32, num_attention_heads=4, position_encoding="none")
-    return remote_code.files("hf_posenc.modeling", [(cls, cls.checked_options({})) for cls in classes], config)
+    return remote_code.files("hf_posenc.modeling.derived", [(cls, cls.checked_options({})) for cls in classes], config)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_files_that_cant_be_copied(module, tmp_path):
 
     def refuses(words, *classes):
         with pytest.raises(ValueError, match=words):
-            remote_code.files("hf_posenc.modeling", [(cls, {}) for cls in classes], config)
+            remote_code.files("hf_posenc.modeling.derived", [(cls, {}) for cls in classes], config)
 
     (tmp_path / "own_").mkdir()
     for name in ("own_/steps", "own__steps"):

@@ -19,7 +19,7 @@ from hf_posenc.cli.output import Output
 from hf_posenc.configuration import V4_RELATIVE
 from hf_posenc.encodings import canonical, encoding_class, meant, shown
 from hf_posenc.inspection import Report
-from hf_posenc.modeling import PosEncModelMixin
+from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.patching import changed_within
 from hf_posenc.retrieval import Embedder, pooling
 from hf_posenc.serialization import atomic

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from hf_posenc.embedding import PositionEmbedding
 from hf_posenc.encodings import (
     Above,
     Geometry,
@@ -25,6 +24,7 @@ from hf_posenc.encodings import (
     listed,
     placed,
 )
+from hf_posenc.modeling.embedding import PositionEmbedding
 
 Quantity = Literal["vectors", "scores"]
 """What an encoding gives: vectors that are added to inputs, or what it does to the scores of attention."""

@@ -21,7 +21,7 @@ from hf_posenc.explorer.budget import MAX_LAYERS, Budget, Limits, Refused, check
 from hf_posenc.explorer.encodings import picture
 from hf_posenc.explorer.forms import Encoding
 from hf_posenc.inspection import Report, inspect, without_weights
-from hf_posenc.modeling import PosEncModelMixin
+from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.patching import patch, unpatch
 from hf_posenc.plots.drawn import label
 from hf_posenc.serialization.saved_files import explained, read_config

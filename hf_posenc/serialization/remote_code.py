@@ -46,9 +46,9 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
         code.add_class(cls)
     found: dict[str, str] = {}
     # Sources register themselves: no module imports each of them by name.
-    registered = sorted(
-        name for name in sys.modules if root == f"{PACKAGE}.modeling" and name.startswith(f"{PACKAGE}.architectures.components.")
-    )
+    components = f"{PACKAGE}.architectures.components."
+    is_model = root == f"{PACKAGE}.modeling.derived"
+    registered = sorted(name for name in sys.modules if is_model and name.startswith(components))
     ours = [cls.__module__ for cls in classes if cls not in users]
     for module in (f"{PACKAGE}._versions", root, *registered, *ours, *sorted(code.ours)):
         _copy(module, code.ours, found)

@@ -8,8 +8,8 @@ from typing import Any
 from hf_posenc import configuration as specs
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import shown
+from hf_posenc.modeling.parameter_sharing import stock_config
 from hf_posenc.serialization.saved_files import read_config
-from hf_posenc.transfer import stock_config
 
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "_commit_hash")
 """Arguments of `from_pretrained` that say where a config is read from."""

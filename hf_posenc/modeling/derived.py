@@ -21,16 +21,16 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, mas
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc import configuration as specs
-from hf_posenc import loading, offsets, transfer
 from hf_posenc.architectures import structure
 from hf_posenc.architectures.components import Source
 from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.attention import dispatch
-from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
-from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
 from hf_posenc.encodings import PositionEncoding, check_size, meant
-from hf_posenc.install import install, install_across
-from hf_posenc.positions import asking
+from hf_posenc.modeling import loading, offsets, parameter_sharing
+from hf_posenc.modeling.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
+from hf_posenc.modeling.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
+from hf_posenc.modeling.install import install, install_across
+from hf_posenc.modeling.position_ids import asking
 from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.signatures import Call
 
@@ -178,13 +178,13 @@ class PosEncModelMixin(EncodingModelMixin):
         kwargs.setdefault("use_safetensors", True)
         loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
-        transfer.refuse_wrapped(model)
-        patched = transfer.to_derived(model, cls, spec)
+        parameter_sharing.refuse_wrapped(model)
+        patched = parameter_sharing.to_derived(model, cls, spec)
         return (patched, *info) if info else patched
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         super()._set_gradient_checkpointing(*args, **kwargs)
-        transfer.carry_positions(self)
+        parameter_sharing.carry_positions(self)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         configs = {id(module.config): module.config for module in self.modules() if isinstance(module, PreTrainedModel)}

@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_posenc import injection
 from hf_posenc.architectures.components import HostRefused, has_windows, patch_projection, tokens_aside
 from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.architectures.structure import Structure
 from hf_posenc.attention import custom, dispatch
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
-from hf_posenc.positions import ForwardPass, follow_masking, see_frames, see_images, see_patches
+from hf_posenc.modeling import hooks
+from hf_posenc.modeling.position_ids import ForwardPass, follow_masking, see_frames, see_images, see_patches
 from hf_posenc.signatures import Call, argument_names, flattens_ids
 
 STREAMS = re.compile(r"HyperConnection|AltUp|GatedResidual")
@@ -243,13 +243,13 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     token_axis = custom.token_axis(next(iter(structure.attentions.values())))
     if spec.inject == "input" and structure.entrances:
         for path in structure.entrances:
-            injection.after(stack.get_submodule(path), embedding[next(iter(layers))], token_axis)
+            hooks.after(stack.get_submodule(path), embedding[next(iter(layers))], token_axis)
         return structure.entrances
     if spec.inject == "input":  # no table to replace: add them to the first layer's input
-        injection.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))], token_axis)
+        hooks.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))], token_axis)
         return (structure.first_layer,)
     places = {(layers if spec.inject == "every_layer" else blocks)[path]: here for path, here in embedding.items() if here}
-    add = injection.before if spec.inject == "every_layer" else injection.after
+    add = hooks.before if spec.inject == "every_layer" else hooks.after
     for path, here in places.items():
         add(stack.get_submodule(path), here, token_axis)
     return tuple(places)

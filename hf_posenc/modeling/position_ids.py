@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_posenc import remembering
 from hf_posenc.attention import dispatch
 from hf_posenc.encodings import PositionContext, counted, length_of, positions_of
 from hf_posenc.encodings.context import CURRENT
+from hf_posenc.modeling import cache_positions
 from hf_posenc.signatures import IS_CAUSAL, TOKENS, Call
 
 TEXT_AND_GRID = 4
@@ -118,7 +118,7 @@ class ForwardPass:
         # The mask of a sound counts its samples or features, not the tokens that are made of them.
         cache, mask = call.of_type(Cache), None if tokens is None else _mask_of(call, length)
         past = _length_of(cache)
-        remembering.refuse_uncounted(cache, past)
+        cache_positions.refuse_uncounted(cache, past)
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         if (asked := ASKING.asked) is not None and asked.stack is stack:
             padding = _padding_of(asked, shape, past) if padding is None else padding
@@ -262,7 +262,7 @@ class ForwardPass:
             cache = next((value for value in values if isinstance(value, Cache)), None)
         tokens, _ = self._by_text(call)
         if context is not None and cache is not None and tokens is not None and not torch.compiler.is_exporting():
-            remembering.remember(cache, len(tokens), context)
+            cache_positions.remember(cache, len(tokens), context)
 
 
 def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
@@ -395,7 +395,7 @@ def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:
         return ()
     first: list[int] = []
     by_kind: dict[Any, int] = {}
-    for layer, holds_keys in enumerate(remembering.holds_keys(cache)):
+    for layer, holds_keys in enumerate(cache_positions.holds_keys(cache)):
         kind = kinds[layer] if kinds else None
         if holds_keys:
             by_kind[kind] = cache.get_mask_sizes(length, layer)[1]
@@ -419,9 +419,9 @@ def _positions(
     batch, length = shape
     if cache is None and ids is None and not is_causal:
         return *positions_of(length, 0, mask, device), None
-    remembered = None if cache is None else remembering.recall(cache, batch, past)
+    remembered = None if cache is None else cache_positions.recall(cache, batch, past)
     index = (torch.arange(length, device=device) + past)[None]
-    room = remembering.room(cache)
+    room = cache_positions.room(cache)
     if ids is None and mask is None and remembered is None and room is None:
         return index, index.new_zeros(1, 1), None
     seen = None if mask is None else counted(mask)
