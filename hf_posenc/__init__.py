@@ -10,17 +10,17 @@ _versions.check()
 # After the check: older libraries lack what is imported here.
 from hf_posenc.architectures.components import HostRefused  # noqa: E402
 from hf_posenc.architectures.registration import register_attention, register_positions  # noqa: E402
-from hf_posenc.cards import model_card  # noqa: E402
-from hf_posenc.conversion import convert  # noqa: E402
+from hf_posenc.conversion.converting import convert  # noqa: E402
+from hf_posenc.conversion.extension import extend  # noqa: E402
+from hf_posenc.conversion.legacy_v4 import from_v4  # noqa: E402
+from hf_posenc.conversion.patching import patch, unpatch  # noqa: E402
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
 from hf_posenc.encodings import meant as _meant  # noqa: E402
-from hf_posenc.extension import extend  # noqa: E402
-from hf_posenc.hub import push_to_hub  # noqa: E402
+from hf_posenc.hub.cards import model_card  # noqa: E402
+from hf_posenc.hub.push import push_to_hub  # noqa: E402
 from hf_posenc.inspection import inspect  # noqa: E402
-from hf_posenc.legacy import from_v4  # noqa: E402
 from hf_posenc.modeling import derived as _derived  # noqa: E402
 from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
-from hf_posenc.patching import patch, unpatch  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [

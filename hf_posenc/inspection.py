@@ -20,7 +20,7 @@ from hf_posenc.attention import dispatch
 from hf_posenc.configuration import Calibration, lost_within
 from hf_posenc.encodings import options_of, portable, shown, without_values
 from hf_posenc.modeling.embedding import PositionEmbedding
-from hf_posenc.patching import holds_a_model
+from hf_posenc.modeling.sentence_transformers import is_sentence_transformer
 from hf_posenc.serialization.saved_files import explained, load_config, read_config, read_json_object
 
 
@@ -152,7 +152,7 @@ def _unwrapped(module: nn.Module) -> PreTrainedModel:
     """The Transformers model in what other libraries wrap around it."""
     inner: Any = module
     while not isinstance(inner, PreTrainedModel):
-        if holds_a_model(inner):
+        if is_sentence_transformer(inner):
             inner = inner[0].model
         elif hasattr(inner, "get_base_model"):  # PEFT
             inner = inner.get_base_model()

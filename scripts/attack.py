@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 
 from attacks.cases import FAULTS, OUTCOMES, REFUSED, STOCK_TOO, Settings, Verdict, end_elsewhere, judge, quiet
 from attacks.subjects import encodings
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
 from hf_posenc.serialization.atomic import write_text
 
 FAMILIES = (

@@ -36,7 +36,7 @@ from generalisation.runs import Setup, process_state
 from generalisation.several import Part
 from generalisation.study import Study
 from generalisation.tasks import COMPARED
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
 from hf_posenc.plots.style import require_matplotlib
 from hf_posenc.serialization.atomic import write_text
 from training.flags import at_least, positive, positive_or_0

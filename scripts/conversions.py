@@ -23,7 +23,7 @@ from transformers import AutoModel, PreTrainedModel
 import hf_posenc
 from evaluation import corpus, pages, records
 from evaluation.library import bag_of_words, evaluate
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
 from hf_posenc.serialization.atomic import replaced, write_text
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 

@@ -3,7 +3,8 @@
     python scripts/coverage.py --output_file scripts/results/coverage.txt      # four minutes
 
 Each cell has the coverage in percent, and in brackets the mean width. Methods: the percentile bootstrap, the bias-corrected and
-accelerated bootstrap (BCa), Student's t, and `hf_posenc.scores` (Wilson's interval for scores, Newcombe's for differences).
+accelerated bootstrap (BCa), Student's t, and `hf_posenc.evaluation.metrics` (Wilson's interval for scores, Newcombe's for
+differences).
 """
 
 import argparse
@@ -15,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 from tqdm.auto import tqdm
 
-from hf_posenc import scores, terminals
+from hf_posenc.evaluation import metrics, terminals
 from hf_posenc.serialization.atomic import write_text
 
 COUNTS = (10, 20, 50, 150)
@@ -118,7 +119,7 @@ def by_method(drawn: np.ndarray, random: np.random.Generator) -> dict[str, Inter
     return {
         "percentile": percentiles,
         "BCa": corrected,
-        "Student": np.array([scores.mean(row, groups)[1] for row in values]),
+        "Student": np.array([metrics.mean(row, groups)[1] for row in values]),
         "hf_posenc": ours(drawn),
     }
 
@@ -126,8 +127,8 @@ def by_method(drawn: np.ndarray, random: np.random.Generator) -> dict[str, Inter
 def ours(drawn: np.ndarray) -> Intervals:
     groups = np.arange(drawn.shape[-1])
     if drawn.ndim == 2:
-        return np.array([scores.share(row, groups)[1] for row in drawn])
-    return np.array([scores.difference(one, other, groups)[1] for one, other in zip(*drawn, strict=True)])
+        return np.array([metrics.share(row, groups)[1] for row in drawn])
+    return np.array([metrics.difference(one, other, groups)[1] for one, other in zip(*drawn, strict=True)])
 
 
 def true_mean(draw: Draw, random: np.random.Generator) -> float:

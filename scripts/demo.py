@@ -25,10 +25,10 @@ from evaluation import records
 from evaluation.corpus import split
 from evaluation.lengths import BAG, cases
 from evaluation.library import bag_of_words, evaluate
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation.metrics import UNCORRECTED, Difference, Ranks, Score, paired, ranked, score
+from hf_posenc.evaluation.retrieval import Embedder, Method, lexical_similarity, methods
 from hf_posenc.plots.style import LIGHT
-from hf_posenc.retrieval import Embedder, Method, lexical_similarity, methods
-from hf_posenc.scores import UNCORRECTED, Difference, Ranks, Score, paired, ranked, score
 from hf_posenc.serialization.atomic import atomic_file, replaced
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 

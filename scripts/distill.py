@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModel, DataCollatorWithPadding, PreTrai
 
 import hf_posenc
 from evaluation import corpus
-from hf_posenc import retrieval, terminals
+from hf_posenc.evaluation import retrieval, terminals
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 from training import data, flags, loop, models, sentences, teaching
 from training.task import Task

@@ -49,7 +49,7 @@ from transformers.utils import logging
 
 import hf_posenc
 from evaluation import corpus, pages, passkeys, perplexity, records
-from hf_posenc import scores, terminals
+from hf_posenc.evaluation import metrics, terminals
 from hf_posenc.plots.style import LIGHT, MAP, MARKERS
 from hf_posenc.serialization.atomic import atomic_file, replaced
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
@@ -364,12 +364,12 @@ def summary(record: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     for name, found in methods.items():
         for length, losses in found["losses"].items():
             own, groups = np.asarray(losses), np.arange(len(losses))
-            mean, interval = scores.mean(own, groups)
+            mean, interval = metrics.mean(own, groups)
             digits = np.asarray(found["passkeys"][length])
             of_length: dict[str, Any] = {"perplexity": math.exp(mean), "interval": [math.exp(each) for each in interval]}
             if SHORT in methods:
                 base = np.asarray(methods[SHORT]["losses"][str(min(int(length), int(trained)))])
-                ratio, of_ratio = scores.mean(own - base, groups)
+                ratio, of_ratio = metrics.mean(own - base, groups)
                 of_length |= {"ratio": math.exp(ratio), "ratio_interval": [math.exp(each) for each in of_ratio]}
             of_length |= {"found": float(digits.all(1).mean()), "digits": float(digits.mean())}
             made.setdefault(name, {})[length] = of_length
@@ -420,7 +420,7 @@ def tables(record: dict[str, Any]) -> list[Table]:
         "model",
         *(f"windows of\n{length}" for length in columns),
         title=f"perplexity of the same tokens of {count} pages\nbelow it the ratio to short, cut to {trained}",
-        caption=scores.UNCORRECTED,
+        caption=metrics.UNCORRECTED,
     )
     second = Table("model", *columns, title=f"passkeys found, of {asked} at each length, and below it the part of their digits")
     for name, by_length in found.items():

@@ -34,8 +34,9 @@ from evaluation.corpus import EVALUATION_MODULES
 from evaluation.lengths import Found, Texts, baseline_of, cases, evaluate, evaluate_needles, ways
 from evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
 from evaluation.tables import tables
-from hf_posenc import plots, retrieval, terminals
-from hf_posenc.retrieval import Embedder
+from hf_posenc import plots
+from hf_posenc.evaluation import retrieval, terminals
+from hf_posenc.evaluation.retrieval import Embedder
 from hf_posenc.serialization.atomic import atomic_file
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 from training import sentences

@@ -16,7 +16,7 @@ The model, its tokenizer and all_results.json are written to --output_dir.
 import argparse
 
 import hf_posenc
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
 from tasks.classification import SequenceClassification, TokenClassification
 from tasks.question_answering import QuestionAnswering
 from tasks.supervised import Supervised

@@ -33,7 +33,7 @@ from generalisation.results import Results
 from generalisation.runs import Setup, process_state, training_of
 from generalisation.study import Study
 from generalisation.tasks import CAUSAL, TASKS
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
 from hf_posenc.serialization.atomic import write_text
 from training.flags import positive
 

@@ -38,7 +38,7 @@ from transformers.utils import logging
 
 import hf_posenc
 from evaluation import corpus, perplexity, reactions, records
-from hf_posenc import scores, terminals
+from hf_posenc.evaluation import metrics, terminals
 from hf_posenc.serialization.atomic import atomic_file
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
@@ -167,8 +167,8 @@ def filled(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> tuple[np
 
 def fills(name: str, model: PreTrainedModel, found: tuple[np.ndarray, np.ndarray, np.ndarray], original: np.ndarray) -> Row:
     losses, right, rows = found
-    accuracy, interval = scores.share(right, rows)
-    difference, of_difference = scores.difference(right, original, rows)
+    accuracy, interval = metrics.share(right, rows)
+    difference, of_difference = metrics.difference(right, original, rows)
     figures = {"accuracy": accuracy, "interval": interval, "difference": difference, "difference_interval": of_difference}
     return {"model": name, "loss": float(losses.mean()), "masked_tokens": len(right)} | figures | agreement(model)
 
@@ -216,7 +216,7 @@ def table(name: str, result: dict[str, Any]) -> Table:
     if result["kind"] == "masked":
         counts = ", ".join(f"{count} for {share}" for share, count in result["reactions"].items())
         shown = Table(title=f"{name}: {rows[0]['masked_tokens']} masked tokens of reactions ({counts}); {result['seconds']} s")
-        shown.caption = scores.UNCORRECTED
+        shown.caption = metrics.UNCORRECTED
         columns = ["accuracy", "against original", "loss"]
     else:
         shown = Table(title=f"{name}: perplexity of {result['documents']} documents, by length; {result['seconds']} s")

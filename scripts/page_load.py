@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
 
 SERVER = """
 import sys

@@ -9,7 +9,8 @@ from PIL import Image
 from transformers import AutoModel
 
 import hf_posenc
-from hf_posenc import diagnostics, plots, terminals
+from hf_posenc import diagnostics, plots
+from hf_posenc.evaluation import terminals
 from hf_posenc.serialization.atomic import atomic_file
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 

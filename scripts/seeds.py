@@ -19,8 +19,8 @@ from tqdm.auto import tqdm
 
 from evaluation import records
 from evaluation.intervals import interval
-from hf_posenc import terminals
-from hf_posenc.scores import UNCORRECTED
+from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation.metrics import UNCORRECTED
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

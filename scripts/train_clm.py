@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, DataCollatorWithPadding
 
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
 from tasks import language
 from training import data, flags, models
 

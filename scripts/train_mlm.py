@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, DataCollatorForTokenClassification
 
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
 from tasks import language
 from training import data, flags, models
 

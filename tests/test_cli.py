@@ -530,9 +530,9 @@ import os, sys
 os.environ |= {"HF_HUB_OFFLINE": "0", "HF_HOME": sys.argv[2], "HF_ENDPOINT": "http://127.0.0.1:9"}
 os.environ.pop("HF_TOKEN", None)
 from typer.testing import CliRunner
-from hf_posenc import retries
+from hf_posenc.hub import requests
 from hf_posenc.cli import app
-retries.PAUSE = 0
+requests.PAUSE = 0
 for token in {}, {"HF_TOKEN": "hf_x"}:
     done = CliRunner(env=token).invoke(app, ["push", sys.argv[1], "me/x"])
     print(done.exit_code, type(done.exception).__name__, done.stderr.splitlines()[-1])

@@ -27,10 +27,10 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import ROOT, run_python, stock
-from hf_posenc import terminals
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_settings, given_where
 from hf_posenc.cli.output import Output
+from hf_posenc.evaluation import terminals
 
 GROUP = typer.main.get_command(app)
 
@@ -159,7 +159,7 @@ def test_its_examples(workplace, example, monkeypatch):
 
 WRITTEN = """
 import math, os, subprocess, sys
-from hf_posenc import catalog
+from hf_posenc.encodings import catalog
 from hf_posenc.cli import app
 
 entries = catalog.entries

@@ -10,8 +10,8 @@ from transformers import AutoModelForMaskedLM, BertTokenizer
 
 import hf_posenc
 from conftest import LENGTH, assert_equal, patched, run_python, stock
-from hf_posenc import comparison, scores
-from hf_posenc.retrieval import Embedder
+from hf_posenc.evaluation import metrics, model_comparison
+from hf_posenc.evaluation.retrieval import Embedder
 from test_cli import run
 
 WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]
@@ -114,27 +114,28 @@ def test_questions_of_short_texts(folder):
     short = [" ".join(text.split(". ")[:2]) + "." for text in texts()]
     short = [text.replace(". ", ".\n\n") for text in short]
     original = embedder(stock("bert"), folder)
-    pairs, about = comparison.own_pairs(original, [f"{a} {b}" for a, b in zip(short, texts(40, 1, seed=1), strict=True)][:40])
+    joined = [f"{a} {b}" for a, b in zip(short, texts(40, 1, seed=1), strict=True)]
+    pairs, about = model_comparison.own_pairs(original, joined[:40])
     assert "taken out of it" in about and all(pair.query not in pair.document for pair in pairs)
     with pytest.raises(ValueError, match="of 3 texts 0 have a sentence"):
-        comparison.own_pairs(original, ["one", "two", "three"])
+        model_comparison.own_pairs(original, ["one", "two", "three"])
 
 
 def test_lengths(folder):
     """Doubling until half of the documents are whole."""
     original = embedder(stock("bert"), folder)
     documents = ["river " * size for size in (100, 100, 300, 600, 600)]
-    assert comparison.lengths_of(original, documents, None) == [128, 256, 512]
-    assert comparison.lengths_of(original, documents, 300) == [128, 256]
-    assert comparison.lengths_of(original, ["river"] * 3, None) == [128]
+    assert model_comparison.lengths_of(original, documents, None) == [128, 256, 512]
+    assert model_comparison.lengths_of(original, documents, 300) == [128, 256]
+    assert model_comparison.lengths_of(original, ["river"] * 3, None) == [128]
 
 
 def test_compared_with_each_use_of_the_original(folder):
     """The figures are those of `scores`, method by method."""
     model = patched("bert", "alibi")
     original, converted = embedder(stock("bert"), folder), embedder(model, folder)
-    pairs = [comparison.Pair(text.split(". ")[0], text) for text in texts(24)]
-    found = comparison.compare(original, {"calibrated": converted}, pairs, [16, 32])
+    pairs = [model_comparison.Pair(text.split(". ")[0], text) for text in texts(24)]
+    found = model_comparison.compare(original, {"calibrated": converted}, pairs, [16, 32])
     assert list(found.rows[16]) == ["original", "calibrated"]
     assert list(found.rows[32]) == [
         *(f"original, {how}" for how in ("truncated at 24", "chunked by 24, mean", "chunked by 24, max")),
@@ -155,15 +156,15 @@ def test_compared_with_each_use_of_the_original(folder):
 )
 def test_verdict(ours, theirs, words):
     def row(value, difference=None):
-        return comparison.Row(scores.Score(value, (0, 1), value, (0, 1), 9), difference)
+        return model_comparison.Row(metrics.Score(value, (0, 1), value, (0, 1), 9), difference)
 
     gap = ours - theirs
-    difference = scores.Difference(gap, (gap - 0.1, gap + 0.1), 9)
+    difference = metrics.Difference(gap, (gap - 0.1, gap + 0.1), 9)
     rows = {
         16: {"original": row(0.8, difference), "new": row(0.6)},
         32: {"original, max": row(theirs, difference), "new": row(ours)},
     }
-    assert comparison._verdict(rows, "new", 24).startswith(
+    assert model_comparison._verdict(rows, "new", 24).startswith(
         f"At 16 tokens the new model has 75.0% of the original's MRR; at 32 {words}"
     )
 

@@ -140,7 +140,7 @@ def test_parameters_that_layers_share(host):
 
 
 def test_gradients_lead_where_masses_do(monkeypatch):
-    monkeypatch.setattr("hf_posenc.calibration.BY_GRADIENTS", TEXTS)
+    monkeypatch.setattr("hf_posenc.conversion.calibration.BY_GRADIENTS", TEXTS)
     _, by_mass = convert("bert", "relative", max_distance=REACH)
     monkeypatch.setattr("hf_posenc.encodings.relative.Relative.raise_bias", lambda self, amounts: False)
     _, by_gradient = convert("bert", "relative", max_distance=REACH)

@@ -16,9 +16,9 @@ import hf_posenc
 from conftest import LETTERS, ROOT, stock
 from evaluation import corpus, lengths, needles, perplexity, records
 from evaluation import library as stdlib
-from hf_posenc.evaluation import checked_evaluation
-from hf_posenc.retrieval import Embedder, Method, cut
-from hf_posenc.scores import Ranks
+from hf_posenc.evaluation.metrics import Ranks
+from hf_posenc.evaluation.retrieval import Embedder, Method, cut
+from hf_posenc.hub.eval_results import checked_evaluation
 
 SCRIPTS = ROOT / "scripts"
 HAYSTACK = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9))}." for n in range(60))

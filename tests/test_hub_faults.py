@@ -17,10 +17,10 @@ import json, logging, sys, torch, hf_posenc
 from pathlib import Path
 from huggingface_hub import logging as hub_logging
 from transformers import AutoModel
-from hf_posenc import retries
+from hf_posenc.hub import requests
 from conftest import patched, randomize, tokens
 
-retries.PAUSE, retries.ATTEMPTS = 0.01, 3
+requests.PAUSE, requests.ATTEMPTS = 0.01, 3
 logging.basicConfig(level=logging.DEBUG)
 hub_logging.set_verbosity_debug()
 folder, results = Path(sys.argv[1]), {}

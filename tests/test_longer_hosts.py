@@ -870,7 +870,7 @@ def test_a_rule_that_this_transformers_lacks(monkeypatch):
 
 def test_methods_are_those_of_the_docstring():
     documented = {*re.findall(r'^ +"(\w+)" ', hf_posenc.extend.__doc__, re.M)}
-    from hf_posenc.extension import METHODS
+    from hf_posenc.conversion.extension import METHODS
 
     assert documented | {"dynamic", "recurrent", "ntk", "yarn", "longrope", "llama3"} == {*METHODS}
     assert all(f'"{name}"' in hf_posenc.extend.__doc__ for name in METHODS)

@@ -609,7 +609,7 @@ ELSEWHERE = {
     "hf_posenc/cli/output.py:_reserved_stdout": "a duplicate of standard output",
     "hf_posenc/encodings/construction.py:": "a pickler of bytes in memory",
     "hf_posenc/explorer/encodings.py:picture": "bytes in memory",
-    "hf_posenc/hub.py:_keep": "in the temporary directory of push_to_hub",
+    "hf_posenc/hub/push.py:_keep": "in the temporary directory of push_to_hub",
     "hf_posenc/serialization/probe.py:_run": "in the temporary directory of the probe",
     "hf_posenc/serialization/probe.py:_main": "in the temporary directory of the probe",
     "scripts/attacks/": "in new temporary directories, or bytes in memory",
@@ -667,7 +667,7 @@ def test_every_file_is_written_by_the_atomic_writer():
                 found[f"{path.relative_to(ROOT)}:{where}"] = line
     allowed = {each for each in ELSEWHERE if any(name.startswith(each) for name in found)}
     wrong = {name: line for name, line in found.items() if not any(name.startswith(each) for each in ELSEWHERE)}
-    assert not wrong, "use hf_posenc.saving.atomic_file, write_text or replaced"
+    assert not wrong, "use hf_posenc.serialization.atomic.atomic_file, write_text or replaced"
     assert allowed == ELSEWHERE.keys(), "no longer needed"
 
 

@@ -16,7 +16,7 @@ import distill
 import hf_posenc
 from conftest import LENGTH, ROOT, WORDS, assert_close, run_python, stock, tokens
 from evaluation import corpus
-from hf_posenc import retrieval
+from hf_posenc.evaluation import retrieval
 from training import sentences
 
 SCRIPTS = ROOT / "scripts"

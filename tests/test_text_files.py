@@ -5,8 +5,8 @@ import resource
 
 import pytest
 
-from hf_posenc import text_files
 from hf_posenc.cli.texts import read
+from hf_posenc.evaluation import text_files
 from training import data
 
 NAMES = [

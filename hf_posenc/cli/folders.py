@@ -14,14 +14,14 @@ from transformers.utils import cached_file, has_file
 import hf_posenc
 from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.architectures.structure import submodels_of
-from hf_posenc.cards import architecture
 from hf_posenc.cli.output import Output
 from hf_posenc.configuration import V4_RELATIVE
 from hf_posenc.encodings import canonical, encoding_class, meant, shown
+from hf_posenc.evaluation.retrieval import Embedder, pooling
+from hf_posenc.hub.cards import architecture
 from hf_posenc.inspection import Report
 from hf_posenc.modeling.derived import PosEncModelMixin
-from hf_posenc.patching import changed_within
-from hf_posenc.retrieval import Embedder, pooling
+from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer
 from hf_posenc.serialization import atomic
 from hf_posenc.serialization.saved_files import check_there, explained, load_config, read_config, read_json_object
 from hf_posenc.serialization.tokenizer_files import check_tokenizer, copied, drop_foreign_code, load_tokenizer
@@ -96,7 +96,9 @@ def load_v4(name: str, max_length: int | None) -> tuple[Original, Any]:
     """A checkpoint of Transformers v4 with relative positions, before and after: as Transformers 5 has it, and with them."""
     sentences = _load_sentences(name)
     if sentences is not None:
-        changed = changed_within(sentences, lambda stock: _from_v4(str(stock.name_or_path), type(stock), max_length))
+        changed = apply_to_sentence_transformer(
+            sentences, lambda stock: _from_v4(str(stock.name_or_path), type(stock), max_length)
+        )
         return Original(name, sentences, sentences.tokenizer), changed
     changed = _from_v4(name, architecture(load_config(name)) or AutoModel, max_length)
     return Original(name, None, load_tokenizer(name)), changed

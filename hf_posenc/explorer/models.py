@@ -17,12 +17,12 @@ from transformers import AutoModel
 from hf_posenc import diagnostics, plots
 from hf_posenc.architectures.components import HostRefused
 from hf_posenc.architectures.structure import submodels_of
+from hf_posenc.conversion.patching import patch, unpatch
 from hf_posenc.explorer.budget import MAX_LAYERS, Budget, Limits, Refused, checked_field, checked_texts
 from hf_posenc.explorer.encodings import picture
 from hf_posenc.explorer.forms import Encoding
 from hf_posenc.inspection import Report, inspect, without_weights
 from hf_posenc.modeling.derived import PosEncModelMixin
-from hf_posenc.patching import patch, unpatch
 from hf_posenc.plots.drawn import label
 from hf_posenc.serialization.saved_files import explained, read_config
 from hf_posenc.serialization.tokenizer_files import load_tokenizer

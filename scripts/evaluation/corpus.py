@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
 
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "idlelib", "turtledemo", "ensurepip", "lib-dynload"}
 EVALUATION_MODULES = 256

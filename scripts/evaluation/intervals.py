@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from hf_posenc.scores import student
+from hf_posenc.evaluation.metrics import student
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -12,9 +12,9 @@ from transformers import AutoModel, PreTrainedModel
 import hf_posenc  # noqa: F401  (registers patched models with AutoModel)
 from evaluation import records
 from evaluation.corpus import split
-from hf_posenc import terminals
-from hf_posenc.retrieval import cut, embed, lexical_similarity
-from hf_posenc.scores import Score, score
+from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation.metrics import Score, score
+from hf_posenc.evaluation.retrieval import cut, embed, lexical_similarity
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 

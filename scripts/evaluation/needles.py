@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.retrieval import cut, offsets
+from hf_posenc.evaluation.retrieval import cut, offsets
 
 BOUNDARY = 512
 """Tokens that a BERT-style model sees, special ones included; facts behind them are scored separately."""

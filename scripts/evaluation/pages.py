@@ -22,8 +22,8 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from hf_posenc import terminals
-from hf_posenc.questions import plain, sentence_spans
+from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation.cloze_queries import plain, sentence_spans
 from hf_posenc.serialization.atomic import write_text
 
 KINDS = (".rst", ".txt", ".md", ".html", ".htm")

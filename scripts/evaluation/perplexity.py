@@ -17,7 +17,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_posenc import inspect, scores
+from hf_posenc import inspect
+from hf_posenc.evaluation import metrics
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 2048
@@ -87,8 +88,8 @@ def evaluate(
     groups, results = np.arange(len(documents)), dict[int, dict[str, Perplexity]]()
     for (name, length), size in windows.items():
         own = means[name, size]
-        value, (low, high) = scores.mean(own, groups)
-        ratio, (least, most) = scores.mean(own - means[baseline, windows[baseline, length]], groups)
+        value, (low, high) = metrics.mean(own, groups)
+        ratio, (least, most) = metrics.mean(own - means[baseline, windows[baseline, length]], groups)
         figures = (math.exp(value), (math.exp(low), math.exp(high)), math.exp(ratio), (math.exp(least), math.exp(most)))
         results.setdefault(length, {})[name] = Perplexity(*figures, size, len(documents))
     return {length: results[length] for length in lengths}

@@ -7,7 +7,7 @@ from rich.table import Table
 from evaluation.lengths import METRICS, Found
 from evaluation.needles import chance
 from evaluation.perplexity import Perplexity
-from hf_posenc.scores import UNCORRECTED
+from hf_posenc.evaluation.metrics import UNCORRECTED
 
 TITLES = {
     "title": "a title finds its document, one of {documents}: MRR",

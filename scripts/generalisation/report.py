@@ -11,7 +11,7 @@ from generalisation.results import Results
 from generalisation.study import Study
 from generalisation.tasks import ALL
 from generalisation.verdict import Finding
-from hf_posenc.scores import UNCORRECTED
+from hf_posenc.evaluation.metrics import UNCORRECTED
 
 ENDS = "†"
 """Marks encodings that end at a length: they were given that of the longest test."""

@@ -15,8 +15,8 @@ from generalisation.results import Results
 from generalisation.runs import task_of, times
 from generalisation.study import Study
 from generalisation.tasks import ALL
+from hf_posenc.evaluation.metrics import UNCORRECTED
 from hf_posenc.plots.style import NORMAL, Sheet, panels
-from hf_posenc.scores import UNCORRECTED
 
 REFUSED = "refused"
 COLUMNS = 3

@@ -17,9 +17,9 @@ from accelerate import Accelerator
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from hf_posenc import text_files
+from hf_posenc.evaluation import text_files
+from hf_posenc.evaluation.text_files import KINDS
 from hf_posenc.serialization import tokenizer_files
-from hf_posenc.text_files import KINDS
 
 Row = dict[str, Any]
 Rows = list[tuple[int, Row]]

@@ -25,13 +25,13 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc import leaks
-from hf_posenc.cards import SIGNATURE, model_card, user_classes
-from hf_posenc.commits import Api, Change, commit_id
-from hf_posenc.evaluation import EVALUATION, checked_evaluation, result_files
+from hf_posenc.hub import secret_scan
+from hf_posenc.hub.cards import SIGNATURE, model_card, user_classes
+from hf_posenc.hub.commit import Api, Change, commit_id
+from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_files
+from hf_posenc.hub.repository import base_metadata, earlier_push, ensure_branch, merged
+from hf_posenc.hub.requests import Requests
 from hf_posenc.inspection import inspect
-from hf_posenc.repositories import base_metadata, earlier_push, ensure_branch, merged
-from hf_posenc.retries import Requests
 from hf_posenc.serialization import atomic
 from hf_posenc.serialization.saved_files import read_json
 from hf_posenc.serialization.tokenizer_files import copied
@@ -126,8 +126,8 @@ def push_to_hub(
             (folder / path).write_text(text, encoding="utf-8")
         for image in images:
             shutil.copyfile(image, folder / image.name)
-        refuse_leaks = partial(leaks.refuse, token=token, folders=_folders(model, tokenizer, evaluation_file, images))
-        texts_sent = leaks.texts(folder, _files(folder))
+        refuse_leaks = partial(secret_scan.refuse, token=token, folders=_folders(model, tokenizer, evaluation_file, images))
+        texts_sent = secret_scan.texts(folder, _files(folder))
         refuse_leaks({**texts_sent, "README.md": card(repo_id).encode(), "commit_message": message.encode()})
         if offline or save_directory is not None:
             _keep(folder, keep_in, partial(card, repo_id), base_metadata(model))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_posenc.diagnostics.encoding_input import POSITIVES, SEVERAL, Sizes, subject
 from hf_posenc.diagnostics.result import Result
-from hf_posenc.diagnostics.subjects import POSITIVES, SEVERAL, Sizes, subject
 from hf_posenc.encodings import checked_value
 
 if TYPE_CHECKING:

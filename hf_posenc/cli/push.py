@@ -7,12 +7,12 @@ import typer
 from huggingface_hub import is_offline_mode
 
 import hf_posenc
-from hf_posenc.cards import replaceable
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import load_model
 from hf_posenc.cli.output import AsJson, Output
-from hf_posenc.evaluation import EVALUATION
-from hf_posenc.hub import IMAGES
+from hf_posenc.hub.cards import replaceable
+from hf_posenc.hub.eval_results import EVALUATION
+from hf_posenc.hub.push import IMAGES
 from hf_posenc.serialization import atomic
 from hf_posenc.serialization.saved_files import check_there
 from hf_posenc.serialization.tokenizer_files import load_tokenizer

@@ -11,10 +11,10 @@ from huggingface_hub.constants import REGEX_COMMIT_OID
 from huggingface_hub.errors import DisabledRepoError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from transformers import PreTrainedModel
 
-from hf_posenc.cards import INHERITED, host_name, replaceable
-from hf_posenc.commits import Api
-from hf_posenc.evaluation import EVALUATION, result_files
-from hf_posenc.retries import Requests
+from hf_posenc.hub.cards import INHERITED, host_name, replaceable
+from hf_posenc.hub.commit import Api
+from hf_posenc.hub.eval_results import EVALUATION, result_files
+from hf_posenc.hub.requests import Requests
 from hf_posenc.serialization.saved_files import parsed_json
 
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")

@@ -7,10 +7,10 @@ import torch
 import typer
 from rich.table import Table
 
-from hf_posenc import timing
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import inner_model, load, names_of
 from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.evaluation import throughput
 
 
 @app.command("bench")
@@ -35,7 +35,7 @@ def bench(
     out, names = Output(as_json), names_of(models)
     place = _device(device)
     loaded = {name: _placed(load(model), place) for name, model in zip(names, models, strict=True)}
-    found = timing.speeds(loaded, length or [128, 512], batch_size, rounds)
+    found = throughput.speeds(loaded, length or [128, 512], batch_size, rounds)
     about = f"milliseconds of a pass of {batch_size} on {place}, throughput beside {names[0]} (quartiles)"
     table = Table("model", title=about)
     for tokens in found:
@@ -60,7 +60,7 @@ def _device(name: str | None) -> torch.device:
         raise ValueError(f"--device {name!r}: {str(error).splitlines()[0]}; cpu is always there") from None
 
 
-def _shown(speed: timing.Speed | None) -> str:
+def _shown(speed: throughput.Speed | None) -> str:
     if speed is None:
         return "reads fewer"
     shown = f"{speed.milliseconds:.3g}"

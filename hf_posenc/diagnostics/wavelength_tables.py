@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hf_posenc.diagnostics.encoding_input import Sizes, subject
 from hf_posenc.diagnostics.result import Result, ranged
-from hf_posenc.diagnostics.subjects import Sizes, subject
 
 if TYPE_CHECKING:
     from typing import Unpack

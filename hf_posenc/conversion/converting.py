@@ -13,17 +13,18 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from hf_posenc import calibration
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import structure
 from hf_posenc.architectures.components import HostRefused
 from hf_posenc.configuration import Calibration
+from hf_posenc.conversion import calibration
+from hf_posenc.conversion.patching import patch, refuse
 from hf_posenc.encodings import PositionEncoding, encoding_class, mark, shown
 from hf_posenc.inspection import inspect
 from hf_posenc.modeling import offsets
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.parameter_sharing import twin_of
-from hf_posenc.patching import changed_within, holds_a_model, patch, refuse
+from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known, required_tokenizer
 from hf_posenc.signatures import reads_tokens
 
@@ -47,8 +48,8 @@ def convert(
     """A trained model with another position encoding, calibrated against its original: seconds, and no training.
 
     As `patch`, and then: the encoding's biases are fitted layer by layer to the original's attention, and where the host's
-    positions contributed a vector on average, the model gets one of its own (`hf_posenc.calibration`). The host's parameters
-    are shared and untouched, so `unpatch` is bit-equal. How close it came is in `inspect(model).calibration`.
+    positions contributed a vector on average, the model gets one of its own (`hf_posenc.conversion.calibration`). The host's
+    parameters are shared and untouched, so `unpatch` is bit-equal. How close it came is in `inspect(model).calibration`.
 
     What has no parameters (ALiBi's fixed slopes, RoPE's frequencies) can't be fitted; only the vectors are then. Encodings
     that bias are built with `per_layer=True` unless it is given: fitted layer by layer, they come much closer.
@@ -68,12 +69,12 @@ def convert(
             in attention; a model that is patched already.
         HostRefused: as `patch`; an attention whose probabilities calibration can't reproduce.
     """
-    if holds_a_model(model):
+    if is_sentence_transformer(model):
         # As a function: the twin has a tokenizer of its own, and this one stays as it is.
         own: Any = model.tokenizer
         own = own.__call__ if tokenizer is None else tokenizer
         change = functools.partial(convert, encoding=encoding, texts=texts, tokenizer=own, max_length=max_length, **options)
-        return changed_within(model, change)
+        return apply_to_sentence_transformer(model, change)
     refuse(model, "convert")
     if isinstance(model, PosEncModelMixin):
         held = model.config.position_spec

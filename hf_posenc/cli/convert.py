@@ -13,7 +13,6 @@ from rich.table import Table
 from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
-from hf_posenc import comparison
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import (
     Encoding,
@@ -29,7 +28,8 @@ from hf_posenc.cli.folders import Original, check_output_dir, embedder, load, sa
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.cli.texts import read
 from hf_posenc.encodings import written_value
-from hf_posenc.scores import UNCORRECTED
+from hf_posenc.evaluation import model_comparison
+from hf_posenc.evaluation.metrics import UNCORRECTED
 
 DOCUMENTS = 200
 """Maximum number of documents in the comparison, which takes far longer than the conversion."""
@@ -82,12 +82,11 @@ def convert(
         raise ValueError("--train-steps distils whole models: leave it out with --submodel, or train the part by itself")
     script = _distillation_script() if train_steps else None
     rows = [text for (text,) in read(texts, {"--text-column": text_column})]
-    pairs = (
-        [] if queries is None else [comparison.Pair(*row) for row in read(queries, {"query": "query", "document": "document"})]
-    )
-    if queries is not None and len(pairs) < comparison.FEWEST:
+    columns = {"query": "query", "document": "document"}
+    pairs = [] if queries is None else [model_comparison.Pair(*row) for row in read(queries, columns)]
+    if queries is not None and len(pairs) < model_comparison.FEWEST:
         raise ValueError(
-            f"{queries} has {len(pairs)} rows: {comparison.FEWEST} are needed to compare; --no-compare leaves it out"
+            f"{queries} has {len(pairs)} rows: {model_comparison.FEWEST} are needed to compare; --no-compare leaves it out"
         )
     out, original = Output(as_json), Original.load(model)
     some: dict[str, Any] = {} if layers is None else {"layers": written_value(layers)}
@@ -161,8 +160,8 @@ def _distilled(
 
 
 def _questions(
-    out: Output, original: Any, tokenizer: Any, texts: list[str], pairs: list[comparison.Pair]
-) -> tuple[list[comparison.Pair], str] | None:
+    out: Output, original: Any, tokenizer: Any, texts: list[str], pairs: list[model_comparison.Pair]
+) -> tuple[list[model_comparison.Pair], str] | None:
     """What the models are compared by, and what it is in words; None, which is said, without a tokenizer.
 
     Raises ValueError where the texts have too few sentences for questions.
@@ -173,7 +172,7 @@ def _questions(
     if pairs:
         return pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} queries of your own find their documents"
     # The last ones: calibration takes its texts from the beginning.
-    return comparison.own_pairs(embedder(original, tokenizer), texts[-DOCUMENTS:])
+    return model_comparison.own_pairs(embedder(original, tokenizer), texts[-DOCUMENTS:])
 
 
 def _compare(
@@ -181,14 +180,14 @@ def _compare(
     original: Any,
     models: dict[str, Any],
     tokenizer: Any,
-    pairs: list[comparison.Pair],
+    pairs: list[model_comparison.Pair],
     about: str,
     max_length: int | None,
 ) -> dict[str, Any]:
     """Prints the comparison, and returns it for --json."""
     embedders = {name: embedder(model, tokenizer) for name, model in {"original": original, **models}.items()}
-    lengths = comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
-    found = comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
+    lengths = model_comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
+    found = model_comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
     last = [*embedders][-1]
     table = Table("method", title=f"{about}: MRR, and how much better the {last} model is", caption=UNCORRECTED)
     names = dict.fromkeys(name for row in found.rows.values() for name in row)
@@ -203,5 +202,5 @@ def _compare(
         table.add_row(name, *cells)
     out.result(table)
     out.result(found.verdict)
-    out.message(comparison.REACH)
+    out.message(model_comparison.REACH)
     return {"questions": about, **asdict(found)}

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.encodings import Above, checked_value, shown
 from hf_posenc.inspection import inspect
-from hf_posenc.patching import holds_a_model
+from hf_posenc.modeling.sentence_transformers import is_sentence_transformer
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 from hf_posenc.signatures import argument_names, reads_tokens
 
@@ -153,7 +153,7 @@ def reader(model: Any, tokenizer: Any = None) -> Reader:
 
     Raises ValueError for anything else, for a model of an encoder and a decoder, and for one that reads no tokens.
     """
-    if holds_a_model(model):
+    if is_sentence_transformer(model):
         tokenizer, model = tokenizer or model.tokenizer, model[0].model
     if not isinstance(model, PreTrainedModel):
         raise ValueError(

@@ -5,11 +5,11 @@ from typing import Annotated
 import typer
 
 import hf_posenc
-from hf_posenc.cli import app, completing
+from hf_posenc.cli import app, completion
 from hf_posenc.cli.arguments import LISTS, OutputDir, Overwrite, Submodel, given_settings
 from hf_posenc.cli.folders import Original, check_output_dir, save
 from hf_posenc.cli.output import AsJson, Output
-from hf_posenc.extension import CHOICE, METHODS
+from hf_posenc.conversion.extension import CHOICE, METHODS
 
 
 @app.command("extend")
@@ -28,7 +28,7 @@ def extend(
         typer.Option(
             help=f"How positions change: {CHOICE}.",
             show_default="they don't",
-            autocompletion=completing.one_of(METHODS),
+            autocompletion=completion.one_of(METHODS),
         ),
     ] = None,
     submodel: Submodel = None,

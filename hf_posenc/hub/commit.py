@@ -13,7 +13,7 @@ from huggingface_hub.constants import REGEX_COMMIT_OID
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils.sha import git_hash
 
-from hf_posenc.retries import TRANSIENT, Requests, status_of
+from hf_posenc.hub.requests import TRANSIENT, Requests, status_of
 
 LARGE = 2**20
 """Bytes from which a text file is uploaded by itself, as binary files are."""

@@ -8,12 +8,12 @@ from torch import nn
 
 from hf_posenc.architectures.components import HostRefused
 from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.conversion.extend_target import Host
+from hf_posenc.conversion.patching import patch
 from hf_posenc.encodings import Geometry, encoding_class, listed
 from hf_posenc.encodings.frequency_rules import ALL, EXTENDING, ORIGINAL, extended
 from hf_posenc.encodings.interpolation import DYNAMIC, GROUPED
-from hf_posenc.longer_hosts import Host
 from hf_posenc.modeling.parameter_sharing import share, shell, twin_of
-from hf_posenc.patching import patch
 
 ROPE = "rope_parameters"
 """The config field of rotary positions: one rule's parameters, or those of each type of layer by its name."""

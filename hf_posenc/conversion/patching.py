@@ -1,25 +1,18 @@
 """patch and unpatch: the same model between its host's class and the derived one, with shared parameters."""
 
-import copy
 import functools
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from hf_posenc import configuration as specs
 from hf_posenc.architectures.components import HostRefused
 from hf_posenc.architectures.components.component import is_transformers
-from hf_posenc.architectures.structure import find_all, is_patched
-from hf_posenc.architectures.structure import submodel as submodel_of
+from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import PLACEMENT, PositionSpec
 from hf_posenc.modeling.derived import PosEncModelMixin, derive
 from hf_posenc.modeling.parameter_sharing import refuse_wrapped, to_derived, to_stock
-from hf_posenc.serialization.tokenizer_files import copied
+from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -69,7 +62,7 @@ def patch(
         ValueError: unknown encoding or option, a wrong value; `model` is untouched.
         HostRefused: a ValueError for a host in which not all sources of position can be taken over.
     """
-    if holds_a_model(model):
+    if is_sentence_transformer(model):
         change = functools.partial(
             patch,
             encoding=encoding,
@@ -80,7 +73,7 @@ def patch(
             keep_host=keep_host,
             **options,
         )
-        return changed_within(model, change)
+        return apply_to_sentence_transformer(model, change)
     refuse(model, "patch")
     if isinstance(model, PosEncModelMixin):
         held = model.config.position_spec
@@ -118,8 +111,8 @@ def unpatch(model: M) -> M:
     Raises:
         ValueError: the model isn't patched, or its positions were not kept (the error names the base model).
     """
-    if holds_a_model(model):
-        return changed_within(model, unpatch)
+    if is_sentence_transformer(model):
+        return apply_to_sentence_transformer(model, unpatch)
     refuse(model, "unpatch")
     if not isinstance(model, PosEncModelMixin):
         raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
@@ -161,49 +154,3 @@ def refuse(model: Any, call: str) -> None:
             f"{type(model).__name__} is patched, but runs the code that came with its checkpoint (trust_remote_code): "
             "import hf_posenc first, then load it again"
         )
-
-
-def holds_a_model(model: Any) -> bool:
-    """Whether this is a SentenceTransformer: a sequence of modules of which the first holds a Transformers model."""
-    return isinstance(model, nn.Sequential) and len(model) > 0 and isinstance(getattr(model[0], "model", None), PreTrainedModel)
-
-
-def changed_within(outer: Any, change: Callable[[PreTrainedModel], PreTrainedModel], longer: bool = False) -> Any:
-    """A twin of a SentenceTransformer with its model changed and a tokenizer of its own; it shares all else.
-
-    Its max_seq_length, which is its tokenizer's model_max_length, becomes the patched model's usable length: without a limit
-    Transformers' VERY_LARGE_INTEGER, so that no text is cut. The one before is kept with the model, and `unpatch` brings it
-    back; a model patched without one gets its own usable length at most. A stock model that was made longer sets it to that.
-    """
-    first = outer[0]
-    model = change(first.model)
-    twin, holder = copy.copy(outer), copy.copy(first)
-    holder._modules = {**first._modules, "model": model}
-    twin._modules = {**outer._modules, next(iter(outer._modules)): holder}
-    holder.processor = copied(first.processor)
-    if isinstance(model, PosEncModelMixin):
-        usable = next(stack.posenc.geometry.max_length for stack in model.modules() if is_patched(stack))
-        holder.max_seq_length = VERY_LARGE_INTEGER if usable is None else usable
-        # Without this key sentence-transformers loads the tokenizer's length cut down to config.max_position_embeddings,
-        # which stays the host's if the encoding has no limit.
-        holder.config_keys = [*type(first).config_keys, "max_seq_length"]
-        spec = model.config.position_spec
-        if spec.host is not None and not isinstance(first.model, PosEncModelMixin):
-            specs.write(model.config, replace(spec, host=replace(spec.host, max_seq_length=first.max_seq_length)))
-    else:
-        vars(holder).pop("config_keys", None)
-        spec = first.model.config.position_spec if isinstance(first.model, PosEncModelMixin) else None
-        stacks = find_all(model if spec is None or spec.submodel is None else submodel_of(model, spec.submodel)).values()
-        lengths = [found.usable_length for found in stacks if found.usable_length]
-        before = spec.host.max_seq_length if spec is not None and spec.host is not None else None
-        if before is not None:
-            holder.max_seq_length = before
-        else:
-            holder.max_seq_length = min(lengths if longer else [first.max_seq_length, *lengths])
-        if longer:  # Transformers' dynamic rotation leaves config.max_position_embeddings at the trained length
-            holder.config_keys = [*type(first).config_keys, "max_seq_length"]
-    # As sentence-transformers' own merge does: the given model's card doesn't describe this one.
-    twin._model_card_text = None
-    twin.model_card_data = twin.model_card_data_class(local_files_only=True)
-    twin.model_card_data.register_model(twin)
-    return twin

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.diagnostics.encoding_input import POSITIVE
 from hf_posenc.diagnostics.indicators import distances
-from hf_posenc.diagnostics.reading import Texts, reader
+from hf_posenc.diagnostics.model_input import Texts, reader
 from hf_posenc.diagnostics.result import Result, by_layer
-from hf_posenc.diagnostics.subjects import POSITIVE
 from hf_posenc.encodings import checked_value
 
 

@@ -7,15 +7,16 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from hf_posenc import comparison, diagnostics
+from hf_posenc import diagnostics
 from hf_posenc.architectures.components import HostRefused
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import Original, embedder, inner_model, names_of
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.cli.texts import read
-from hf_posenc.diagnostics.curves import is_language_model
+from hf_posenc.diagnostics.length_curves import is_language_model
+from hf_posenc.evaluation import model_comparison
+from hf_posenc.evaluation.metrics import UNCORRECTED
 from hf_posenc.inspection import inspect
-from hf_posenc.scores import UNCORRECTED
 
 LOSS, RETRIEVAL = "their loss", "retrieval"
 """How models are evaluated: language models, and others."""
@@ -56,8 +57,8 @@ def eval_(
     names = names_of(models)
     rows = [text for (text,) in read(texts, {"--text-column": text_column})]
     pairs = [] if queries is None else read(queries, {"query": "query", "document": "document"})
-    if queries is not None and len(pairs) < comparison.FEWEST:
-        raise ValueError(f"{queries} has {len(pairs)} rows: {comparison.FEWEST} are needed")
+    if queries is not None and len(pairs) < model_comparison.FEWEST:
+        raise ValueError(f"{queries} has {len(pairs)} rows: {model_comparison.FEWEST} are needed")
     loaded = {name: Original.load(model) for name, model in zip(names, models, strict=True)}
     kinds = {name: _kind(each) for name, each in loaded.items()}
     if len({*kinds.values()}) > 1:
@@ -71,7 +72,7 @@ def eval_(
     kind, lengths = kinds[names[0]], sorted({*(length or ())})
     out = Output(as_json)
     if kind == RETRIEVAL:
-        asked = [comparison.Pair(*row) for row in pairs][:DOCUMENTS]
+        asked = [model_comparison.Pair(*row) for row in pairs][:DOCUMENTS]
         out.document(_retrieval(out, loaded, rows[:DOCUMENTS], asked, lengths))
     elif queries is not None:
         raise ValueError(f"--queries {queries}: {names[0]} is a language model, which is evaluated by its loss: leave it out")
@@ -111,17 +112,17 @@ def _losses(out: Output, models: dict[str, Original], texts: list[str], lengths:
 
 
 def _retrieval(
-    out: Output, models: dict[str, Original], texts: list[str], pairs: list[comparison.Pair], lengths: list[int]
+    out: Output, models: dict[str, Original], texts: list[str], pairs: list[model_comparison.Pair], lengths: list[int]
 ) -> dict[str, Any]:
     embedders = {name: embedder(each.model, each.tokenizer) for name, each in models.items()}
     first = next(iter(embedders.values()))
     about = f"{len(pairs)} queries of your own"
     if not pairs:
-        pairs, about = comparison.own_pairs(first, texts)
+        pairs, about = model_comparison.own_pairs(first, texts)
     if not lengths:
-        lengths = comparison.lengths_of(first, [pair.document for pair in pairs], None)
-        out.message(comparison.REACH)
-    found = comparison.side_by_side(embedders, pairs, lengths)
+        lengths = model_comparison.lengths_of(first, [pair.document for pair in pairs], None)
+        out.message(model_comparison.REACH)
+    found = model_comparison.side_by_side(embedders, pairs, lengths)
     table = Table("way", title=f"{about}: MRR, and how much better than the first", caption=UNCORRECTED)
     for tokens in found:
         table.add_column(f"{tokens} tokens", justify="right")
@@ -134,7 +135,7 @@ def _retrieval(
     }
 
 
-def _scored(row: comparison.Row | None) -> str:
+def _scored(row: model_comparison.Row | None) -> str:
     if row is None:
         return ""
     return f"{row.score.mrr:.3f}" + (f" ({row.difference.shown()})" if row.difference else "")

@@ -7,7 +7,7 @@ import typer
 
 from hf_posenc import diagnostics, plots
 from hf_posenc.cli.folders import load, names_of
-from hf_posenc.cli.plotting import Dark, Output, kinds, said
+from hf_posenc.cli.plot import Dark, Output, kinds, said
 from hf_posenc.cli.texts import read
 from hf_posenc.diagnostics import Result
 from hf_posenc.plots.style import checked_path

@@ -12,6 +12,10 @@ from torch import nn
 from hf_posenc import configuration as specs
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.conversion.extend_rope import ROTARY, with_other_rotations
+from hf_posenc.conversion.extend_tables import stretched_by_length, with_longer_tables
+from hf_posenc.conversion.extend_target import Host
+from hf_posenc.conversion.patching import refuse
 from hf_posenc.encodings import (
     Geometry,
     PositionEncoding,
@@ -25,13 +29,10 @@ from hf_posenc.encodings import (
     shown,
 )
 from hf_posenc.encodings.interpolation import DYNAMIC, STATIC, Extension
-from hf_posenc.longer_hosts import Host
-from hf_posenc.longer_rotations import ROTARY, with_other_rotations
-from hf_posenc.longer_tables import stretched_by_length, with_longer_tables
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding
 from hf_posenc.modeling.parameter_sharing import refuse_wrapped, share, shell
-from hf_posenc.patching import changed_within, holds_a_model, refuse
+from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 
 M = TypeVar("M", bound=nn.Module)
 METHODS = tuple(dict.fromkeys((*STATIC, DYNAMIC, *ROTARY)))
@@ -87,9 +88,9 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
         HostRefused: a ValueError for a stock model whose positions can't be made longer.
     """
     _check(max_length, method, settings)
-    if holds_a_model(model):
+    if is_sentence_transformer(model):
         change = functools.partial(extend, max_length=max_length, method=method, submodel=submodel, **settings)
-        return changed_within(model, change, longer=True)
+        return apply_to_sentence_transformer(model, change, longer=True)
     if isinstance(model, TokenPositionEmbedding):
         twin = copy.copy(model)
         twin._modules = {**model._modules, "positions": extend(model.positions, max_length, method, **settings)}

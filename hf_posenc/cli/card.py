@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 import hf_posenc
-from hf_posenc.cards import replaceable
 from hf_posenc.cli import app, console
+from hf_posenc.hub.cards import replaceable
 from hf_posenc.serialization import atomic
 
 

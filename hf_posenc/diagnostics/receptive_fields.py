@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hf_posenc.diagnostics.reading import Reader, Texts, reader
+from hf_posenc.diagnostics.encoding_input import POSITIVE
+from hf_posenc.diagnostics.model_input import Reader, Texts, reader
 from hf_posenc.diagnostics.result import Result
-from hf_posenc.diagnostics.subjects import POSITIVE
 from hf_posenc.encodings import checked_value
 
 

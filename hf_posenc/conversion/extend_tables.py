@@ -9,11 +9,11 @@ from hf_posenc import configuration as specs
 from hf_posenc.architectures.components import HostRefused, Source
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.conversion.extend_target import Host
+from hf_posenc.conversion.patching import patch
 from hf_posenc.encodings import listed
 from hf_posenc.encodings.interpolation import DYNAMIC, STATIC
-from hf_posenc.longer_hosts import Host
 from hf_posenc.modeling.parameter_sharing import share, shell, twin_of
-from hf_posenc.patching import patch
 
 NO_FIELD = "a table whose length no config says"
 BESIDE = "positions beside a table"

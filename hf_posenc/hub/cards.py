@@ -18,10 +18,10 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import HUB_ID
 from hf_posenc.encodings import encoding_class
-from hf_posenc.evaluation import EVALUATION, checked_evaluation, metric_name, shown_length, table_key
+from hf_posenc.evaluation.metrics import UNCORRECTED
+from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, metric_name, shown_length, table_key
 from hf_posenc.inspection import Report, inspect
 from hf_posenc.modeling import derived
-from hf_posenc.scores import UNCORRECTED
 from hf_posenc.serialization.saved_files import explained, load_config, read_json
 from hf_posenc.serialization.user_code import is_ours
 

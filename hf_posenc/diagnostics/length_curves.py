@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hf_posenc.diagnostics.gradients import sees_later
-from hf_posenc.diagnostics.reading import Reader, Texts, reader
+from hf_posenc.diagnostics.encoding_input import POSITIVE, POSITIVES
+from hf_posenc.diagnostics.model_input import Reader, Texts, reader
+from hf_posenc.diagnostics.receptive_fields import sees_later
 from hf_posenc.diagnostics.result import Result
-from hf_posenc.diagnostics.subjects import POSITIVE, POSITIVES
 from hf_posenc.encodings import checked_value, shown
 
 Measure = Literal["loss", "masked loss", "cosine"]

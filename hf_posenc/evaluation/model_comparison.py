@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc import questions, scores
-from hf_posenc.retrieval import Embedder, Method, cut, methods, offsets
-from hf_posenc.scores import Difference, Ranks, Score
+from hf_posenc.evaluation import cloze_queries, metrics
+from hf_posenc.evaluation.metrics import Difference, Ranks, Score
+from hf_posenc.evaluation.retrieval import Embedder, Method, cut, methods, offsets
 
 SHORTEST = 128
 REACH = "Lengths double as far as half of the documents reach beyond the one before."
@@ -55,7 +55,7 @@ def own_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> tuple[
     limit, tokenizer = embedder.limit, embedder.tokenizer
     choose = random.Random(seed)
     for behind in ([] if limit is None else [limit]) + [0]:
-        found = [questions.taken_out(tokenizer, text, choose, behind=behind) for text in texts]
+        found = [cloze_queries.taken_out(tokenizer, text, choose, behind=behind) for text in texts]
         pairs = [Pair(question.query, question.document) for question in found if question is not None]
         if len(pairs) >= FEWEST:
             where = f"from behind its first {behind} tokens" if behind else "taken out of it"
@@ -94,7 +94,7 @@ def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pai
         ways += [Method(name, methods(name, model, length)[0].similarity) for name, model in models.items()]
         ranks = _ranks(ways, pairs, length, original.tokenizer)
         rows[length] = {
-            name: Row(scores.score(found), None if name in models else scores.paired(ranks[last], found))
+            name: Row(metrics.score(found), None if name in models else metrics.paired(ranks[last], found))
             for name, found in ranks.items()
         }
     return Comparison(rows, _verdict(rows, last, original.limit))
@@ -111,7 +111,7 @@ def side_by_side(models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Se
         ranks = _ranks(ways, pairs, length, first.tokenizer)
         base = ranks[ways[0].name]
         rows[length] = {
-            name: Row(scores.score(found), None if found is base else scores.paired(found, base))
+            name: Row(metrics.score(found), None if found is base else metrics.paired(found, base))
             for name, found in ranks.items()
         }
     return rows
@@ -131,7 +131,7 @@ def _ranks(ways: Sequence[Method], pairs: Sequence[Pair], length: int, tokenizer
     for way in ways:
         title = f"{way.name} at {length}"
         try:
-            ranks[way.name] = scores.ranked(way.similarity(queries, documents, title))
+            ranks[way.name] = metrics.ranked(way.similarity(queries, documents, title))
         except ValueError as error:
             raise ValueError(f"{title}: {error}") from None
     return ranks

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_posenc.diagnostics.encoding_input import Quantity, Sizes, Subject, subject
 from hf_posenc.diagnostics.result import Result
-from hf_posenc.diagnostics.subjects import Quantity, Sizes, Subject, subject
 
 if TYPE_CHECKING:
     from typing import Unpack
