@@ -5,9 +5,10 @@ The JSON form is a dict: the encoding's canonical type and options, and the plac
 """
 
 import copy
+import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
 from torch import nn
@@ -33,6 +34,8 @@ PLACEMENT = ("inject", "max_length", "host", "calibration", "submodel", "where")
 """The keys of `position_encoding` which are no options of an encoding; `layers` stands beside the options of each part."""
 PARSED = "_position_spec"
 """The attribute of a config that holds its `position_encoding` parsed; not saved."""
+PLAN = "position_plan"
+"""The attribute of a config that holds its plans."""
 LENGTH_FIELD = "max_position_embeddings"
 """The config field that holds a host's longest length; hosts with another name for it map it (GPT-2's n_positions)."""
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -73,6 +76,73 @@ def refuse_lost(model: nn.Module, so: str) -> None:
             f"that it was trained with, so {so}: hf_posenc.from_v4(path_or_id, auto_class) loads them, in a shell "
             f"`hf-posenc patch PATH_OR_ID {kinds[0]}`"
         )
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """What was found in one stack of a stock model when it was patched: config.json's `position_plan` is a list of these.
+
+    Paths are dotted, and relative to the stack. `*` in them stands for the numbers of all layers that have such a part.
+
+    stack: the name of its class. path: its own path in the model that was patched. role: "encoder" or "decoder".
+    components: kind and path of each of its position components.
+    attentions, cross_attentions: its attentions to its own states, and to another stack's.
+    others: what else sees the order of tokens in its layers, and stays as it is.
+    masks: names of the functions, and of the flags of its config, by which its code makes masks, causal or not.
+    custom: whether an attention doesn't go through Transformers' attention interface.
+    axes: number of coordinates of a token. aside: number of tokens before and behind the patches of an image.
+    windows: whether attentions see windows of the image. patches: path of the convolution whose outputs are the patches.
+    flattens: whether it takes ids of more dimensions than `[B, L]` as one text in each row.
+    """
+
+    stack: str
+    path: str
+    components: tuple[tuple[str, str], ...]
+    attentions: tuple[str, ...]
+    cross_attentions: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    role: str = "encoder"
+    masks: tuple[str, ...] = ()
+    custom: bool = False
+    axes: int = 1
+    aside: tuple[int, int] = (0, 0)
+    windows: bool = False
+    patches: str | None = None
+    flattens: bool = False
+
+    @classmethod
+    def parse(cls, given: Any) -> "StackPlan":
+        """Raises ValueError for anything that `to_dict` doesn't write."""
+        kinds, needed = get_type_hints(cls), {each.name for each in fields(cls) if each.default is MISSING}
+        if not isinstance(given, dict) or not needed <= {*given} <= {*kinds}:
+            raise ValueError(
+                f"position_plan is written by patch and not to be edited, but has {shown(given)}: restore it "
+                f"({', '.join(kinds)}), or set it to None: hf_posenc finds the parts again"
+            )
+        return cls(**{name: checked_value(f"position_plan.{name}", value, kinds[name]) for name, value in given.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, as JSON has it."""
+        return {
+            each.name: json.loads(json.dumps(value))
+            for each in fields(self)
+            if (value := getattr(self, each.name)) != each.default
+        }
+
+    @property
+    def paths(self) -> tuple[tuple[str, ...], ...]:
+        return self.attentions, self.cross_attentions, self.others
+
+
+def plans_of(config: Any) -> tuple[StackPlan, ...]:
+    """The plans that a config has; none if it was made from scratch, or saved by version 0.1.
+
+    Raises ValueError for malformed ones.
+    """
+    given = getattr(config, PLAN, None)
+    if given is not None and not isinstance(given, list):
+        raise ValueError(f"position_plan={shown(given)}: allowed is a list, as patch writes it, or None")
+    return tuple(map(StackPlan.parse, given or ()))
 
 
 @dataclass(frozen=True)
@@ -371,7 +441,7 @@ def make_stock(config: Any) -> None:
         if spec.host is not None and spec.host.rows is not None and spec.submodel is None:
             setattr(config, LENGTH_FIELD, spec.host.rows)
     change_class(config, type(config).host_class)
-    for name in ("position_encoding", PARSED, "auto_map"):
+    for name in ("position_encoding", PLAN, PARSED, "auto_map"):
         vars(config).pop(name, None)
 
 

@@ -14,7 +14,7 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig, PreTrainedM
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
-from hf_posenc.architectures import structure
+from hf_posenc.architectures import find, structure
 from hf_posenc.architectures.components import HostRefused
 from hf_posenc.attention import dispatch
 from hf_posenc.configuration import Calibration, lost_within
@@ -111,7 +111,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str], *, sub
             submodel than it has.
     """
     whole = _unwrapped(model) if isinstance(model, nn.Module) else without_weights(model)
-    return _report(whole if submodel is None else structure.submodel(whole, submodel))
+    return _report(whole if submodel is None else find.submodel(whole, submodel))
 
 
 def _report(model: PreTrainedModel) -> Report:
@@ -124,7 +124,7 @@ def _report(model: PreTrainedModel) -> Report:
     if not stacks:
         return _stock_report(model)
     if not hasattr(config, "position_spec"):
-        raise _several_models(model, structure.submodels_of(model))
+        raise _several_models(model, find.submodels_of(model))
     stack = next(iter(stacks.values()))
     spec = stack.config.position_spec
     verbs = dict.fromkeys(verb for each in spec.every for verb in each.encoding.acts_by(each.options))
@@ -144,7 +144,7 @@ def _report(model: PreTrainedModel) -> Report:
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
         where={name: there.type for name in spec.where if (there := spec.acting(name)) is not None},
-        stays=_stays((name, structure.stays_in(stack)) for name, stack in stacks.items()),
+        stays=_stays((name, find.stays_in(stack)) for name, stack in stacks.items()),
     )
 
 
@@ -221,11 +221,9 @@ def _stays(stacks: Iterable[tuple[str, Mapping[str, nn.Module]]]) -> dict[str, t
 
 def _stock_report(model: PreTrainedModel) -> Report:
     try:
-        stacks = structure.find_all(model)
+        stacks = find.find_all(model)
     except HostRefused as refused:
-        if refused.reason == structure.UNKNOWN and (
-            ignored := _ignored(model)
-        ):  # ESM without its vectors knows no order at all
+        if refused.reason == find.UNKNOWN and (ignored := _ignored(model)):  # ESM without its vectors knows no order at all
             return Report(type(model).__name__, "none", {}, {}, None, False, ignored)
         if not refused.submodels:
             raise
@@ -243,7 +241,7 @@ def _stock_report(model: PreTrainedModel) -> Report:
         max_length=min(lengths, default=None),
         host_kept=False,
         ignored=_ignored(model),
-        stays=_stays((path, {**found.others, **found.fronts}) for path, found in stacks.items()),
+        stays=_stays((path, find.stays_around(found)) for path, found in stacks.items()),
     )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc import configuration as specs
-from hf_posenc.architectures import structure
+from hf_posenc.architectures import find, structure
 from hf_posenc.architectures.components import HostRefused
 from hf_posenc.configuration import Calibration
 from hf_posenc.conversion import calibration
@@ -101,7 +101,7 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
             "take an encoding that biases, or patch and train (scripts/distill.py)"
         )
     original = _twin(model)
-    stacks = structure.find_all(original if spec.submodel is None else structure.submodel(original, spec.submodel))
+    stacks = find.find_all(original if spec.submodel is None else find.submodel(original, spec.submodel))
     if len(stacks) > 1:
         raise HostRefused(
             f"{type(model).__name__} has {len(stacks)} stacks of layers with positions of their own, and calibration fits one",
@@ -124,7 +124,7 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
     report = _calibrated(stack, found, chosen, held_out)
     specs.write(patched.config, replace(spec, calibration=report))
     if spec.submodel is not None:
-        inner = structure.submodel(patched, spec.submodel)
+        inner = find.submodel(patched, spec.submodel)
         for part in (each for each in inner.modules() if isinstance(each, PosEncModelMixin)):
             specs.write(part.config, replace(part.config.position_spec, calibration=report))
     if isinstance(tokenizer, PreTrainedTokenizerBase):

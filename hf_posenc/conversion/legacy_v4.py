@@ -15,7 +15,7 @@ from transformers.models.auto import auto_factory
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, has_file
 
 from hf_posenc import configuration as specs
-from hf_posenc.architectures import structure
+from hf_posenc.architectures import find
 from hf_posenc.architectures.components import HostRefused
 from hf_posenc.configuration import LENGTH_FIELD, V4_RELATIVE, PositionSpec
 from hf_posenc.encodings import encoding_class, shown
@@ -190,7 +190,7 @@ def _model_class(auto_class: Any, config: PreTrainedConfig) -> Any:
 def _spec(kind: str, config: Any, host: Any, max_length: int | None) -> PositionSpec:
     """The encoding that has the vectors of a checkpoint."""
     rows = getattr(config, LENGTH_FIELD)
-    usable = next(iter(structure.find_all(parameter_sharing.shell(host, config)).values())).usable_length
+    usable = next(iter(find.find_all(parameter_sharing.shell(host, config)).values())).usable_length
     if config.model_type not in ABSOLUTE_TOO:
         length = usable if max_length is None else max_length
         return PositionSpec.parse({"type": kind, "max_distance": rows - 1, "max_length": length})

@@ -16,7 +16,7 @@ from transformers import AutoModel
 
 from hf_posenc import diagnostics, plots
 from hf_posenc.architectures.components import HostRefused
-from hf_posenc.architectures.structure import submodels_of
+from hf_posenc.architectures.find import submodels_of
 from hf_posenc.conversion.patching import patch, unpatch
 from hf_posenc.explorer.budget import MAX_LAYERS, Budget, Limits, Refused, checked_field, checked_texts
 from hf_posenc.explorer.encodings import picture

@@ -22,11 +22,10 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import structure
-from hf_posenc.architectures.components import Source
-from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.architectures.components.component import Source, is_transformers
 from hf_posenc.attention import dispatch
 from hf_posenc.encodings import PositionEncoding, check_size, meant
-from hf_posenc.modeling import loading, offsets, parameter_sharing
+from hf_posenc.modeling import hooks, loading, offsets
 from hf_posenc.modeling.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.modeling.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
 from hf_posenc.modeling.install import install, install_across
@@ -62,6 +61,8 @@ class PosEncConfigMixin(EncodingConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         written = super().to_dict()
         written.pop(specs.PARSED, None)
+        if written.get(specs.PLAN) is None:
+            written.pop(specs.PLAN, None)
         if self.position_encoding is not None and self.position_spec.submodel is not None:
             # The submodel's config is written as the host has it: `position_encoding` of this one says the rest.
             stock = copy.deepcopy(self)
@@ -140,8 +141,8 @@ class PosEncModelMixin(EncodingModelMixin):
                 "to give a pretrained model another encoding, load it and call hf_posenc.patch(model, encoding)"
             )
         spec = self.config.position_spec
-        inner = self if spec.submodel is None else structure.submodel(self, spec.submodel)
-        stacks = {id(found.stack): found for found in structure.find_all(inner, spec.where).values()}
+        inner = structure.part(self, spec.submodel)
+        stacks = {id(found.stack): found for found in self._stacks(inner, spec).values()}
         within = {id(module) for module in inner.modules()}
         models: list[Any] = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
         for module in reversed(models):
@@ -159,6 +160,16 @@ class PosEncModelMixin(EncodingModelMixin):
                 if module is not self:
                     module.host_class.post_init(module)
         self._check_attention()
+
+    def _stacks(self, inner: Any, spec: specs.PositionSpec) -> dict[str, structure.Structure]:
+        """By the plan of the config, or found, if it has none."""
+        if plans := specs.plans_of(self.config):
+            return structure.planned_in(inner, plans, bool(spec.where))
+        from hf_posenc.architectures import find
+
+        stacks = find.find_all(inner if spec.submodel is None else find.submodel(self, spec.submodel), spec.where)
+        setattr(self.config, specs.PLAN, [plan.to_dict() for plan in find.plan_of(stacks)])
+        return stacks
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (HostState, offsets.Offset)):
@@ -178,13 +189,15 @@ class PosEncModelMixin(EncodingModelMixin):
         kwargs.setdefault("use_safetensors", True)
         loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
+        from hf_posenc.modeling import parameter_sharing
+
         parameter_sharing.refuse_wrapped(model)
         patched = parameter_sharing.to_derived(model, cls, spec)
         return (patched, *info) if info else patched
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         super()._set_gradient_checkpointing(*args, **kwargs)
-        parameter_sharing.carry_positions(self)
+        hooks.carry_positions(self)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         configs = {id(module.config): module.config for module in self.modules() if isinstance(module, PreTrainedModel)}
@@ -334,8 +347,9 @@ def _derive_config(name: str, host: type[PreTrainedConfig]) -> type:
     body = {
         "__module__": __name__,
         "__doc__": f"{host.__name__} with `position_encoding`: a name, or a dict of its type and options.",
-        "__annotations__": {"position_encoding": Any},
+        "__annotations__": {"position_encoding": Any, specs.PLAN: Any},
         "position_encoding": None,
+        specs.PLAN: None,
         "model_type": TYPE_PREFIX + host.model_type,
         "host_class": host,
     }

@@ -14,6 +14,8 @@ from transformers.utils import ModelOutput
 from hf_posenc.attention import dispatch
 from hf_posenc.signatures import Call, argument_names
 
+CHECKPOINT = "_gradient_checkpointing_func"
+
 
 def before(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
     """Add the vectors of these parts to the hidden state that enters a layer."""
@@ -68,3 +70,11 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
     trained = any(encoding.is_trained() for encoding in here)
     vectors = compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)
     return vectors if hidden.ndim == 3 else vectors.reshape(*(hidden.shape if hidden.ndim == 2 else (-1, *hidden.shape[1:])))
+
+
+def carry_positions(model: nn.Module) -> None:
+    """Let gradient checkpointing run a model's layers with the positions of their forward pass, the second time, too."""
+    for module in model.modules():
+        checkpoint = vars(module).get(CHECKPOINT)
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not dispatch.checkpointed:
+            setattr(module, CHECKPOINT, partial(dispatch.checkpointed, checkpoint))

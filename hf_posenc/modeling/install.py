@@ -10,15 +10,14 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_posenc.architectures.components import HostRefused, has_windows, patch_projection, tokens_aside
-from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.architectures.components.component import HostRefused, is_transformers
 from hf_posenc.architectures.structure import Structure
 from hf_posenc.attention import custom, dispatch
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.modeling import hooks
 from hf_posenc.modeling.position_ids import ForwardPass, follow_masking, see_frames, see_images, see_patches
-from hf_posenc.signatures import Call, argument_names, flattens_ids
+from hf_posenc.signatures import Call, argument_names
 
 STREAMS = re.compile(r"HyperConnection|AltUp|GatedResidual")
 """In class names of modules that mix several streams of hidden states, so that a layer's input is not `[B, L, D]`."""
@@ -80,14 +79,14 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         refused=tuple(name for source in structure.sources for name in source.arguments),
         # BERT cuts missing token types from a buffer as long as its old table, so they are made from shapes instead.
         needs_token_types=any(name.endswith("token_type_ids") for name, _ in stack.named_buffers()),
-        aside=tokens_aside(structure.modules),
-        windows=has_windows(structure.modules) or len(structure.entrances) > 1,
-        flattens=flattens_ids(stack),
+        aside=structure.aside,
+        windows=structure.windows or len(structure.entrances) > 1,
+        flattens=structure.flattens,
         causal_flags=structure.causal_flags,
     )
     if structure.tokens is None:
-        if projection := patch_projection(structure.modules):
-            stack.get_submodule(projection).register_forward_hook(see_patches)
+        if structure.patches is not None:
+            stack.get_submodule(structure.patches).register_forward_hook(see_patches)
         for source in structure.tellers_of_cells:
             see = partial(see_images, argument_names(source.module))
             source.module.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
@@ -110,7 +109,7 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
         stack._posenc_spec, stack._posenc_entrances = spec, {}
         names = argument_names(stack)
         stack._posenc_pass = ForwardPass(
-            names, False, structure.offset, (), needs_token_types=False, replaces=False, flattens=flattens_ids(stack)
+            names, False, structure.offset, (), needs_token_types=False, replaces=False, flattens=structure.flattens
         )
     looking = replace(structure, attentions=across)
     parts = _parts_by_attention(looking, spec)

@@ -8,7 +8,6 @@ from typing import Any
 from hf_posenc import configuration as specs
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import shown
-from hf_posenc.modeling.parameter_sharing import stock_config
 from hf_posenc.serialization.saved_files import read_config
 
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "_commit_hash")
@@ -52,6 +51,8 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
     if derived:
         if not saved and encoding is None:
             return kwargs, None  # a state_dict alone: its config says what it is
+        from hf_posenc.modeling.parameter_sharing import stock_config
+
         spec, config = _agreed(encoding, config.position_encoding), stock_config(config, cls.host_class)
     else:
         spec = None if encoding is None else PositionSpec.parse(encoding, in_code=True)

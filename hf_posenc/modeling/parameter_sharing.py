@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,12 @@ from transformers.initialization import guard_torch_init_functions, meta_device_
 from transformers.modeling_utils import local_torch_dtype
 
 from hf_posenc import configuration as specs
-from hf_posenc.architectures import structure
+from hf_posenc.architectures import find, structure
 from hf_posenc.architectures.components import Silenced, silenced_names
-from hf_posenc.attention import dispatch
 from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 from hf_posenc.encodings import PositionEncoding, encoding_class, exclusively, mark, marked_as_loaded, placed, refill
+from hf_posenc.modeling import hooks
 
-CHECKPOINT = "_gradient_checkpointing_func"
 """The attribute of modules by which Transformers runs gradient checkpointing."""
 
 
@@ -65,8 +63,9 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
 
     Raises ValueError (HostRefused) where the encoding can't be put into it.
     """
-    inner = model if spec.submodel is None else structure.submodel(model, spec.submodel)
-    stacks = list(structure.find_all(inner, spec.where).values())
+    inner = model if spec.submodel is None else find.submodel(model, spec.submodel)
+    found = find.find_all(inner, spec.where)
+    stacks = list(found.values())
     _refuse_lost(stacks, spec)
     if spec.max_length is None:
         acting = [(found, spec.acting(found.role) if spec.where else spec) for found in stacks]
@@ -80,6 +79,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     config = copy.deepcopy(model.config)
     specs.change_class(config, derived.config_class)
     specs.write(config, replace(spec, host=host, calibration=None))
+    setattr(config, specs.PLAN, [plan.to_dict() for plan in find.plan_of(found)])
     if spec.max_length is not None and rows is not None and spec.replaces_all:
         setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
         config.check_size()
@@ -149,8 +149,8 @@ def to_stock(model: Any, stock: Any) -> Any:
                 owner = unpatched.get_submodule(name).get_submodule(path)
                 trained = owner.get_parameter(parameter).requires_grad if parameter in owner._parameters else True
                 owner.register_parameter(parameter, nn.Parameter(kept.clone(), requires_grad=trained and not frozen))
-    inner = unpatched if submodel is None else structure.submodel(unpatched, submodel)
-    if fingerprint(structure.find_all(inner, where).values()) != host.fingerprint:
+    inner = unpatched if submodel is None else find.submodel(unpatched, submodel)
+    if fingerprint(find.find_all(inner, where).values()) != host.fingerprint:
         warnings.warn(
             "the weights are no longer those which were patched (trained, or cast to another dtype): this is the "
             "present body with the host's old positions, and its outputs are not those of the original",
@@ -303,10 +303,10 @@ def share(source: PreTrainedModel, target: PreTrainedModel, anew: Collection[str
             # A length that follows the config's stays the target's.
             by_length = type(value) is int and (value, getattr(module, key, None)) == lengths
             by_length |= name in before and _differs(getattr(before[name], key, None), getattr(module, key, None))
-            if key == CHECKPOINT or (number and key[0] != "_" and not by_length):
+            if key == hooks.CHECKPOINT or (number and key[0] != "_" and not by_length):
                 setattr(module, key, value)
     if any(map(structure.is_patched, target.modules())):
-        carry_positions(target)
+        hooks.carry_positions(target)
     for module in target.modules():
         mark(module)  # else a model that is made of this one draws its weights anew
     for module in reversed(list(target.modules())):  # a model within another initialises its own
@@ -328,14 +328,6 @@ def _class_name(module: nn.Module) -> tuple[str, str]:
     cls = type_before_parametrizations(module)
     cls = getattr(cls, "host_class", cls)
     return cls.__module__, cls.__qualname__
-
-
-def carry_positions(model: nn.Module) -> None:
-    """Let gradient checkpointing run a model's layers with the positions of their forward pass, the second time, too."""
-    for module in model.modules():
-        checkpoint = vars(module).get(CHECKPOINT)
-        if checkpoint is not None and getattr(checkpoint, "func", None) is not dispatch.checkpointed:
-            setattr(module, CHECKPOINT, partial(dispatch.checkpointed, checkpoint))
 
 
 def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:

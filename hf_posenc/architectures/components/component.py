@@ -65,6 +65,14 @@ class Source(abc.ABC):
         """
 
     @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> "Source":
+        """The source of this kind at a path that `find` once found in a stack of this class.
+
+        Raises KeyError, or AttributeError, where there is none.
+        """
+        return cls(path, modules[path])
+
+    @classmethod
     def claims(cls, module: nn.Module) -> bool:
         """Whether a module that bears the name of a common table of vectors is of this kind instead."""
         return False

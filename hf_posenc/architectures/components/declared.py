@@ -62,12 +62,19 @@ def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> 
     )
 
 
+def _at(cls: type[Source], path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+    """As `Source.at`: a user's class is declared wherever it is imported."""
+    return declared_in(stack, modules)[path]
+
+
 class DeclaredTable(Table):
     """An `nn.Embedding` that is called with position ids, with as many rows as LENGTH_FIELD says, or a number of its own."""
 
     def __init__(self, path: str, module: nn.Embedding, config: Any) -> None:
         super().__init__(path, module)
         self.follows = module.num_embeddings == getattr(config, LENGTH_FIELD, None)
+
+    at = classmethod(_at)
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Any:
@@ -91,6 +98,8 @@ class DeclaredParameter(PositionParameter):
         super().__init__(path, around, aside, (path.rpartition(".")[0], around))
         length = getattr(config, LENGTH_FIELD, None)
         self.axis = next((axis for axis, size in enumerate(self.shape[:-1]) if size == length), None)
+
+    at = classmethod(_at)
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Any:
@@ -119,6 +128,8 @@ class DeclaredModule(Source):
     def __init__(self, path: str, module: nn.Module, silent: Callable[[Any], Any]) -> None:
         super().__init__(path, module)
         self.silent = silent
+
+    at = classmethod(_at)
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Any:

@@ -44,6 +44,10 @@ class Disentangled(Source):
             if getattr(module, "relative_attention", False):
                 yield from (cls(f"{path}.{part}", child, stack) for part, child in module.named_children() if part in parts)
 
+    @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+        return cls(path, modules[path], stack)
+
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, SilencedPart(stack, self.path, self.module))
         owner = stack.get_submodule(self.path.rpartition(".")[0])

@@ -23,6 +23,10 @@ class IndexedTable(Source):
         if (name := _buffer_of(stack)) is not None:
             yield cls(name, stack)
 
+    @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+        return cls(path, stack)
+
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         table = nn.Module()
         table.weight = stack._buffers.pop(self.path)  # type: ignore[assignment]

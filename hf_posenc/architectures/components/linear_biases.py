@@ -27,6 +27,10 @@ class LinearBias(Source):
             if is_one_of(ARGUMENTS, module) and getattr(stack.config, "alibi", True):
                 yield cls(f"{path}.{ARGUMENTS[type(module).__name__]}", module)
 
+    @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+        return cls(path, modules[path.rpartition(".")[0]])
+
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         names, argument = argument_names(self.module), ARGUMENTS[type(self.module).__name__]
         self.module.register_forward_pre_hook(partial(without_bias, argument, names), with_kwargs=True)

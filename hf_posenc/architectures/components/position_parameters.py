@@ -78,6 +78,13 @@ class PositionParameter(Source):
                 for key in (key for key in NAMES if isinstance(tables.get(key), Tensor)):
                     yield cls(f"{path}.{key}".lstrip("."), module, aside, (path, module))
 
+    @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+        owner, _, key = path.rpartition(".")
+        table, (outer, _, name) = modules[owner], owner.rpartition(".")
+        near = outer if key == "weight" and name in NAMES and type(table) is nn.Embedding else owner
+        return cls(path, table, tokens_aside(modules), (near, modules.get(near, stack)))
+
     @property
     def key(self) -> str:
         """The name of the table in its module."""

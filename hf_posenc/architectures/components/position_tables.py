@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.architectures.components.component import HostRefused, Silenced, Source, replace
-from hf_posenc.architectures.components.detection import OTHER_INPUTS
-from hf_posenc.architectures.components.relative_tables import is_relative
 from hf_posenc.configuration import LENGTH_FIELD, length_of
 from hf_posenc.encodings import check_size, shown
 from hf_posenc.encodings.context import CURRENT
@@ -32,6 +30,9 @@ class Table(Source):
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        from hf_posenc.architectures.components.detection import OTHER_INPUTS
+        from hf_posenc.architectures.components.relative_tables import is_relative
+
         if not reads_tokens(stack):
             return  # a table of patches or of stretches of sound (parameters.py)
         for path, module in modules.items():

@@ -58,6 +58,10 @@ class Distances(Source):
         super().__init__(path, module)
         self._claimed, self.length = claimed, length
 
+    @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+        return cls(path, modules[path], (path,), getattr(stack.config, LENGTH_FIELD, None))
+
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return NAMES[self.path.rpartition(".")[2]]

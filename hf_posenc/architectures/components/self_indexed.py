@@ -47,6 +47,10 @@ class CountingTable(Table):
                 yield cls(path, module, stack.config)
 
     @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+        return cls(path, modules[path], stack.config)
+
+    @classmethod
     def claims(cls, module: nn.Module) -> bool:
         if type(module) is nn.Embedding or not argument_names(module) or _width(module) is None:
             return False

@@ -43,6 +43,11 @@ class Sines(KnownRotation):
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__(f"{path}.embed_positions", module)
 
+    @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+        owner = path.removesuffix(".embed_positions")
+        return cls(owner, modules[owner])
+
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         self.module.register_forward_pre_hook(partial(without_positions, argument_names(self.module)), with_kwargs=True)
 

@@ -30,6 +30,11 @@ class WindowBias(PositionParameter):
             for key in (key for key in BIASES if isinstance(tables.get(key), Tensor)):
                 yield cls(f"{path}.{key}".lstrip("."), module, (0, 0), (path, module))
 
+    @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+        owner = path.rpartition(".")[0]
+        return cls(path, modules[owner], (0, 0), (owner, modules[owner]))
+
     @property
     def claimed(self) -> tuple[str, ...]:
         return self.path, *(f"{self.path.rpartition('.')[0]}.{name}".lstrip(".") for name in BESIDE)
