@@ -44,7 +44,7 @@ def kept(monkeypatch):
     from hf_posenc.architectures.components import declared
     from hf_posenc.attention import custom
 
-    monkeypatch.setattr(custom, "OWN_ROWS", dict(custom.OWN_ROWS))
+    monkeypatch.setattr(custom, "ROWS", dict(custom.ROWS))
     monkeypatch.setattr(declared, "DECLARED", dict(declared.DECLARED))
 
 

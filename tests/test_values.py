@@ -478,7 +478,7 @@ def test_weights_of_attentions_that_are_written_out(kind, monkeypatch):
 
 def test_an_attention_that_makes_no_product_of_weights(monkeypatch):
     model = patched("mpnet")
-    monkeypatch.setattr("hf_posenc.attention.dispatch.custom.SOFTMAX", ())
+    monkeypatch.setattr("hf_posenc.attention.intercept.SOFTMAX", ())
     with pytest.raises(RuntimeError, match="MPNetSelfAttention made no product of weights and values"):
         model(tokens())
 

@@ -31,7 +31,7 @@ from hf_posenc.architectures.structure import (
     rows_of,
     tokens_of,
 )
-from hf_posenc.attention import custom
+from hf_posenc.attention import custom, known_models
 from hf_posenc.configuration import StackPlan
 from hf_posenc.encodings import listed, meant
 from hf_posenc.signatures import TOKENS, argument_names, codes_within, flattens_ids, reads_tokens
@@ -272,7 +272,7 @@ def stays_in(stack: nn.Module) -> dict[str, nn.Module]:
 def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
     """Raises HostRefused where a module is one in which order stays visible, or which tokens alone don't reach."""
     for path, module in modules.items():
-        if refusal := custom.refusal_of(module):
+        if refusal := known_models.refusal_of(module):
             raise HostRefused(
                 f"{path} of {type(stack).__name__} is a {type(module).__name__}, which {refusal.why}"
                 if path

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.architectures.components.declared import declare
-from hf_posenc.attention import custom
+from hf_posenc.attention import custom, intercept
 
 
 def register_positions(cls: type[PreTrainedModel], path: str, silent: Callable[[Any], Any] | None = None) -> None:
@@ -58,7 +58,7 @@ def register_attention(
         scaling = custom.by_head_dim
     elif not callable(scaling):
         scaling = _Constant(float(scaling))
-    custom.add_row(cls, custom.WrittenOut(scaling, is_causal=is_causal))
+    custom.add_row(cls, custom.WrittenOut(scaling, is_causal=is_causal, forward=intercept.forward))
 
 
 class _Constant:
