@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, BertModel
 import hf_posenc
 from conftest import ENCODINGS, HOSTS, REGISTERED, ROOT, VARIANTS, by_structure, first, patched, run_python, suits, tokens
 from hf_posenc.modeling.derived import auto_classes
-from hf_posenc.serialization import remote_code
+from hf_posenc.serialization import mixins, remote_code
 
 PACKAGE = ROOT / "hf_posenc"
 AUTO = {
@@ -171,27 +171,42 @@ def copy_of(module):
     return f"posenc_{module.lstrip('_').replace('.', '_')}.py"
 
 
+RUNS_IT = {
+    "encodings": ("base", "construction", "context", "options", "registry"),
+    "attention": ("bias_backends", "blockwise", "custom", "dispatch"),
+    "architectures": ("components.component", "structure"),
+    "modeling": ("cache_positions", "derived", "hooks", "install", "loading", "offsets", "position_ids"),
+    "serialization": ("copies", "interrupted", "mixins", "saved_files"),
+}
+"""The modules that a checkpoint of a model carries, whatever its encoding: nothing that detects, starts processes, rewrites
+sources, or saves what isn't in memory."""
+LEARNED = ("learned", "tables", "mapped_tables", "interpolation", "sinusoidal")  # its table can start as one
+
+
 def test_only_what_is_needed_is_saved(bare):
     _, folder = bare
-    bases = ("base", "composition", "construction", "context", "interpolation", "mapped_tables", "options", "registry")
-    embedding = {f"encodings.{name}" for name in bases}
-    embedding |= {"_versions", "configuration", "embedding"}
-    embedding |= {f"serialization.{name}" for name in ("atomic", "mixins", "probe", "remote_code", "user_code")}
-    components = PACKAGE / "architectures" / "components"
-    sources = {f"architectures.components.{path.stem}" for path in components.glob("[!_]*.py")}
-    common = embedding | sources | {"signatures", "injection", "install", "modeling", "positions", "structure"}
-    common |= {f"attention.{name}" for name in ("bias_backends", "blockwise", "custom", "dispatch")}
-    common |= {"loading", "serialization.saved_files", "transfer", "declarations", "remembering", "offsets"}
-    learned = {"encodings.learned", "encodings.tables", "encodings.sinusoidal"}  # its table can start as one
+    common = {f"{package}.{name}" for package, names in RUNS_IT.items() for name in names}
+    common |= {"_versions", "configuration", "signatures", "architectures.components.position_tables"}
     for name, encodings in {
-        "alibi": {"encodings.alibi"},
-        "learned": learned,
-        "sinusoidal-and-alibi": {"encodings.sinusoidal", "encodings.alibi"},
-        "own-window-and-learned": {*learned, "package", "own.own_encodings"},
+        "alibi": {"alibi"},
+        "learned": {*LEARNED},
+        "sinusoidal-and-alibi": {"sinusoidal", "alibi", "composition"},
+        "own-window-and-learned": {*LEARNED, "composition"},
     }.items():
-        files = {path.name for path in (folder / name).glob("*.py")}
-        assert files == {copy_of(each) for each in common | encodings} | {"modeling_posenc.py"}, name
-    assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {copy_of(each) for each in embedding | learned}
+        files = {path.name for path in (folder / name).glob("*.py")} - {"modeling_posenc.py"}
+        needed = common | {f"encodings.{each}" for each in encodings}
+        assert files == {copy_of(each) for each in needed} | OWN_CODE.get(name, set()), name
+    needed = {f"encodings.{name}" for name in (*RUNS_IT["encodings"], *LEARNED)} | {"_versions", "configuration"}
+    needed |= {"modeling.embedding", *(f"serialization.{name}" for name in ("copies", "interrupted", "mixins"))}
+    assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {copy_of(each) for each in needed}
+
+
+OWN_CODE = {"own-window-and-learned": {"posenc_package.py", "posenc_own_own_encodings.py"}}
+
+
+def test_custom_attentions_are_carried_by_models_that_have_some(tmp_path):
+    patched("mpnet", "alibi").save_pretrained(tmp_path)
+    assert {"posenc_attention_known_models.py", "posenc_attention_intercept.py"} <= {*os.listdir(tmp_path)}
 
 
 def test_copies_differ_from_the_package_in_their_imports_alone(bare):
@@ -202,12 +217,17 @@ def test_copies_differ_from_the_package_in_their_imports_alone(bare):
         original = modules[copy.name]
 
         def others(path):
-            """Its statements without imports."""
+            """Its statements without imports, and without the errors in place of some."""
             tree = ast.parse(path.read_text())
+
+            def is_import(node):
+                is_error = isinstance(node, ast.Raise) and "is not saved with the model" in ast.unparse(node)
+                return is_error or isinstance(node, (ast.Import, ast.ImportFrom))
+
             for node in ast.walk(tree):
                 for field in ("body", "orelse"):
                     if isinstance(getattr(node, field, None), list):
-                        kept = [each for each in getattr(node, field) if not isinstance(each, (ast.Import, ast.ImportFrom))]
+                        kept = [each for each in getattr(node, field) if not is_import(each)]
                         setattr(node, field, kept)
             return ast.dump(tree)
 
@@ -338,11 +358,12 @@ def test_models_that_run_their_own_code_beside_the_package(beside):
         assert beside[change].startswith("ValueError") and "import hf_posenc first, then load it again" in beside[change]
 
 
-def test_a_copy_takes_no_strangers(monkeypatch):
-    monkeypatch.setattr(remote_code, "COPIED", True)
-
-    class Stranger(hf_posenc.PositionEncoding):
+def test_a_copy_takes_no_strangers(monkeypatch, tmp_path):
+    class Stranger(hf_posenc.PositionEncoding, type="stranger"):
         pass
 
+    model = patched("bert", "stranger")
+    monkeypatch.setattr(mixins, "IS_COPY", True)
     with pytest.raises(ValueError, match="Stranger can't be added to a model's own code"):
-        remote_code.files("hf_posenc.modeling.derived", [(Stranger, {})], None)
+        model.config.save_pretrained(tmp_path)
+    assert not [*tmp_path.iterdir()]

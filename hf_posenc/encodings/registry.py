@@ -5,7 +5,6 @@ from collections.abc import Collection
 from typing import Any
 
 from hf_posenc.encodings.base import PositionEncoding
-from hf_posenc.encodings.composition import composed
 from hf_posenc.encodings.options import as_paths, has_paths, has_strings, listed, meant, refuse_oversized, shown
 
 
@@ -20,6 +19,8 @@ def encoding_class(name: Any) -> type[PositionEncoding]:
     Raises ValueError for an unknown name.
     """
     if isinstance(name, str) and "+" in name:
+        from hf_posenc.encodings.composition import composed
+
         classes = [encoding_class(part) for part in name.split("+")]
         return composed(classes, module=__name__)
     if not isinstance(name, str) or name not in PositionEncoding.registered:

@@ -4,6 +4,7 @@
 `__getattr__` makes these classes by name; the Auto classes know the names only.
 """
 
+import contextlib
 import copy
 import functools
 import math
@@ -26,8 +27,6 @@ from hf_posenc.architectures.components.component import Source, is_transformers
 from hf_posenc.attention import dispatch
 from hf_posenc.encodings import PositionEncoding, check_size, meant
 from hf_posenc.modeling import hooks, loading, offsets
-from hf_posenc.modeling.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
-from hf_posenc.modeling.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
 from hf_posenc.modeling.install import install, install_across
 from hf_posenc.modeling.position_ids import asking
 from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
@@ -73,6 +72,16 @@ class PosEncConfigMixin(EncodingConfigMixin):
     @classmethod
     def _from_code(cls, encoding: Any) -> dict[str, Any]:
         return specs.PositionSpec.parse(encoding, in_code=True).to_dict()
+
+    def complete(self) -> None:
+        if getattr(self, specs.PLAN) or self._not_saved():
+            return
+        from hf_posenc.modeling.parameter_sharing import shell
+
+        name = auto_classes(self.model_type).get("AutoModel", "")
+        with contextlib.suppress(ValueError, AttributeError):  # a config of which no model can be made
+            model = shell(getattr(sys.modules[__name__], name), copy.deepcopy(self))
+            setattr(self, specs.PLAN, getattr(model.config, specs.PLAN))
 
     def _auto_classes(self) -> dict[str, str]:
         return {"AutoConfig": type(self).__name__, **auto_classes(self.model_type)}
@@ -281,6 +290,10 @@ class PosEncModelMixin(EncodingModelMixin):
 def __getattr__(name: str) -> Any:
     """`PosEnc<HostClass>` for any config or model class of Transformers, made once and then an ordinary attribute; or for a
     class of a user's that is imported."""
+    if name in ("PositionEmbedding", "PositionEmbeddingConfig"):  # the Auto classes look them up here
+        from hf_posenc.modeling import embedding
+
+        return getattr(embedding, name)
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     called = name.removeprefix(PREFIX)

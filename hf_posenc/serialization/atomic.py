@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from hf_posenc.serialization.interrupted import CONFIG, MARKER, json_of
+
 try:
     import fcntl
 except ImportError:  # Windows: saves don't wait for each other, and interrupted ones are not undone
@@ -31,7 +33,6 @@ except ImportError:  # Windows: saves don't wait for each other, and interrupted
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "config.json"
 PREFIX = ".posenc-"
 """Of the names of temporary directories."""
 UNPUSHED = ".cache/huggingface"
@@ -41,7 +42,6 @@ OLD = "old"
 LOCK = "lock"
 JOURNAL = "journal.json"
 UNFINISHED = "journal.part"
-MARKER = "interrupted_save"
 WEIGHTS = re.compile(r"(.+?)(?:\.([^.]+?))?(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index(?:\.([^.]+))?\.json)?")
 """Names of weight files, shards and indices, with the variant: model.safetensors, model.fp16-00001-of-00002.safetensors."""
 REMEDIES = {
@@ -191,20 +191,6 @@ def entries(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.name.startswith(PREFIX))
 
 
-def refuse_interrupted(config: dict[str, Any] | Path) -> None:
-    """Raises ValueError for a config.json, its content or its path, that is the marker of an interrupted save."""
-    where: Any = "this directory"
-    if isinstance(config, Path):
-        where = config.parent
-        config = _json(config)
-    if isinstance(config, dict) and MARKER in config:
-        raise ValueError(
-            f"the last save into {where} was interrupted, and its files belong to two models. Restore the earlier model with "
-            f"`hf-posenc inspect {'DIRECTORY' if where == 'this directory' else where}`, save the model again, or load another "
-            "checkpoint"
-        )
-
-
 def _prepare(
     folder: Path, temporary: Path, stale: Callable[[Path, list[str]], Iterable[str]], last: str | None, flush: bool
 ) -> None:
@@ -221,7 +207,7 @@ def _prepare(
             raise ValueError(f"{there} is a directory, and the save writes a file of this name: rename the directory")
         if there.is_file():
             shutil.copymode(there, files / name)
-    config = _json(files / CONFIG)
+    config = json_of(files / CONFIG)
     if isinstance(config, dict) and "position_encoding" in config:  # of the new model's type, which no class of ours loads
         kept = {key: config[key] for key in ("model_type", "auto_map") if key in config}
         (temporary / CONFIG).write_text(json.dumps({**kept, MARKER: True}), encoding="utf-8")
@@ -234,7 +220,7 @@ def _prepare(
 
 def _move(folder: Path, temporary: Path) -> None:
     """Move the old files away and the new ones to their places. The last rename completes the save."""
-    journal = _json(temporary / JOURNAL)
+    journal = json_of(temporary / JOURNAL)
     names: list[str] = journal["move"]
     if CONFIG in names:
         if (temporary / CONFIG).exists():  # at no time without a config.json, whose error would not name the cause
@@ -257,7 +243,7 @@ def _undo(folder: Path, temporary: Path) -> None:
     journal = _journal(folder, temporary)
     files, old = temporary / FILES, temporary / OLD
     complete = not any((files / name).is_file() for name in journal["move"])
-    config = _json(folder / CONFIG) if (folder / CONFIG).exists() else {MARKER: True}
+    config = json_of(folder / CONFIG) if (folder / CONFIG).exists() else {MARKER: True}
     loadable = (files / CONFIG).exists() and not (isinstance(config, dict) and MARKER in config)
     if not complete and not loadable:
         for name in reversed(journal["move"]):  # config.json first
@@ -306,7 +292,7 @@ def _is_ours(leftover: Path) -> bool:
 
 def _journal(folder: Path, temporary: Path) -> dict[str, list[str]]:
     """The journal of a save; one without entries if there is none, or if it names files outside its directory."""
-    journal = _json(temporary / JOURNAL)
+    journal = json_of(temporary / JOURNAL)
     try:
         names = [*journal["move"], *journal["remove"]]
         places = [folder, *(Path(os.path.realpath(temporary / place)) for place in (FILES, OLD))]
@@ -412,14 +398,6 @@ def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
     try:
         return os.stat(path)
     except FileNotFoundError:
-        return None
-
-
-def _json(path: Path) -> Any:
-    """The content of a JSON file; None if it can't be read."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
         return None
 
 

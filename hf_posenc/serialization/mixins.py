@@ -1,12 +1,12 @@
 """Saving and loading models with encodings: with the code they need, from safetensors files alone, whole or not at all."""
 
+import contextlib
 import itertools
 import json
 import math
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
@@ -16,9 +16,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.configuration import PositionSpec, merged
-from hf_posenc.encodings import PositionEncoding, StoredTensor, is_marked, mark, names_in, portable, refill
-from hf_posenc.serialization import atomic, remote_code
-from hf_posenc.serialization.user_code import is_ours
+from hf_posenc.encodings import PositionEncoding, is_marked, mark, portable, refill
+from hf_posenc.serialization.copies import ENTRY, IS_COPY, copy_code
+from hf_posenc.serialization.interrupted import CONFIG, refuse_interrupted
+
+if TYPE_CHECKING:
+    from hf_posenc.encodings.mapped_tables import StoredTensor
 
 LABEL = "position_encoding"
 """The entry of a weight file's metadata that holds its model's `position_encoding`, as JSON."""
@@ -31,38 +34,33 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
         position_encoding: Any
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        files = {}
-        if self.position_encoding is not None and (why := self._not_saved()):
-            files, self.auto_map = remote_code.without_code(why), {"AutoConfig": f"{remote_code.ENTRY}.{type(self).__name__}"}
-        elif self.position_encoding is not None:
-            spec, auto_classes = PositionSpec.parse(self.position_encoding), self._auto_classes()
-            parts = [
-                (part, each.encoding.by_part(portable(dict(each.options)))[name])
-                for each in spec.every
-                for name, part in each.parts.items()
-            ]
-            try:
-                files = remote_code.files(type(self).__module__, parts, self)
-            except ValueError as reason:
-                users = [part for part, _ in parts if not is_ours(part.__module__)]
-                names = " and ".join(f"{user.__module__}.{user.__qualname__}" for user in users)
-                remedy = f"it loads where hf-posenc is installed and {names} is imported"
-                warnings.warn(f"{reason}. The model is saved without its code: {remedy}", stacklevel=3)
-                files = remote_code.without_code(
-                    f"the class of this model's position encoding {spec.type!r} isn't with it: pip install hf-posenc; {remedy}"
-                )
-                auto_classes = {"AutoConfig": auto_classes["AutoConfig"]}
-            self.auto_map = {auto: f"{remote_code.ENTRY}.{name}" for auto, name in auto_classes.items()}
-        with atomic.replaced(save_directory) as folder:
-            for name, text in files.items():
-                (folder / name).write_text(text, encoding="utf-8")
-            return super().save_pretrained(str(folder), *args, **_named(kwargs, save_directory))
+        if not IS_COPY:
+            from hf_posenc.serialization.saving import config_files, replaced
+
+            files = config_files(self)
+            with replaced(save_directory) as folder:
+                for name, text in files.items():
+                    (folder / name).write_text(text, encoding="utf-8")
+                return super().save_pretrained(str(folder), *args, **_named(kwargs, save_directory))
+        if self.position_encoding is not None:
+            spec = PositionSpec.parse(self.position_encoding)
+            for cls in (part for each in spec.every for part in each.parts.values()):
+                if cls.__module__.rpartition(".")[0] != __name__.rpartition(".")[0]:
+                    raise ValueError(
+                        f"{cls.__qualname__} can't be added to a model's own code: pip install hf-posenc, and patch with it"
+                    )
+            copy_code(save_directory)
+            self.auto_map = {auto: f"{ENTRY}.{name}" for auto, name in self._auto_classes().items()}
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         written = super().to_dict()
         if self.position_encoding is not None:
             written["position_encoding"] = portable(written["position_encoding"])
         return written
+
+    def complete(self) -> None:
+        """Add what a model needs that is made from this config alone, before it is saved."""
 
     def _auto_classes(self) -> dict[str, str]:
         """Auto class -> the class it loads."""
@@ -83,7 +81,7 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        atomic.refuse_interrupted(config_dict)
+        refuse_interrupted(config_dict)
         if "position_encoding" in kwargs:
             encoding = merged(config_dict.get("position_encoding"), kwargs.pop("position_encoding"))
             config_dict = {**config_dict, "position_encoding": None if encoding is None else cls._from_code(encoding)}
@@ -164,7 +162,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
                 given, *others = args or (kwargs.pop("state_dict", None),)
                 state = self.state_dict() if given is None else given
                 args = ({name: tensor for name, tensor in state.items() if name not in tables}, *others)
-            with atomic.replaced(save_directory) as folder:
+            with contextlib.nullcontext(Path(save_directory)) if IS_COPY else _replaced(save_directory) as folder:
                 super().save_pretrained(folder, is_main_process, *args, **_named(kwargs, save_directory))
                 self._label(folder)
         self.barrier_after_gathered_checkpoint_save(getattr(self.config, "distributed_config", None))
@@ -176,8 +174,10 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
     def _label(self, folder: Path) -> None:
         label = json.dumps(portable(self.config.position_encoding), sort_keys=True)
         paths = [path for path in sorted(folder.glob("*.safetensors")) if LABEL not in _metadata(path)]
-        present = {name for path in paths for name in names_in(path)}
-        tables = {name: table for name, table in _stored(self).items() if name not in present}
+        tables = _stored(self)
+        for path in paths if tables else ():
+            with safe_open(path, framework="pt") as file:
+                tables = {name: table for name, table in tables.items() if name not in file.keys()}  # noqa: SIM118
         for index, path in enumerate(paths):
             _label(path, label, {} if index else tables)
         for index_file in folder.glob("*.safetensors.index.json") if paths else ():
@@ -185,6 +185,12 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
             listed["weight_map"] |= dict.fromkeys(tables, paths[0].name)
             listed["metadata"]["total_size"] += sum(table.size for table in tables.values())
             index_file.write_text(json.dumps(listed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _replaced(directory: Any) -> contextlib.AbstractContextManager[Path]:
+    from hf_posenc.serialization.saving import replaced
+
+    return replaced(directory)
 
 
 def _restore(model: Any, files: Iterable[str], info: Any) -> None:
@@ -195,7 +201,9 @@ def _restore(model: Any, files: Iterable[str], info: Any) -> None:
         if not isinstance(module, PositionEncoding):
             continue
 
-        def find(name: str, path: str = path) -> StoredTensor | None:
+        def find(name: str, path: str = path) -> "StoredTensor | None":
+            from hf_posenc.encodings.mapped_tables import StoredTensor, names_in
+
             if not places:
                 places.update({key: file for file in files for key in names_in(file)})
             key = _key(f"{path}.{name}", places)
@@ -224,7 +232,7 @@ def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> di
     return {"repo_id": Path(save_directory).absolute().name, **kwargs}
 
 
-def _stored(model: Any) -> dict[str, StoredTensor]:
+def _stored(model: Any) -> dict[str, "StoredTensor"]:
     """The tensors of a model that are in files, by their names in its state_dict; none where adapters alone are saved."""
     if getattr(model, "_hf_peft_config_loaded", False):
         return {}
@@ -232,7 +240,7 @@ def _stored(model: Any) -> dict[str, StoredTensor]:
     return {f"{path}.{name}": table for path, module in encodings.items() for name, table in module.stored().items()}
 
 
-def _label(path: Path, encoding: str, tables: dict[str, StoredTensor]) -> None:
+def _label(path: Path, encoding: str, tables: dict[str, "StoredTensor"]) -> None:
     """Write the encoding into the metadata of a weight file, and tables from other files beside its tensors.
 
     Transformers accepts no metadata, and safetensors writes several entries in a random order, so that equal models would
@@ -287,7 +295,7 @@ def _refuse_mixed(files: Iterable[str], encoding: Any) -> None:
     """
     labels = {str(file): _metadata(file).get(LABEL) for file in files}
     for file, label in labels.items():
-        atomic.refuse_interrupted(Path(file).with_name(atomic.CONFIG))
+        refuse_interrupted(Path(file).with_name(CONFIG))
         if label is not None and _type(label) != encoding["type"]:
             raise ValueError(
                 f"{file} was saved with the {_type(label)!r} encoding, and its config asks for {encoding['type']!r}: restore "

@@ -1,30 +1,30 @@
 """The code saved with a checkpoint, which loads by `trust_remote_code=True` with torch and transformers alone.
 
 Flat copies of this package's modules, since Transformers fetches no code from subfolders. They differ from the originals in
-their imports alone, which are relative. `user_code` adds the source of a user's own encodings. A copy of this module saves
-the files beside it.
+their imports alone, which are relative. `user_code` adds the source of a user's own encodings. Only what runs a model is
+carried: the modules that others import at their top level, the model's own encodings, and the position components of its plan.
 """
 
 import ast
 import functools
+import importlib
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hf_posenc.configuration import plans_of
 from hf_posenc.encodings import Geometry
 from hf_posenc.serialization import probe
+from hf_posenc.serialization.copies import ENTRY
 from hf_posenc.serialization.user_code import PACKAGE, UserCode, flat, is_ours, parsed
 
-ENTRY = "modeling_posenc"
-COPIED = __name__.rpartition(".")[2] != "remote_code"
-"""Whether this module is a copy, saved with a model."""
-
-
 logger = logging.getLogger(__name__)
+BY_PACKAGE = "architectures.components"
+"""The package of which a model's code has the modules that its plan names."""
 
 
 def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> dict[str, str]:
@@ -35,23 +35,16 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
     encodings = list(encodings)
     classes = [cls for cls, _ in encodings]
     users = [cls for cls in classes if not is_ours(cls.__module__)]
-    if COPIED:
-        if users:
-            raise ValueError(
-                f"{users[0].__qualname__} can't be added to a model's own code: pip install hf-posenc, and patch with it"
-            )
-        return {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*posenc*.py"))}
     code = UserCode()
     for cls in users:
         code.add_class(cls)
-    found: dict[str, str] = {}
-    # Sources register themselves: no module imports each of them by name.
-    components = f"{PACKAGE}.architectures.components."
-    is_model = root == f"{PACKAGE}.modeling.derived"
-    registered = sorted(name for name in sys.modules if is_model and name.startswith(components))
     ours = [cls.__module__ for cls in classes if cls not in users]
-    for module in (f"{PACKAGE}._versions", root, *registered, *ours, *sorted(code.ours)):
-        _copy(module, code.ours, found)
+    if len(classes) > 1:
+        ours.append(f"{PACKAGE}.encodings.composition")
+    carried: dict[str, str] = {}
+    for module in (f"{PACKAGE}._versions", root, *_planned(config), *ours, *sorted(code.ours)):
+        _carry(module, code.ours, carried)
+    found = {flat(module): _linked(source, carried) for module, source in carried.items()}
     version = sys.modules[PACKAGE].__version__
     header = (
         f"# From hf-posenc {version} (Apache-2.0): what this model needs where that package isn't installed, with "
@@ -66,6 +59,15 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
     if users:
         _try(code, saved, [(cls, options) for cls, options in encodings if cls in users], config)
     return saved
+
+
+def _planned(config: Any) -> list[str]:
+    """The modules of ours that a model needs by its plan: those of its position components, and of custom attentions."""
+    plans = plans_of(config)
+    kinds = {kind for plan in plans for kind, _ in plan.components}
+    components = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.{BY_PACKAGE}.")]
+    needed = {cls.__module__ for module in components for cls in vars(module).values() if getattr(cls, "__name__", "") in kinds}
+    return sorted(needed) + [f"{PACKAGE}.attention.known_models"] * any(plan.custom for plan in plans)
 
 
 def _try(code: UserCode, saved: dict[str, str], encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> None:
@@ -111,16 +113,20 @@ def without_code(message: str) -> dict[str, str]:
     return {f"{ENTRY}.py": f"raise ImportError({message!r})\n"}
 
 
-def _copy(module: str, wanted: Iterable[str], found: dict[str, str]) -> None:
-    """Adds a flat copy of one of our modules, and of those it imports, to `found`.
+def _carry(module: str, wanted: Iterable[str], carried: dict[str, str]) -> None:
+    """Adds the source of one of our modules, and of those it imports at its top level, to `carried`.
 
     Of a package, a module that stands for it; `wanted` are the modules of a package that users' files reach through it.
     """
-    if flat(module) not in found:
-        package = hasattr(sys.modules[module], "__path__")
-        found[flat(module)], imported = _stand_in(module, wanted) if package else _copied(module)
-        for each in imported:
-            _copy(each, wanted, found)
+    if module in carried:
+        return
+    if hasattr(sys.modules[module], "__path__"):
+        carried[module], imported = _stand_in(module, wanted)
+    else:
+        carried[module] = Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8")
+        imported = [owner for _, owners in _imports(carried[module], within=False) for _, owner in owners]
+    for each in imported:
+        _carry(each, wanted, carried)
 
 
 def _stand_in(package: str, wanted: Iterable[str]) -> tuple[str, list[str]]:
@@ -143,28 +149,56 @@ def _stand_in(package: str, wanted: Iterable[str]) -> tuple[str, list[str]]:
     return "".join(lines), [*owners.values(), *modules]
 
 
+Statement = tuple[ast.ImportFrom, list[tuple[ast.alias, str]]]
+"""An import of ours, and for each of its names the module that defines it."""
+
+
 @functools.cache
-def _copied(module: str) -> tuple[str, list[str]]:
-    return _flattened(Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8"))
+def _imports(source: str, within: bool) -> list[Statement]:
+    """The imports of our modules in a source: at its top level, or within functions, which run when they are needed."""
+    tree = parsed(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inner = {id(node) for function in functions for node in ast.walk(function)}
+    inner |= {id(node) for each in tree.body if _is_for_checkers(each) for node in ast.walk(each)}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and is_ours(node.module or "")]
+    return [(node, [(alias, _owner(node, alias)) for alias in node.names]) for node in nodes if (id(node) in inner) == within]
 
 
-def _flattened(source: str) -> tuple[str, list[str]]:
-    """The source with imports of our modules replaced by relative ones of flat copies, and the names of these modules."""
-    lines, tree = source.splitlines(keepends=True), parsed(source)
-    imported: list[str] = []
-    for node in reversed([node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]):
-        if node.module and is_ours(node.module):
-            texts, owners = zip(*(_relative(node.module, alias) for alias in node.names), strict=True)
-            lines[node.lineno - 1 : node.end_lineno] = [f"{' ' * node.col_offset}{text}\n" for text in texts]
-            imported += owners
-    return "".join(lines), imported
+def _is_for_checkers(statement: ast.stmt) -> bool:
+    """Whether a statement is `if TYPE_CHECKING:`, which never runs."""
+    return isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
 
 
-def _relative(module: str, alias: ast.alias) -> tuple[str, str]:
-    """`from <one of our modules> import name` as written in a flat copy, and the module that defines the name."""
-    value = getattr(sys.modules[module], alias.name)
-    if isinstance(value, ModuleType):
-        return f"from . import {flat(value.__name__)} as {alias.asname or alias.name}", value.__name__
-    # A package re-exports names of its modules.
-    owner = value.__module__ if hasattr(sys.modules[module], "__path__") else module
-    return f"from .{flat(owner)} import {alias.name}" + (f" as {alias.asname}" if alias.asname else ""), owner
+def _owner(node: ast.ImportFrom, alias: ast.alias) -> str:
+    """The module that an import names, or that defines the name; a package re-exports names of its modules."""
+    module = importlib.import_module(node.module or "")
+    value = getattr(module, alias.name, None)
+    if not hasattr(module, "__path__"):
+        return module.__name__
+    if value is None or isinstance(value, ModuleType):
+        return f"{module.__name__}.{alias.name}"
+    return str(value.__module__)
+
+
+def _linked(source: str, carried: Collection[str]) -> str:
+    """A source in which imports of our modules name the copies beside it. Those within functions, of modules that aren't
+    carried, become errors: what they do needs the package."""
+    lines = source.splitlines(keepends=True)
+    statements = [(node, owners, within) for within in (False, True) for node, owners in _imports(source, within)]
+    for node, owners, _ in sorted(statements, key=lambda each: each[0].lineno, reverse=True):
+        if missing := [owner for _, owner in owners if owner not in carried]:
+            texts = [f"raise ImportError({NEEDED.format(missing[0])!r})"]
+        else:
+            texts = [_relative(node, alias, owner) for alias, owner in owners]
+        lines[node.lineno - 1 : node.end_lineno] = [f"{' ' * node.col_offset}{text}\n" for text in texts]
+    return "".join(lines)
+
+
+NEEDED = "this needs {}, which is not saved with the model: pip install hf-posenc, import hf_posenc, and load the model again"
+
+
+def _relative(node: ast.ImportFrom, alias: ast.alias, owner: str) -> str:
+    """The import of a name, or of a whole module of ours, in a copy."""
+    if owner == f"{node.module}.{alias.name}":
+        return f"from . import {flat(owner)} as {alias.asname or alias.name}"
+    return f"from .{flat(owner)} import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
