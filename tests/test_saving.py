@@ -133,6 +133,12 @@ def test_links_are_replaced_and_what_they_point_to_stays(tmp_path):
     assert torch.equal(first(AutoModel.from_pretrained(snapshot)(tokens())), first(model(tokens())))
 
 
+CODE = {"modeling_posenc.py"} | {
+    f"posenc_modeling_{name}.py"
+    for name in ("cache_positions", "derived", "hooks", "install", "loading", "offsets", "position_ids")
+}
+
+
 def test_other_files_stay_and_superseded_weights_go(tmp_path):
     others = {"README.md", "tokenizer.json", "model.fp16.safetensors", "model.md", "model-best.safetensors"}
     for name in others:
@@ -143,7 +149,7 @@ def test_other_files_stay_and_superseded_weights_go(tmp_path):
         patched("bert", "alibi").save_pretrained(tmp_path, **how)
         assert {name for name in names(tmp_path) if "model" in name} == others - {"README.md", "tokenizer.json"} | weights | {
             "modeling_posenc.py",
-            "posenc_modeling.py",
+            *CODE,
         }
     assert all((tmp_path / name).read_text() == "mine" for name in others - {"model.fp16.safetensors"})
 
@@ -435,7 +441,7 @@ def test_a_save_killed_anywhere_is_complete_or_undone(tmp_path, caplog, before, 
     folder, seen = tmp_path / "folder", set()
     old, new, notes = model_of(*before), model_of(*after), {"notes.txt": "mine", "checkpoint-1/config.json": "mine"}
     for _ in sweep(folder, lambda: put(folder, old | notes), lambda: save_over(folder, new)):
-        config = atomic._json(folder / "config.json")
+        config = atomic.json_of(folder / "config.json")
         mixed = not (shown(folder, old | notes) or shown(folder, new | notes))
         assert not mixed or config is None or atomic.MARKER in config, "a mixture of old and new can be loaded"
         caplog.clear()
@@ -606,6 +612,8 @@ ELSEWHERE = {
     "hf_posenc/serialization/mixins.py:_label": "in the temporary directory of save_pretrained",
     "hf_posenc/serialization/mixins.py:EncodingModelMixin._label": "in the temporary directory of save_pretrained",
     "hf_posenc/serialization/mixins.py:EncodingModelMixin.save_pretrained": "distributed checkpoints are written by all ranks",
+    "hf_posenc/serialization/mixins.py:EncodingConfigMixin.save_pretrained": "where the package isn't installed",
+    "hf_posenc/serialization/copies.py:copy_code": "where the package isn't installed",
     "hf_posenc/cli/output.py:_reserved_stdout": "a duplicate of standard output",
     "hf_posenc/encodings/construction.py:": "a pickler of bytes in memory",
     "hf_posenc/explorer/encodings.py:picture": "bytes in memory",
@@ -621,7 +629,7 @@ ELSEWHERE = {
     "scripts/v4_checkpoints.py:write": "into a new directory, under Transformers 4, where hf_posenc can't be imported",
 }
 """Other writes: the function, or the beginning of its path -> why it needs no atomic writer."""
-OURS = {"saving.write_text", "sentences.save", "output.save_model"}
+OURS = {"atomic.write_text", "sentences.save", "output.save_model"}
 
 
 def qualified(node):
@@ -689,8 +697,8 @@ def test_every_file_is_written_by_the_atomic_writer():
 )
 def test_the_search_for_writes_finds(code):
     assert [*writes(ast.parse(f"def f():\n  {code}"))] == [("f", 2)]
-    assert not [*writes(ast.parse(f"with saving.replaced(folder) as path:\n  {code}"))]
+    assert not [*writes(ast.parse(f"with atomic.replaced(folder) as path:\n  {code}"))]
 
 
 def test_the_search_for_writes_passes_over():
-    assert not [*writes(ast.parse("open(path)\npath.open('rb')\nopen('wax')\ntext.replace('a', 'b')\nsaving.write_text(a, b)"))]
+    assert not [*writes(ast.parse("open(path)\npath.open('rb')\nopen('wax')\ntext.replace('a', 'b')\natomic.write_text(a, b)"))]
