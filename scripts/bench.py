@@ -34,8 +34,7 @@ from tqdm.auto import tqdm
 
 from benchmarks import grid, report, results, subjects
 from benchmarks.grid import Group, Settings
-from evaluation import records
-from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import write_text
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,8 +21,7 @@ from huggingface_hub import ModelCard
 import conversions
 import hf_posenc
 import reviews
-from evaluation import records
-from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import atomic_file, write_text
 
 RESULTS = Path(__file__).with_name("results")

@@ -29,14 +29,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; processes are wha
 
 from rich.console import Console
 
-from evaluation import records
 from generalisation import flags, hosts, models, several, study, study_files
 from generalisation.results import Results
 from generalisation.runs import Setup, process_state
 from generalisation.several import Part
 from generalisation.study import Study
 from generalisation.tasks import COMPARED
-from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation import records, terminals
 from hf_posenc.plots.style import require_matplotlib
 from hf_posenc.serialization.atomic import write_text
 from training.flags import at_least, positive, positive_or_0

@@ -21,9 +21,9 @@ from tqdm.auto import tqdm
 from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
-from evaluation import corpus, pages, records
+from evaluation import pages
 from evaluation.library import bag_of_words, evaluate
-from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation import records, stdlib_corpus, terminals
 from hf_posenc.serialization.atomic import replaced, write_text
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
@@ -54,7 +54,7 @@ def distillation(name: str, model: str, train_file: str, output_dir: str) -> lis
 
 def write_texts(folders: list[Path], file: Path) -> None:
     """The training pages of all folders and the standard library's documentation, in random order."""
-    passages = corpus.split()[1]
+    passages = stdlib_corpus.split()[1]
     texts = [text for folder in folders for text in pages.split(folder)[1]]
     texts += ["\n\n".join(passages[i : i + JOINED]) for i in range(0, len(passages), JOINED)]
     random.Random(0).shuffle(texts)

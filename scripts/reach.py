@@ -29,8 +29,7 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import CONFIG_MAPPING
 
-from evaluation import records
-from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import write_text
 from hosts import checks, tiny
 from hosts.verdicts import Verdict, folder_of, judge

@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
-from evaluation import records
 from evaluation.intervals import interval
-from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import UNCORRECTED
 
 

@@ -23,8 +23,8 @@ import test_speech
 import test_vision
 from attacks.hub_server import TOKEN, serve
 from conftest import BERT, ROOT, patched, stock, tokens
-from evaluation import records as files
 from hf_posenc.cli import app
+from hf_posenc.evaluation import records as files
 from hf_posenc.hub.cards import model_card, replaceable
 from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_files
 from hf_posenc.serialization import saved_files

@@ -11,13 +11,13 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import compare
 from conftest import ROOT, stock
-from evaluation import records
 from generalisation import models, runs, several, study, tasks, tokenised
 from generalisation.models import Sizes
 from generalisation.results import Results
 from generalisation.runs import Setup, Training
 from generalisation.several import Part
 from generalisation.study import Study
+from hf_posenc.evaluation import records
 from hf_posenc.plots.style import Sheet
 
 SIZES = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]

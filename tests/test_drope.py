@@ -16,7 +16,8 @@ import drope
 import hf_posenc
 import train_clm
 from conftest import LLAMA, assert_apart, assert_close, assert_equal, randomize
-from evaluation import corpus, pages, passkeys, records
+from evaluation import pages
+from hf_posenc.evaluation import passkeys, records, stdlib_corpus
 from tasks import language
 from training import flags
 
@@ -216,7 +217,7 @@ def with_texts(monkeypatch):
     """Evaluation pages that are long enough, and texts for training."""
     found = [pages.Page(f"{i}", f"page {i}", f"Page {i}. " + PAGE * 60) for i in range(12)]
     monkeypatch.setattr(pages, "split", lambda folder: (found, [f"Text {i}. " + PAGE * 5 for i in range(40)]))
-    monkeypatch.setattr(corpus, "split", lambda: ([], [f"Passage {i}. {PAGE}" for i in range(40)]))
+    monkeypatch.setattr(stdlib_corpus, "split", lambda: ([], [f"Passage {i}. {PAGE}" for i in range(40)]))
 
 
 @pytest.fixture

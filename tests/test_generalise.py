@@ -15,11 +15,11 @@ from rich.console import Console
 
 import generalise
 from conftest import ROOT
-from evaluation import records
 from generalisation import models, report, runs, study, tasks, verdict
 from generalisation.models import Sizes
 from generalisation.results import Results
 from generalisation.runs import Setup, Training
+from hf_posenc.evaluation import records
 
 TINY = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
 QUICK = [*TINY, "--tasks", "copy", "--length", "3", "--steps", "2", "--batch_size", "2"]

@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import first, patched, run_python, tokens
-from evaluation import records
 from generalisation import study
 from hf_posenc import plots
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import _obsolete, check_output_dir
+from hf_posenc.evaluation import records
 from hf_posenc.serialization import atomic
 
 SHARDS = {"max_shard_size": "20KB"}

@@ -7,8 +7,8 @@ from typing import Any
 from benchmarks.comparing import NONE, STOCK, Record
 from benchmarks.grid import Group
 from benchmarks.targets import TARGETS, Verdict, verdicts
-from evaluation import records
 from hf_posenc import plots
+from hf_posenc.evaluation import records
 from hf_posenc.plots.ratios import groups_by_panel
 
 MARKERS = "<!-- tables by scripts/bench.py: begin -->", "<!-- tables by scripts/bench.py: end -->"

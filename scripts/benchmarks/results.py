@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from benchmarks.grid import Group, Settings
-from evaluation import records
+from hf_posenc.evaluation import records
 
 HERE = Path(__file__).resolve().parent
 REPORTING = {"report.py", "targets.py", "results.py"}

@@ -120,9 +120,9 @@ def encoding(group: Group, settings: Settings) -> dict[str, Record]:
     """A SentenceTransformer embeds the same texts as it is and patched; in each round as many as make TEXTS in all."""
     from sentence_transformers import SentenceTransformer
 
-    from evaluation import corpus
+    from hf_posenc.evaluation import stdlib_corpus
 
-    texts = corpus.split()[1][:TEXTS]
+    texts = stdlib_corpus.split()[1][:TEXTS]
     size = -(-len(texts) // settings.rounds)
     batches = [texts[start : start + size] for start in range(0, len(texts), size)]
 
@@ -185,12 +185,12 @@ def _captured(module: Any, main: Callable[[list[str]], None], arguments: list[st
 
 
 def _steps(prepare: Callable[[str, list[str]], dict[str, Any]], group: Group, settings: Settings) -> dict[str, Record]:
-    from evaluation import corpus
+    from hf_posenc.evaluation import stdlib_corpus
     from training.loop import Run as Training
 
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder) / "texts.jsonl"
-        passages = corpus.split()[1]
+        passages = stdlib_corpus.split()[1]
         texts.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages[:4000]))
         steps = str(settings.warmup + settings.rounds + 8)
 

@@ -1,4 +1,4 @@
-"""Retrieval over the standard library's documentation (corpus.py): a module's one-line summary is to find it.
+"""Retrieval over the standard library's documentation (stdlib_corpus): a module's one-line summary is to find it.
 
 From scripts/, `python -m evaluation.library MODEL [MODEL …] --text_length 256` scores models (folders or Hub ids, patched or
 not) beside a bag of words. Embeddings are mean-pooled over real tokens.
@@ -10,11 +10,10 @@ from typing import Any
 from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc  # noqa: F401  (registers patched models with AutoModel)
-from evaluation import records
-from evaluation.corpus import split
-from hf_posenc.evaluation import terminals
+from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import Score, score
 from hf_posenc.evaluation.retrieval import cut, embed, lexical_similarity
+from hf_posenc.evaluation.stdlib_corpus import split
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from rich.table import Table
 
-from evaluation import records
 from generalisation import verdict
 from generalisation.results import Results
 from generalisation.study import Study
 from generalisation.tasks import ALL
 from generalisation.verdict import Finding
+from hf_posenc.evaluation import records
 from hf_posenc.evaluation.metrics import UNCORRECTED
 
 ENDS = "†"

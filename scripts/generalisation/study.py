@@ -20,10 +20,10 @@ from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from evaluation import records
 from generalisation import models
 from generalisation.models import Encoding
 from generalisation.runs import Setup, Training, process_state, run, task_of
+from hf_posenc.evaluation import records
 
 RUNS = "runs"
 Record = dict[str, Any]

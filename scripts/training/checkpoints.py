@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from evaluation import records
+from hf_posenc.evaluation import records
 from hf_posenc.serialization import atomic
 
 MANIFEST = "checkpoint.json"

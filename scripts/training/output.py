@@ -12,7 +12,7 @@ from huggingface_hub import is_offline_mode
 from transformers import PreTrainedModel
 
 import hf_posenc
-from evaluation import records
+from hf_posenc.evaluation import records
 from training import checkpoints
 
 

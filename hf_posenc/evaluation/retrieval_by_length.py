@@ -8,9 +8,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from evaluation.needles import BOUNDARY, grid, seen
 from hf_posenc.evaluation.cloze_queries import Question, plain, sentence_spans, taken_out
 from hf_posenc.evaluation.metrics import Difference, Ranks, Score, joined, paired, ranked, score
+from hf_posenc.evaluation.needles import BOUNDARY, grid, seen
 from hf_posenc.evaluation.retrieval import Embedder, Method, cut, lexical_similarity, methods
 
 BAG = "bag of words"

@@ -3,7 +3,7 @@
 In evaluation, a module's one-line summary (the query) should retrieve its documentation. For training there are the texts of
 all other modules, and the topics of `help()`. The sources are parsed, not imported.
 
-    python scripts/evaluation/corpus.py            # prints how much text there is, with samples
+    python -m hf_posenc.evaluation.stdlib_corpus            # prints how much text there is, with samples
 """
 
 import ast

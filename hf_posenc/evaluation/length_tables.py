@@ -4,10 +4,10 @@ from typing import Any
 
 from rich.table import Table
 
-from evaluation.lengths import METRICS, Found
-from evaluation.needles import chance
-from evaluation.perplexity import Perplexity
 from hf_posenc.evaluation.metrics import UNCORRECTED
+from hf_posenc.evaluation.needles import chance
+from hf_posenc.evaluation.perplexity import Perplexity
+from hf_posenc.evaluation.retrieval_by_length import METRICS, Found
 
 TITLES = {
     "title": "a title finds its document, one of {documents}: MRR",

@@ -17,8 +17,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_posenc import inspect
 from hf_posenc.evaluation import metrics
+from hf_posenc.inspection import inspect
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 2048

@@ -14,7 +14,7 @@ from hf_posenc.serialization.atomic import write_text
 
 FILE = "evaluation.json"
 LIBRARY = "Python standard library documentation"
-"""The name of the texts of corpus.py."""
+"""The name of the texts of `stdlib_corpus`."""
 DEEP = "a sentence from behind the first 512 tokens, taken out, finds its document"
 TASKS = {
     "ForSequenceClassification": "text-classification",
