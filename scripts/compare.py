@@ -38,7 +38,7 @@ from generalisation.tasks import COMPARED
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.plots.style import require_matplotlib
 from hf_posenc.serialization.atomic import write_text
-from training.flags import at_least, positive, positive_or_0
+from hf_posenc.training.flags import at_least, positive, positive_or_0
 
 WIDTH = 140
 MULTIPLES = ("1", "1.5", "2", "4")

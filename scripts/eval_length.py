@@ -39,7 +39,7 @@ from hf_posenc.evaluation.retrieval_by_length import Found, Texts, baseline_of, 
 from hf_posenc.evaluation.stdlib_corpus import EVALUATION_MODULES
 from hf_posenc.serialization.atomic import atomic_file
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
-from training import sentences
+from hf_posenc.training import sentences
 
 LENGTHS = (128, 256, 512, 1024, 2048)
 RETRIEVAL, TASKS = ("title", "deep", "needle"), ("title", "deep", "needle", "perplexity")

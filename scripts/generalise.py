@@ -34,7 +34,7 @@ from generalisation.study import Study
 from generalisation.tasks import CAUSAL, TASKS
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import write_text
-from training.flags import positive
+from hf_posenc.training.flags import positive
 
 WIDTH = 140
 

@@ -28,7 +28,7 @@ from hf_posenc.evaluation import records as files
 from hf_posenc.hub.cards import model_card, replaceable
 from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_files
 from hf_posenc.serialization import saved_files
-from training import models
+from hf_posenc.training import models
 
 CARDS = ROOT / "model_cards"
 NAMES = sorted(folder.name for folder in CARDS.iterdir())

@@ -14,12 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import drope
 import hf_posenc
-import train_clm
 from conftest import LLAMA, assert_apart, assert_close, assert_equal, randomize
 from evaluation import pages
 from hf_posenc.evaluation import passkeys, records, stdlib_corpus
-from tasks import language
-from training import flags
+from hf_posenc.training import flags, language_modeling, train_clm
 
 SIZES = dict(LLAMA, vocab_size=300, hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
 THETA, TRAINED, SHORT = 10_000.0, 1024, 64
@@ -359,7 +357,7 @@ def test_what_train_clm_is_asked_for(host, tmp_path, monkeypatch):
     drope.recalibrate(host, tmp_path / "out", arguments, "--position_encoding", "none")
     (_, script, *given) = asked[0]
     assert script == train_clm.__file__
-    parsed = flags.parse(language.parser(None), given)
+    parsed = flags.parse(language_modeling.parser(None), given)
     assert (parsed.packing, parsed.text_length, parsed.max_train_steps, parsed.learning_rate) == (True, 256, 5, 0.003)
     assert parsed.position_encoding == {"type": "none"} or parsed.position_encoding == "none"
     monkeypatch.setattr(subprocess, "run", lambda command: SimpleNamespace(returncode=3))

@@ -7,7 +7,7 @@ import pytest
 
 from conftest import ROOT, run_python
 from evaluation import pages
-from training import data
+from hf_posenc.training import data
 
 RST = """.. SPDX-License-Identifier: GPL-2.0
 .. _label:

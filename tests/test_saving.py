@@ -615,9 +615,9 @@ ELSEWHERE = {
     "scripts/attacks/": "in new temporary directories, or bytes in memory",
     "scripts/benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
     "scripts/reach.py:Kept.add": "a line is added to the end",
-    "scripts/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
-    "scripts/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
-    "scripts/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",
+    "hf_posenc/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
+    "hf_posenc/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
+    "hf_posenc/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",
     "scripts/v4_checkpoints.py:write": "into a new directory, under Transformers 4, where hf_posenc can't be imported",
 }
 """Other writes: the function, or the beginning of its path -> why it needs no atomic writer."""

@@ -12,11 +12,10 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoModel, BertTokenizer
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-import distill
 import hf_posenc
 from conftest import LENGTH, ROOT, WORDS, assert_close, run_python, stock, tokens
 from hf_posenc.evaluation import retrieval, stdlib_corpus
-from training import sentences
+from hf_posenc.training import distill, sentences
 
 SCRIPTS = ROOT / "scripts"
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rich.table import Table
+import rich.table
 
 from hf_posenc.evaluation.metrics import UNCORRECTED
 from hf_posenc.evaluation.needles import chance
@@ -23,14 +23,14 @@ def level(task: str, settings: dict[str, Any]) -> float:
     return chance(settings["candidates" if task.startswith("needle") else "documents"])[METRICS[task] == "mrr"]
 
 
-def tables(found: Found, perplexities: ByLength, settings: dict[str, Any]) -> list[Table]:
+def tables(found: Found, perplexities: ByLength, settings: dict[str, Any]) -> list[rich.table.Table]:
     """One table for each task: the metric, and below it the difference to the baseline with its 95% interval."""
     made = []
     baseline, scores = settings["baseline"], found.scores()
     differences = found.differences(baseline) if scores else {}
     for task in (task for task in TITLES if task in scores):
         title = f"{TITLES[task].format(**settings)}\nbelow it the difference to {baseline}"
-        table = Table("method", title=title, caption=UNCORRECTED)
+        table = rich.table.Table("method", title=title, caption=UNCORRECTED)
         for length, by_name in scores[task].items():
             table.add_column(f"{length}\nN = {next(iter(by_name.values())).queries}", justify="right")
         for name in dict.fromkeys(name for by_name in scores[task].values() for name in by_name):
@@ -47,7 +47,9 @@ def tables(found: Found, perplexities: ByLength, settings: dict[str, Any]) -> li
         count = next(iter(next(iter(perplexities.values())).values())).documents
         other = settings["perplexity_baseline"]
         title = f"perplexity of the same tokens of {count} documents\nbelow it the ratio to {other}"
-        table = Table("model", *(f"windows of\n{length}" for length in perplexities), title=title, caption=UNCORRECTED)
+        table = rich.table.Table(
+            "model", *(f"windows of\n{length}" for length in perplexities), title=title, caption=UNCORRECTED
+        )
         for name in next(iter(perplexities.values())):
             cells = []
             for length, by_model in perplexities.items():

@@ -143,14 +143,14 @@ def encoding(group: Group, settings: Settings) -> dict[str, Record]:
 
 def train_mlm(group: Group, settings: Settings) -> dict[str, Record]:
     """A step of masked language modelling as the script does it, with a stock model and with patched ones."""
-    import train_mlm as script
-    from tasks import language
+    from hf_posenc.training import language_modeling
+    from hf_posenc.training import train_mlm as script
 
     flags = ("--per_device_train_batch_size", "8", "--text_length", "128")
 
     def prepare(name: str, arguments: list[str]) -> Any:
         chosen = [] if name == STOCK else ["--position_encoding", name]
-        return _captured(language, script.main, [*arguments, *flags, *chosen])
+        return _captured(language_modeling, script.main, [*arguments, *flags, *chosen])
 
     return _steps(prepare, group, settings)
 
@@ -159,7 +159,7 @@ def distill(group: Group, settings: Settings) -> dict[str, Record]:
     """A step of distillation as the script does it; the stock student is the original itself."""
     from transformers import AutoModel
 
-    import distill as script
+    from hf_posenc.training import distill as script
 
     flags = ("--per_device_train_batch_size", "8", "--min_text_length", "256", "--no-calibrate")
 
@@ -186,7 +186,7 @@ def _captured(module: Any, main: Callable[[list[str]], None], arguments: list[st
 
 def _steps(prepare: Callable[[str, list[str]], dict[str, Any]], group: Group, settings: Settings) -> dict[str, Record]:
     from hf_posenc.evaluation import stdlib_corpus
-    from training.loop import Run as Training
+    from hf_posenc.training.loop import Run as Training
 
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder) / "texts.jsonl"

@@ -10,7 +10,7 @@ import hf_posenc
 from generalisation import models, study
 from generalisation.models import Encoding, Sizes
 from generalisation.tasks import Task
-from training.flags import at_least
+from hf_posenc.training.flags import at_least
 
 Number = TypeVar("Number", int, float)
 PER_TASK = {"length": 1, "steps": 0, "batch_size": 1}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.data import Cut
+from hf_posenc.training.data import Cut
 
 AT_ONCE = 16
 """Windows in a forward pass."""

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
-from training import checkpoints, output
-from training.data import Numbered, endless
-from training.models import shard
-from training.task import Task
+from hf_posenc.training import checkpoints, output
+from hf_posenc.training.data import Numbered, endless
+from hf_posenc.training.models import shard
+from hf_posenc.training.task import Task
 
 FREE_TO_CHANGE = {
     "output_dir", "resume_from_checkpoint", "checkpointing_steps", "keep_last", "with_tracking", "report_to", "push_to_hub",

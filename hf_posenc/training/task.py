@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from training.data import Rows
+from hf_posenc.training.data import Rows
 
 
 class Task:

@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 import hf_posenc
-from training.data import check_texts, load_splits, tokenized
-from training.flags import TEXT_LENGTH_HELP, argument_parser, at_least
-from training.loop import train
-from training.models import load_model, text_length, warn_of_length
-from training.task import Task, token_losses
+from hf_posenc.training.data import check_texts, load_splits, tokenized
+from hf_posenc.training.flags import TEXT_LENGTH_HELP, argument_parser, at_least
+from hf_posenc.training.loop import train
+from hf_posenc.training.models import load_model, text_length, warn_of_length
+from hf_posenc.training.task import Task, token_losses
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -7,8 +7,8 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from training.data import Row, check_known, load_splits, mapped
-from training.task import Task
+from hf_posenc.training.data import Row, check_known, load_splits, mapped
+from hf_posenc.training.task import Task
 
 
 class Supervised(Task):

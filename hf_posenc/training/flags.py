@@ -20,7 +20,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import SchedulerType
 
 import hf_posenc
-from training import checkpoints
+from hf_posenc.training import checkpoints
 
 DEFAULT_TEXT_LENGTH = 512
 """Tokens that texts are cut to if the model has no limit."""

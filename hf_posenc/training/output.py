@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import hf_posenc
 from hf_posenc.evaluation import records
-from training import checkpoints
+from hf_posenc.training import checkpoints
 
 
 def save_model(accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 import hf_posenc
 from hf_posenc.serialization import tokenizer_files
-from training.flags import DEFAULT_TEXT_LENGTH
+from hf_posenc.training.flags import DEFAULT_TEXT_LENGTH
 
 ROOM, PERCENTILE = 1.2, 95
 """Least ratio of the model's maximum length to this percentile of the training texts' lengths without a warning."""

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding
 
-from tasks.supervised import Supervised, check_fast
-from training.data import Row, Rows, check_columns
+from hf_posenc.training.data import Row, Rows, check_columns
+from hf_posenc.training.supervised import Supervised, check_fast
 
 
 class QuestionAnswering(Supervised):

@@ -19,9 +19,9 @@ from transformers import (
     DataCollatorWithPadding,
 )
 
-from tasks.supervised import Supervised, check_fast
-from training.data import Cut, Row, Rows, check_columns
-from training.task import token_losses
+from hf_posenc.training.data import Cut, Row, Rows, check_columns
+from hf_posenc.training.supervised import Supervised, check_fast
+from hf_posenc.training.task import token_losses
 
 
 class Labelled(Supervised):
