@@ -613,7 +613,7 @@ ELSEWHERE = {
     "hf_posenc/serialization/probe.py:_run": "in the temporary directory of the probe",
     "hf_posenc/serialization/probe.py:_main": "in the temporary directory of the probe",
     "scripts/attacks/": "in new temporary directories, or bytes in memory",
-    "scripts/benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
+    "benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
     "scripts/reach.py:Kept.add": "a line is added to the end",
     "hf_posenc/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
     "hf_posenc/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
@@ -661,7 +661,7 @@ def writes(tree):
 
 def test_every_file_is_written_by_the_atomic_writer():
     found = {}
-    for folder in ("hf_posenc", "scripts"):
+    for folder in ("hf_posenc", "benchmarks", "scripts", "tools"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for where, line in writes(ast.parse(path.read_text())):
                 found[f"{path.relative_to(ROOT)}:{where}"] = line

@@ -18,7 +18,7 @@ from benchmarks.grid import Group, Settings
 from hf_posenc.evaluation import records
 
 HERE = Path(__file__).resolve().parent
-REPORTING = {"report.py", "targets.py", "results.py"}
+REPORTING = {"bench.py", "report.py", "targets.py", "results.py"}
 """Modules that no measurement depends on."""
 
 
@@ -50,7 +50,7 @@ def _cpu() -> str:
 def state(settings: Settings) -> str:
     """A hash of what a group's record depends on."""
     files = [
-        *(HERE.parents[1] / "hf_posenc").rglob("*.py"),
+        *(HERE.parent / "hf_posenc").rglob("*.py"),
         *(path for path in HERE.glob("*.py") if path.name not in REPORTING),
         *(path for name in settings.modules for path in _files(name)),
     ]
