@@ -15,7 +15,6 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from transformers import AutoModel, CLIPModel
 from typer.testing import CliRunner
 
-import cards
 import hf_posenc
 import test_composites
 import test_encoder_decoder
@@ -23,6 +22,7 @@ import test_speech
 import test_vision
 from attacks.hub_server import TOKEN, serve
 from conftest import BERT, ROOT, patched, stock, tokens
+from experiments import cards
 from hf_posenc.cli import app
 from hf_posenc.evaluation import records as files
 from hf_posenc.hub.cards import model_card, replaceable

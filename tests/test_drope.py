@@ -1,4 +1,4 @@
-"""scripts/drope.py: the models that it makes, passkeys, stages that are done once, what is read out of a record."""
+"""experiments/drope.py: the models that it makes, passkeys, stages that are done once, what is read out of a record."""
 
 import json
 import math
@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import drope
 import hf_posenc
 from conftest import LLAMA, assert_apart, assert_close, assert_equal, randomize
-from evaluation import pages
+from experiments import drope
+from experiments.data import pages
 from hf_posenc.evaluation import passkeys, records, stdlib_corpus
 from hf_posenc.training import flags, language_modeling, train_clm
 

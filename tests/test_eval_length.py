@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import BertTokenizer
 
-import eval_length
 import hf_posenc
 from conftest import LETTERS, ROOT, stock
-from evaluation import library as stdlib
+from experiments import eval_length
+from experiments import stdlib_retrieval as stdlib
 from hf_posenc.evaluation import needles, perplexity, records, retrieval_by_length, stdlib_corpus
 from hf_posenc.evaluation.metrics import Ranks
 from hf_posenc.evaluation.retrieval import Embedder, Method, cut
@@ -418,7 +418,7 @@ def test_the_page_shows_the_kept_results():
 
 def test_extensions_are_put_side_by_side():
     """Groups of models that were asked the same questions are rows of one table; short texts count by title alone."""
-    import extensions
+    from experiments import extensions
 
     def record(lengths, name, value):
         scores = {length: {"minilm, truncated at 512": {"mrr": 0.5}, name: {"mrr": value}} for length in lengths}

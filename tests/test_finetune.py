@@ -30,10 +30,10 @@ from transformers import (
     pipeline,
 )
 
-import reviews
-import seeds
 from attacks.hub_server import TOKEN, USER, serve
 from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY, WORDS, slow
+from experiments import seeds
+from experiments.data import reviews
 from hf_posenc.training import classification, finetune, question_answering
 
 SCRIPTS = ROOT / "scripts"

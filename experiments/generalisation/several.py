@@ -10,11 +10,11 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from generalisation import figures, report
-from generalisation.results import Results
-from generalisation.runs import task_of, times
-from generalisation.study import Study
-from generalisation.tasks import ALL
+from experiments.generalisation import figures, report
+from experiments.generalisation.results import Results
+from experiments.generalisation.runs import task_of, times
+from experiments.generalisation.study import Study
+from experiments.generalisation.tasks import ALL
 from hf_posenc.evaluation.metrics import UNCORRECTED
 from hf_posenc.plots.style import NORMAL, Sheet, panels
 

@@ -1,8 +1,8 @@
 """The conversions behind docs/longer.md and model_cards/: MiniLM calibrated and trained with four encodings, and measured.
 
-    python scripts/conversions.py --pages LINUX POSTGRESQL --output_dir conversions
+    python -m experiments.conversions --pages LINUX POSTGRESQL --output_dir conversions
 
-LINUX and POSTGRESQL are the folders of documentation that scripts/evaluation/pages.py names. The models learn from their
+LINUX and POSTGRESQL are the folders of documentation that experiments/data/pages.py names. The models learn from their
 training pages and from the standard library's documentation; evaluation pages are seen by none. What is finished already is
 not done again. On two CPU cores it takes about an hour and a half, most of it measuring.
 """
@@ -21,8 +21,8 @@ from tqdm.auto import tqdm
 from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
-from evaluation import pages
-from evaluation.library import bag_of_words, evaluate
+from experiments.data import pages
+from experiments.stdlib_retrieval import bag_of_words, evaluate
 from hf_posenc.evaluation import records, stdlib_corpus, terminals
 from hf_posenc.serialization.atomic import replaced, write_text
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
@@ -80,8 +80,9 @@ def with_logn(model: PreTrainedModel, trained: Path) -> PreTrainedModel:
     return model
 
 
-def run(script: str, *arguments: str) -> None:
-    if code := subprocess.run([sys.executable, str(Path(__file__).with_name(script)), *arguments]).returncode:
+def run(module: str, *arguments: str) -> None:
+    """`python -m module` with these arguments. Exits with its code if it fails."""
+    if code := subprocess.run([sys.executable, "-m", module, *arguments]).returncode:
         sys.exit(code)
 
 
@@ -100,7 +101,7 @@ def main() -> None:
             calibrated(original, "relative", texts).save_pretrained(folder)
     for name in MODELS:
         if not (output / name / "distillation.json").exists():
-            run("distill.py", *distillation(name, original, str(texts), str(output / name)))
+            run("hf_posenc.training.distill", *distillation(name, original, str(texts), str(output / name)))
     if not (output / WITH_LOGN / "config.json").exists():
         with replaced(output / WITH_LOGN) as folder:
             with_logn(calibrated(original, WITH_LOGN, texts), output / "minilm-relative").save_pretrained(folder)
@@ -114,7 +115,7 @@ def main() -> None:
             if not (made / "length.json").exists():
                 models = [f"minilm={original}", *(f"{name}={output / name}" for name in names)]
                 measured = ["--tasks", "title", "deep", "--lengths", *lengths, "--output_dir", str(made)]
-                run("eval_length.py", *models, "--pages", str(folder), *measured)
+                run("experiments.eval_length", *models, "--pages", str(folder), *measured)
     scores = {"bag of words": bag_of_words(tokenizer, TEXT_LENGTH)}
     scores["minilm"] = evaluate(AutoModel.from_pretrained(original), tokenizer, TEXT_LENGTH, "minilm")
     kept = {}

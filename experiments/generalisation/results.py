@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evaluation.intervals import interval
-from generalisation.tasks import ALL
+from experiments.generalisation.tasks import ALL
+from hf_posenc.evaluation.metrics import interval
 
 Record = dict[str, Any]
 DIGESTS = {"host": "weights of the host", "train": "training rows", "test": "test rows"}

@@ -5,18 +5,18 @@ from typing import Any
 
 from rich.table import Table
 
-from generalisation import verdict
-from generalisation.results import Results
-from generalisation.study import Study
-from generalisation.tasks import ALL
-from generalisation.verdict import Finding
+from experiments.generalisation import verdict
+from experiments.generalisation.results import Results
+from experiments.generalisation.study import Study
+from experiments.generalisation.tasks import ALL
+from experiments.generalisation.verdict import Finding
 from hf_posenc.evaluation import records
 from hf_posenc.evaluation.metrics import UNCORRECTED
 
 ENDS = "†"
 """Marks encodings that end at a length: they were given that of the longest test."""
 MEASURES = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
-MARKERS = "<!-- tables by scripts/generalise.py: begin -->", "<!-- tables by scripts/generalise.py: end -->"
+MARKERS = "<!-- tables by experiments/generalise.py: begin -->", "<!-- tables by experiments/generalise.py: end -->"
 ON_PAGES = (1, 2, 8)
 """The lengths, in L, that a page shows."""
 NAMES = {

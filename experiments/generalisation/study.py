@@ -20,9 +20,9 @@ from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from generalisation import models
-from generalisation.models import Encoding
-from generalisation.runs import Setup, Training, process_state, run, task_of
+from experiments.generalisation import models
+from experiments.generalisation.models import Encoding
+from experiments.generalisation.runs import Setup, Training, process_state, run, task_of
 from hf_posenc.evaluation import records
 
 RUNS = "runs"

@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from generalisation import models
-from generalisation.models import CHECKPOINT, HOSTS, Encoding, Sizes
-from generalisation.runs import Setup, task_of, test_lengths, training_of
-from generalisation.study import Study, planned
-from generalisation.tasks import ALL
+from experiments.generalisation import models
+from experiments.generalisation.models import CHECKPOINT, HOSTS, Encoding, Sizes
+from experiments.generalisation.runs import Setup, task_of, test_lengths, training_of
+from experiments.generalisation.study import Study, planned
+from experiments.generalisation.tasks import ALL
 
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 OF_TASKS = ("vocab_size", "num_labels", "max_position_embeddings", "n_positions", *TOKENS)

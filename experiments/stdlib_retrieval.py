@@ -1,6 +1,6 @@
 """Retrieval over the standard library's documentation (stdlib_corpus): a module's one-line summary is to find it.
 
-From scripts/, `python -m evaluation.library MODEL [MODEL …] --text_length 256` scores models (folders or Hub ids, patched or
+`python -m experiments.stdlib_retrieval MODEL [MODEL …] --text_length 256` scores models (folders or Hub ids, patched or
 not) beside a bag of words. Embeddings are mean-pooled over real tokens.
 """
 

@@ -1,7 +1,7 @@
 """A folder of documentation as texts for evaluation and training: .rst, .txt, .md and .html pages.
 
-    python scripts/evaluation/pages.py DIR                             # how much text there is, with samples
-    python scripts/evaluation/pages.py DIR --train_file train.jsonl    # the training pages, for distill.py --train_file
+    python -m experiments.data.pages DIR                             # how much text there is, with samples
+    python -m experiments.data.pages DIR --train_file train.jsonl    # the training pages, for distill.py --train_file
 
 Debian has two such folders, which `apt-get download PACKAGE` and `dpkg-deb -x FILE FOLDER` unpack without installing them:
 linux-doc-6.1 (usr/share/doc/linux-doc-6.1/html/_sources) and postgresql-doc-15 (usr/share/doc/postgresql-doc-15/html).

@@ -1,10 +1,10 @@
 """Length generalisation, the papers' way: tiny decoders trained at lengths up to L and tested to 8 L, with every encoding.
 
-    python scripts/generalise.py --processes 2 --output_dir generalisation          # the study of scripts/results, resumable
-    python scripts/generalise.py --tasks copy --encodings t5 alibi none rope+alibi --seeds 0 1 2 --output_dir OUT
-    python scripts/generalise.py --tasks copy lm --length copy=16 lm=128 --steps copy=2000 --output_dir OUT
-    python scripts/generalise.py --encodings none '{"type": "rope", "theta": 500000.0}' --output_dir OUT
-    python scripts/generalise.py --report_only --output_dir OUT
+    python -m experiments.generalise --processes 2 --output_dir generalisation    # the study of scripts/results, resumable
+    python -m experiments.generalise --tasks copy --encodings t5 alibi none rope+alibi --seeds 0 1 2 --output_dir OUT
+    python -m experiments.generalise --tasks copy lm --length copy=16 lm=128 --steps copy=2000 --output_dir OUT
+    python -m experiments.generalise --encodings none '{"type": "rope", "theta": 500000.0}' --output_dir OUT
+    python -m experiments.generalise --report_only --output_dir OUT
 
 Tasks: copy, reverse and addition of digits (Kazemnejad et al., 2023: https://arxiv.org/abs/2305.19466), and a language model of
 the bytes of Python's help texts (Press et al., 2022: https://arxiv.org/abs/2108.12409). For a seed, all encodings have the same
@@ -27,11 +27,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; processes are wha
 
 from rich.console import Console
 
-from generalisation import figures, flags, models, report, study, verdict
-from generalisation.results import Results
-from generalisation.runs import Setup, process_state, training_of
-from generalisation.study import Study
-from generalisation.tasks import CAUSAL, TASKS
+from experiments.generalisation import figures, flags, models, report, study, verdict
+from experiments.generalisation.results import Results
+from experiments.generalisation.runs import Setup, process_state, training_of
+from experiments.generalisation.study import Study
+from experiments.generalisation.tasks import CAUSAL, TASKS
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import write_text
 from hf_posenc.training.flags import positive

