@@ -13,8 +13,8 @@ from typer.main import get_command
 from attacks.hub_server import TOKEN, serve
 from conftest import ROOT, run_python, stock
 from hf_posenc.cli import app
-from hosts import tiny
 from page_worker import blocks
+from tools.hosts import tiny
 
 PAGES = {path.name: path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
 PAGES |= {path.name: path for path in sorted((ROOT / "docs").glob("*.md"))}

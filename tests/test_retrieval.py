@@ -10,10 +10,10 @@ import torch
 from scipy import stats
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-import coverage
 import hf_posenc
 from conftest import LENGTH, LETTERS, WORDS, stock, tokens
 from hf_posenc.evaluation import cloze_queries, metrics, retrieval
+from tools import coverage
 
 DOCUMENT = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9)).capitalize()}." for n in range(60))
 """60 sentences of 9 words and 10 tokens; every 26th is the same."""

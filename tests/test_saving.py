@@ -614,11 +614,11 @@ ELSEWHERE = {
     "hf_posenc/serialization/probe.py:_main": "in the temporary directory of the probe",
     "scripts/attacks/": "in new temporary directories, or bytes in memory",
     "benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
-    "scripts/reach.py:Kept.add": "a line is added to the end",
+    "tools/reach.py:Kept.add": "a line is added to the end",
     "hf_posenc/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
     "hf_posenc/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
     "hf_posenc/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",
-    "scripts/v4_checkpoints.py:write": "into a new directory, under Transformers 4, where hf_posenc can't be imported",
+    "tools/v4_checkpoints.py:write": "into a new directory, under Transformers 4, where hf_posenc can't be imported",
 }
 """Other writes: the function, or the beginning of its path -> why it needs no atomic writer."""
 OURS = {"saving.write_text", "sentences.save", "output.save_model"}

@@ -3,7 +3,7 @@
 `paired` compares two methods over the same queries. The interval of the difference is much narrower than the intervals of the
 two scores, which can overlap although the difference is clear.
 
-`scripts/coverage.py` measures how often the intervals contain the true mean. No interval is corrected for multiple
+`tools/coverage.py` measures how often the intervals contain the true mean. No interval is corrected for multiple
 comparisons (`UNCORRECTED`).
 
 Shapes: N queries, M documents, G groups.

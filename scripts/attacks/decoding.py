@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 import hf_posenc
 from attacks.cases import SAME, Case, Comparison, Settings, no_grad
 from attacks.subjects import drawn
-from hosts.tiny import LENGTH, VOCABULARY, build, randomized
+from tools.hosts.tiny import LENGTH, VOCABULARY, build, randomized
 
 ENCODINGS = ("sinusoidal", "learned", "rope", "alibi", "t5", "shaw")
 """Those of all that are asked for, one or two for each way to act."""

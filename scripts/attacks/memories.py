@@ -16,7 +16,7 @@ import hf_posenc
 from attacks.cases import Case, Comparison, Settings, elsewhere, new_folder, no_grad
 from attacks.seq2seq import ENCODINGS
 from attacks.subjects import ITSELF, VOCABULARY, drawn, padded, tokens
-from hosts.tiny import randomized
+from tools.hosts.tiny import randomized
 
 SIZES: dict[str, Any] = {
     **{"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, DynamicCache, En
 import hf_posenc
 from attacks.cases import Case, Comparison, Settings, no_grad
 from attacks.subjects import ITSELF, VOCABULARY, padded, patched, tokens
-from hosts.tiny import randomized
+from tools.hosts.tiny import randomized
 
 BUCKETS: dict[str, Any] = dict(num_buckets=8, max_distance=12)
 SIZES: dict[str, Any] = dict(

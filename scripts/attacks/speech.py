@@ -15,7 +15,7 @@ import hf_posenc
 from attacks.cases import Case, Comparison, Settings, elsewhere, new_folder, no_grad
 from attacks.seq2seq import ENCODINGS, alike
 from attacks.subjects import ITSELF, drawn
-from hosts.tiny import randomized
+from tools.hosts.tiny import randomized
 
 FRAMES, TARGET, MEL, TIMES = 40, 40, 8, 41
 """Of Whisper: positions of sounds and of tokens, mel features, tokens of times (0.00 s, 0.02 s, …)."""

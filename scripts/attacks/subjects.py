@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 
 import hf_posenc
-from hosts.tiny import randomized
+from tools.hosts.tiny import randomized
 
 LENGTH, VOCABULARY = 48, 61
 COMMON = dict(

@@ -23,7 +23,7 @@ from transformers import BertConfig, BertForMaskedLM, BertTokenizer
 
 from attacks.cases import Case, Comparison, Refused, Settings, new_folder
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
-from hosts.tiny import randomized
+from tools.hosts.tiny import randomized
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 SCRIPTS = ("finetune", "distill", "generalise")

@@ -18,7 +18,7 @@ import hf_posenc
 from attacks.cases import Case, Comparison, Settings, elsewhere, new_folder, no_grad
 from attacks.seq2seq import ENCODINGS
 from attacks.subjects import ITSELF, drawn
-from hosts.tiny import randomized
+from tools.hosts.tiny import randomized
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8)
 SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)

@@ -257,7 +257,7 @@ def build(kind: str, only: int | None = None, **changes: Any) -> PreTrainedModel
 
     only: the one layer that it has, counted among those of the model without it. changes: of sizes.
     """
-    from hosts.inputs import runs
+    from tools.hosts.inputs import runs
 
     first = None
     for model in candidates(kind, only, changes):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hosts.tiny import LENGTH, RECIPES, VOCABULARY
+from tools.hosts.tiny import LENGTH, RECIPES, VOCABULARY
 
 ATTENTION = re.compile(r"Attention|Attn")
 TOKENS = ("input_ids", "decoder_input_ids")
@@ -40,7 +40,7 @@ class Spec:
     def tensor(self, generator: torch.Generator, rows: int) -> Any:
         if self.value is not None:
             return torch.tensor(self.value) if isinstance(self.value, list) else self.value
-        shape = [{"B": rows, "L": LENGTH}.get(size, size) if isinstance(size, str) else size for size in self.shape]
+        shape = [{"B": rows, "L": LENGTH}[size] if isinstance(size, str) else size for size in self.shape]
         if self.below:
             numbers = torch.randint(min(3, self.below - 1), self.below, shape, generator=generator)
         else:

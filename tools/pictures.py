@@ -1,4 +1,4 @@
-"""The pictures of docs/plots.md, drawn by the blocks that it shows: python scripts/pictures.py"""
+"""The pictures of docs/plots.md, drawn by the blocks that it shows: python -m tools.pictures"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The pictures of docs/explore.md, taken of the page itself by Chromium: python scripts/screenshots.py"""
+"""The pictures of docs/explore.md, taken of the page itself by Chromium: python -m tools.screenshots"""
 
 import io
 import shutil

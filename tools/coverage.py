@@ -1,6 +1,6 @@
 """Measure how often 95% intervals of retrieval scores contain the true mean, by method and number of queries.
 
-    python scripts/coverage.py --output_file scripts/results/coverage.txt      # four minutes
+    python -m tools.coverage --output_file scripts/results/coverage.txt      # four minutes
 
 Each cell has the coverage in percent, and in brackets the mean width. Methods: the percentile bootstrap, the bias-corrected and
 accelerated bootstrap (BCa), Student's t, and `hf_posenc.evaluation.metrics` (Wilson's interval for scores, Newcombe's for

@@ -1,7 +1,7 @@
 """Which of Transformers' model types can be patched: a tiny random model of each, checked by running it.
 
-    python scripts/reach.py --output_file scripts/results/reach.txt --docs_file docs/hosts.md --quoted_in README.md
-    python scripts/reach.py --types llama,bert
+    python -m tools.reach --output_file scripts/results/reach.txt --docs_file docs/hosts.md --quoted_in README.md
+    python -m tools.reach --types llama,bert
 
 A modeling folder of Transformers counts if one of its model types is taken and passes every check of `hosts/checks.py`; a check
 that doesn't apply (a cache for an encoder) is "-", one that could not be run is "skipped", and then the folder doesn't count.
@@ -31,11 +31,11 @@ from transformers import CONFIG_MAPPING
 
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import write_text
-from hosts import checks, tiny
-from hosts.verdicts import Verdict, folder_of, judge
+from tools.hosts import checks, tiny
+from tools.hosts.verdicts import Verdict, folder_of, judge
 
 WIDTH = 128
-MARKERS = "<!-- tables by scripts/reach.py: begin -->", "<!-- tables by scripts/reach.py: end -->"
+MARKERS = "<!-- tables by tools/reach.py: begin -->", "<!-- tables by tools/reach.py: end -->"
 QUOTED = re.compile(r"> \d+ of \d+ modeling folders")
 HERE = Path(__file__).resolve().parent
 MODELS = Path(transformers.__file__).parent / "models"
@@ -181,9 +181,9 @@ def report(verdicts: Iterable[Verdict]) -> str:
                 refused = [encoding for encoding in checks.ENCODINGS if encoding not in each.encodings]
                 without = f"   without {', '.join(refused)}" if refused and title != "with vectors alone" else ""
                 lines.append(f"{each.name:44}" + "".join(f"{each.checks[name]:>12}" for name in checks.CHECKS) + without)
-    refused = [verdict for verdict in verdicts if verdict.reason]
-    lines += ["", f"{len(refused)} refused"]
-    for reason, group in _grouped(refused, "reason"):
+    unsupported = [verdict for verdict in verdicts if verdict.reason]
+    lines += ["", f"{len(unsupported)} refused"]
+    for reason, group in _grouped(unsupported, "reason"):
         lines += ["", f"{reason} ({len(group)}), as", f"    {group[0].message}"]
         lines += _wrapped([each.name for each in group])
     unbuilt = [verdict for verdict in verdicts if verdict.unbuilt]

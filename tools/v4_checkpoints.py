@@ -1,6 +1,6 @@
 """Makes tests/v4: tiny checkpoints with relative positions, saved by Transformers 4.57, and what they compute there.
 
-    python scripts/v4_checkpoints.py --output_dir tests/v4
+    python -m tools.v4_checkpoints --output_dir tests/v4
 
 Runs itself in a second environment with that version of Transformers, which is made if it is missing. For each family of
 models it writes the folder of one checkpoint, whose weights serve relative_key and relative_key_query, and

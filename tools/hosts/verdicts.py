@@ -12,7 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 import hf_posenc
-from hosts import checks, tiny
+from tools.hosts import checks, tiny
 
 TEXT = re.compile(r"text|language|decoder|lm\b|llm")
 """In the paths of the parts of a model: those that read text are judged first."""

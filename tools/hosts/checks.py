@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 import hf_posenc
-from hosts import tiny
-from hosts.inputs import TOKENS, Entrance, Reading, Run, entrance, given_vectors, is_run, reading
-from hosts.tiny import LENGTH
+from tools.hosts import tiny
+from tools.hosts.inputs import TOKENS, Entrance, Reading, Run, entrance, given_vectors, is_run, reading
+from tools.hosts.tiny import LENGTH
 
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
 """One for each way to act: vectors, a rotation, a bias by distance, a bias by content."""
