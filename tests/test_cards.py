@@ -20,7 +20,6 @@ import test_composites
 import test_encoder_decoder
 import test_speech
 import test_vision
-from attacks.hub_server import TOKEN, serve
 from conftest import BERT, ROOT, patched, stock, tokens
 from experiments import cards
 from hf_posenc.cli import app
@@ -29,6 +28,7 @@ from hf_posenc.hub.cards import model_card, replaceable
 from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_files
 from hf_posenc.serialization import saved_files
 from hf_posenc.training import models
+from hub_server import TOKEN, serve
 
 CARDS = ROOT / "model_cards"
 NAMES = sorted(folder.name for folder in CARDS.iterdir())

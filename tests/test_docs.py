@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 from typer.main import get_command
 
-from attacks.hub_server import TOKEN, serve
 from conftest import ROOT, run_python, stock
 from hf_posenc.cli import app
+from hub_server import TOKEN, serve
 from page_worker import blocks
 from tools.hosts import tiny
 

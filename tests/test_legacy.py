@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_posenc
-from attacks.hub_server import TOKEN, Commit, Repo, serve
 from conftest import ROOT, assert_apart, assert_close, assert_equal, backends, run_python, stock
 from hf_posenc.cli import app
+from hub_server import TOKEN, Commit, Repo, serve
 
 DATA = ROOT / "tests" / "v4"
 FAMILIES = sorted(path.name for path in DATA.iterdir())

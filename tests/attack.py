@@ -1,8 +1,8 @@
 """Attack the library: every encoding × what was once found to break some, and count how it ends.
 
-    python scripts/attack.py --output_file scripts/results/attack.txt     # a quarter of an hour on two cores
-    python scripts/attack.py --attacks gaps,offload --encodings rope,alibi
-    python scripts/attack.py --only "gaps/ids that jump/gpt2/rope"        # one case; what a fault is reported with
+    python tests/attack.py --output_file scripts/results/attack.txt     # a quarter of an hour on two cores
+    python tests/attack.py --attacks gaps,offload --encodings rope,alibi
+    python tests/attack.py --only "gaps/ids that jump/gpt2/rope"        # one case; what a fault is reported with
 
 A case ends "equal" to an oracle (a stock model, or one forward pass over whole texts without padding), "refused" by an error
 of hf-posenc that says what to do instead, or "stock too" where a stock model fails alike. WRONG, CRASH and HANG are faults,
@@ -23,6 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/ and experiments/ are not installed
 
 from tqdm.auto import tqdm
 
@@ -93,7 +94,7 @@ def report(verdicts: list[Verdict], settings: Settings) -> str:
         lines += ["", f"{sum(said.values())} {outcome}"]
         lines += [f"{count:6} {family}: {note[:110]}" for (family, note), count in sorted(said.items())]
     faults = sorted((each for each in verdicts if each.outcome in FAULTS), key=_order)
-    lines += ["", f"{len(faults)} faults" + ("; to see one again: python scripts/attack.py --only NAME" if faults else "")]
+    lines += ["", f"{len(faults)} faults" + ("; to see one again: python tests/attack.py --only NAME" if faults else "")]
     lines += [f"{each.outcome:6} {each.name}: {each.note[:160]}" for each in faults]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 

@@ -26,7 +26,11 @@ from hf_posenc.serialization.tokenizer_files import required_tokenizer
 from tools.hosts.tiny import randomized
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-SCRIPTS = ("finetune", "distill", "generalise")
+SCRIPTS = {
+    "finetune": "hf_posenc.training.finetune",
+    "distill": "hf_posenc.training.distill",
+    "generalise": "experiments.generalise",
+}
 RECORDS = {"finetune": "all_results.json", "distill": "distillation.json", "generalise": "generalise.json"}
 WORDS = [f"w{number}" for number in range(40)]
 LIMIT = 120.0
@@ -50,7 +54,7 @@ BAD_ROWS: dict[str, list[str]] = {
 def cases(settings: Settings) -> Iterator[Case]:
     chance = random.Random(settings.seed)
     for number in range(settings.kills):
-        script, stop = SCRIPTS[number % len(SCRIPTS)], SIGNALS[number // len(SCRIPTS) % len(SIGNALS)]
+        script, stop = [*SCRIPTS][number % len(SCRIPTS)], SIGNALS[number // len(SCRIPTS) % len(SIGNALS)]
         parts = [chance.random() for _ in range(1 + number % 2)]
         run = functools.partial(stopped, script, stop, parts)
         moments = " and ".join(f"{part:.3f}" for part in parts)
@@ -105,7 +109,7 @@ def line(script: str, output: Path, model: Path | None = None, train: Path | Non
 
 def started(script: str, argv: list[str], log: Path) -> int:
     """The process id of a fork that runs a script: 0 is the status of success, 1 of a message, 2 of a traceback."""
-    main = importlib.import_module(script).main
+    main = importlib.import_module(SCRIPTS[script]).main
     child = os.fork()
     if child:
         return child

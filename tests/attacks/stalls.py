@@ -15,8 +15,8 @@ import huggingface_hub
 
 import hf_posenc
 from attacks.cases import Case, Comparison, Hanging, Refused, Settings, new_folder
-from attacks.hub_server import TOKEN, USER, Commit, Fault, Hub, Repo, serve
 from attacks.subjects import patched, stock
+from hub_server import TOKEN, USER, Commit, Fault, Hub, Repo, serve
 
 PATIENCE, DEADLINE, LIMIT = 1.0, 4.0, 12.0
 """Seconds that one request may take, that a push may take, and after which it counts as hanging."""
