@@ -15,20 +15,20 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from transformers import AutoModel, CLIPModel
 from typer.testing import CliRunner
 
-import cards
 import hf_posenc
 import test_composites
 import test_encoder_decoder
 import test_speech
 import test_vision
-from attacks.hub_server import TOKEN, serve
 from conftest import BERT, ROOT, patched, stock, tokens
-from evaluation import records as files
+from experiments import cards
 from hf_posenc.cli import app
+from hf_posenc.evaluation import records as files
 from hf_posenc.hub.cards import model_card, replaceable
 from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_files
 from hf_posenc.serialization import saved_files
-from training import models
+from hf_posenc.training import models
+from hub_server import TOKEN, serve
 
 CARDS = ROOT / "model_cards"
 NAMES = sorted(folder.name for folder in CARDS.iterdir())

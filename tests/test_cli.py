@@ -211,15 +211,14 @@ def test_without_sentence_transformers_its_modules_are_not_dropped_silently(sent
 import sys
 sys.modules["sentence_transformers"] = None
 from hf_posenc.cli import app
-sys.path.insert(0, sys.argv[3])
-from training import sentences
+from hf_posenc.training import sentences
 try:
     sentences.load(sys.argv[1])
 except SystemExit as refusal:
     print(refusal)
 app(["patch", sys.argv[1], "alibi", "--output-dir", sys.argv[2]])
 """
-    said = run_python(code, sentences, tmp_path / "new", ROOT / "scripts")
+    said = run_python(code, sentences, tmp_path / "new")
     assert f"{sentences} has modules of sentence-transformers: pip install sentence-transformers" in said
     assert "modules (pooling) are not saved: pip install sentence-transformers, and do it again" in said
     assert (tmp_path / "new" / "config.json").exists() and not (tmp_path / "new" / "modules.json").exists()
@@ -239,8 +238,8 @@ def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_pat
         listed = json.loads((original / "modules.json").read_text())
         (original / "modules.json").write_text(json.dumps([{**listed[0], "path": "0_Transformer"}, *listed[1:]]))
     shown = run("patch", original, "alibi", *keeping, "--output-dir", tmp_path / "a new one")
-    python, script, *given = shlex.split(shown.splitlines()[-1])
-    assert (python, script) == ("python", str(ROOT / "scripts" / "distill.py"))
+    python, flag, module, *given = shlex.split(shown.splitlines()[-1])
+    assert (python, flag, module) == ("python", "-m", "hf_posenc.training.distill")
     (tmp_path / "texts.txt").write_text("a b\nb a b\n" * 9)
     few = ["--train_file", tmp_path / "texts.txt", "--max_train_steps", 2, "--min_text_length", 3, "--text_length", 8]
     codes, said = launch("distill", *given, *few)

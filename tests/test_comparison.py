@@ -1,15 +1,19 @@
 """`hf-posenc convert`, and the comparison that it ends with."""
 
 import json
+import os
 import random
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForMaskedLM, BertTokenizer
 
 import hf_posenc
-from conftest import LENGTH, assert_equal, patched, run_python, stock
+from conftest import LENGTH, ROOT, assert_equal, patched, run_python, stock
 from hf_posenc.evaluation import metrics, model_comparison
 from hf_posenc.evaluation.retrieval import Embedder
 from test_cli import run
@@ -75,11 +79,16 @@ def test_with_questions_of_ones_own(folder, tmp_path):
     assert "MRR" not in said and (tmp_path / "other" / "config.json").is_file()
 
 
-@pytest.mark.slow
 def test_trained_on(folder, tmp_path):
+    """By the package alone, as pip installs it, in a folder that isn't the repository."""
+    shutil.copytree(ROOT / "hf_posenc", tmp_path / "site" / "hf_posenc", ignore=shutil.ignore_patterns("__pycache__"))
     few = ("--option", "max_distance=4", "--train-steps", 2, "--max-length", 40)
     texts_of = ("--texts", folder / "texts.jsonl", "--output-dir", tmp_path / "out")
-    said = re.sub(r"[\s│]+", " ", run("convert", folder / "bert", "relative", *few, *texts_of))
+    command = [sys.executable, "-m", "hf_posenc.cli", "convert", folder / "bert", "relative", *few, *texts_of]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "COLUMNS": "200"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = re.sub(r"[\s│]+", " ", done.stdout)
     assert " calibrated 0." in said and " trained 0." in said
     made, loading = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not loading["missing_keys"]

@@ -30,12 +30,11 @@ from transformers import (
     pipeline,
 )
 
-import finetune
-import reviews
-import seeds
-from attacks.hub_server import TOKEN, USER, serve
 from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY, WORDS, slow
-from tasks import classification, question_answering
+from experiments import seeds
+from experiments.data import reviews
+from hf_posenc.training import classification, finetune, question_answering
+from hub_server import TOKEN, USER, serve
 
 SCRIPTS = ROOT / "scripts"
 SHORT = ("--max_train_steps", 10, "--eval_steps", 5)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from rich.console import Console
 
-import generalise
 from conftest import ROOT
-from evaluation import records
-from generalisation import models, report, runs, study, tasks, verdict
-from generalisation.models import Sizes
-from generalisation.results import Results
-from generalisation.runs import Setup, Training
+from experiments import generalise
+from experiments.generalisation import models, report, runs, study, tasks, verdict
+from experiments.generalisation.models import Sizes
+from experiments.generalisation.results import Results
+from experiments.generalisation.runs import Setup, Training
+from hf_posenc.evaluation import records
 
 TINY = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
 QUICK = [*TINY, "--tasks", "copy", "--length", "3", "--steps", "2", "--batch_size", "2"]
@@ -390,10 +390,9 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = "import hf_posenc\n\n\nclass Near(hf_posenc.PositionEncoding, type='near'):\n    def distance_bias(self, distance):\n"
     (tmp_path / "my_near.py").write_text(f"{own}        return -0.5 * distance.abs()[None].float()\n")
-    script = str(ROOT / "scripts" / "generalise.py")
     arguments = [*QUICK, "--import", "my_near", "--encodings", "near", "t5", "--seeds", "0", "1"]
     for count in ("1", "2"):
-        command = [sys.executable, script, *arguments, "--processes", count, "--output_dir", count]
+        command = [sys.executable, "-m", "experiments.generalise", *arguments, "--processes", count, "--output_dir", count]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert outputs(tmp_path / "1") == outputs(tmp_path / "2")
 

@@ -13,10 +13,10 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from typer.testing import CliRunner
 
 import hf_posenc
-from attacks.hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
 from conftest import VOCABULARY, patched, said_by_python, slow, stock, tokens
 from hf_posenc.cli import app
 from hf_posenc.hub.eval_results import checked_evaluation, result_files
+from hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
 
 BY_HAND = "# My model\n\nTrained with love.\n"
 LICENCE = "---\nlicense: mit\nlanguage:\n- de\n---\n"

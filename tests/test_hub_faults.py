@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from attacks.hub_server import TOKEN, USER, Commit, Fault, Repo, answered, cut, lose_reply, refuse, serve, with_foreign_commit
 from conftest import patched
+from hub_server import TOKEN, USER, Commit, Fault, Repo, answered, cut, lose_reply, refuse, serve, with_foreign_commit
 from test_hub import run
 
 PUSH = """

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 import hf_posenc
-from attacks.hub_server import USER, Commit, Fault, Repo, refuse, serve, stall, stall_after, trickle
 from conftest import patched, stock
+from hub_server import USER, Commit, Fault, Repo, refuse, serve, stall, stall_after, trickle
 from test_hub import EVALUATION, run
 
 PUSH = """

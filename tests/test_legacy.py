@@ -1,4 +1,4 @@
-"""`from_v4`: checkpoints that Transformers 4.57 saved (scripts/v4_checkpoints.py) give its outputs and gradients."""
+"""`from_v4`: checkpoints that Transformers 4.57 saved (tools/v4_checkpoints.py) give its outputs and gradients."""
 
 import json
 import shutil
@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_posenc
-from attacks.hub_server import TOKEN, Commit, Repo, serve
 from conftest import ROOT, assert_apart, assert_close, assert_equal, backends, run_python, stock
 from hf_posenc.cli import app
+from hub_server import TOKEN, Commit, Repo, serve
 
 DATA = ROOT / "tests" / "v4"
 FAMILIES = sorted(path.name for path in DATA.iterdir())

@@ -754,7 +754,7 @@ ORDER = [
     {"modeling"},
     {"inspection"},
     {"conversion", "evaluation", "diagnostics"},
-    {"hub", "plots"},
+    {"hub", "plots", "training"},
     {"explorer"},
     {"cli"},
 ]
@@ -790,7 +790,7 @@ def test_import_order(path):
     module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     assert rank(module) is not None, f"{module} has no place in ORDER"
     for name in ours(path):
-        if name == "hf_posenc" and module == "cli":  # thin over the public API
+        if name == "hf_posenc" and module in ("cli", "training"):  # they use the public API
             continue
         other = name.split(".")[1] if "." in name else None
         assert rank(other) is not None, f"{path.name} imports {name}, which is no module of ours"
@@ -837,12 +837,33 @@ def test_copies_of_modules_have_files_of_their_own():
     assert {name for name in copies if copies.count(name) > 1} == set()
 
 
-MEASURING = {"evaluation", "plots", "explorer", "serialization"}
-"""Modules that scripts and commands share; they know nothing of how models are patched."""
+MEASURING = {"evaluation", "plots", "explorer", "serialization", "training"}
+"""Modules that programs and commands share; they know nothing of how models are patched."""
 
 
-def test_scripts_use_the_public_api_alone():
-    for path in (ROOT / "scripts").rglob("*.py"):
+PROGRAMS = sorted(path for name in ("scripts", "benchmarks", "experiments", "tools") for path in (ROOT / name).rglob("*.py"))
+"""What isn't installed."""
+BESIDE = {"scripts": {"benchmarks", "experiments"}, "benchmarks": set(), "experiments": set(), "tools": {"benchmarks"}}
+"""A folder of programs -> the others that it imports from; the package imports from none."""
+
+
+@pytest.mark.parametrize("path", [*MODULES, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_import_order_of_programs(path):
+    """Experiments may break: nothing needs them other than their commands."""
+    folder = path.relative_to(ROOT).parts[0]
+    others = {name.partition(".")[0] for name in imported(path)} & {*BESIDE, "tests"}
+    assert others <= {folder, *BESIDE.get(folder, ())} - {"hf_posenc"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
+def test_scripts_are_thin(path):
+    """Whatever they do can be imported, and run as a module."""
+    nodes = ast.parse(path.read_text()).body
+    assert not [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign)]
+
+
+def test_programs_use_the_public_api_alone():
+    for path in PROGRAMS:
         used = {name.removeprefix("hf_posenc.") for name in ours(path) if name != "hf_posenc"}
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_posenc":
@@ -851,7 +872,7 @@ def test_scripts_use_the_public_api_alone():
         assert all(name in hf_posenc.__all__ or name.startswith("PosEnc") for name in used), path.name
 
 
-@pytest.mark.parametrize("path", [*MODULES, *(ROOT / "scripts").rglob("*.py")], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*MODULES, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_tokenizers_are_loaded_in_one_place(path):
     """Transformers makes a tokenizer without a vocabulary where there is none; `tokenizer_files` rejects it."""
     calls = (node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
@@ -860,8 +881,8 @@ def test_tokenizers_are_loaded_in_one_place(path):
     assert not names or path.name == "tokenizer_files.py", names
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda path: path.name)
-def test_scripts_print_on_any_terminal(path):
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_programs_print_on_any_terminal(path):
     """Else a table that is printed at the end, after an hour, may raise UnicodeEncodeError."""
     if (text := path.read_text("utf-8")).count('\nif __name__ == "__main__":\n') and "hf_posenc" in text:
         exempt = {"app.py", "v4_checkpoints.py", "v4_worker.py"}  # a page; run by other versions of Transformers

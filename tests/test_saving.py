@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import first, patched, run_python, tokens
-from evaluation import records
-from generalisation import study
+from experiments.generalisation import study
 from hf_posenc import plots
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import _obsolete, check_output_dir
+from hf_posenc.evaluation import records
 from hf_posenc.serialization import atomic
 
 SHARDS = {"max_shard_size": "20KB"}
@@ -620,13 +620,13 @@ ELSEWHERE = {
     "hf_posenc/hub/push.py:_keep": "in the temporary directory of push_to_hub",
     "hf_posenc/serialization/probe.py:_run": "in the temporary directory of the probe",
     "hf_posenc/serialization/probe.py:_main": "in the temporary directory of the probe",
-    "scripts/attacks/": "in new temporary directories, or bytes in memory",
-    "scripts/benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
-    "scripts/reach.py:Kept.add": "a line is added to the end",
-    "scripts/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
-    "scripts/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
-    "scripts/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",
-    "scripts/v4_checkpoints.py:write": "into a new directory, under Transformers 4, where hf_posenc can't be imported",
+    "benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
+    "tools/reach.py:Kept.add": "a line is added to the end",
+    "hf_posenc/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
+    "hf_posenc/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
+    "hf_posenc/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",
+    "tools/saved_checkpoints.py:make": "into a directory that is new",
+    "tools/v4_checkpoints.py:write": "into a new directory, under Transformers 4, where hf_posenc can't be imported",
 }
 """Other writes: the function, or the beginning of its path -> why it needs no atomic writer."""
 OURS = {"atomic.write_text", "sentences.save", "output.save_model"}
@@ -669,7 +669,7 @@ def writes(tree):
 
 def test_every_file_is_written_by_the_atomic_writer():
     found = {}
-    for folder in ("hf_posenc", "scripts"):
+    for folder in ("hf_posenc", "benchmarks", "experiments", "scripts", "tools"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for where, line in writes(ast.parse(path.read_text())):
                 found[f"{path.relative_to(ROOT)}:{where}"] = line

@@ -7,7 +7,7 @@ from transformers import AutoModel, set_seed
 
 import hf_posenc
 from conftest import assert_apart, assert_close, assert_equal, first, randomize_encoding
-from hosts.tiny import randomized
+from tools.hosts.tiny import randomized
 
 SIZES = dict(
     hidden_size=32,

@@ -7,7 +7,7 @@ import pytest
 
 from hf_posenc.cli.texts import read
 from hf_posenc.evaluation import text_files
-from training import data
+from hf_posenc.training import data
 
 NAMES = [
     *(

@@ -23,8 +23,8 @@ from conftest import (
     stock,
     tokens,
 )
-from hosts import tiny
 from oracles import every_mask, gradients, ids_of, in_pieces, padding_of, sinusoids
+from tools.hosts import tiny
 
 every_host = pytest.mark.parametrize("host", WRITTEN_OUT)
 

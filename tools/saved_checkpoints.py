@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import hf_posenc
+from hf_posenc.evaluation import terminals
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -173,4 +174,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    terminals.escape_unprintable()
     main()

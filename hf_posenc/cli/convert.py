@@ -35,7 +35,7 @@ DOCUMENTS = 200
 """Maximum number of documents in the comparison, which takes far longer than the conversion."""
 
 TEXT_LENGTH = 256
-"""Longest texts in training, in tokens, that the original reads at once; distill.py's default."""
+"""Longest texts in training, in tokens, that the original reads at once; hf_posenc.training.distill's default."""
 
 STDERR = 2
 """The file descriptor of standard error."""
@@ -80,7 +80,6 @@ def convert(
     check_output_dir(output_dir, overwrite)
     if train_steps and submodel is not None:
         raise ValueError("--train-steps distils whole models: leave it out with --submodel, or train the part by itself")
-    script = _distillation_script() if train_steps else None
     rows = [text for (text,) in read(texts, {"--text-column": text_column})]
     columns = {"query": "query", "document": "document"}
     pairs = [] if queries is None else [model_comparison.Pair(*row) for row in read(queries, columns)]
@@ -99,8 +98,8 @@ def convert(
     stock = _within(original.model, submodel)
     asked = _questions(out, stock, original.tokenizer, rows, pairs) if compare else None
     models = {"calibrated": converted}
-    if script is not None:
-        models["trained"] = _distilled(converted, script, original, texts, text_column, train_steps, max_length)
+    if train_steps:
+        models["trained"] = _distilled(converted, original, texts, text_column, train_steps, max_length)
     saved = save(out, [*models.values()][-1], original, output_dir, submodel)
     if asked:
         models = {name: _within(model, submodel) for name, model in models.items()}
@@ -118,20 +117,8 @@ def _only_called(tokenizer: Any) -> Any:
     return None if tokenizer is None else tokenizer.__call__
 
 
-def _distillation_script() -> Path:
-    script = Path(hf_posenc.__file__).parents[1] / "scripts" / "distill.py"
-    if not script.is_file():
-        raise ValueError(
-            "--train-steps runs scripts/distill.py of the repository, which isn't part of the installed package: clone it and "
-            "`pip install -e '.[train]'` there, or leave out --train-steps"
-        )
-    return script
-
-
-def _distilled(
-    converted: Any, script: Path, original: Original, texts: Path, column: str, steps: int, max_length: int | None
-) -> Any:
-    """A copy of the converted model, its body trained by distill.py, with its own progress bar.
+def _distilled(converted: Any, original: Original, texts: Path, column: str, steps: int, max_length: int | None) -> Any:
+    """A copy of the converted model, its body trained by hf_posenc.training.distill, in a process with its own progress bar.
 
     Raises ValueError if that fails, which it explains itself.
     """
@@ -140,7 +127,8 @@ def _distilled(
     with tempfile.TemporaryDirectory() as folder:
         calibrated, made = Path(folder, "calibrated"), Path(folder, "trained")
         write(converted, original, calibrated)
-        command = [sys.executable, str(script), "--model_name_or_path", str(calibrated), "--max_train_steps", str(steps)]
+        command = [sys.executable, "-m", "hf_posenc.training.distill", "--max_train_steps", str(steps)]
+        command += ["--model_name_or_path", str(calibrated)]
         # With "=", since a name may begin with a dash.
         command += [f"--teacher={original.name}", f"--train_file={texts}", f"--text_column={column}"]
         if usable is not None:

@@ -85,9 +85,9 @@ def patch(
     if wrong:
         out.message(
             f"{lost}. Its original computes wrong under Transformers 5; `hf-posenc patch {model} relative_key` saves one that "
-            "is right, and can teach this one (scripts/distill.py --teacher)."
+            "is right, and can teach this one (python -m hf_posenc.training.distill --teacher)."
         )
-    elif submodel is not None or type(patched).__name__ in SENTENCE_CLASSES[1:]:  # scripts/distill.py takes no others
+    elif submodel is not None or type(patched).__name__ in SENTENCE_CLASSES[1:]:  # distill takes no others
         out.message(f"{lost}.")
     elif Path(model).resolve() != output_dir.resolve():
         out.message(f"{lost}, or distil it from its original:")
@@ -104,8 +104,5 @@ def patch(
 
 def _distillation(original: str, patched: Path) -> str:
     """The command that distils a patched model from its original."""
-    script = Path(hf_posenc.__file__).parents[1] / "scripts" / "distill.py"
-    if not script.is_file():  # installed without the repository
-        script = Path("scripts", "distill.py")
     names = ("--model_name_or_path", str(patched), "--teacher", original, "--output_dir", f"{patched}-distilled")
-    return shlex.join(["python", str(script), *names])
+    return shlex.join(["python", "-m", "hf_posenc.training.distill", *names])

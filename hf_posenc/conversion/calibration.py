@@ -129,7 +129,7 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
             raise HostRefused(
                 f"{type(stack).__name__}.{path} doesn't give out its probabilities, to which an encoding could be fitted",
                 reason="an attention that hides its probabilities",
-                remedy="patch it, then distil (scripts/distill.py)",
+                remedy="patch it, then distil (python -m hf_posenc.training.distill)",
             )
         original.attentions[path].append(found.bfloat16())
 
@@ -208,7 +208,7 @@ class _Calibration:
                 f"{type(self.stack).__name__}.{path} attends several times and gives out fewer probabilities, to which its "
                 "encoding could be fitted",
                 reason="an attention that hides its probabilities",
-                remedy="patch it, then distil (scripts/distill.py)",
+                remedy="patch it, then distil (python -m hf_posenc.training.distill)",
             )
         call = Call(encodings, query, key, context, goals[number], self.shown)
         if (path, number) not in self.before:

@@ -82,7 +82,7 @@ def convert(
         if held.host is None:
             way = (
                 "it has no other positions to go back to (it was made from scratch, or by from_v4). Patch the checkpoint that "
-                "from_v4 read, and let scripts/distill.py train it with this model as --teacher"
+                "from_v4 read, and let hf_posenc.training.distill train it with this model as --teacher"
             )
         raise ValueError(f"this model has the {held.type!r} encoding already, so it is no original: {way}")
     specs.refuse_lost(model, "it is no original to calibrate against")
@@ -98,7 +98,7 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
     if {*spec.encoding.acts_by()} == {"embed"}:
         raise ValueError(
             f"{spec.type!r} acts by vectors that are added to the inputs alone, and calibration fits what acts in attention: "
-            "take an encoding that biases, or patch and train (scripts/distill.py)"
+            "take an encoding that biases, or patch and train (python -m hf_posenc.training.distill)"
         )
     original = _twin(model)
     stacks = find.find_all(original if spec.submodel is None else find.submodel(original, spec.submodel))
@@ -163,7 +163,7 @@ def _refuse_odd_attentions(found: structure.Structure) -> None:
                     f"{type(found.stack).__name__}.{path} changes its scores after the bias is added ({odd}), which "
                     "calibration can't reproduce",
                     reason="scores changed after the bias",
-                    remedy="patch it, then distil (scripts/distill.py)",
+                    remedy="patch it, then distil (python -m hf_posenc.training.distill)",
                 )
 
 

@@ -3,7 +3,7 @@
 `paired` compares two methods over the same queries. The interval of the difference is much narrower than the intervals of the
 two scores, which can overlap although the difference is clear.
 
-`scripts/coverage.py` measures how often the intervals contain the true mean. No interval is corrected for multiple
+`tools/coverage.py` measures how often the intervals contain the true mean. No interval is corrected for multiple
 comparisons (`UNCORRECTED`).
 
 Shapes: N queries, M documents, G groups.
@@ -12,7 +12,7 @@ Shapes: N queries, M documents, G groups.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -170,6 +170,16 @@ def student(freedom: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of a few seeds, and half the width of its 95% interval.
+
+    Raises ValueError for fewer than two values, and for values that aren't finite.
+    """
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        raise ValueError(f"the values are {[*values]}. An interval needs two finite numbers or more.")
+    return fmean(values), student(len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
 def mean(values: np.ndarray, groups: np.ndarray) -> tuple[float, Interval]:

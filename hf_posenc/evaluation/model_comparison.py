@@ -5,7 +5,7 @@ Shapes: N queries and documents, in the same order.
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,40 +86,48 @@ def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pai
     Where the original reads less, it is truncated, and chunked with the mean and the best of the chunks. A difference tells how
     much better (above 0) the last of the models is.
     """
-    _check(pairs, models, lengths)
-    *_, last = models
-    rows: dict[int, dict[str, Row]] = {}
-    for length in lengths:
-        ways = methods(ORIGINAL, original, length)
-        ways += [Method(name, methods(name, model, length)[0].similarity) for name, model in models.items()]
-        ranks = _ranks(ways, pairs, length, original.tokenizer)
-        rows[length] = {
-            name: Row(metrics.score(found), None if name in models else metrics.paired(ranks[last], found))
-            for name, found in ranks.items()
-        }
+    last = next(reversed(models), "")
+
+    def ways(length: int) -> list[Method]:
+        new = [Method(name, methods(name, model, length)[0].similarity) for name, model in models.items()]
+        return [*methods(ORIGINAL, original, length), *new]
+
+    def gain(ranks: dict[str, Ranks], name: str) -> Difference | None:
+        return None if name in models else metrics.paired(ranks[last], ranks[name])
+
+    rows = _rows(ways, gain, models, pairs, lengths)
     return Comparison(rows, _verdict(rows, last, original.limit))
 
 
 def side_by_side(models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> dict[int, dict[str, Row]]:
     """Length -> way to use a model -> its row, of retrieval among the documents, cut at each length. A difference is from the
     first way of the first model: above 0, better than that."""
-    _check(pairs, models, lengths)
-    rows: dict[int, dict[str, Row]] = {}
-    first = next(iter(models.values()))
-    for length in lengths:
-        ways = [way for name, model in models.items() for way in methods(name, model, length)]
-        ranks = _ranks(ways, pairs, length, first.tokenizer)
-        base = ranks[ways[0].name]
-        rows[length] = {
-            name: Row(metrics.score(found), None if found is base else metrics.paired(found, base))
-            for name, found in ranks.items()
-        }
-    return rows
+
+    def ways(length: int) -> list[Method]:
+        return [way for name, model in models.items() for way in methods(name, model, length)]
+
+    def gain(ranks: dict[str, Ranks], name: str) -> Difference | None:
+        first = next(iter(ranks))
+        return None if name == first else metrics.paired(ranks[name], ranks[first])
+
+    return _rows(ways, gain, models, pairs, lengths)
 
 
-def _check(pairs: Sequence[Pair], models: dict[str, Embedder], lengths: Sequence[int]) -> None:
+def _rows(
+    ways: Callable[[int], list[Method]],
+    gain: Callable[[dict[str, Ranks], str], Difference | None],
+    models: dict[str, Embedder],
+    pairs: Sequence[Pair],
+    lengths: Sequence[int],
+) -> dict[int, dict[str, Row]]:
+    """Length -> way -> its row: `ways` are those of a length, `gain` is the difference of one to another."""
     if not pairs or not models or not lengths:
         raise ValueError(f"{len(pairs)} pairs, {len(models)} models, {len(lengths)} lengths. Pass one or more of each.")
+    tokenizer, rows = next(iter(models.values())).tokenizer, dict[int, dict[str, Row]]()
+    for length in lengths:
+        ranks = _ranks(ways(length), pairs, length, tokenizer)
+        rows[length] = {name: Row(metrics.score(found), gain(ranks, name)) for name, found in ranks.items()}
+    return rows
 
 
 def _ranks(ways: Sequence[Method], pairs: Sequence[Pair], length: int, tokenizer: Any) -> dict[str, Ranks]:

@@ -10,8 +10,6 @@ Shapes: N queries, M documents, C chunks, B texts in a batch, L tokens, D hidden
 
 import itertools
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,33 +168,12 @@ def methods(name: str, embedder: Embedder, longest: int, window: int | None = No
 
 
 def lexical_similarity(queries: Sequence[str], documents: Sequence[str], title: str = "") -> Tensor:
-    """The cosine of TF-IDF vectors, `[N, M]`: (1 + log tf) · (1 + log((1 + M) / (1 + df))), words of two letters and more."""
+    """The cosine of TF-IDF vectors, `[N, M]`, with 1 + log tf. It needs scikit-learn, of the extra `train`."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
 
-    def words(text: str) -> Counter[str]:
-        return Counter(re.findall(r"\b\w\w+\b", text.lower()))
-
-    counts = [words(text) for text in documents]
-    frequency = Counter(word for each in counts for word in each)
-
-    def weights(found: Counter[str]) -> dict[str, float]:
-        raw = {
-            word: (1 + math.log(count)) * (1 + math.log((1 + len(documents)) / (1 + frequency[word])))
-            for word, count in found.items()
-            if word in frequency
-        }
-        norm = math.sqrt(sum(value * value for value in raw.values()))
-        return {word: value / norm for word, value in raw.items()}
-
-    postings: dict[str, list[tuple[int, float]]] = {}
-    for number, each in enumerate(counts):
-        for word, value in weights(each).items():
-            postings.setdefault(word, []).append((number, value))
-    rows = [[0.0] * len(documents) for _ in queries]
-    for row, query in zip(rows, queries, strict=True):
-        for word, value in weights(words(query)).items():
-            for number, other in postings[word]:
-                row[number] += value * other
-    return torch.tensor(rows).reshape(len(queries), len(documents))
+    vectorizer = TfidfVectorizer(sublinear_tf=True)
+    found = vectorizer.fit_transform(documents)
+    return torch.from_numpy((vectorizer.transform(queries) @ found.T).toarray()).float()
 
 
 def offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
