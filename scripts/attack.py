@@ -51,6 +51,7 @@ FAMILIES = (
     "speech",
     "memories",
     "vision",
+    "legacy",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6
