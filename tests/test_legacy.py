@@ -423,10 +423,18 @@ def test_the_command(saved, tmp_path, kind):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_the_command_on_sentence_transformers(minilm, tmp_path):
-    """A folder of sentence-transformers with such a model in it."""
-    folder = tmp_path / "sentences"
-    shutil.copytree(minilm, folder)
+@pytest.mark.parametrize("inner", ["", "0_Transformer"])
+def test_the_command_on_sentence_transformers(minilm, tmp_path, inner):
+    """A folder of sentence-transformers with such a model in it: at the root, or where old versions put it."""
+    root, folder = tmp_path / "sentences", tmp_path / "sentences" / inner
+    shutil.copytree(minilm, root)
+    if inner:
+        folder.mkdir()
+        for file in [file for file in root.iterdir() if file.is_file() and "sentence_transformers" not in file.name]:
+            if file.name != "modules.json":
+                file.rename(folder / file.name)
+        modules = json.loads((root / "modules.json").read_text())
+        (root / "modules.json").write_text(json.dumps([{**modules[0], "path": inner}, *modules[1:]]))
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
     rows, head_dim = 2 * config["max_position_embeddings"] - 1, config["hidden_size"] // config["num_attention_heads"]
@@ -437,7 +445,7 @@ def test_the_command_on_sentence_transformers(minilm, tmp_path):
     change(folder, position_embedding_type="relative_key")
     from sentence_transformers import SentenceTransformer
 
-    run("patch", folder, "relative_key", "--output-dir", tmp_path / "new")
+    run("patch", root, "relative_key", "--output-dir", tmp_path / "new")
     model = SentenceTransformer(str(tmp_path / "new"), device="cpu")
     assert type(model[0].model) is hf_posenc.PosEncBertModel and model.max_seq_length == config["max_position_embeddings"]
     own = hf_posenc.from_v4(folder)
