@@ -25,7 +25,7 @@ from transformers.modeling_utils import local_torch_dtype
 from hf_posenc import attention, structure
 from hf_posenc import spec as specs
 from hf_posenc.encodings import PositionEncoding, encoding_class, exclusively, mark, marked_as_loaded, placed, refill
-from hf_posenc.sources import Silenced, silenced_names
+from hf_posenc.sources import HostRefused, Silenced, silenced_names
 from hf_posenc.spec import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 
 CHECKPOINT = "_gradient_checkpointing_func"
@@ -65,7 +65,12 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     Raises ValueError (HostRefused) where the encoding can't be put into it.
     """
     inner = model if spec.submodel is None else structure.submodel(model, spec.submodel)
-    stacks = list(structure.find_all(inner, spec.where).values())
+    try:
+        stacks = list(structure.find_all(inner, spec.where).values())
+    except HostRefused as refused:
+        if refused.reason == structure.UNKNOWN:  # ESM's, without its vectors
+            specs.refuse_lost(inner, "it has no positions to replace")
+        raise
     _refuse_lost(stacks, spec)
     if spec.max_length is None:
         acting = [(found, spec.acting(found.role) if spec.where else spec) for found in stacks]

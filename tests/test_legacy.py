@@ -312,6 +312,14 @@ def test_vectors_that_are_lost_are_not_replaced_by_random_ones(saved, encoding):
     hf_posenc.patch(model, encoding)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_esm_without_its_vectors_has_no_positions(saved, kind):
+    model = transformers.AutoModel.from_pretrained(saved("esm", kind))
+    for encoding in (kind, "alibi"):
+        with pytest.raises(ValueError, match=rf"'{kind}' .* no positions to replace: hf_posenc\.from_v4"):
+            hf_posenc.patch(model, encoding)
+
+
 def test_a_model_without_its_vectors_is_no_original(saved):
     model = transformers.AutoModel.from_pretrained(saved("bert"))
     batches = [{"input_ids": torch.full((30, 8), 5)}]
