@@ -18,13 +18,16 @@ import transformers
 
 @torch.no_grad()
 def answer(source: str, auto: str, inputs: str, result: str, call: str = "", push: str = "", **loading: Any) -> str:
-    """Load a model, write its output to a file, push the model, and name its class. call: a function of hf_posenc that loads."""
+    """Load a model, write its output to a file, push the model, and name its class.
+
+    call: a function of hf_posenc that loads it.
+    """
     if "bare" not in sys.argv:
         import hf_posenc
     cls = getattr(transformers, auto)
     if "dtype" in loading:
         loading["dtype"] = getattr(torch, loading["dtype"])
-    model = hf_posenc.from_v4(source, cls, **loading) if call else cls.from_pretrained(source, **loading)
+    model = getattr(hf_posenc, call)(source, cls, **loading) if call else cls.from_pretrained(source, **loading)
     given = torch.load(inputs)
     torch.save(model(**given, **({"use_cache": False} if getattr(model.config, "is_decoder", False) else {}))[0], result)
     if push:
