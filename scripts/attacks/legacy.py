@@ -503,6 +503,6 @@ def cases(settings: Settings) -> Iterator[Case]:
     for attack, function in attacks.items():
         for family in FAMILIES:
             for kind in KINDS:
-                arguments = function.args if attack.startswith("generate") else ()
-                stock = functools.partial(plain, *arguments, family, kind) if arguments else None
+                given: Any = (*getattr(function, "args", ()), family, kind)
+                stock = functools.partial(plain, *given) if attack.startswith("generate") else None
                 yield Case(attack, family, kind, no_grad(function, family, kind), stock, limit=180)
