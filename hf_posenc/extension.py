@@ -193,9 +193,10 @@ def _asked(
             if part.needs_max_length(geometry) and (asked is None or part.extended(given, asked, geometry) is None):
                 suited = [each for each in TABLES if part.extended(given, Extension(each, 1, 1), geometry) is not None]
                 if suited and method is not None:
+                    others = "; the host's own go on by others, hf_posenc.unpatch(model)" if of_stock else ""
                     raise ValueError(
                         f"method={method!r}: {name!r} has positions of its own making here, {shown(given)}, which go on by "
-                        f"{listed(suited)} alone; the host's own go on by others, hf_posenc.unpatch(model)"
+                        f"{listed(suited)} alone{others}"
                     )
                 raise _made_for_its_length(name, suited)
     if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds):

@@ -269,13 +269,15 @@ def test_unpatch_has_nothing_to_bring_back(saved):
             change(hf_posenc.from_v4(folder), "alibi", **more)
 
 
-def test_a_method_isnt_sent_to_unpatch(saved):
+@pytest.mark.parametrize("family", ["bert", "bert-generation"])
+def test_a_method_isnt_sent_to_unpatch(saved, family):
     """Which has no stock model to give."""
-    with pytest.raises(ValueError, match="method='yarn' changes nothing in 'shaw': leave it out") as raised:
-        hf_posenc.extend(hf_posenc.from_v4(saved("bert")), 30, "yarn")
+    with pytest.raises(ValueError, match="method='yarn'") as raised:
+        hf_posenc.extend(hf_posenc.from_v4(saved(family)), 30, "yarn")
     assert "unpatch" not in str(raised.value)
-    with pytest.raises(ValueError, match=r"may take others, hf_posenc\.unpatch"):
-        hf_posenc.extend(hf_posenc.patch(stock("bert"), "shaw"), 30, "yarn")
+    for encoding in ("shaw", "learned"):
+        with pytest.raises(ValueError, match=r"(go on by|may take) others, hf_posenc\.unpatch"):
+            hf_posenc.extend(hf_posenc.patch(stock("bert"), encoding), 30, "yarn")
 
 
 def test_inspect_says_that_it_is_ignored_until_it_is_not(saved, tmp_path):
