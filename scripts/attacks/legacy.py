@@ -262,8 +262,8 @@ def with_adapters(family: str, kind: str) -> Iterator[Comparison]:
     yield run(PeftModel.from_pretrained(made(family, kind), adapter).eval(), inputs), after
     again = auto(family).from_pretrained(saved(made(family, kind)))
     merged = PeftModel.from_pretrained(again, adapter).eval().merge_and_unload()
-    yield run(merged, inputs), after, run(like(merged, folder), inputs)
-    yield run(like(merged, folder), inputs), after
+    yield run(merged, inputs), after, run(like(merged, folder, trained=True), inputs)
+    yield run(like(merged, folder, trained=True), inputs), after
     for place in ((), ("bare",)):
         yield there(saved(merged), inputs, auto(family), *place), after
 
