@@ -52,6 +52,7 @@ FAMILIES = (
     "speech",
     "memories",
     "vision",
+    "legacy",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6
@@ -90,7 +91,7 @@ def report(verdicts: list[Verdict], settings: Settings) -> str:
         lines.append(f"{family + ': ' + attack:56}" + row)
     lines += ["", *_by_encoding(verdicts, settings)]
     for outcome in (REFUSED, STOCK_TOO):
-        said = Counter((each.family, re.sub(r"\d+", "0", each.note)) for each in verdicts if each.outcome == outcome)
+        said = Counter((each.family, _alike(each.note)) for each in verdicts if each.outcome == outcome)
         lines += ["", f"{sum(said.values())} {outcome}"]
         lines += [f"{count:6} {family}: {note[:110]}" for (family, note), count in sorted(said.items())]
     faults = sorted((each for each in verdicts if each.outcome in FAULTS), key=_order)
@@ -110,6 +111,11 @@ def _by_encoding(verdicts: list[Verdict], settings: Settings) -> Iterator[str]:
             good = sum(outcome not in FAULTS for outcome in outcomes)
             cells.append("" if not outcomes else str(good) if good == len(outcomes) else f"{good} of {len(outcomes)}")
         yield f"{encoding:32}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def _alike(note: str) -> str:
+    """A note without its numbers and the random names of folders."""
+    return re.sub(r"\d+", "0", re.sub(r"\S*/tmp\w{8}/", "", note))
 
 
 def _order(verdict: Verdict) -> tuple[int, str]:

@@ -269,6 +269,17 @@ def test_unpatch_has_nothing_to_bring_back(saved):
             change(hf_posenc.from_v4(folder), "alibi", **more)
 
 
+@pytest.mark.parametrize("family", ["bert", "bert-generation"])
+def test_a_method_isnt_sent_to_unpatch(saved, family):
+    """Which has no stock model to give."""
+    with pytest.raises(ValueError, match="method='yarn'") as raised:
+        hf_posenc.extend(hf_posenc.from_v4(saved(family)), 30, "yarn")
+    assert "unpatch" not in str(raised.value)
+    for encoding in ("shaw", "learned"):
+        with pytest.raises(ValueError, match=r"(go on by|may take) others, hf_posenc\.unpatch"):
+            hf_posenc.extend(hf_posenc.patch(stock("bert"), encoding), 30, "yarn")
+
+
 def test_inspect_says_that_it_is_ignored_until_it_is_not(saved, tmp_path):
     for family in ("bert", "esm", "roberta"):
         folder = saved(family)
@@ -312,6 +323,14 @@ def test_vectors_that_are_lost_are_not_replaced_by_random_ones(saved, encoding):
     hf_posenc.patch(model, encoding)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_esm_without_its_vectors_has_no_positions(saved, kind):
+    model = transformers.AutoModel.from_pretrained(saved("esm", kind))
+    for encoding in (kind, "alibi"):
+        with pytest.raises(ValueError, match=rf"'{kind}' .* no positions to replace: hf_posenc\.from_v4"):
+            hf_posenc.patch(model, encoding)
+
+
 def test_a_model_without_its_vectors_is_no_original(saved):
     model = transformers.AutoModel.from_pretrained(saved("bert"))
     batches = [{"input_ids": torch.full((30, 8), 5)}]
@@ -335,7 +354,7 @@ def test_what_is_no_such_checkpoint(saved, tmp_path):
     with pytest.raises(ValueError, match=r"already: load it with AutoModel\.from_pretrained"):
         hf_posenc.from_v4(tmp_path / "new")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"has no config\.json"):
+    with pytest.raises(ValueError, match=r"has no config\.json: .* subfolder="):
         hf_posenc.from_v4(tmp_path / "empty")
 
 
@@ -423,10 +442,18 @@ def test_the_command(saved, tmp_path, kind):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_the_command_on_sentence_transformers(minilm, tmp_path):
-    """A folder of sentence-transformers with such a model in it."""
-    folder = tmp_path / "sentences"
-    shutil.copytree(minilm, folder)
+@pytest.mark.parametrize("inner", ["", "0_Transformer"])
+def test_the_command_on_sentence_transformers(minilm, tmp_path, inner):
+    """A folder of sentence-transformers with such a model in it: at the root, or where old versions put it."""
+    root, folder = tmp_path / "sentences", tmp_path / "sentences" / inner
+    shutil.copytree(minilm, root)
+    if inner:
+        folder.mkdir()
+        for file in [file for file in root.iterdir() if file.is_file() and "sentence_transformers" not in file.name]:
+            if file.name != "modules.json":
+                file.rename(folder / file.name)
+        modules = json.loads((root / "modules.json").read_text())
+        (root / "modules.json").write_text(json.dumps([{**modules[0], "path": inner}, *modules[1:]]))
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
     rows, head_dim = 2 * config["max_position_embeddings"] - 1, config["hidden_size"] // config["num_attention_heads"]
@@ -437,7 +464,7 @@ def test_the_command_on_sentence_transformers(minilm, tmp_path):
     change(folder, position_embedding_type="relative_key")
     from sentence_transformers import SentenceTransformer
 
-    run("patch", folder, "relative_key", "--output-dir", tmp_path / "new")
+    run("patch", root, "relative_key", "--output-dir", tmp_path / "new")
     model = SentenceTransformer(str(tmp_path / "new"), device="cpu")
     assert type(model[0].model) is hf_posenc.PosEncBertModel and model.max_seq_length == config["max_position_embeddings"]
     own = hf_posenc.from_v4(folder)

@@ -23,10 +23,17 @@ from hf_posenc.inspection import Report
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer
 from hf_posenc.serialization import atomic
-from hf_posenc.serialization.saved_files import check_there, explained, load_config, read_config, read_json_object
+from hf_posenc.serialization.saved_files import (
+    check_there,
+    explained,
+    load_config,
+    read_config,
+    read_json,
+    read_json_object,
+)
 from hf_posenc.serialization.tokenizer_files import check_tokenizer, copied, drop_foreign_code, load_tokenizer
 
-SENTENCES = "config_sentence_transformers.json"
+SENTENCES, MODULES = "config_sentence_transformers.json", "modules.json"
 SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
 """Values of `model_type` in SENTENCES, which older folders don't have: classes of sentence-transformers."""
 
@@ -81,7 +88,7 @@ def asks_for_its_own(model: str, encoding: dict[str, Any]) -> bool:
     """
     check_there(model)
     atomic.recover(model)
-    kind = read_config(model).get("position_embedding_type")
+    kind = read_config(model, subfolder=_subfolder(model)).get("position_embedding_type")
     if kind not in V4_RELATIVE or encoding_class(encoding.get("type")) is not encoding_class(kind):
         return False
     if encoding.keys() != {"type"} or canonical(encoding) != canonical(kind):
@@ -96,17 +103,26 @@ def load_v4(name: str, max_length: int | None) -> tuple[Original, Any]:
     """A checkpoint of Transformers v4 with relative positions, before and after: as Transformers 5 has it, and with them."""
     sentences = _load_sentences(name)
     if sentences is not None:
-        changed = apply_to_sentence_transformer(
-            sentences, lambda stock: _from_v4(str(stock.name_or_path), type(stock), max_length)
-        )
+        place = _subfolder(name)
+        changed = apply_to_sentence_transformer(sentences, lambda stock: _from_v4(name, type(stock), max_length, place))
         return Original(name, sentences, sentences.tokenizer), changed
     changed = _from_v4(name, architecture(load_config(name)) or AutoModel, max_length)
     return Original(name, None, load_tokenizer(name)), changed
 
 
-def _from_v4(model: str, cls: Any, max_length: int | None) -> PreTrainedModel:
+def _from_v4(model: str, cls: Any, max_length: int | None, subfolder: str = "") -> PreTrainedModel:
     with explained(f"the weights of {model}"):
-        return hf_posenc.from_v4(model, cls, max_length=max_length)
+        return hf_posenc.from_v4(model, cls, max_length=max_length, subfolder=subfolder)
+
+
+def _subfolder(model: str) -> str:
+    """The subdirectory with the Transformers model: older sentence-transformers put it into one, `modules.json` names it."""
+    if not has_file(model, MODULES):
+        return ""
+    modules = read_json(Path(str(cached_file(model, MODULES))))
+    first = modules[0] if isinstance(modules, list) and modules else {}
+    path = first.get("path") if isinstance(first, dict) else None
+    return path if isinstance(path, str) else ""
 
 
 def load_model(model: str) -> PreTrainedModel:
@@ -118,7 +134,7 @@ def load_model(model: str) -> PreTrainedModel:
 
 def _load_sentences(model: str) -> Any:
     """A model of sentence-transformers; None if this isn't one, or that package isn't installed."""
-    if not has_file(model, "modules.json"):
+    if not has_file(model, MODULES):
         return None
     try:
         import sentence_transformers
@@ -158,7 +174,7 @@ def save(out: Output, changed: Any, original: Original, output_dir: Path, submod
     needs = isinstance(inner, PosEncModelMixin)
     if needs:
         out.message("To load it, `import hf_posenc` first; where that isn't installed, trust_remote_code=True does as well.")
-    if not _is_sentences(changed) and has_file(original.name, "modules.json"):
+    if not _is_sentences(changed) and has_file(original.name, MODULES):
         out.message(
             "Its sentence-transformers modules (pooling) are not saved: pip install sentence-transformers, and do it again."
         )

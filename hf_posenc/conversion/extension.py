@@ -148,7 +148,7 @@ def _extended_model(model: Any, max_length: int | None, method: str | None, sett
     spec, stack = specs.read(model.config), next(filter(is_patched, model.modules()))
     geometry = stack.posenc.geometry
     kinds = [(each.type, dict(each.options)) for each in spec.every]
-    asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings)
+    asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings, spec.host is not None)
     config = copy.deepcopy(model.config)
     # The length field of a model made from scratch is the only thing that tells its trained length, and changes below.
     options = dict(spec.options) if spec.host else spec.encoding.settled(geometry, dict(spec.options))
@@ -170,8 +170,9 @@ def _asked(
     after: int | None,
     method: str | None,
     settings: dict[str, Any],
+    of_stock: bool = False,
 ) -> Extension | None:
-    """What is asked of these encodings, types and options; None for a promise alone.
+    """What is asked of these encodings, types and options; None for a promise alone. of_stock: `unpatch` gives a stock model.
 
     Raises ValueError where it is no promise but a size, where none of them has this method, and for a shorter length.
     """
@@ -193,16 +194,18 @@ def _asked(
             if part.needs_max_length(geometry) and (asked is None or part.extended(given, asked, geometry) is None):
                 suited = [each for each in TABLES if part.extended(given, Extension(each, 1, 1), geometry) is not None]
                 if suited and method is not None:
+                    others = "; the host's own go on by others, hf_posenc.unpatch(model)" if of_stock else ""
                     raise ValueError(
                         f"method={method!r}: {name!r} has positions of its own making here, {shown(given)}, which go on by "
-                        f"{listed(suited)} alone; the host's own go on by others, hf_posenc.unpatch(model)"
+                        f"{listed(suited)} alone{others}"
                     )
                 raise _made_for_its_length(name, suited)
     if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds):
         named = " or ".join(repr(kind) for kind, _ in kinds)
+        others = "; a stock model may take others, hf_posenc.unpatch(model)" if of_stock else ""
         raise ValueError(
             f"method={method!r} changes nothing in {named}: leave it out, hf_posenc.extend(model, {after}), where positions go "
-            f"on by themselves; the methods are {CHOICE}; a stock model may take others, hf_posenc.unpatch(model)"
+            f"on by themselves; the methods are {CHOICE}{others}"
         )
     return asked
 

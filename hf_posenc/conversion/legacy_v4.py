@@ -138,7 +138,7 @@ def _make_absolute(config: Any) -> None:
 def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
     """The kind of relative positions that a config.json asks for."""
     if not saved:
-        raise ValueError(f"{path} has no {CONFIG_NAME}: give the folder or Hub id of a saved model")
+        raise ValueError(f"{path} has no {CONFIG_NAME}: give the folder or Hub id of a saved model, or subfolder=… in it")
     if "position_encoding" in saved:
         raise ValueError(f"{path} has an encoding of this package already: load it with AutoModel.from_pretrained")
     kind, model_type = saved.get("position_embedding_type", "absolute"), saved.get("model_type")

@@ -23,12 +23,10 @@ from transformers.modeling_utils import local_torch_dtype
 
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import find, structure
-from hf_posenc.architectures.components import Silenced, silenced_names
+from hf_posenc.architectures.components import HostRefused, Silenced, silenced_names
 from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 from hf_posenc.encodings import PositionEncoding, encoding_class, exclusively, mark, marked_as_loaded, placed, refill
 from hf_posenc.modeling import hooks
-
-"""The attribute of modules by which Transformers runs gradient checkpointing."""
 
 
 def refuse_wrapped(model: Any, call: str = "patch") -> None:
@@ -64,7 +62,12 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     Raises ValueError (HostRefused) where the encoding can't be put into it.
     """
     inner = model if spec.submodel is None else find.submodel(model, spec.submodel)
-    found = find.find_all(inner, spec.where)
+    try:
+        found = find.find_all(inner, spec.where)
+    except HostRefused as refused:
+        if refused.reason == find.UNKNOWN:  # ESM's, without its vectors
+            specs.refuse_lost(inner, "it has no positions to replace")
+        raise
     stacks = list(found.values())
     _refuse_lost(stacks, spec)
     if spec.max_length is None:
