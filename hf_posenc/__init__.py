@@ -19,6 +19,7 @@ from hf_posenc.encodings import meant as _meant  # noqa: E402
 from hf_posenc.hub.cards import model_card  # noqa: E402
 from hf_posenc.hub.push import push_to_hub  # noqa: E402
 from hf_posenc.inspection import inspect  # noqa: E402
+from hf_posenc.modeling import auto as _auto  # noqa: E402
 from hf_posenc.modeling import derived as _derived  # noqa: E402
 from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
 
@@ -43,7 +44,7 @@ __all__ = [
     "unpatch",
 ]
 
-_derived.register_auto_classes()
+_auto.register_auto_classes()
 
 
 def __getattr__(name: str) -> Any:

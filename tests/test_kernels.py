@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_posenc
 from conftest import ENCODINGS, assert_close, first, pairs, patched, slow, stock, tokens
 from hf_posenc.attention import bias_backends, blockwise
-from hf_posenc.attention.blockwise import Columns, Seen
+from hf_posenc.attention.distance_table import Columns, Seen
 from hf_posenc.encodings import Geometry, PositionContext, encoding_class
 from oracles import gradients, padded
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_posenc.attention import blockwise
-from hf_posenc.attention.blockwise import Columns, Seen
+from hf_posenc.attention.dispatch import biases
+from hf_posenc.attention.distance_table import Columns, Seen
 from hf_posenc.encodings import PositionContext, PositionEncoding
 
 Way = Literal["dense", "toeplitz", "blocks"]
@@ -34,16 +34,6 @@ NOTHING = 2.0**-60
 """A weight that doesn't count beside 1, however many thousands there are: float32 tells 1 from 1 + 2^-23."""
 CAUSAL_QUERIES = 256
 """Of a block of a causal attention, which leaves out the keys behind it."""
-
-
-def biases(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
-    """Whether an encoding adds anything to scores."""
-    return not {"distance_bias", "score_bias"}.isdisjoint(encoding.acts_by())
-
-
-def on_scores(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
-    """Whether an encoding changes scores, or reads the weights that come of them, which some attentions keep to themselves."""
-    return biases(encoding) or "value_bias" in encoding.acts_by()
 
 
 def _by_content(encoding: PositionEncoding) -> bool:
@@ -131,6 +121,8 @@ def biased_attention(
         if key.shape[1] != query.shape[1]:
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        from hf_posenc.attention import blockwise
+
         output = blockwise.attention(query, key, value, columns, seen, scaling, options.get("dropout", 0.0))
         return output.transpose(1, 2).contiguous(), None
 

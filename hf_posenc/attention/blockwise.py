@@ -9,12 +9,14 @@ r queries of a block, n keys that it sees, w = r + n - 1 columns that these have
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hf_posenc.attention.distance_table import Columns, Seen, toeplitz_view
 
 FORWARD_QUERIES = 128
 """Of a block in the forward pass, of all heads."""
@@ -23,98 +25,8 @@ FORWARD_ELEMENTS = 2**22
 BACKWARD_QUERIES = 256
 """Of a block in the backward pass, one head at a time: its scores then fit a core's cache up to some thousand keys."""
 
-APART_QUERIES = 128
-"""Of a block of queries whose own keys are hidden, where biases are steep (`Columns.reach`)."""
 CHANCES = 2**16
 """The number of equal chances that the probability of dropping a weight is counted in."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Which keys queries see.
-
-    spans: begin and end of rows of the batch, and of the keys that those see.
-    shift: the index of the last key that query 0 sees, if is_causal; each query sees one more than the one before.
-    """
-
-    spans: tuple[tuple[int, int, int, int], ...]
-    is_causal: bool = False
-    shift: int = 0
-
-    def blocks(self, queries: int, keys: int, size: int, apart: int | None = None) -> Iterator[tuple[slice, slice, slice]]:
-        """Rows of the batch, at most `size` queries (all, where none sees other keys than the rest), and the keys, counted in
-        reverse, that they see. Queries that see none are left out.
-
-        apart: the size of blocks of queries whose own keys are hidden. None: other blocks include these queries.
-        """
-        for first_row, last_row, first, end in self.spans:
-            runs = [(range(0, queries, size), queries)]
-            if apart is not None:
-                begin, finish = (min(max(place - self.shift, 0), queries) for place in (first, end))
-                runs = [(range(0, begin, apart), begin), (range(begin, finish, size), finish)]
-                runs.append((range(finish, queries, apart), queries))
-            for start, stop in ((start, min(start + run.step, limit)) for run, limit in runs for start in run):
-                last = min(end, stop + self.shift) if self.is_causal else end
-                if first < last:
-                    yield slice(first_row, last_row), slice(start, stop), slice(keys - last, keys - first)
-
-
-@dataclass
-class Columns:
-    """What is added to scores, by distance.
-
-    values: `[H, N]`, biases on scaled scores.
-    for_queries, for_keys: `[1 or H, N, E]`, vectors: their products with queries, or keys, are added to QKᵀ, before scaling.
-    head, tail: number of columns at both ends that have the same vectors for queries.
-    reach: `[H]`. A key has no weight that counts if its bias is lower by more than this than that of another key which the
-        query sees. None: no key is to be left out for that reason.
-    """
-
-    values: Tensor | None
-    for_queries: Tensor | None = None
-    for_keys: Tensor | None = None
-    head: int = 0
-    tail: int = 0
-    reach: Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.values, self.for_queries, self.for_keys
-
-    def to(self, dtype: torch.dtype) -> "Columns":
-        """The same, with vectors of another type."""
-        queries, keys = (None if tensor is None else tensor.to(dtype) for tensor in (self.for_queries, self.for_keys))
-        return replace(self, for_queries=queries, for_keys=keys)
-
-    @property
-    def needs_gradients(self) -> bool:
-        return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
-
-    @property
-    def apart(self) -> int | None:
-        """The argument of `Seen.blocks`. Queries that see their own keys have the column of distance 0 in common."""
-        return None if self.reach is None else APART_QUERIES
-
-    def window(self, start: int, queries: int, keys: int) -> Tensor:
-        """The bias `[1, H, r, n]` of a block from values, a view: query i and key j have column start + i + j.
-
-        Keys without a weight that counts (`reach`) are hidden. Steep biases make many subnormal weights, with which a CPU
-        multiplies a hundred times slower.
-        """
-        assert self.values is not None
-        # Views of what needs gradients keep SDPA from its fast kernel even where none are wanted.
-        row = self.values.detach()[:, start : start + queries + keys - 1]
-        common = row[:, queries - 1 : keys]  # All of these queries see a key in each of these columns.
-        if self.reach is not None and common.shape[1]:
-            floor = common.amax(-1, keepdim=True) - self.reach[:, None]
-            row = row.masked_fill(row < floor, torch.finfo(row.dtype).min)
-        return row.as_strided((1, len(row), queries, keys), (0, row.stride(0), 1, 1), row.storage_offset())
-
-
-def _skewed(columns: Tensor, keys: int) -> Tensor:
-    """The biases `[..., r, n]` in columns `[..., r, w]` that are each query's own, a view of contiguous memory."""
-    *outer, queries, width = columns.shape
-    return columns.as_strided((*outer, queries, keys), (*columns.stride()[:-2], width + 1, 1))
 
 
 @dataclass(frozen=True)
@@ -277,10 +189,10 @@ def _bias(columns: Columns, query: Tensor, key: Tensor, start: int, scaling: flo
         own.zero_()
     else:
         _multiply(query, columns.for_queries, start, columns, out=own)
-    bias = _skewed(own, keys)
+    bias = toeplitz_view(own, keys)
     if columns.for_keys is not None:
         for tile, vectors in _tiles(columns.for_keys, start, queries, keys):
-            bias[..., tile] += _skewed((key[..., tile, :] @ vectors.mT).contiguous(), queries).mT
+            bias[..., tile] += toeplitz_view((key[..., tile, :] @ vectors.mT).contiguous(), queries).mT
     own *= scaling
     if columns.values is not None:
         own += columns.values[:, None, start : start + width]
@@ -329,7 +241,7 @@ def _gradients(
         shape = (len(its_query), len(its_query) + count - 1)
         if skewed.shape != shape:
             skewed = query.new_zeros(shape, dtype=exact)  # what no query and key have in common stays 0
-        of_scores = _skewed(skewed, count)
+        of_scores = toeplitz_view(skewed, count)
         of_weights = (its_upstream @ its_value.mT).to(exact)
         if part.kept is not None:
             of_weights.mul_(part.kept).mul_(settings.factor)
@@ -348,7 +260,7 @@ def _gradients(
                 _tiles(own.for_keys[0], part.start, *weights.shape), gradients, strict=True
             ):
                 transposed = query.new_zeros(tile.stop - tile.start, len(vectors), dtype=exact)
-                _skewed(transposed, len(its_query)).copy_(of_scores[:, tile].mT)
+                toeplitz_view(transposed, len(its_query)).copy_(of_scores[:, tile].mT)
                 _add_product(of_key[row, head, within][tile], transposed, vectors)
                 _add_product(gradient, transposed.mT, its_key[tile])
     of_value *= settings.factor

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from hf_posenc.attention.bias_backends import additive_mask, biased_attention, flex_bias, on_scores
 from hf_posenc.encodings import PositionContext, PositionEncoding
 from hf_posenc.encodings.context import CURRENT, context_for, current
 
@@ -170,6 +169,16 @@ def register(implementation: str) -> str:
     return name
 
 
+def biases(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
+    """Whether an encoding adds anything to scores."""
+    return not {"distance_bias", "score_bias"}.isdisjoint(encoding.acts_by())
+
+
+def on_scores(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
+    """Whether an encoding changes scores, or reads the weights that come of them, which some attentions keep to themselves."""
+    return biases(encoding) or "value_bias" in encoding.acts_by()
+
+
 def refusal(implementation: str, encodings: Iterable[PositionEncoding | type[PositionEncoding]]) -> str | None:
     """Why an attention implementation can't carry encodings, or None."""
     if not implementation.startswith(TAKE_A_BIAS) and any(map(on_scores, encodings)):
@@ -221,10 +230,14 @@ def attend(
     if any(encoding.needs_weights() for encoding in encodings):
         is_causal = bool(is_causal) and implementation != "flex_attention"  # which masks what its mask says
         return with_weights(module, query, key, value, attention_mask, encodings, context, is_causal, options=kwargs)
+    function = host_function(module, implementation)
+    if not any(map(biases, encodings)):
+        return function(module, query, key, value, attention_mask, **kwargs)
+    from hf_posenc.attention.bias_backends import biased_attention, flex_bias
+
     if implementation == "flex_attention":
         kwargs["position_bias"] = flex_bias(encodings, query, key, context, own)
-        return host_function(module, implementation)(module, query, key, value, attention_mask, **kwargs)
-    function = host_function(module, implementation)
+        return function(module, query, key, value, attention_mask, **kwargs)
     return biased_attention(
         function, module, query, key, value, attention_mask, encodings, context, bool(is_causal), options=kwargs
     )
@@ -243,6 +256,8 @@ def with_weights(
 ) -> tuple[Tensor, Tensor]:
     """The output `[B, Q, H, E]` of the host's eager function, which tells its weights, with what encodings add by them; and
     these weights `[B, H, Q, K]`."""
+    from hf_posenc.attention.bias_backends import additive_mask
+
     mask = additive_mask(encodings, query, key, mask, options.pop("position_bias", None), context, is_causal)
     function = host_function(module, "eager")
     if function is bert_eager():  # of a host without its own

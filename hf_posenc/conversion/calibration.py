@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.architectures.components import HostRefused
-from hf_posenc.attention.bias_backends import biases, score_bias
-from hf_posenc.attention.dispatch import acting
+from hf_posenc.attention.bias_backends import score_bias
+from hf_posenc.attention.dispatch import acting, biases
 from hf_posenc.encodings import PositionContext, PositionEncoding, placed
 
 ROUNDS, STILL = 20, 1e-4

@@ -3,11 +3,8 @@ generator, so that a model made from scratch has the same weights with every enc
 
 import contextlib
 import hashlib
-import io
 import math
-import pickle
 import threading
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -60,14 +57,22 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
     for module in trial:
         _refuse_odd(module)
     _check_size(kind, trial)
+    device, dtype = torch.empty(0).device, torch.get_default_dtype()
+    if device.type == "meta" and trial and all(map(_is_of_library, trial)) and all(map(_holds_all, trial)):
+        return [module if module is None else placed(module, device, dtype) for module in trial]  # type: ignore[misc]
     built = with_values(make)
     _check_size(kind, built)
-    if _differing(built, trial) and (name := _differing(built, with_values(make, draw=1))):
+    if not all(map(_is_of_library, built)):
+        from hf_posenc.encodings.determinism import differing
+
+        name = differing(built, trial) and differing(built, with_values(make, draw=1))
+    else:
+        name = None
+    if name:
         raise ValueError(
             f"{name} of the {kind!r} encoding isn't saved, and is another one each time that it is built: make it a parameter "
             "or a persistent buffer, or draw it from a generator with a seed of its own"
         )
-    device, dtype = torch.empty(0).device, torch.get_default_dtype()
     for module in built:
         if module is not None and (device.type != "cpu" or dtype != torch.float32):
             placed(module, device, dtype)
@@ -75,6 +80,21 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
             if not tensor.is_meta:
                 mark(tensor)
     return built
+
+
+def _is_of_library(encoding: nn.Module | None) -> bool:
+    """Whether an encoding is one of this library's: of the code saved with a checkpoint, any one."""
+    parts = (part for part in encoding.modules() if isinstance(part, PositionEncoding)) if encoding is not None else ()
+    return all(type(part).__module__.rpartition(".")[0] == __name__.rpartition(".")[0] for part in parts)
+
+
+def _holds_all(encoding: nn.Module | None) -> bool:
+    """Whether all tensors of an encoding are saved with it, so that loading gives values to each."""
+    modules = encoding.modules() if encoding is not None else ()
+    return not any(
+        module._non_persistent_buffers_set or any(isinstance(value, Tensor) for value in vars(module).values())
+        for module in modules
+    )
 
 
 def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -198,55 +218,6 @@ def _empty(module: nn.Module | None) -> str | None:
     """The name of a tensor that holds uninitialised memory."""
     valued = {name: tensor for name, tensor in _tensors(module).items() if tensor.is_floating_point() and not tensor.is_meta}
     return next((name for name, tensor in valued.items() if tensor.isnan().any()), None)
-
-
-def _differing(built: Encodings, others: Encodings) -> str | None:
-    """The name of a value which is not saved with its module, and which differs between two builds."""
-    if len(built) != len(others):
-        return "a value"
-    for one, other in zip(built, others, strict=True):
-        ours, theirs = _unsaved(one), _unsaved(other)
-        for name in ours.keys() | theirs.keys():
-            if _comparable(ours.get(name)) != _comparable(theirs.get(name)):
-                return name
-    return None
-
-
-def _unsaved(encoding: nn.Module | None) -> dict[str, Any]:
-    """Attributes and buffers of an encoding's modules, by dotted path, that are not in its state_dict."""
-    values: dict[str, Any] = {}
-    for path, module in encoding.named_modules() if encoding is not None else ():
-        buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        attributes = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
-        values |= {f"{path}.{name}".lstrip("."): value for name, value in {**attributes, **buffers}.items()}
-    return values
-
-
-class _Comparable(pickle.Pickler):
-    """Gives equal bytes for equal values; tensors, generators and closures by what is in them."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, nn.Parameter):  # saved with a module of its own
-            return str, ("parameter",)
-        if isinstance(value, Tensor):
-            bits = b"" if value.is_meta else value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            return tuple, ((str(value.dtype), tuple(value.shape), value.is_meta, hashlib.sha256(bits).digest()),)
-        if isinstance(value, torch.Generator):
-            return bytes, (value.get_state().numpy().tobytes(),)
-        if isinstance(value, types.FunctionType) and "<" in value.__qualname__:
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            return tuple, ((value.__code__.co_code, cells, value.__defaults__, value.__kwdefaults__),)
-        return NotImplemented
-
-
-def _comparable(value: Any) -> bytes | None:
-    """Equal for equal values; None for what can't be compared."""
-    file = io.BytesIO()
-    try:
-        _Comparable(file).dump(value)
-    except Exception:  # whatever an attribute's own __reduce__ raises
-        return None
-    return file.getvalue()
 
 
 def _check_size(kind: str, modules: Encodings) -> None:

@@ -26,9 +26,10 @@ from hf_posenc.architectures import structure
 from hf_posenc.architectures.components.component import Source, is_transformers
 from hf_posenc.attention import dispatch
 from hf_posenc.encodings import PositionEncoding, check_size, meant
-from hf_posenc.modeling import hooks, loading, offsets
-from hf_posenc.modeling.install import install, install_across
+from hf_posenc.modeling import hooks, offsets
+from hf_posenc.modeling.install import acting_in, install, install_across
 from hf_posenc.modeling.position_ids import asking
+from hf_posenc.serialization.copies import IS_COPY
 from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.signatures import Call
 
@@ -175,8 +176,10 @@ class PosEncModelMixin(EncodingModelMixin):
         if plans := specs.plans_of(self.config):
             return structure.planned_in(inner, plans, bool(spec.where))
         from hf_posenc.architectures import find
+        from hf_posenc.modeling import supported
 
         stacks = find.find_all(inner if spec.submodel is None else find.submodel(self, spec.submodel), spec.where)
+        supported.check(stacks.values(), spec)
         setattr(self.config, specs.PLAN, [plan.to_dict() for plan in find.plan_of(stacks)])
         return stacks
 
@@ -192,6 +195,10 @@ class PosEncModelMixin(EncodingModelMixin):
 
         The encoding may stand in a `config`, too, which is then a derived one.
         """
+        if IS_COPY:  # of a checkpoint, for which alone the class is
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        from hf_posenc.modeling import loading
+
         kwargs, spec = loading.resolved(cls, pretrained_model_name_or_path, kwargs)
         if spec is None:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -415,14 +422,10 @@ def _with_one_post_init(host: type[PreTrainedModel]) -> Callable[..., None]:
 
 def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
     """Put an encoding into one stack, with what calibration and `unpatch` need."""
-    own, across = spec.acting(found.role), spec.acting("cross")
-    own = spec if not spec.where else own
-    geometry = found.geometry(spec.max_length, spec.inject)
+    own, across, geometry = acting_in(found, spec)
     if own is not None:
-        if geometry.max_length is None and own.encoding.needs_max_length(geometry):
-            geometry = replace(geometry, max_length=found.usable_length)
         install(found, own, geometry)
-    if across is not None and found.role == "decoder":
+    if across is not None:
         install_across(found, across, geometry)
     if own is None:
         return
@@ -461,49 +464,6 @@ def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
     return forward
 
 
-def register_auto_classes() -> None:
-    """Tell the Auto classes the names of all derived classes. Builds and imports none of them.
-
-    The mappings' own name tables are private to Transformers; this is the only place that writes to them.
-    """
-    from transformers.models.auto import auto_factory, configuration_auto, modeling_auto, tokenization_auto
-
-    configs = configuration_auto.CONFIG_MAPPING_NAMES
-    derived = {TYPE_PREFIX + kind: PREFIX + name for kind, name in configs.items() if not kind.startswith(TYPE_PREFIX)}
-    modules = {configuration_auto.model_type_to_module_name(kind): sys.modules[__name__] for kind in derived}
-    derived["posenc-embedding"] = "PositionEmbeddingConfig"
-    modules["posenc_embedding"] = sys.modules[__name__]
-    modeling_auto.MODEL_MAPPING_NAMES["posenc-embedding"] = "PositionEmbedding"
-    configs.update(derived)
-    configuration_auto.CONFIG_MAPPING._modules.update(modules)
-    mappings = [m for m in vars(modeling_auto).values() if isinstance(m, auto_factory._LazyAutoMapping)]
-    for mapping in [*mappings, tokenization_auto.TOKENIZER_MAPPING]:
-        names = mapping._model_mapping
-        prefix = "" if mapping is tokenization_auto.TOKENIZER_MAPPING else PREFIX
-        for kind in [kind for kind in names if TYPE_PREFIX + kind in derived]:
-            names[TYPE_PREFIX + kind] = _prefixed(names[kind], prefix)
-        mapping._reverse_config_mapping.update({name: kind for kind, name in derived.items()})
-        mapping._modules.update(modules)
-    each: Any
-    for each in (configuration_auto.CONFIG_MAPPING, *mappings):
-        each._extra_content = Registered(each._extra_content)
-
-
-class Registered(dict):
-    """What users have registered with an Auto class, and the derived classes of these, made when they are asked for."""
-
-    def __contains__(self, key: Any) -> bool:
-        return super().__contains__(key) or super().__contains__(_host_of(key))
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key) if super().__contains__(key) else derive(super().__getitem__(_host_of(key)))
-
-
-def _host_of(key: Any) -> Any:
-    """What a user has registered, a model type or a config class, of which this is derived."""
-    return key.removeprefix(TYPE_PREFIX) if isinstance(key, str) else getattr(key, "host_class", key)
-
-
 def auto_classes(model_type: str) -> dict[str, str]:
     """Auto class -> the derived class it loads for a derived model type. The second place that reads those tables."""
     from transformers.models.auto import auto_factory, modeling_auto
@@ -514,9 +474,9 @@ def auto_classes(model_type: str) -> dict[str, str]:
         if isinstance(auto, type) and issubclass(auto, auto_factory._BaseAutoModelClass) and auto._model_mapping is not None:
             name = auto._model_mapping._model_mapping.get(host)
             if name is not None:
-                found[auto.__name__] = _prefixed(name[0] if isinstance(name, tuple) else name, PREFIX)
+                found[auto.__name__] = prefixed(name[0] if isinstance(name, tuple) else name, PREFIX)
     return found
 
 
-def _prefixed(name: Any, prefix: str) -> Any:
-    return tuple(_prefixed(part, prefix) for part in name) if isinstance(name, tuple) else name and prefix + name
+def prefixed(name: Any, prefix: str) -> Any:
+    return tuple(prefixed(part, prefix) for part in name) if isinstance(name, tuple) else name and prefix + name

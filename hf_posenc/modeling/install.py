@@ -1,7 +1,6 @@
 """Puts an encoding into a stack: silences the host's sources, gives each attention what acts in it, adds vectors."""
 
 import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,10 +18,18 @@ from hf_posenc.modeling import hooks
 from hf_posenc.modeling.position_ids import ForwardPass, follow_masking, see_frames, see_images, see_patches
 from hf_posenc.signatures import Call, argument_names
 
-STREAMS = re.compile(r"HyperConnection|AltUp|GatedResidual")
-"""In class names of modules that mix several streams of hidden states, so that a layer's input is not `[B, L, D]`."""
 Parts = Mapping[str, tuple[str, ...]]
 """Path of an attention -> the parts of the encoding that act in it."""
+
+
+def acting_in(structure: Structure, spec: PositionSpec) -> tuple[PositionSpec | None, PositionSpec | None, Geometry]:
+    """What acts in a stack, and between it and another one; and the sizes for it."""
+    own = spec.acting(structure.role) if spec.where else spec
+    across = spec.acting("cross") if structure.role == "decoder" else None
+    geometry = structure.geometry(spec.max_length, spec.inject)
+    if own is not None and geometry.max_length is None and own.encoding.needs_max_length(geometry):
+        geometry = replace(geometry, max_length=structure.usable_length)
+    return own, across, geometry
 
 
 def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> None:
@@ -31,10 +38,9 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     Raises HostRefused, ValueError; the stack is then not to be used.
     """
     stack, encoding, options = structure.stack, spec.encoding, dict(spec.options)
-    parts = _parts_by_attention(structure, spec)
-    _refuse_closed_attentions(structure, spec, parts)
+    parts = parts_by_attention(structure, spec)
     own = {path: structure.geometry_of(module, geometry.max_length) for path, module in structure.attentions.items()}
-    unlike = _unlike_attentions(structure, spec, parts, geometry)
+    unlike = unlike_attentions(structure, spec, parts, geometry)
     stack.posenc, *owned = build_within_limits(
         encoding.type,
         lambda: [
@@ -112,8 +118,7 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
             names, False, structure.offset, (), needs_token_types=False, replaces=False, flattens=structure.flattens
         )
     looking = replace(structure, attentions=across)
-    parts = _parts_by_attention(looking, spec)
-    _refuse_closed_attentions(looking, spec, parts)
+    parts = parts_by_attention(looking, spec)
     sizes = {
         path: replace(structure.geometry_of(module, geometry.max_length), is_causal=False) for path, module in across.items()
     }
@@ -126,12 +131,6 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
     )
     stack.posenc.cross = shared
     for (path, module), posenc in zip(across.items(), owned, strict=True):
-        if custom.row_of(module):
-            raise HostRefused(
-                f"{type(stack).__name__}.{path} computes its attention beside Transformers' interface",
-                reason="attention beside Transformers' interface",
-                remedy="leave 'cross' out of where",
-            )
         setattr(module, dispatch.PARTS, parts[path])
         setattr(module, dispatch.ACROSS, True)
         if posenc is not None:
@@ -142,7 +141,7 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
         stack._posenc_entrances = {**stack._posenc_entrances, verb: here}
 
 
-def _parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
+def parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
     if not spec.layers:
         return dict.fromkeys(structure.attentions, tuple(spec.parts))
     numbers, count = structure.layers, structure.stack.config.num_hidden_layers
@@ -163,57 +162,22 @@ def _acted_in(spec: PositionSpec, parts: Parts, verb: str) -> tuple[str, ...]:
     return tuple(path for path in parts if any(verb in spec.acts_by(part) for part in parts[path]))
 
 
-def _refuse_closed_attentions(structure: Structure, spec: PositionSpec, parts: Parts) -> None:
-    """Raises HostRefused for an encoding that would act in an attention in which none can."""
-    for path, module in structure.attentions.items():
-        acting = [part for part in parts[path] if {*spec.parts[part].acts_by()} - {"embed"}]
-        if acting and (why := custom.closed(module)):
-            raise HostRefused(
-                f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which {why}, so {acting[0]!r} can't "
-                "act in it",
-                reason="attention in which nothing can act",
-                remedy="take an encoding of vectors, as 'sinusoidal' or 'learned'",
-            )
-        capped = getattr(getattr(module, "config", None), "attn_logit_softcapping", None)
-        if capped and (correcting := [part for part in acting if spec.parts[part].corrects_scores]):
-            raise HostRefused(
-                f"{type(structure.stack).__name__}.{path} caps its scores at {capped} before a bias is added, so "
-                f"{correcting[0]!r} can't correct them",
-                reason="scores that are capped before the bias",
-                remedy="take one that rotates or biases",
-            )
-        weighing = [part for part in acting if "value_bias" in spec.acts_by(part)]
-        if weighing and custom.row_of(module) is None and dispatch.scales_afterwards(module):
-            raise HostRefused(
-                f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which multiplies its output by a "
-                f"factor that isn't in its weights, so {weighing[0]!r} can't add anything to its output by them",
-                reason="attention whose weights aren't known",
-                remedy="take one that adds nothing to values, as 'shaw' with terms='keys'",
-            )
-
-
-def _unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> set[str]:
-    """The paths of attentions of other sizes than the first, as in Swin's stages, which get an encoding of their own where it
-    has no weights.
-
-    Raises HostRefused where they would share weights that are made for one size.
-    """
-    unlike: set[str] = set()
+def shared_parts(spec: PositionSpec) -> set[str]:
+    """The parts which act in attentions, and whose parameters all of them share."""
     acting = {part for part, kind in spec.parts.items() if {*kind.acts_by()} - {"embed"}}
-    shared = acting - spec.encoding.per_layer_parts(dict(spec.options))
+    return acting - spec.encoding.per_layer_parts(dict(spec.options))
+
+
+def unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> set[str]:
+    """The paths of attentions of other sizes than the first, as in Swin's stages, which get an encoding of their own where it
+    has no weights (`supported.check`)."""
+    unlike: set[str] = set()
+    shared = shared_parts(spec)
     for path, module in structure.attentions.items():
         its = replace(structure.geometry_of(module, geometry.max_length), hidden_size=geometry.hidden_size)
         if not shared & {*parts[path]} or its == geometry:
             continue
         unlike.add(path)
-        (trial,) = build_within_limits(spec.type, lambda its=its: [spec.encoding(its, **dict(spec.options))])  # type: ignore[misc]
-        if structure.tokens is not None or (trial is not None and [*trial.parameters(), *trial.buffers()]):
-            raise HostRefused(
-                f"the attentions of {type(structure.stack).__name__} differ: {path} has {its}, others {geometry}, and "
-                f"{', '.join(sorted(shared))} would be shared by all",
-                reason="attentions of several sizes",
-                remedy="give each attention its own: per_layer=True",
-            )
     return unlike
 
 
@@ -223,19 +187,6 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     tables = tuple(source.path for source in structure.sources if source.takes_vectors)
     if spec.inject == "input" and tables:
         return tables
-    if spec.inject != "after_attention" and any(STREAMS.search(type(module).__name__) for module in stack.modules()):
-        raise HostRefused(
-            f"{type(stack).__name__} has several streams of hidden states between its layers, to which vectors can't be added",
-            reason="several streams of hidden states",
-            remedy="take an encoding that acts in the attentions, or inject='after_attention'",
-        )
-    if spec.inject != "input" and structure.tokens is None and len({*structure.widths}) > 1:
-        raise HostRefused(
-            f"the layers of {type(stack).__name__} have states of several widths, {sorted({*structure.widths})}, to which no "
-            "one vector can be added",
-            reason="layers of several widths",
-            remedy="leave inject out",
-        )
     blocks = structure.blocks
     layers = structure.layer_paths
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}

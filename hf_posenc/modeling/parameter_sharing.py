@@ -26,7 +26,7 @@ from hf_posenc.architectures import find, structure
 from hf_posenc.architectures.components import HostRefused, Silenced, silenced_names
 from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 from hf_posenc.encodings import PositionEncoding, encoding_class, exclusively, mark, marked_as_loaded, placed, refill
-from hf_posenc.modeling import hooks
+from hf_posenc.modeling import hooks, supported
 
 
 def refuse_wrapped(model: Any, call: str = "patch") -> None:
@@ -86,6 +86,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
     if spec.max_length is not None and rows is not None and spec.replaces_all:
         setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
         config.check_size()
+    supported.check(stacks, spec)
     patched = shell(derived, config, like=model)
     share(model, patched)
     like = next(next(iter(stacks[0].attentions.values())).parameters())
