@@ -12,7 +12,7 @@ host weights and the same rows in the same order. Answers are scored as wholes (
 and by tokens, the language model by its perplexity. At the end a verdict compares the figures with what the papers found.
 
 Each finished run has a file in --output_dir/runs: a command that was killed goes on where it was, and takes in more tasks,
-encodings and seeds. generalise.json, .txt, .png and -map.png are written there when all runs are done.
+encodings and seeds. generalise.json, .txt and .png are written there when all runs are done.
 """
 
 import argparse
@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; processes are wha
 
 from rich.console import Console
 
-from experiments.generalisation import figures, flags, models, report, study, verdict
+from experiments.generalisation import figures, flags, models, report, several, study, verdict
 from experiments.generalisation.results import Results
 from experiments.generalisation.runs import Setup, process_state, training_of
 from experiments.generalisation.study import Study
@@ -69,18 +69,17 @@ def study_of(arguments: argparse.Namespace) -> Study:
 def write(output: Path, planned: Study, results: Results, failed: dict[str, str]) -> None:
     """Tables to the terminal, and all that is shown to files."""
     found = verdict.findings(results)
-    tables = [*report.tables(results), report.learned_table(results)]
-    tables += [report.refused_table(planned.refused)] if planned.refused else []
+    parts = [several.Part(planned, results)]
+    tables = [several.table(parts), report.learned_table(results), several.refused_table(parts)]
     tables += [report.verdict_table(found)] if any(each.answer != verdict.MISSING for each in found) else []
     text = io.StringIO()
     for console in (Console(width=WIDTH), Console(file=text, width=WIDTH)):
-        for table in tables:
+        for table in filter(None, tables):
             console.print(table)
         console.print(verdict.summary(found), soft_wrap=True)
     write_text(output / "generalise.txt", text.getvalue())
     records.write(output / "generalise.json", report.as_record(planned, results, found, failed))
     figures.draw_curves(planned, results, output / "generalise.png")
-    figures.draw_map(planned, results, output / "generalise-map.png")
 
 
 def main(argv: list[str] | None = None) -> None:
