@@ -140,7 +140,7 @@ def test_training_lowers_the_loss_and_tables_reach_the_longest_test():
 
 def outputs(folder):
     """What a study has written, without times."""
-    kept = {file.name: records.read(file) for file in sorted((folder / "runs").iterdir())}
+    kept = {file.name: records.read(file) for file in sorted((folder / "llama" / "runs").iterdir())}
     for record in kept.values():
         del record["cpu_seconds"]
     whole = records.read(folder / "generalise.json")
@@ -170,7 +170,7 @@ def test_a_study_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "run", stopped)
     with pytest.raises(KeyboardInterrupt):
         generalise.main([*arguments, "--output_dir", "resumed"])
-    assert len([*(tmp_path / "resumed" / "runs").iterdir()]) == 3
+    assert len([*(tmp_path / "resumed" / "llama" / "runs").iterdir()]) == 3
     monkeypatch.setattr(study, "run", lambda *arguments: done.append(arguments) or run(*arguments))
     generalise.main([*arguments, "--output_dir", "resumed"])
     assert len(done) == 6 and outputs(tmp_path / "resumed") == whole
@@ -185,7 +185,7 @@ def test_a_study_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
             generalise.main([*arguments, f"--{name}", value, "--output_dir", "resumed"])
     with pytest.raises(SystemExit, match="made with hidden_size=16, and now it is 32"):
         generalise.main([*arguments, "--tasks", "reverse", "--hidden_size", "32", "--output_dir", "resumed"])
-    (tmp_path / "resumed" / "runs" / "copy-t5-0.json").write_text("{")
+    (tmp_path / "resumed" / "llama" / "runs" / "copy-t5-0.json").write_text("{")
     with pytest.raises(SystemExit, match="is no record of a run"):
         generalise.main([*arguments, "--output_dir", "resumed"])
 
