@@ -21,6 +21,7 @@ import argparse
 import io
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,7 +35,7 @@ from experiments.generalisation.results import Results
 from experiments.generalisation.runs import Setup, process_state
 from experiments.generalisation.several import Part
 from experiments.generalisation.study import Study
-from experiments.generalisation.tasks import COMPARED
+from experiments.generalisation.tasks import ALL, COMPARED, Task
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.plots.style import require_matplotlib
 from hf_posenc.serialization.atomic import write_text
@@ -45,10 +46,10 @@ MULTIPLES = ("1", "1.5", "2", "4")
 TEST_ROWS = 256
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags; what the command line says replaces what a study file says."""
-    parser, setup = flags.parser(__doc__, COMPARED), Setup()
-    add = parser.add_argument
+def flags_of(description: str | None, tasks: Mapping[str, Task]) -> argparse.ArgumentParser:
+    """The flags of a study; `tasks` are those that it may have, all of them by default."""
+    made, setup = flags.parser(description, tasks), Setup()
+    add = made.add_argument
     add("study", nargs="?", type=Path, metavar="STUDY.yaml", help="a file with these flags as keys; give it first")
     add("--hosts", nargs="+", default=["bert", "llama"], metavar="NAME|JSON", help="default: bert llama")
     add(
@@ -64,6 +65,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--learning_rate", nargs="+", default=[], metavar="[HOST=]X", help=f"default: {rates}")
     add("--weight_decay", type=positive_or_0, default=setup.weight_decay, help=f"default: {setup.weight_decay}")
     add("--warmup_steps", type=at_least(0), default=setup.warmup_steps, help=f"default: {setup.warmup_steps}")
+    return made
+
+
+def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    """What the command line says replaces what a study file says."""
+    parser = parser or flags_of(__doc__, COMPARED)
     arguments = parser.parse_args(argv)
     if arguments.study:
         narrowed = arguments.tasks if _is_given("--tasks", argv) else None
@@ -126,7 +133,7 @@ def tell(studies: dict[Path, Study], left_out: dict[str, list[str]]) -> None:
         for label, reason in own.refused.items():
             print(f"{own.label}: {label} is left out: {reason}", file=sys.stderr)
         if folder := models.folder_of(own.setup.host):
-            for head in sorted({COMPARED[task].head for task in own.trainings}):
+            for head in sorted({ALL[task].head for task in own.trainings}):
                 if new := models.new_weights(folder, head):
                     print(f"{own.label} lacks weights, which are drawn at random: {', '.join(new)}", file=sys.stderr)
 
@@ -141,8 +148,8 @@ def write(output: Path, parts: list[Part], left_out: dict[str, list[str]], faile
     several.draw(parts, output / "compare.png")
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
+def run(arguments: argparse.Namespace, write: Callable[[Path, list[Part], dict[str, list[str]], dict[str, str]], None]) -> None:
+    """Carry out the studies of the hosts, and let `write` show what all runs so far have measured."""
     try:
         require_matplotlib()
     except ImportError as error:  # now, not behind hours of training
@@ -161,6 +168,10 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("\n".join([f"{arguments.output_dir} has no finished run of this study", *study.told(failed)]))
     write(arguments.output_dir, parts, left_out, failed)
     study.stop_for(failed)
+
+
+def main(argv: list[str] | None = None) -> None:
+    run(parse_arguments(argv), write)
 
 
 if __name__ == "__main__":

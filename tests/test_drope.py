@@ -355,8 +355,8 @@ def test_what_train_clm_is_asked_for(host, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda command: asked.append(command) or SimpleNamespace(returncode=0))
     arguments = drope.parse_arguments(line(host, tmp_path, "--learning_rate", 0.003))
     drope.recalibrate(host, tmp_path / "out", arguments, "--position_encoding", "none")
-    (_, script, *given) = asked[0]
-    assert script == train_clm.__file__
+    (_, flag, module, *given) = asked[0]
+    assert (flag, module) == ("-m", train_clm.__name__)
     parsed = flags.parse(language_modeling.parser(None), given)
     assert (parsed.packing, parsed.text_length, parsed.max_train_steps, parsed.learning_rate) == (True, 256, 5, 0.003)
     assert parsed.position_encoding == {"type": "none"} or parsed.position_encoding == "none"

@@ -882,11 +882,11 @@ def test_several_seeds(tmp_path, capsys):
 
 def test_a_run_of_several_that_fails_ends_them(tmp_path, launch, monkeypatch):
     def run(command):
-        assert command[:2] == [sys.executable, str(SCRIPTS / "finetune.py")]
-        (code,), _ = launch("finetune", *command[2:])
+        assert command[:3] == [sys.executable, "-m", finetune.__name__]
+        (code,), _ = launch("finetune", *command[3:])
         return subprocess.CompletedProcess(command, code)
 
-    monkeypatch.setattr("seeds.subprocess.run", run)
+    monkeypatch.setattr("experiments.seeds.subprocess.run", run)
     with pytest.raises(SystemExit) as stopped:
         seeds.main(["a=nowhere", "--output_dir", str(tmp_path), "--", "--train_file", "nowhere.csv", "--task", "guessing"])
     assert stopped.value.code == 2 and not (tmp_path / "seeds.json").exists()

@@ -1,4 +1,4 @@
-"""A study as figures: curves by length, in panels by task and by how encodings act, and a map of all of them."""
+"""A study as curves by length, in panels by task and by how encodings act."""
 
 import math
 from pathlib import Path
@@ -24,7 +24,6 @@ GREY: dict[str, Any] = {"color": "#888888", "linestyle": "--"}
 """The style of the baseline's line."""
 CURVES = {"exact match": "tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
 """What curves show: exact match is zero beyond L for most, right tokens tell more of them apart."""
-MAPPED = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
 NAMES = {"exact": "exact match", "tokens": "right tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
 WORST, LARGEST = 4.0, 1e6
 """Perplexities are drawn up to this multiple of the least one, and to the largest at L; those that aren't finite count as
@@ -132,59 +131,3 @@ def _ticks(low: float, high: float) -> list[float]:
     if len(inside) < 2:  # the axis is short
         return [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
     return inside[:: math.ceil(len(inside) / 6)]
-
-
-def draw_map(study: Study, results: Results, path: Path) -> None:
-    """A map for each task and measure: a row for each encoding, by family; a column for each test length; means over seeds.
-
-    Colours of perplexities are of their ratio to the encoding's own at L, so that growth is what is seen.
-    """
-    pyplot = pyplot_for_files()
-    of = {each.label: family(each.label, each.options) for each in study.encodings}
-    order = {name: number for number, name in enumerate(["", *FAMILIES])}
-    present = {label for task in results.tasks for label in results.encodings(task) if label in of}
-    labels = sorted(present, key=lambda label: (order[of[label]], label))
-    panels = [(task, measure) for task in results.tasks for measure in MAPPED[ALL[task].measure]]
-    widths = [len(results.lengths(task)) for task, _ in panels]
-    size = (1.8 + 0.42 * sum(widths), 1.5 + 0.25 * len(labels))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=size, width_ratios=widths, squeeze=False, layout="constrained")
-    for axis, (task, measure) in zip(axes[0], panels, strict=True):
-        lengths, trained = results.lengths(task), results.trained_length(task)
-        values = [
-            [results.mean(task, label, length, measure).mean for length in lengths]
-            if results.seeds(task, label)
-            else [math.nan] * len(lengths)
-            for label in labels
-        ]
-        shades = [_shades(row, measure) for row in values]
-        axis.imshow(shades, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-        for line, row in enumerate(values):
-            for column, value in enumerate(row):
-                colour = "white" if shades[line][column] < 0.55 else "black"
-                axis.text(column, line, _cell(value, measure), ha="center", va="center", fontsize=6.5, color=colour)
-        axis.set_xticks(range(len(lengths)), [f"{length / trained:.3g} L" for length in lengths], fontsize=7, rotation=45)
-        axis.set_yticks(range(len(labels)), labels if axis is axes[0][0] else [""] * len(labels), fontsize=8)
-        axis.tick_params(length=0)
-        for line in range(1, len(labels)):
-            if of[labels[line]] != of[labels[line - 1]]:
-                axis.axhline(line - 0.5, color="white", linewidth=2)
-        axis.set_title(f"{task}, L = {trained}\n{NAMES[measure]}", fontsize=8)
-    with atomic_file(path, "wb") as file:
-        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)
-    pyplot.close(figure)
-
-
-def _shades(row: list[float], measure: str) -> list[float]:
-    """From 0, bad, to 1: an accuracy itself; of a perplexity 1 for that of the first length, 0 for WORST times that."""
-    if measure != "perplexity":
-        return row
-    first = row[0]
-    return [1 - min(1.0, max(0.0, math.log(value / first) / math.log(WORST))) if value < math.inf else 0.0 for value in row]
-
-
-def _cell(value: float, measure: str) -> str:
-    if math.isnan(value):
-        return ""
-    if measure != "perplexity":
-        return f"{value:.2f}".removeprefix("0")
-    return "∞" if math.isinf(value) else f"{value:.1f}" if value < 100 else f"{value:.0f}" if value < 1e4 else "≥ 10⁴"

@@ -11,7 +11,6 @@ from experiments.generalisation.study import Study
 from experiments.generalisation.tasks import ALL
 from experiments.generalisation.verdict import Finding
 from hf_posenc.evaluation import records
-from hf_posenc.evaluation.metrics import UNCORRECTED
 
 ENDS = "†"
 """Marks encodings that end at a length: they were given that of the longest test."""
@@ -25,43 +24,6 @@ NAMES = {
     "accuracy": "accuracy",
     "perplexity": "perplexity",
 }
-
-
-def tables(results: Results) -> list[Table]:
-    """For each task one table for each measure: the mean over seeds, and its 95 % interval."""
-    return [_table(results, task, measure) for task in results.tasks for measure in MEASURES[ALL[task].measure]]
-
-
-def _table(results: Results, task: str, measure: str) -> Table:
-    own, length = ALL[task], results.trained_length(task)
-    best_first = measure != "perplexity"
-    title = f"{task}, trained to L = {length} {own.unit}: {NAMES[measure]}"
-    ending = {label for label in results.encodings(task) if results.ends(task, label) is not None}
-    counts = {len(results.seeds(task, label)) for label in results.encodings(task)}
-    few = "one seed" if counts == {1} else f"{shown_range(counts)} seeds"
-    caption = f"mean over {few}" + (f" ± half of Student's interval; {UNCORRECTED}" if counts != {1} else "")
-    if measure == "tokens":
-        caption += f"; chance {own.chance:.2f}"
-    if ending:
-        caption += f"\n{ENDS} ends at a length: it was given that of the longest test; positions behind L are untrained"
-    table = Table("encoding", title=title, caption=caption)
-    lengths = results.lengths(task)
-    for tested in lengths:
-        table.add_column(f"{tested}\n{tested / length:g} L", justify="right")
-    rows = {label: [results.mean(task, label, tested, measure) for tested in lengths] for label in results.encodings(task)}
-    second = 2 * length
-    order = lengths.index(second) if second in lengths else -1
-
-    def rank(label: str) -> tuple[float, ...]:
-        key = rows[label][order].mean, *(mean.mean for mean in rows[label])
-        return tuple(-value for value in key) if best_first else key
-
-    for label in sorted(rows, key=rank):
-        missing = max(counts) - len(results.seeds(task, label))
-        mark = (f" {ENDS}" if label in ending else "") + (f" ({missing} seeds fewer)" if missing else "")
-        mark += diverged_mark(results, task, label)
-        table.add_row(f"{label}{mark}", *(mean.shown() for mean in rows[label]))
-    return table
 
 
 def diverged_mark(results: Results, task: str, label: str) -> str:
@@ -91,13 +53,6 @@ def verdict_table(found: list[Finding]) -> Table:
     for each in (each for each in found if each.answer != verdict.MISSING):
         table.add_row(f"{each.claim}\n({each.source})", each.answer, each.figures)
     table.caption = "; ".join(f"{answer}: {meant}" for answer, meant in verdict.ANSWERS.items())
-    return table
-
-
-def refused_table(refused: dict[str, str]) -> Table:
-    table = Table("encoding", "reason", title="refused by the host, the rest runs on", show_lines=True)
-    for label, reason in refused.items():
-        table.add_row(label, reason)
     return table
 
 

@@ -1,4 +1,4 @@
-"""What compare.py shows of several hosts: one table, one record, and curves with a panel for each host and task."""
+"""What compare.py and generalise.py show of hosts: one table, one record, and curves with a panel for each host and task."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Part:
 
     def heading(self, task: str) -> str:
         unit = task_of(self.study.setup.host, task).unit
-        return f"{self.study.label}, {task}, L = {self.study.trainings[task].length} {unit}"
+        return ", ".join(filter(None, (self.study.label, task, f"L = {self.study.trainings[task].length} {unit}")))
 
 
 def table(parts: Sequence[Part]) -> Table:

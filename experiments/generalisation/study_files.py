@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from experiments.generalisation.flags import PER_TASK
-from experiments.generalisation.tasks import COMPARED
+from experiments.generalisation.tasks import ALL
 
 OBJECTS = ("hosts", "encodings")
 """Flags whose values may be objects."""
@@ -51,7 +51,7 @@ def as_flags(file: Path, parser: argparse.ArgumentParser, tasks: Collection[str]
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise SystemExit(f"{file} has {key!r}, which is no flag of a study: {hint}allowed are {', '.join(sorted(known))}")
         if tasks is not None and key in PER_TASK and isinstance(value, dict):
-            value = {task: each for task, each in value.items() if task in tasks or task not in COMPARED}
+            value = {task: each for task, each in value.items() if task in tasks or task not in ALL}
         texts = _texts(file, key, value)
         made += [f"--{key}", *texts] if texts else []
     return made

@@ -157,7 +157,7 @@ def _stock_fails(case: Case, error: Exception | None) -> bool:
 
 def _has_remedy(error: Exception) -> bool:
     """Whether hf-posenc itself raised it, with a message that goes on after what is wrong."""
-    raised_here = Path(_raised_in(error)[0]).is_relative_to(Path(hf_posenc.__file__).parent)
+    raised_here = Path(_raised_in(error)[0]).is_relative_to(Path(str(hf_posenc.__file__)).parent)
     return raised_here and any(mark in str(error) for mark in (": ", "; "))
 
 
