@@ -51,6 +51,8 @@ FAMILIES = (
     "speech",
     "memories",
     "vision",
+    "generations",
+    "processes",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6

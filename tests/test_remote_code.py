@@ -250,6 +250,22 @@ def test_what_cant_be_saved_is_named_and_nothing_is_lost(tmp_path, encoding):
     assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))
 
 
+@pytest.mark.parametrize("after", ["alibi", "own-careless"])
+def test_code_of_a_model_that_is_replaced_does_not_stay(own, tmp_path, after):
+    """A user's file, of which nothing is left in the model, would be pushed with it."""
+    patched("bert", "own-window+learned").save_pretrained(tmp_path / "model")
+    assert {"posenc_own_own_encodings.py", "posenc_learned.py"} <= {*os.listdir(tmp_path / "model")}
+    (tmp_path / "model" / "posenc_mine.py").write_text("# not saved with the model")
+    for folder in ("model", "new"):
+        model = patched("bert", after)
+        if after == "alibi":
+            model.save_pretrained(tmp_path / folder)
+        else:
+            with pytest.warns(UserWarning):
+                model.save_pretrained(tmp_path / folder)
+    assert {*os.listdir(tmp_path / "model")} == {*os.listdir(tmp_path / "new"), "posenc_mine.py"}
+
+
 BESIDE = """
 import json, sys, torch
 from pathlib import Path
