@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from attacks.cases import Case, Comparison, Settings, new_folder
-from attacks.subjects import OPTIONS
 
 WORKER = Path(__file__).with_name("generations_worker.py")
 SCRIPTS = WORKER.parent.parent
@@ -32,21 +31,23 @@ class Window(hf_posenc.PositionEncoding, type="{type}"):
     def distance_bias(self, distance):
         return torch.where(distance.abs() > self.width, -{penalty}, 0.0)[None]
 """
+PLACED = "    context = position_context.placed("
+CALLED = "    position_context = context_for(module, "
 OLDER = {
     "__init__.py": {'__version__ = "0.1.0"': '__version__ = "0.0.1"'},
     "attention.py": {
-        "    context = position_context.placed(": '    scaling = kwargs["scaling"] = 1.5 * scaling\n    context = position_context.placed(',
+        PLACED: f'    scaling = kwargs["scaling"] = 1.5 * scaling\n{PLACED}',
         'PARTS = "position_parts"': 'PARTS = "older_parts"',
         'CONTEXT = "position_context"': 'CONTEXT = "older_context"',
         "    position_context: PositionContext | None = None,": "    older_context: PositionContext | None = None,",
-        "    position_context = context_for(module, position_context)": "    position_context = context_for(module, older_context)",
+        f"{CALLED}position_context)": f"{CALLED}older_context)",
     },
     "remembering.py": {'POSITIONS = "Remembering", "key_positions"': 'POSITIONS = "Remembering", "older_positions"'},
 }
 """File of the package -> what stands there -> what another generation has in its place."""
 COMMITS = 100
 """How many commits ago the other older generation was made."""
-ORDERS = ("older new", "new older", "older new package", "new older package", "commit new", "new commit package")
+ORDERS = ("older new", "commit new", "new older package")
 ATTACKS = ("outputs", "copies", "implementations", "nested", "threads", "checkpointing", "decoding", "saved_again", "configs")
 
 

@@ -7,8 +7,6 @@ python generations_worker.py use FOLDER STEP …          # steps: generations t
 import copy
 import io
 import itertools
-import json
-import os
 import pickle
 import sys
 import tempfile
@@ -119,7 +117,7 @@ class Two:
     def nested(self) -> Pairs:
         """Each is called within the other's forward pass."""
         for model, inner in (self.models, self.models[::-1]):
-            index, seen = self.models.index(inner), []
+            index, seen = self.models.index(inner), list[Tensor]()
             layer = next(module for name, module in model.named_modules() if name.endswith((".layer.1", ".h.1")))
             handle = layer.register_forward_pre_hook(lambda *_, inner=inner, seen=seen: seen.append(output(inner)))
             yield output(model), self.expected[1 - index]["output"]
@@ -191,7 +189,7 @@ class Two:
             "patch": lambda model: hf_posenc.patch(model, "alibi"),
             "unpatch": hf_posenc.unpatch,
             "extend": lambda model: hf_posenc.extend(model, max_length=99),
-            "convert": lambda model: hf_posenc.convert(model, "alibi", texts=[IDS[0].tolist()] * 30),
+            "convert": lambda model: hf_posenc.convert(model, "alibi", texts=[{"input_ids": IDS[:1]}] * 30),
             "inspect": hf_posenc.inspect,
         }
         for model, path in zip(self.models, self.paths, strict=True):
@@ -221,7 +219,8 @@ def use(folder: Path, *steps: str) -> None:
     for step in steps:
         if step == "package":
             sys.path.insert(0, str(folder / "new"))
-            __import__("hf_posenc"), __import__("own_window")
+            __import__("hf_posenc")
+            __import__("own_window")
         else:
             paths += [folder / step / host / encoding for host, encoding in itertools.product(AUTO, encodings)]
             models |= {path: load(path) for path in paths[-len(AUTO) * len(encodings) :]}
