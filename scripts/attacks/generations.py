@@ -52,18 +52,18 @@ ATTACKS = ("outputs", "copies", "implementations", "nested", "threads", "checkpo
 
 
 def cases(settings: Settings) -> Iterator[Case]:
-    encodings = [name for name in ENCODINGS if name in settings.encodings or name == WINDOW]
+    encodings = tuple(name for name in ENCODINGS if name in settings.encodings or name == WINDOW)
     for order in ORDERS:
         attacks = [*ATTACKS[:-2], "package"] if "package" in order else ATTACKS
         for attack in (*attacks, "functions"):
             for host in ("bert", "gpt2") if attack != "decoding" else ("gpt2",):
                 for encoding in encodings:
-                    run = functools.partial(compared, order, attack, host, encoding)
+                    run = functools.partial(compared, encodings, order, attack, host, encoding)
                     yield Case(f"{order}: {attack.replace('_', ' ')}", host, encoding, run, limit=600)
 
 
-def compared(order: str, attack: str, host: str, encoding: str) -> Iterator[Comparison]:
-    results = used(order)
+def compared(encodings: tuple[str, ...], order: str, attack: str, host: str, encoding: str) -> Iterator[Comparison]:
+    results = used(encodings, order)
     result = None if results is None else results[attack, host, encoding]
     if isinstance(result, str):
         raise RuntimeError(result)
@@ -71,29 +71,33 @@ def compared(order: str, attack: str, host: str, encoding: str) -> Iterator[Comp
 
 
 @functools.cache
-def used(order: str) -> dict[tuple[str, str, str], Any] | None:
+def used(encodings: tuple[str, ...], order: str) -> dict[tuple[str, str, str], Any] | None:
     """(attack, host, encoding) -> the comparisons, or the error, in a process that took these steps. None without git."""
-    folder, steps = made(), order.split()
-    if "commit" in steps and not (folder / "commit" / "bert").exists():
+    folder, steps = checkpoints(), order.split()
+    if not all(made(encodings, step) for step in ("new", *steps) if step != "package"):
         return None
     run(folder / "new" if "package" in steps else folder, "use", folder, *steps)
     return torch.load(folder / ("-".join(steps) + ".pt"), weights_only=False)
 
 
 @functools.cache
-def made() -> Path:
-    """A folder with checkpoints of all generations: generation/host/encoding."""
-    folder, root = Path(new_folder()), SCRIPTS.parent
-    for generation in ("new", "older", "commit"):
-        package = folder / generation / "hf_posenc"
-        if generation != "commit":
-            copied(root / "hf_posenc", package, OLDER if generation == "older" else {})
-        elif not from_git(root, package.parent):
-            continue
-        window = OWN.format(type=WINDOW, width=2 if generation == "new" else 3, penalty=5.0 if generation == "new" else 2.0)
-        (package.parent / "own_window.py").write_text(window)
-        run(package.parent, "make", package.parent, *ENCODINGS)
-    return folder
+def checkpoints() -> Path:
+    """The folder of all checkpoints: generation/host/encoding."""
+    return Path(new_folder())
+
+
+@functools.cache
+def made(encodings: tuple[str, ...], generation: str) -> bool:
+    """Whether the checkpoints of a generation could be made."""
+    root, package = SCRIPTS.parent, checkpoints() / generation / "hf_posenc"
+    if generation != "commit":
+        copied(root / "hf_posenc", package, OLDER if generation == "older" else {})
+    elif not from_git(root, package.parent):
+        return False
+    window = OWN.format(type=WINDOW, width=2 if generation == "new" else 3, penalty=5.0 if generation == "new" else 2.0)
+    (package.parent / "own_window.py").write_text(window)
+    run(package.parent, "make", package.parent, *encodings)
+    return True
 
 
 def copied(package: Path, new: Path, changes: dict[str, dict[str, str]]) -> None:
@@ -118,7 +122,7 @@ def from_git(root: Path, folder: Path) -> bool:
 
 
 def run(path: Path, *arguments: object) -> None:
-    modules = {"HF_MODULES_CACHE": str(made_modules()), "PYTHONPATH": os.pathsep.join([str(path), str(SCRIPTS)])}
+    modules = {"HF_MODULES_CACHE": modules_cache(), "PYTHONPATH": os.pathsep.join([str(path), str(SCRIPTS)])}
     command = [sys.executable, str(WORKER), *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **modules})
     if ended.returncode:
@@ -126,5 +130,5 @@ def run(path: Path, *arguments: object) -> None:
 
 
 @functools.cache
-def made_modules() -> str:
+def modules_cache() -> str:
     return new_folder()

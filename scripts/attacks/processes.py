@@ -82,7 +82,7 @@ if __name__ == "__main__":
 
 
 def cases(settings: Settings) -> Iterator[Case]:
-    encodings = [name for name in ENCODINGS if name in settings.encodings or name == Reference.type]
+    encodings = tuple(name for name in ENCODINGS if name in settings.encodings or name == Reference.type)
     attacks: dict[str, Any] = {
         **{f"an argument, {method}": functools.partial(argument, method) for method in METHODS},
         **{f"a queue, {method}": functools.partial(through_queue, method) for method in METHODS},
@@ -101,10 +101,16 @@ def cases(settings: Settings) -> Iterator[Case]:
                 if "spawn" in attack and (host != "bert" or encoding not in SLOW):
                     continue
                 yield Case(attack, host, encoding, functools.partial(on, run, host, encoding), limit=120)
-            yield Case("two ranks", host, encoding, functools.partial(by_ranks, host, encoding), limit=300)
+            yield Case("two ranks", host, encoding, functools.partial(by_ranks, encodings, host, encoding), limit=300)
     for method in METHODS:
         for encoding in encodings:
-            yield Case(f"code of its own, {method}", "bert", encoding, functools.partial(remote, method, encoding), limit=300)
+            yield Case(
+                f"code of its own, {method}",
+                "bert",
+                encoding,
+                functools.partial(remote, encodings, method, encoding),
+                limit=300,
+            )
         yield Case(f"a class of __main__, {method}", "bert, gpt2", "own", functools.partial(in_main, method), limit=120)
 
 
@@ -290,16 +296,16 @@ def rank_of_two(rank: int, folder: str, models: dict[tuple[str, str], Any]) -> N
 
 
 @functools.cache
-def ranks() -> dict[tuple[str, str], Any]:
+def ranks(encodings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    models = {(host, encoding): subject(host, encoding).model for host in HOSTS for encoding in ENCODINGS}
+    models = {(host, encoding): subject(host, encoding).model for host in HOSTS for encoding in encodings}
     torch.multiprocessing.spawn(rank_of_two, (folder := new_folder(), models), nprocs=2)
     return torch.load(Path(folder, "found.pt"))
 
 
-def by_ranks(host: str, encoding: str) -> Iterator[Comparison]:
+def by_ranks(encodings: tuple[str, ...], host: str, encoding: str) -> Iterator[Comparison]:
     """Gradients of two ranks with a text each, and of one with both, in a model that shares nothing with theirs."""
-    found = ranks()[host, encoding]
+    found = ranks(encodings)[host, encoding]
     if isinstance(found, str):
         raise RuntimeError(found)
     yield found, gradients(subject(host, encoding).model, TEXTS[:2])
@@ -316,9 +322,9 @@ def started(script: str, *arguments: object, path: str) -> None:
 
 
 @functools.cache
-def remotes(method: str) -> dict[str, Any]:
+def remotes(encodings: tuple[str, ...], method: str) -> dict[str, Any]:
     file, folders = Path(new_folder(), "ids.pt"), {}
-    for encoding in ENCODINGS:
+    for encoding in encodings:
         subject("bert", encoding).model.save_pretrained(folder := new_folder())
         folders[folder] = encoding
     torch.save(TEXTS[0], file)
@@ -326,8 +332,8 @@ def remotes(method: str) -> dict[str, Any]:
     return {folders[folder]: result for folder, result in torch.load(file).items()}
 
 
-def remote(method: str, encoding: str) -> Iterator[Comparison]:
-    found = remotes(method)[encoding]
+def remote(encodings: tuple[str, ...], method: str, encoding: str) -> Iterator[Comparison]:
+    found = remotes(encodings, method)[encoding]
     if isinstance(found, str):
         raise RuntimeError(found)
     yield found, subject("bert", encoding).expected(TEXTS[0])
