@@ -141,12 +141,18 @@ def reply(connection: Any, function: Callable[..., Any], *given: Any) -> None:
         connection.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def in_child(method: str, function: Callable[..., list[Tensor]], *given: Any) -> list[Tensor]:
-    """The result of a module's function in a child of this process."""
+def context_of(method: str) -> Any:
+    """How processes are started. A server of forks imports this module once, for all of them."""
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         os.environ["PYTHONPATH"] = os.pathsep.join({str(SCRIPTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)} - {""})
         context.set_forkserver_preload(["attacks.processes"])
+    return context
+
+
+def in_child(method: str, function: Callable[..., list[Tensor]], *given: Any) -> list[Tensor]:
+    """The result of a module's function in a child of this process."""
+    context = context_of(method)
     here, there = context.Pipe()
     child = context.Process(target=reply, args=(there, function, *given), daemon=True)
     child.start()
@@ -170,7 +176,7 @@ def from_queue(queue: Any, texts: list[Tensor]) -> list[Tensor]:
 
 
 def through_queue(method: str, it: Subject) -> Iterator[Comparison]:
-    queue = multiprocessing.get_context(method).Queue()
+    queue = context_of(method).Queue()
     queue.put(it.model)
     yield from compared(it, functools.partial(in_child, method, from_queue, queue))
 
@@ -211,11 +217,14 @@ class Collate:
 
 def collated(method: str, it: Subject) -> Iterator[Comparison]:
     texts: Any = TEXTS
-    loader = DataLoader(texts, num_workers=2, collate_fn=Collate(it.model), multiprocessing_context=method, timeout=60)
+    loader = DataLoader(
+        texts, num_workers=2, collate_fn=Collate(it.model), multiprocessing_context=context_of(method), timeout=60
+    )
     yield from compared(it, lambda _: list(loader))
 
 
 def mapped(it: Subject) -> Iterator[Comparison]:
+    datasets.disable_progress_bars()
     data: Any = datasets.Dataset.from_dict({"ids": [text.tolist() for text in TEXTS]})
 
     def add(row: dict[str, Any]) -> dict[str, Any]:
