@@ -301,7 +301,8 @@ def rank_of_two(rank: int, folder: str, models: dict[tuple[str, str], Any]) -> N
             found[name] = f"{type(error).__name__}: {error}"
     if rank == 0:
         torch.save(found, Path(folder, "found.pt"))
-    distributed.destroy_process_group()
+    distributed.barrier()
+    os._exit(0)  # gloo's own end can wait forever
 
 
 @functools.cache
