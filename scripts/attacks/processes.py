@@ -18,6 +18,7 @@ from typing import Any
 import datasets
 import joblib
 import torch
+from joblib.externals.loky import get_reusable_executor
 from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader
 from transformers import AutoModel
@@ -98,7 +99,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     for host in HOSTS:
         for encoding in encodings:
             for attack, run in attacks.items():
-                if "spawn" in attack and (host != "bert" or encoding not in SLOW):
+                if ("spawn" in attack or attack == "joblib") and (host != "bert" or encoding not in SLOW):
                     continue
                 yield Case(attack, host, encoding, functools.partial(on, run, host, encoding), limit=120)
             yield Case("two ranks", host, encoding, functools.partial(by_ranks, encodings, host, encoding), limit=300)
@@ -235,7 +236,10 @@ def mapped(it: Subject) -> Iterator[Comparison]:
 
 def in_joblib(it: Subject) -> Iterator[Comparison]:
     calls = (joblib.delayed(answers)(it.model, [text]) for text in TEXTS)
-    yield from compared(it, lambda _: [found for (found,) in joblib.Parallel(2)(calls)])
+    try:
+        yield from compared(it, lambda _: [found for (found,) in joblib.Parallel(2)(calls)])
+    finally:
+        get_reusable_executor().shutdown(kill_workers=True)  # which this process would wait for at its end
 
 
 def forked_within(it: Subject) -> Iterator[Comparison]:
