@@ -26,7 +26,7 @@ from hf_posenc.calls import Call
 from hf_posenc.checkpoints import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.embedding import PositionEmbedding as PositionEmbedding  # the Auto classes look it up here
 from hf_posenc.embedding import PositionEmbeddingConfig as PositionEmbeddingConfig
-from hf_posenc.encodings import PositionEncoding, check_size, meant
+from hf_posenc.encodings import PositionEncoding, check_size, meant, registry
 from hf_posenc.install import install, install_across
 from hf_posenc.positions import asking
 from hf_posenc.sources import Source
@@ -268,6 +268,7 @@ def __getattr__(name: str) -> Any:
     class of a user's that is imported."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    registry.import_all()
     called = name.removeprefix(PREFIX)
     host = getattr(transformers, called, None)
     if isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel)):

@@ -20,7 +20,15 @@ from hf_posenc.inspection import Report
 from hf_posenc.modeling import PosEncModelMixin
 from hf_posenc.patching import changed_within
 from hf_posenc.retrieval import Embedder, pooling
-from hf_posenc.saved_files import check_there, explained, load_config, read_config, read_json, read_json_object
+from hf_posenc.saved_files import (
+    check_sentence_modules,
+    check_there,
+    explained,
+    load_config,
+    read_config,
+    read_json,
+    read_json_object,
+)
 from hf_posenc.sources.source import is_transformers
 from hf_posenc.spec import V4_RELATIVE
 from hf_posenc.structure import submodels_of
@@ -140,6 +148,7 @@ def _load_sentences(model: str) -> Any:
             f"{SENTENCES} of {model} has model_type {kind!r}{meant(kind, SENTENCE_CLASSES)}: allowed is "
             f"{', '.join(SENTENCE_CLASSES)}"
         )
+    check_sentence_modules(model)
     with explained(f"the weights of {model}"):
         found = getattr(sentence_transformers, kind)(model, device="cpu")
     check_tokenizer(found.tokenizer, model)
