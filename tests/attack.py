@@ -53,6 +53,8 @@ FAMILIES = (
     "memories",
     "vision",
     "legacy",
+    "generations",
+    "processes",
 )
 """The modules of `attacks/` with `cases`."""
 PARTS = 6

@@ -206,6 +206,40 @@ def test_patch_takes_the_other_models_of_sentence_transformers(folders, tmp_path
     assert "model_type 'Tagger': allowed is SentenceTransformer, CrossEncoder" in error
 
 
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [(command, "the first module") for command in ("patch", "eval", "distill.py")]
+    + [("patch", "another module"), ("patch", "a module of a router"), ("patch", "a router without an end")],
+)
+def test_code_of_a_sentence_transformer_is_not_run(sentences, launch, tmp_path, command, place):
+    """sentence-transformers 5 runs the code of local directories without trust_remote_code. 6 refuses, with advice that the
+    command line can't follow."""
+    model, ran = shutil.copytree(sentences, tmp_path / "model"), tmp_path / "ran"
+    (model / "stranger.py").write_text(f"open({str(ran)!r}, 'w')\nfrom torch.nn import Identity as Custom\n")
+    modules = json.loads((model / "modules.json").read_text())
+    if "router" in place:
+        (model / "2_Normalize").mkdir(exist_ok=True)
+        modules[2]["type"] = "sentence_transformers.base.modules.router.Router"
+        router = {"types": {"query_0": "stranger.Custom"}, "structure": {"query": ["query_0"]}, "parameters": {}}
+        if place == "a router without an end":
+            router["types"] = {".": modules[2]["type"]}
+        (model / "2_Normalize" / "router_config.json").write_text(json.dumps(router))
+    else:
+        modules[place == "another module"]["type"] = "stranger.Custom"
+    (model / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "texts.txt").write_text("a b\n" * 40)
+    new, texts = ("--output-dir", tmp_path / "new"), ("--texts", tmp_path / "texts.txt")
+    if command == "distill.py":
+        arguments = ("--model_name_or_path", model, "--position_encoding", "alibi", "--output_dir", tmp_path / "new")
+        codes, error = launch("distill", *arguments, "--train_file", tmp_path / "texts.txt", "--max_train_steps", 1)
+        assert codes != [0]
+    else:
+        error = run(command, model, *{"patch": ("alibi", *new), "eval": texts}[command], code=1)
+    refusal = "a module of class 'stranger.Custom', which isn't part of sentence-transformers, and was not loaded"
+    assert ("lists more than 1000 modules" if "end" in place else refusal) in error
+    assert not ran.exists() and not (tmp_path / "new").exists()
+
+
 def test_without_sentence_transformers_its_modules_are_not_dropped_silently(sentences, tmp_path):
     code = """
 import sys

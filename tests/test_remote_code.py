@@ -273,6 +273,53 @@ def test_what_cant_be_saved_is_named_and_nothing_is_lost(tmp_path, encoding):
     assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))
 
 
+@pytest.mark.parametrize("after", ["alibi", "own-careless"])
+def test_code_of_a_model_that_is_replaced_does_not_stay(own, tmp_path, after):
+    """A user's file, of which nothing is left in the model, would be pushed with it."""
+    patched("bert", "own-window+learned").save_pretrained(tmp_path / "model")
+    assert {"posenc_own_own_encodings.py", "posenc_learned.py"} <= {*os.listdir(tmp_path / "model")}
+    (tmp_path / "model" / "posenc_mine.py").write_text("# not saved with the model")
+    for folder in ("model", "new"):
+        model = patched("bert", after)
+        if after == "alibi":
+            model.save_pretrained(tmp_path / folder)
+        else:
+            with pytest.warns(UserWarning):
+                model.save_pretrained(tmp_path / folder)
+    assert {*os.listdir(tmp_path / "model")} == {*os.listdir(tmp_path / "new"), "posenc_mine.py"}
+
+
+PICKLE = """
+import pickle, sys
+from pathlib import Path
+from transformers import AutoModel
+for folder in sys.argv[1:]:
+    Path(f"{folder}.pickle").write_bytes(pickle.dumps(AutoModel.from_pretrained(folder, trust_remote_code=True)))
+"""
+UNPICKLE = """
+import os, pickle, sys, torch
+from pathlib import Path
+sys.path.insert(0, os.environ["HF_MODULES_CACHE"])
+inputs, expected = torch.load(sys.argv[1] + ".pt")
+with torch.no_grad():
+    print(torch.equal(pickle.loads(Path(sys.argv[1] + ".pickle").read_bytes())(**inputs)[0], expected))
+"""
+
+
+def test_a_pickle_of_a_model_with_its_own_code_in_another_process(tmp_path):
+    """Pickle imports the modules of the code one by one: those that register the parts of a composition, too."""
+    layer = hf_posenc.PositionEmbedding("sinusoidal+learned", hidden_size=8, max_length=16).eval()
+    models = {"model": (patched("bert", "learned+shaw"), padded()), "layer": (layer, {"inputs_embeds": torch.randn(2, 5, 8)})}
+    for name, (model, inputs) in models.items():
+        model.save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            torch.save((inputs, first(model(**inputs))), tmp_path / f"{name}.pt")
+    modules = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    run_python(PICKLE, *[tmp_path / name for name in models], fresh=True, **modules)
+    said = [run_python(UNPICKLE, tmp_path / name, fresh=True, **modules).strip() for name in models]
+    assert said == ["True", "True"]
+
+
 BESIDE = """
 import json, sys, torch
 from pathlib import Path

@@ -24,6 +24,7 @@ from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer
 from hf_posenc.serialization import atomic
 from hf_posenc.serialization.saved_files import (
+    check_sentence_modules,
     check_there,
     explained,
     load_config,
@@ -147,6 +148,7 @@ def _load_sentences(model: str) -> Any:
             f"{SENTENCES} of {model} has model_type {kind!r}{meant(kind, SENTENCE_CLASSES)}: allowed is "
             f"{', '.join(SENTENCE_CLASSES)}"
         )
+    check_sentence_modules(model)
     with explained(f"the weights of {model}"):
         found = getattr(sentence_transformers, kind)(model, device="cpu")
     check_tokenizer(found.tokenizer, model)

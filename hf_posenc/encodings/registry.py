@@ -1,5 +1,6 @@
 """Registered encodings by name."""
 
+import importlib
 import itertools
 from collections.abc import Collection
 from typing import Any
@@ -36,8 +37,17 @@ def encoding_class(name: Any) -> type[PositionEncoding]:
 def __getattr__(name: str) -> Any:
     """Classes of compositions, which pickle looks up by name."""
     if "+" in name:
+        import_all()
         return encoding_class(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def import_all() -> None:
+    """Import everything that registers itself. In a new process, pickle imports single modules of a checkpoint's code, and not
+    the entry that imports the others; importing the package imports them all."""
+    package, _, name = __name__.rpartition(".")
+    if name.startswith("posenc_"):  # a copy
+        importlib.import_module(f"{package}.modeling_posenc")
 
 
 def canonical(encoding: Any, layered: Collection[str] = (), in_code: bool = False) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from hf_posenc import configuration as specs
 from hf_posenc.architectures import structure
 from hf_posenc.architectures.components.component import Source, is_transformers
 from hf_posenc.attention import dispatch
-from hf_posenc.encodings import PositionEncoding, check_size, meant
+from hf_posenc.encodings import PositionEncoding, check_size, meant, registry
 from hf_posenc.modeling import hooks, offsets
 from hf_posenc.modeling.install import acting_in, install, install_across
 from hf_posenc.modeling.position_ids import asking
@@ -303,6 +303,7 @@ def __getattr__(name: str) -> Any:
         return getattr(embedding, name)
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    registry.import_all()
     called = name.removeprefix(PREFIX)
     host = getattr(transformers, called, None)
     if isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel)):

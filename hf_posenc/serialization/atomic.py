@@ -33,6 +33,7 @@ except ImportError:  # Windows: saves don't wait for each other, and interrupted
 
 logger = logging.getLogger(__name__)
 
+ENTRY = "modeling_posenc.py"
 PREFIX = ".posenc-"
 """Of the names of temporary directories."""
 UNPUSHED = ".cache/huggingface"
@@ -131,9 +132,21 @@ def remove_directory(directory: Path) -> None:
 
 
 def superseded(folder: Path, new: Iterable[str]) -> list[str]:
-    """The shards and indices of earlier saves under the same name. Transformers reads a single file rather than shards."""
+    """The files of earlier saves that would be left over: shards and indices under the same name, since Transformers reads a
+    single file rather than shards; and code that came with a model whose entry is replaced, such as a user's encodings."""
     saved = {_weights(name) for name in new} - {None}
-    return [path.name for path in entries(folder) if _weights(path.name) in saved and path.name not in new]
+    code = _code(folder / ENTRY) if ENTRY in new else set()
+    there = (path.name for path in entries(folder))
+    return [name for name in there if (name in code or _weights(name) in saved) and name not in new]
+
+
+def _code(entry: Path) -> set[str]:
+    """The files that the entry of a model's code imports. Only those were saved with it."""
+    try:
+        text = entry.read_text(encoding="utf-8") if entry.is_file() else ""
+    except (OSError, ValueError):
+        return set()
+    return {f"{name}.py" for name in re.findall(r"^from \.(posenc_\w+) import __name__ as _$", text, re.MULTILINE)}
 
 
 @contextlib.contextmanager

@@ -11,12 +11,14 @@ from typing import Any
 from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, cached_file, has_file
 
 DIGITS = 400
 """Integers in a file with more digits than this are beyond any float, and are read as infinite."""
 MAX_DEPTH = 64
 """Maximum depth of a config's nesting."""
+MAX_MODULES = 1_000
+"""Maximum modules of a model of sentence-transformers, with those of its routers."""
 LONGEST_ERROR = 600
 """Maximum characters of another library's error in one of ours."""
 
@@ -119,6 +121,31 @@ def load_config(path: str | os.PathLike[str], **source: Any) -> PreTrainedConfig
     read_config(path, **source)
     with explained(f"the {CONFIG_NAME} of {path}"):
         return AutoConfig.from_pretrained(path, **source)
+
+
+def check_sentence_modules(model: str) -> None:
+    """Raises ValueError for a model of sentence-transformers that names classes from outside that package.
+
+    Importing them runs code of the model's author. Before version 6, sentence-transformers imports them without
+    `trust_remote_code`.
+    """
+    listed = read_json(Path(str(cached_file(model, "modules.json"))))
+    modules = [module for module in listed if isinstance(module, dict)] if isinstance(listed, list) else []
+    named = [(str(module.get("path", "")), module.get("type")) for module in modules]
+    for folder, kind in named:  # which grows: routers have modules of their own, also routers
+        if not str(kind).startswith("sentence_transformers."):
+            raise ValueError(
+                f"{model} has a module of class {kind!r:.80}, which isn't part of sentence-transformers, and was not loaded: "
+                "importing that class would run code that came with the model. If you trust it, load the model with "
+                "SentenceTransformer(…, trust_remote_code=True) in Python, then call hf_posenc.patch or hf_posenc.convert"
+            )
+        for file in ("router_config.json", CONFIG_NAME):
+            name = f"{folder}/{file}".lstrip("/")
+            if len(named) > MAX_MODULES:  # a router that names itself
+                raise ValueError(f"{model} lists more than {MAX_MODULES} modules of sentence-transformers. Restore the files")
+            if has_file(model, name):
+                types = read_json_object(Path(str(cached_file(model, name)))).get("types")
+                named += [(f"{folder}/{path}", each) for path, each in types.items()] if isinstance(types, dict) else []
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, has_file
 
+from hf_posenc.serialization.saved_files import check_sentence_modules
 from hf_posenc.serialization.tokenizer_files import check_tokenizer
 
 ABOUT = "config_sentence_transformers.json"
@@ -30,6 +31,7 @@ def load(name: str) -> Any:
     except ImportError:
         raise SystemExit(f"{name} has modules of sentence-transformers: pip install sentence-transformers") from None
     try:
+        check_sentence_modules(name)
         found = SentenceTransformer(name, device="cpu", model_kwargs={"dtype": torch.float32})
         check_tokenizer(found.tokenizer, name)
     except (OSError, ValueError, RuntimeError) as error:
