@@ -173,13 +173,14 @@ def copy_of(module):
 
 RUNS_IT = {
     "encodings": ("base", "construction", "context", "options", "registry"),
-    "attention": ("bias_backends", "blockwise", "custom", "dispatch"),
+    "attention": ("custom", "dispatch"),
     "architectures": ("components.component", "structure"),
-    "modeling": ("cache_positions", "derived", "hooks", "install", "loading", "offsets", "position_ids"),
-    "serialization": ("copies", "interrupted", "mixins", "saved_files"),
+    "modeling": ("cache_positions", "derived", "hooks", "install", "offsets", "position_ids"),
+    "serialization": ("copies", "interrupted", "mixins"),
 }
 """The modules that a checkpoint of a model carries, whatever its encoding: nothing that detects, starts processes, rewrites
 sources, or saves what isn't in memory."""
+BIASES = ("bias_backends", "distance_table")
 LEARNED = ("learned", "tables", "mapped_tables", "interpolation", "sinusoidal")  # its table can start as one
 
 
@@ -187,14 +188,15 @@ def test_only_what_is_needed_is_saved(bare):
     _, folder = bare
     common = {f"{package}.{name}" for package, names in RUNS_IT.items() for name in names}
     common |= {"_versions", "configuration", "signatures", "architectures.components.position_tables"}
-    for name, encodings in {
-        "alibi": {"alibi"},
-        "learned": {*LEARNED},
-        "sinusoidal-and-alibi": {"sinusoidal", "alibi", "composition"},
-        "own-window-and-learned": {*LEARNED, "composition"},
-    }.items():
+    for name, encodings, backends in (
+        ("alibi", {"alibi"}, BIASES),
+        ("t5", {"t5"}, {*BIASES, "blockwise"}),
+        ("learned", {*LEARNED}, ()),
+        ("sinusoidal-and-alibi", {"sinusoidal", "alibi", "composition"}, BIASES),
+        ("own-window-and-learned", {*LEARNED, "composition"}, BIASES),
+    ):
         files = {path.name for path in (folder / name).glob("*.py")} - {"modeling_posenc.py"}
-        needed = common | {f"encodings.{each}" for each in encodings}
+        needed = common | {f"encodings.{each}" for each in encodings} | {f"attention.{each}" for each in backends}
         assert files == {copy_of(each) for each in needed} | OWN_CODE.get(name, set()), name
     needed = {f"encodings.{name}" for name in (*RUNS_IT["encodings"], *LEARNED)} | {"_versions", "configuration"}
     needed |= {"modeling.embedding", *(f"serialization.{name}" for name in ("copies", "interrupted", "mixins"))}
@@ -277,7 +279,7 @@ def test_what_cant_be_saved_is_named_and_nothing_is_lost(tmp_path, encoding):
 def test_code_of_a_model_that_is_replaced_does_not_stay(own, tmp_path, after):
     """A user's file, of which nothing is left in the model, would be pushed with it."""
     patched("bert", "own-window+learned").save_pretrained(tmp_path / "model")
-    assert {"posenc_own_own_encodings.py", "posenc_learned.py"} <= {*os.listdir(tmp_path / "model")}
+    assert {"posenc_own_own_encodings.py", "posenc_encodings_learned.py"} <= {*os.listdir(tmp_path / "model")}
     (tmp_path / "model" / "posenc_mine.py").write_text("# not saved with the model")
     for folder in ("model", "new"):
         model = patched("bert", after)

@@ -9,6 +9,7 @@ Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -79,6 +80,16 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+@functools.cache
+def _blockwise() -> Any:
+    """The module; None in the code saved with a model whose biases have no gradients, where dropout makes them dense."""
+    try:
+        from hf_posenc.attention import blockwise
+    except ImportError:
+        return None
+    return blockwise
+
+
 def biased_attention(
     function: Function,
     module: Any,
@@ -106,6 +117,8 @@ def biased_attention(
     plain = all(options.get(name) is None or options[name] is False for name in NOT_IN_BLOCKS)
     if function is sdpa_attention_forward and isinstance(scaling, float) and plain:
         way, seen = way_for(biasing, query, key, value, mask, context, is_causal, options.get("dropout", 0.0))
+    if way == "blocks" and _blockwise() is None:
+        seen = None
     columns = None if seen is None else _columns(biasing, query, key.shape[2], context, seen)
     if seen is None or columns is None or not isinstance(scaling, float):
         mask = biased_mask(biasing, query, key, mask, context, is_causal)
@@ -121,8 +134,8 @@ def biased_attention(
         if key.shape[1] != query.shape[1]:
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        from hf_posenc.attention import blockwise
-
+        blockwise = _blockwise()
+        assert blockwise is not None, "code saved with a model whose biases have no gradients"
         output = blockwise.attention(query, key, value, columns, seen, scaling, options.get("dropout", 0.0))
         return output.transpose(1, 2).contiguous(), None
 

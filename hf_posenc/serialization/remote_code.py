@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from hf_posenc.configuration import plans_of
 from hf_posenc.encodings import Geometry
 from hf_posenc.serialization import probe
@@ -41,6 +43,7 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
     ours = [cls.__module__ for cls in classes if cls not in users]
     if len(classes) > 1:
         ours.append(f"{PACKAGE}.encodings.composition")
+    ours += _backends(encodings, config)
     carried: dict[str, str] = {}
     for module in (f"{PACKAGE}._versions", root, *_planned(config), *ours, *sorted(code.ours)):
         _carry(module, code.ours, carried)
@@ -59,6 +62,23 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
     if users:
         _try(code, saved, [(cls, options) for cls, options in encodings if cls in users], config)
     return saved
+
+
+def _backends(encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> list[str]:
+    """The modules of ours that compute the biases of these encodings: none for those that add vectors or rotate; in blocks only
+    where biases have parameters, or depend on content."""
+    found: list[str] = []
+    for cls, options in encodings:
+        if not {"distance_bias", "score_bias", "value_bias"}.isdisjoint(cls.acts_by()):
+            found.append(f"{PACKAGE}.attention.bias_backends")
+            try:
+                with torch.device("meta"):
+                    module = cls(_geometry(cls, config), **options)
+                in_blocks = module.tells_vectors() or any(True for _ in module.parameters())
+            except Exception:  # of a user's class, which may want values
+                in_blocks = True
+            found += [f"{PACKAGE}.attention.blockwise"] * in_blocks
+    return found
 
 
 def _planned(config: Any) -> list[str]:
@@ -120,10 +140,11 @@ def _carry(module: str, wanted: Iterable[str], carried: dict[str, str]) -> None:
     """
     if module in carried:
         return
-    if hasattr(sys.modules[module], "__path__"):
+    code = importlib.import_module(module)
+    if hasattr(code, "__path__"):
         carried[module], imported = _stand_in(module, wanted)
     else:
-        carried[module] = Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8")
+        carried[module] = Path(code.__file__ or "").read_text(encoding="utf-8")
         imported = [owner for _, owners in _imports(carried[module], within=False) for _, owner in owners]
     for each in imported:
         _carry(each, wanted, carried)
