@@ -8,7 +8,7 @@ from hf_posenc import _versions
 _versions.check()
 
 # After the check: older libraries lack what is imported here.
-from hf_posenc.architectures.components import HostRefused  # noqa: E402
+from hf_posenc.architectures.components import UnsupportedModelError  # noqa: E402
 from hf_posenc.architectures.registration import register_attention, register_positions  # noqa: E402
 from hf_posenc.conversion.converting import convert  # noqa: E402
 from hf_posenc.conversion.extension import extend  # noqa: E402
@@ -25,7 +25,7 @@ from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbeddi
 
 __version__ = "0.1.0"
 __all__ = [
-    "HostRefused",
+    "UnsupportedModelError",
     "PositionEmbedding",
     "PositionEncoding",
     "TokenPositionEmbedding",

@@ -151,7 +151,7 @@ class HostSpec:
 
     name_or_path: the stock model's id on the Hub; empty if it was loaded from elsewhere.
     rows: the stock config's own length field: the rows of its position table, if it has one.
-    kept: whether the host's learned positions are kept as `posenc.host.*`.
+    kept: whether the host's learned positions are kept as `posenc.original.*`.
     fingerprint: a hash of the weights that were patched.
     max_seq_length: of the SentenceTransformer in which it was patched; written only where it was one.
     """

@@ -161,7 +161,7 @@ def test_ways_to_load_it():
     assert len(blocks(with_code(patched("bert", "alibi", head="ForMaskedLM"), of="PosEncBertModel"))) == 2
     (plain,) = blocks(stock("bert"))
     assert plain == 'from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained("me/model")'
-    forgetful = hf_posenc.patch(stock("bert"), "alibi", keep_host=False)
+    forgetful = hf_posenc.patch(stock("bert"), "alibi", keep_original=False)
     assert len(blocks(forgetful)) == 1
     _, base = blocks(forgetful, metadata={"base_model": "me/base"})
     assert base == 'from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained("me/base")'
@@ -509,7 +509,7 @@ def test_from_a_shell(tmp_path):
     (folder / EVALUATION).write_text(json.dumps(MEASURED))
 
     def run(*arguments, code=0):
-        done = CliRunner().invoke(app, ["card", str(folder), *map(str, arguments)])
+        done = CliRunner().invoke(app, ["model-card", str(folder), *map(str, arguments)])
         assert done.exit_code == code, done.output
         return done.output
 

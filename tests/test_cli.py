@@ -149,7 +149,7 @@ def test_patch_without_a_limit_or_a_tokenizer(folders, tmp_path):
     run("patch", folders / "bert", '{"type": "alibi"}', "--output-dir", tmp_path / "bert")
     saved = json.loads((tmp_path / "bert" / "tokenizer_config.json").read_text())
     assert saved["model_max_length"] == VERY_LARGE_INTEGER == AutoTokenizer.from_pretrained(tmp_path / "bert").model_max_length
-    assert "no tokenizer" in run("patch", folders / "roberta", "t5", "--no-keep-host", "--output-dir", tmp_path / "roberta")
+    assert "no tokenizer" in run("patch", folders / "roberta", "t5", "--no-keep-original", "--output-dir", tmp_path / "roberta")
     model = hf_posenc.PosEncRobertaForMaskedLM.from_pretrained(tmp_path / "roberta")
     assert isinstance(model, RobertaForMaskedLM) and not model.config.position_encoding["host"]["kept"]
 
@@ -260,7 +260,7 @@ app(["patch", sys.argv[1], "alibi", "--output-dir", sys.argv[2]])
 
 @pytest.mark.parametrize(
     ("kind", "keeping"),
-    [("sentences", ()), slow("older sentences", ()), ("plain", ()), slow("plain", ("--no-keep-host",))],
+    [("sentences", ()), slow("older sentences", ()), ("plain", ()), slow("plain", ("--no-keep-original",))],
 )
 def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_path, kind, keeping):
     original = folders / "bert" if kind == "plain" else shutil.copytree(sentences, tmp_path / "original")
@@ -295,7 +295,7 @@ def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_pat
             ("rope", ("--option", f"{name}=3"), f"'{name}' is no option of an encoding; see hf-posenc patch --help")
             for name in ("type", "max_length", "layers", "inject", "host")
         ),
-        *(("rope", ("--option", f"{name}=3"), f"has no option '{name}'") for name in ("model", "encoding", "keep_host")),
+        *(("rope", ("--option", f"{name}=3"), f"has no option '{name}'") for name in ("model", "encoding", "keep_original")),
         ("{type: rope}", (), "is no JSON"),
         ('{"type":' * 50_000, (), "is no JSON: it is nested too deeply"),
         ('{"type": "rope", "theta": 3, "theta": 4}', (), "has the entry 'theta' twice"),
@@ -596,12 +596,12 @@ def test_as_a_command(folders):
 
 def test_help():
     shown = run("--help")
-    assert all(name in shown for name in ("list", "inspect", "patch", "unpatch", "extend", "card", "push"))
+    assert all(name in shown for name in ("list", "inspect", "patch", "unpatch", "extend", "model-card", "push"))
     assert "Missing option" in run("patch", "model", "alibi", code=2)
     assert "Did you mean 'extend'?" in run("extnd", code=2) and "--max-length" in run("extend", "x", "--max-lenth", 3, code=2)
 
 
-@pytest.mark.parametrize("name", ["list", "inspect", "patch", "unpatch", "extend", "card", "push"])
+@pytest.mark.parametrize("name", ["list", "inspect", "patch", "unpatch", "extend", "model-card", "push"])
 def test_help_has_an_example(name):
     assert f"hf-posenc {name} " in run(name, "--help")
 
@@ -665,7 +665,7 @@ def test_unpatch_says_what_it_gives(folders, tmp_path):
     model.save_pretrained(tmp_path / "trained")
     shown = run("unpatch", tmp_path / "trained", "--output-dir", tmp_path / "back")
     assert "Note: the weights are no longer those which were patched" in shown and "no tokenizer" in shown
-    hf_posenc.patch(stock("bert"), "alibi", keep_host=False).save_pretrained(tmp_path / "bare")
+    hf_posenc.patch(stock("bert"), "alibi", keep_original=False).save_pretrained(tmp_path / "bare")
     for name, words in (("bare", "positions were not kept"), ("back", "is not patched: there is nothing to undo")):
         assert words in run("unpatch", tmp_path / name, "--output-dir", tmp_path / "new", code=1)
     assert not (tmp_path / "new").exists()

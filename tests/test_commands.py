@@ -231,13 +231,13 @@ def flags(name):
     return {flag for parameter in COMMANDS[name].params for flag in (*parameter.opts, *parameter.secondary_opts)}
 
 
-FUNCTIONS = {"push": hf_posenc.push_to_hub, "card": hf_posenc.model_card} | {
+FUNCTIONS = {"push": hf_posenc.push_to_hub, "model-card": hf_posenc.model_card} | {
     name: getattr(hf_posenc, name) for name in COMMANDS if inspect.isfunction(getattr(hf_posenc, name, None))
 }
 FROM_THE_FOLDER = {"model", "tokenizer", "evaluation", "metadata"}
 LEFT_OUT = {
     "push": FROM_THE_FOLDER | {"figures", "token"},  # a token on a command line is kept in the shell's history
-    "card": FROM_THE_FOLDER,
+    "model-card": FROM_THE_FOLDER,
     "convert": {"tokenizer", "options"},
     "patch": {"options"},
     "extend": {"settings"},

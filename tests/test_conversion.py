@@ -426,10 +426,10 @@ def test_refuses_what_is_no_original():
     _, new = convert("bert", "relative", max_distance=REACH)
     with pytest.raises(ValueError, match=r"has the 'relative' encoding already.*unpatch"):
         hf_posenc.convert(new, "t5", texts=[batch()])
-    with pytest.raises(hf_posenc.HostRefused, match="attn_logit_softcapping"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="attn_logit_softcapping"):
         hf_posenc.convert(gemma2(), "relative", max_distance=REACH, texts=[batch()])
 
-    with pytest.raises(hf_posenc.HostRefused, match=r"self_attn attends several times"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=r"self_attn attends several times"):
         model = transformers.DiffLlamaModel(sized("DiffLlama", num_key_value_heads=2))
         hf_posenc.convert(model, "relative", max_distance=REACH, texts=[batch()])
 

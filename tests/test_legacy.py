@@ -395,13 +395,13 @@ def test_pickles(saved):
 
 
 def test_families_and_classes(saved):
-    with pytest.raises(hf_posenc.HostRefused, match="its keys not"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="its keys not"):
         hf_posenc.from_v4(saved(*UNSERVED))
-    with pytest.raises(hf_posenc.HostRefused, match=r"'lilt' model.*docs/v4\.md"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=r"'lilt' model.*docs/v4\.md"):
         hf_posenc.from_v4(saved("roberta", "relative_key", model_type="lilt"))
     with pytest.raises(ValueError, match="'wav2vec2-bert' with its relative positions: load it with from_pretrained"):
         hf_posenc.from_v4(saved("roberta", "relative_key_query", model_type="wav2vec2-bert"))
-    with pytest.raises(hf_posenc.HostRefused, match="position_embedding_type='relative_key' in its text_config"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="position_embedding_type='relative_key' in its text_config"):
         hf_posenc.from_v4(saved("electra", "absolute", text_config={"position_embedding_type": "relative_key"}))
     folder = saved("bert")
     with pytest.raises(ValueError, match="RobertaModel is not for a 'bert' model"):

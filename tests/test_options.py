@@ -307,7 +307,7 @@ def test_values_of_another_type_are_refused(annotation, value):
         ({"type": "alibi+rope", "rop__theta": 3.0}, "rope"),
         ({"type": "alibi+shaw", "relative_kez__terms": "keys"}, "relative_key"),
         ({"type": "alibi", "max_len": 99}, "max_length"),
-        ({"type": "alibi", "keep_hosts": True}, "keep_host"),
+        ({"type": "alibi", "keep_originals": True}, "keep_original"),
         ({"type": "sinusoidal", "inject": "every_layers"}, "every_layer"),
     ],
     ids=str,
@@ -318,7 +318,7 @@ def test_did_you_mean(given, name):
 
 
 @pytest.mark.parametrize(
-    "given", ["", "a" * 60_000, "zzz", {"type": "alibi", "keep_host": True}], ids=lambda each: str(each)[:9]
+    "given", ["", "a" * 60_000, "zzz", {"type": "alibi", "keep_original": True}], ids=lambda each: str(each)[:9]
 )
 def test_nothing_like_it(given):
     with pytest.raises(ValueError) as error:
@@ -645,7 +645,7 @@ RESERVED = [
     "host",
     "inject",
     "where",
-    "keep_host",
+    "keep_original",
     "submodel",
 ]
 
@@ -944,7 +944,7 @@ def test_without_the_file_of_a_kind_its_hosts_are_refused(monkeypatch):
     kinds = [kind for kind in Source.kinds if kind.__name__ != "Rotary"]
     assert len(kinds) == len(Source.kinds) - 1
     monkeypatch.setattr(Source, "kinds", kinds)
-    with pytest.raises(hf_posenc.HostRefused, match="rotary_emb") as refused:
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="rotary_emb") as refused:
         hf_posenc.patch(stock("llama"), "alibi")
     assert refused.value.reason == "other sources of position"
     hf_posenc.patch(stock("bert"), "alibi")

@@ -33,8 +33,8 @@ def check(folder, model):
     inputs = {name: expected.pop(name) for name in [*expected] if "." not in name and name not in dict(model.named_buffers())}
     state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     for name, tensor in {**load_file(folder / "model.safetensors"), **expected}.items():
+        name = name.replace("posenc.host.", "posenc.original.")
         assert torch.equal(state[name], tensor), name
-    assert {*model.state_dict()} >= {*load_file(folder / "model.safetensors")}
     with torch.no_grad():
         found = model(**inputs)
     found = found if isinstance(found, torch.Tensor) else found.to_tuple()[0]
@@ -52,6 +52,7 @@ def test_checkpoints_of_earlier_versions_load_after_they_are_saved_again(kind, t
     load(SAVED / kind).save_pretrained(folder)
     (folder / "expected.safetensors").write_bytes((SAVED / kind / "expected.safetensors").read_bytes())
     check(folder, load(folder))
+    assert not any("posenc.host." in name for name in load_file(folder / "model.safetensors"))
     assert "position_encoding" in AutoConfig.from_pretrained(folder).to_dict()
 
 

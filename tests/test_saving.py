@@ -266,7 +266,7 @@ def add_results(folder):
 
 
 def write_card(folder):
-    cards = CliRunner().invoke(app, ["--debug", "card", str(folder), "--output", str(folder / "README.md")])
+    cards = CliRunner().invoke(app, ["--debug", "model-card", str(folder), "--output", str(folder / "README.md")])
     raise cards.exception
 
 

@@ -273,7 +273,7 @@ def test_compositions(kind, tmp_path):
 def test_saving(tmp_path):
     model = patched("bert", ALL_TERMS)
     model.save_pretrained(tmp_path)
-    assert hf_posenc.inspect(str(tmp_path)).enters.keys() == {"score_bias", "value_bias"}
+    assert hf_posenc.inspect(str(tmp_path)).locations.keys() == {"score_bias", "value_bias"}
     again = AutoModel.from_pretrained(tmp_path).eval()
     assert_equal(first(again(tokens())), first(model(tokens())))
     assert not any("value_weight" in name for name in hf_posenc.unpatch(again).state_dict())
@@ -282,7 +282,7 @@ def test_saving(tmp_path):
 def test_without_values_there_is_one_table():
     model = patched("bert", {"type": "shaw", "terms": "keys+queries"})
     assert [name.rpartition(".")[2] for name in model.state_dict() if ".posenc." in name] == ["weight"] * 2
-    assert hf_posenc.inspect(model).enters.keys() == {"score_bias"}
+    assert hf_posenc.inspect(model).locations.keys() == {"score_bias"}
     kind = hf_posenc.list_encodings()["shaw"]
     assert kind.acts_by() == ("score_bias", "value_bias") == kind.acts_by(kind.checked_options(ALL_TERMS_ALONE))
     assert kind.acts_by(kind.checked_options({})) == ("score_bias",)
@@ -493,7 +493,9 @@ def test_outputs_scaled_by_a_sink_are_refused():
         num_key_value_heads=2,
     )
     model = GraniteSWAModel(config)
-    with pytest.raises(hf_posenc.HostRefused, match=r"GraniteSWAAttention, which multiplies its output.*'shaw' can't") as error:
+    with pytest.raises(
+        hf_posenc.UnsupportedModelError, match=r"GraniteSWAAttention, which multiplies its output.*'shaw' can't"
+    ) as error:
         hf_posenc.patch(model, VALUES)
     assert error.value.reason == "attention whose weights aren't known"
     hf_posenc.patch(model, "shaw")

@@ -263,10 +263,10 @@ def test_order_within_a_window(prefix):
 
 def test_stages_of_several_sizes():
     model = stock("Swin", **SWIN)
-    with pytest.raises(hf_posenc.HostRefused, match="per_layer=True"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="per_layer=True"):
         hf_posenc.patch(model, "relative")
     assert states(patched(model, "relative", per_layer=True), images()).isfinite().all()
-    with pytest.raises(hf_posenc.HostRefused, match=r"several widths, \[16, 32\]"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=r"several widths, \[16, 32\]"):
         hf_posenc.patch(model, "sinusoidal", inject="every_layer")
 
 
@@ -376,8 +376,8 @@ def test_what_a_silenced_table_answers():
     assert table.dtype == torch.bfloat16 and table.shape == (1, 17, 32) and not table.any()
     assert type(new.embeddings).__name__ == "ViTEmbeddings" and isinstance(new.embeddings, type(model.embeddings))
     assert "embeddings.position_embeddings" not in dict(new.named_parameters())
-    assert_equal(new.posenc.host.embeddings.position_embeddings, model.embeddings.position_embeddings.data)
-    without = hf_posenc.patch(model, "sinusoidal", keep_host=False)
+    assert_equal(new.posenc.original.embeddings.position_embeddings, model.embeddings.position_embeddings.data)
+    without = hf_posenc.patch(model, "sinusoidal", keep_original=False)
     assert not any("host" in name for name in without.state_dict())
     assert states(without, images().to(torch.bfloat16)).dtype == torch.bfloat16
     scratch = hf_posenc.PosEncViTModel(hf_posenc.PosEncViTConfig(**SIZES, position_encoding="alibi"))

@@ -107,7 +107,7 @@ def compare(output_dir: Path) -> None:
                 found = [f"{differing(host.from_pretrained(folder), inputs, tensors[f'{kind}.output']):.1e}"]
                 try:
                     found.append(f"{differing(hf_posenc.from_v4(folder, host), inputs, tensors[f'{kind}.output']):.1e}")
-                except hf_posenc.HostRefused:
+                except hf_posenc.UnsupportedModelError:
                     found.append("refused")
             print(f"  {name:22}{kind:20}{', '.join(found)}")
 

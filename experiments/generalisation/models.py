@@ -229,6 +229,6 @@ def refusal(
         model = fitting(lambda: stock(host, sizes, 4, 8, 0, head, options), chosen, 0, tokens=8)
         with torch.no_grad():
             model(input_ids=torch.arange(4)[None])
-    except (ValueError, hf_posenc.HostRefused) as error:
+    except (ValueError, hf_posenc.UnsupportedModelError) as error:
         return str(error)
     return None

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.architectures.components import HostRefused, Source, patch_projection, sees_order, signs_of_position
+from hf_posenc.architectures.components import Source, UnsupportedModelError, patch_projection, sees_order, signs_of_position
 from hf_posenc.architectures.components.component import HOSTS_PAGE, OWN_PAGE, is_transformers
 from hf_posenc.architectures.components.convolutions import is_convolution
 from hf_posenc.architectures.components.declared import declared_in
@@ -99,8 +99,8 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
 
     where: of a spec; a stack in which nothing acts is passed over, too.
 
-    Raises HostRefused where an encoding can't be put into all of the others, or where there is none. ValueError where the
-    model has no such stack.
+    Raises UnsupportedModelError where an encoding can't be put into all of the others, or where there is none. ValueError
+    where the model has no such stack.
     """
     refuse_several_models(model)
     wanted = {"decoder" if name == "cross" else name for name in where}
@@ -115,7 +115,7 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
             patched = [other.removeprefix(inside) for other in (*taken, *passed) if other.startswith(inside)]
             try:
                 structure = _find(module, [*patched, *(other.removeprefix(inside) for other in inner)])
-            except HostRefused:
+            except UnsupportedModelError:
                 if not wanted or _role(module) in wanted:
                     raise
                 passed.append(path)
@@ -136,7 +136,7 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
     left -= {f"{path}.{name}".lstrip(".") for path, structure in found.items() for name in structure.attentions}
     left = {path for path in left if not any(f"{path}.".startswith(f"{stack}.") for stack in (*taken, *passed))}
     if left:
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{type(model).__name__} has no source of position that is known, for {min(left)}",
             UNKNOWN,
         )
@@ -180,7 +180,7 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
     """The structure of a stack, but for those within it that are taken. None where it has no attention, or no source of
     position: DINOv3's encoder gets its angles from the model around it.
 
-    Raises HostRefused where not all of its sources of position can be taken over.
+    Raises UnsupportedModelError where not all of its sources of position can be taken over.
     """
     inside = tuple(f"{name}." for name in taken)
     modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(inside)}
@@ -189,7 +189,7 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
     if not attentions:
         if inside or all(reason != OTHER_SOURCES for _, reason in signs_of_position(stack, modules, claimed=frozenset())):
             return None
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"no attention of {type(stack).__name__} goes through Transformers' attention interface, so nothing can be rotated "
             "or biased there",
             "attention beside Transformers' interface",
@@ -270,10 +270,10 @@ def stays_in(stack: nn.Module) -> dict[str, nn.Module]:
 
 
 def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
-    """Raises HostRefused where a module is one in which order stays visible, or which tokens alone don't reach."""
+    """Raises UnsupportedModelError where a module is one in which order stays visible, or which tokens alone don't reach."""
     for path, module in modules.items():
         if refusal := known_models.refusal_of(module):
-            raise HostRefused(
+            raise UnsupportedModelError(
                 f"{path} of {type(stack).__name__} is a {type(module).__name__}, which {refusal.why}"
                 if path
                 else f"{type(stack).__name__} {refusal.why}",
@@ -290,16 +290,16 @@ def _has_sources_around(stack: Any, taken: Iterable[str]) -> bool:
 
 
 def refuse_several_models(model: Any) -> None:
-    """Raises HostRefused for a model that joins others (LLaVA, DPR). The halves of one model, as BART's, have its config."""
+    """Raises UnsupportedModelError for a model that joins others (LLaVA). The halves of one model (BART) have its config."""
     for path, module in model.named_modules():
         if path and isinstance(module, PreTrainedModel) and type(module.config) is not type(model.config):
             raise _several_models(model, path)
 
 
-def _several_models(model: Any, inner: str) -> HostRefused:
+def _several_models(model: Any, inner: str) -> UnsupportedModelError:
     submodels = submodels_of(model)
     named = " or ".join(f"submodel={path!r}" for path in submodels)
-    return HostRefused(
+    return UnsupportedModelError(
         f"{type(model).__name__} is made of several models, each with positions of its own, as {inner}",
         SEVERAL_MODELS,
         f"say which: {named}" if named else f"none of them can be taken by itself; {HOSTS_PAGE}",
@@ -310,7 +310,7 @@ def _several_models(model: Any, inner: str) -> HostRefused:
 def submodel(model: Any, path: str) -> Any:
     """The model at a dotted path within the base model of one that is made of several.
 
-    Raises ValueError if there is none, and HostRefused where the model mixes what its parts compute.
+    Raises ValueError if there is none, and UnsupportedModelError where the model mixes what its parts compute.
     """
     base = model.base_model
     inner = dict(base.named_modules()).get(path)
@@ -332,17 +332,19 @@ def submodels_of(model: Any) -> tuple[str, ...]:
             try:
                 _refuse_mixed(model, module, path)
                 find_all(module)
-            except HostRefused:
+            except UnsupportedModelError:
                 continue
             found[path] = reads_tokens(module)
     return tuple(sorted(found, key=lambda path: not found[path]))
 
 
 def _refuse_mixed(model: Any, inner: Any, path: str) -> None:
-    """Raises HostRefused for a part of a model that mixes what its parts compute."""
+    """Raises UnsupportedModelError for a part of a model that mixes what its parts compute."""
     for module in model.modules():
         if (why := mixes_its_parts(module)) and any(part is inner for part in module.modules()):
-            raise HostRefused(f"{type(module).__name__} {why}: {path} can't be taken by itself", "parts that are mixed")
+            raise UnsupportedModelError(
+                f"{type(module).__name__} {why}: {path} can't be taken by itself", "parts that are mixed"
+            )
 
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
@@ -350,24 +352,26 @@ def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) ->
     claimed = {*structure.claimed, *structure.others, *_unclaimed_fronts(structure, modules)}
     if signs := sorted(signs_of_position(structure.stack, modules, claimed)):
         reason = signs[0][1]
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{name} has sources of position which can't be taken over: {', '.join(path for path, _ in signs[:4])}", reason
         )
     offsets = {source.offset for source in structure.sources if source.offset is not None}
     if len(offsets) > 1:
-        raise HostRefused(f"the tables of {name} begin at different ids: {offsets}", "tables that begin at different ids")
+        raise UnsupportedModelError(
+            f"the tables of {name} begin at different ids: {offsets}", "tables that begin at different ids"
+        )
 
 
 def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
-    """Raises HostRefused where the encoding could not act in all layers."""
+    """Raises UnsupportedModelError where the encoding could not act in all layers."""
     stack, name = structure.stack, type(structure.stack).__name__
     if reads_tokens(stack) and tokens_of(stack) is None:
-        raise HostRefused(f"{name} has no table of token embeddings", "no table of token embeddings")
+        raise UnsupportedModelError(f"{name} has no table of token embeddings", "no table of token embeddings")
     for path, module in structure.attentions.items():
         if not is_transformers(type(module)) and not custom.row_of(module):
             _refuse_own_attention(f"{name}.{path}", module)
     if without := _layers_without_attention(structure, modules):
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{name}.{without[0]} is a {type(modules[without[0]]).__name__} without an attention of Transformers' interface, "
             "and what else it knows positions by was not found: the encoding would not act in it",
             "layers without attention",
@@ -375,10 +379,10 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
 
 
 def _refuse_own_attention(path: str, module: Any) -> None:
-    """Raises HostRefused for a user's own attention that doesn't look its function up as Transformers' own do, by which an
-    encoding would be lost."""
+    """Raises UnsupportedModelError for a user's own attention that doesn't look its function up as Transformers' own do, by
+    which an encoding would be lost."""
     if not {"config", "_attn_implementation"} <= names_in(type(module)) or not hasattr(module, "config"):
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{path} is a {type(module).__name__} which doesn't ask self.config._attn_implementation in its forward for the "
             "function that it takes of ALL_ATTENTION_FUNCTIONS, so the encoding would be lost",
             reason="attention that chooses its function elsewhere",
@@ -386,9 +390,9 @@ def _refuse_own_attention(path: str, module: Any) -> None:
         )
 
 
-def none_found(host: type[PreTrainedModel]) -> HostRefused:
+def none_found(host: type[PreTrainedModel]) -> UnsupportedModelError:
     """The refusal of a host in which `find` found nothing."""
-    return HostRefused(
+    return UnsupportedModelError(
         f"{host.__name__} has no place for a position encoding: neither positions of its own nor an attention of "
         "Transformers' interface were found in it",
         "neither a source of position nor an attention of the interface",

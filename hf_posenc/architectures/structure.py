@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.architectures.components.component import HostRefused, Source
+from hf_posenc.architectures.components.component import Source, UnsupportedModelError
 from hf_posenc.attention import custom
 from hf_posenc.configuration import LENGTH_FIELD, StackPlan
 from hf_posenc.encodings import Geometry
@@ -148,13 +148,13 @@ class Structure:
     def layers(self) -> dict[str, int]:
         """Path of each attention -> the number of its layer.
 
-        Raises HostRefused where one lies in no numbered layer.
+        Raises UnsupportedModelError where one lies in no numbered layer.
         """
         return {path: int(layer.rpartition(".")[2]) for path, layer in self.layer_paths.items()}
 
     @property
     def layer_paths(self) -> dict[str, str]:
-        """Path of each attention -> the path of its layer. Raises HostRefused where one lies in no numbered layer."""
+        """Path of each attention -> the path of its layer. Raises UnsupportedModelError where one lies in no numbered layer."""
         return {path: self._layer(path)[0] for path in self.attentions}
 
     @property
@@ -191,7 +191,7 @@ class Structure:
     def _layer(self, path: str) -> tuple[str, str]:
         """The paths of an attention's layer and of its block."""
         if path not in self._numbered:
-            raise HostRefused(
+            raise UnsupportedModelError(
                 f"{path} of {type(self.stack).__name__} lies in no numbered layer: use inject='input', and no layers",
                 reason="no numbered layers",
             )

@@ -1,4 +1,4 @@
-"""hf-posenc card"""
+"""hf-posenc model-card"""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from hf_posenc.hub.cards import replaceable
 from hf_posenc.serialization import atomic
 
 
-@app.command("card")
+@app.command("model-card")
 def card(
     folder: Annotated[Path, typer.Argument(help="Folder of a saved model.", exists=True, file_okay=False)],
     repo_id: Annotated[str | None, typer.Option(help="The id to load the model by.", show_default="the folder's name")] = None,
@@ -24,7 +24,7 @@ def card(
 ) -> None:
     """Generate the model card from the model's config and its evaluation. No weights are read.
 
-    [bold]hf-posenc card bert-alibi --repo-id me/bert-alibi --output bert-alibi/README.md[/]
+    [bold]hf-posenc model-card bert-alibi --repo-id me/bert-alibi --output bert-alibi/README.md[/]
 
     Its tables show the results in the folder's evaluation.json, which the training scripts write.
     """

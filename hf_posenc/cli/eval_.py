@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from hf_posenc import diagnostics
-from hf_posenc.architectures.components import HostRefused
+from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import Original, embedder, inner_model, names_of
 from hf_posenc.cli.output import AsJson, Output
@@ -144,7 +144,7 @@ def _scored(row: model_comparison.Row | None) -> str:
 def _usable(model: Any, otherwise: int) -> int:
     try:
         return inspect(model).max_length or otherwise
-    except HostRefused:
+    except UnsupportedModelError:
         return otherwise
 
 

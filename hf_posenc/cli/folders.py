@@ -255,7 +255,7 @@ def _report(model: Any, submodel: str | None) -> Report:
     """How a model knows word order; of a stock one that is made of several, how the named one does or the one that reads."""
     try:
         return hf_posenc.inspect(model)
-    except hf_posenc.HostRefused as refused:
+    except hf_posenc.UnsupportedModelError as refused:
         if not refused.submodels:
             raise
         return hf_posenc.inspect(model, submodel=submodel or refused.submodels[0])

@@ -39,7 +39,7 @@ def patch(
     submodel: Submodel = None,
     where: Where = None,
     inject: Inject = "input",
-    keep_host: KeepHost = True,
+    keep_original: KeepHost = True,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -77,7 +77,7 @@ def patch(
         submodel=submodel,
         where=None if where is None else given_where(where),
         inject=inject,
-        keep_host=keep_host,
+        keep_original=keep_original,
         **some,
     )
     saved = save(out, patched, original, output_dir, submodel)
@@ -92,7 +92,7 @@ def patch(
     elif Path(model).resolve() != output_dir.resolve():
         out.message(f"{lost}, or distil it from its original:")
         out.message(_distillation(model, output_dir))
-    elif keep_host:
+    elif keep_original:
         restored = f"{output_dir}-original"
         out.message(f"{lost}. This command has replaced the original. To distill from it, restore it first:")
         out.message(shlex.join(["hf-posenc", "unpatch", str(output_dir), "--output-dir", restored]))

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components import HostRefused
+from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.attention.bias_backends import score_bias
 from hf_posenc.attention.dispatch import acting, biases
 from hf_posenc.encodings import PositionContext, PositionEncoding, placed
@@ -126,7 +126,7 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
         tensors = [each for each in output if isinstance(each, Tensor)]
         found = next((each for each in tensors if each.ndim == 4 and each.shape[-2:] == square), None)
         if found is None:
-            raise HostRefused(
+            raise UnsupportedModelError(
                 f"{type(stack).__name__}.{path} doesn't give out its probabilities, to which an encoding could be fitted",
                 reason="an attention that hides its probabilities",
                 remedy="patch it, then distil (python -m hf_posenc.training.distill)",
@@ -204,7 +204,7 @@ class _Calibration:
         encodings = [encoding for encoding in acting(module, context) if not isinstance(encoding, _Watched)]
         goals = self.original.attentions[path]
         if number == len(goals):
-            raise HostRefused(
+            raise UnsupportedModelError(
                 f"{type(self.stack).__name__}.{path} attends several times and gives out fewer probabilities, to which its "
                 "encoding could be fitted",
                 reason="an attention that hides its probabilities",

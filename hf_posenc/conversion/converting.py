@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import find, structure
-from hf_posenc.architectures.components import HostRefused
+from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.configuration import Calibration
 from hf_posenc.conversion import calibration
 from hf_posenc.conversion.patching import patch, refuse
@@ -67,7 +67,7 @@ def convert(
     Raises:
         ValueError: as `patch`; no texts, or too short or too few for the distances asked for; an encoding that doesn't act
             in attention; a model that is patched already.
-        HostRefused: as `patch`; an attention whose probabilities calibration can't reproduce.
+        UnsupportedModelError: as `patch`; an attention whose probabilities calibration can't reproduce.
     """
     if is_sentence_transformer(model):
         # As a function: the twin has a tokenizer of its own, and this one stays as it is.
@@ -103,14 +103,14 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
     original = _twin(model)
     stacks = find.find_all(original if spec.submodel is None else find.submodel(original, spec.submodel))
     if len(stacks) > 1:
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{type(model).__name__} has {len(stacks)} stacks of layers with positions of their own, and calibration fits one",
             reason="several stacks",
             remedy="patch it, then train",
         )
     found = next(iter(stacks.values()))
     if not reads_tokens(found.stack):
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{type(found.stack).__name__} reads no tokens, and calibration runs it on texts",
             reason="no tokens to calibrate on",
             remedy="patch it, then train",
@@ -154,12 +154,12 @@ def _twin(model: Any) -> Any:
 
 
 def _refuse_odd_attentions(found: structure.Structure) -> None:
-    """Raises HostRefused for attentions whose probabilities aren't softmax(scores + bias)."""
+    """Raises UnsupportedModelError for attentions whose probabilities aren't softmax(scores + bias)."""
     config = found.stack.config
     for path, module in found.attentions.items():
         for odd in ("attn_logit_softcapping", "sinks"):
             if getattr(config if odd.startswith("attn") else module, odd, None) is not None:
-                raise HostRefused(
+                raise UnsupportedModelError(
                     f"{type(found.stack).__name__}.{path} changes its scores after the bias is added ({odd}), which "
                     "calibration can't reproduce",
                     reason="scores changed after the bias",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc.architectures.components import HostRefused
+from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.conversion.extend_target import Host
 from hf_posenc.conversion.patching import patch
@@ -29,7 +29,7 @@ SAME = 1e-3
 
 def with_other_rotations(host: Host) -> Any:
     """A model of the same class whose config has other parameters of its rotations; a patched one with `rope` where no config
-    says them, or where tokens far away are to be grouped. Raises ValueError, HostRefused."""
+    says them, or where tokens far away are to be grouped. Raises ValueError, UnsupportedModelError."""
     name, asked = type(host.model).__name__, host.asked
     if asked.method not in ROTARY:
         raise ValueError(
@@ -70,7 +70,7 @@ def _with_other_parameters(host: Host, given: dict[str, Any], modules: Mapping[s
             own.validate()
         twin = shell(type(host.model), config, like=host.model)
     except Exception as error:  # a host that doesn't have this rule may raise anything
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{type(host.model).__name__} can't be made with {ROPE}={getattr(own, ROPE)}: {' '.join(str(error).split())}",
             reason="a rule that this host doesn't have",
             remedy=f"take another of {listed(ROTARY)}",
@@ -143,7 +143,7 @@ def _grouped(host: Host, options: dict[str, Any] | None, layers: dict[str, Any])
 def _as_it_turns(host: Host, parts: Parts) -> dict[str, Any]:
     """The encoding, with the layout of pairs, by which a model gives for a few tokens what it gives by itself: both are asked.
 
-    Raises HostRefused where there is none.
+    Raises UnsupportedModelError where there is none.
     """
     if parts and None not in parts.values():
         without = patch(host.model, "none", submodel=host.submodel)
@@ -156,7 +156,7 @@ def _as_it_turns(host: Host, parts: Parts) -> dict[str, Any]:
             answer = host.answer(patch(host.model, encoding, submodel=host.submodel), FEW)
             if (answer - expected).abs().max() < tolerance * changed:
                 return encoding
-    raise HostRefused(
+    raise UnsupportedModelError(
         f"no options of {listed([*parts])} turn queries and keys as {type(host.model).__name__} does in all its layers",
         reason="rotations of its own kind",
         remedy=f"take one of {listed(EXTENDING)} where its config has {ROPE}",

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hf_posenc import configuration as specs
-from hf_posenc.architectures.components import HostRefused, Source
+from hf_posenc.architectures.components import Source, UnsupportedModelError
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.conversion.extend_target import Host
@@ -25,7 +25,7 @@ BIASES = "t5"
 
 
 def with_longer_tables(host: Host) -> Any:
-    """A model of the same class with longer tables. Raises ValueError, HostRefused."""
+    """A model of the same class with longer tables. Raises ValueError, UnsupportedModelError."""
     name, asked = type(host.model).__name__, host.asked
     if asked.method not in STATIC:
         raise ValueError(
@@ -36,7 +36,7 @@ def with_longer_tables(host: Host) -> Any:
     for path, found in host.stacks.items():
         for source in found.sources:
             if source.verb == "score_bias":  # their buckets may follow the length
-                raise HostRefused(
+                raise UnsupportedModelError(
                     f"{name} has {source.encoding!r} positions beside its table, which follow its length",
                     reason=BESIDE,
                     remedy="hf_posenc.patch(model, 'alibi') has none that end",
@@ -52,7 +52,7 @@ def with_longer_tables(host: Host) -> Any:
     twin = shell(type(host.model), config, like=host.model)
     for path, there in twin.named_parameters():
         if (given := longer.get(path, host.model.get_parameter(path))).shape != there.shape:
-            raise HostRefused(
+            raise UnsupportedModelError(
                 f"{path} of {name} would have the shape {[*given.shape]}, and by its config it has {[*there.shape]}",
                 reason=NO_FIELD,
                 remedy="hf_posenc.patch(model, 'alibi') has no table",
@@ -70,7 +70,7 @@ def stretched_by_length(host: Host) -> Any:
     asked = host.asked
     asked.refuse_other_settings()
     if any(found.geometry(asked.after, "input").is_causal for found in host.stacks.values()):
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"method={DYNAMIC!r}: tokens of {type(host.inner).__name__} see earlier ones alone, and what is computed of them "
             "had its positions before the text got its length",
             reason="causal attention",
@@ -107,8 +107,8 @@ def _take_over(weight: nn.Parameter, biases: nn.Module) -> None:
     biases.requires_grad_(weight.requires_grad)
 
 
-def _would_be_lost(host: Host, beside: list[Source]) -> HostRefused:
-    return HostRefused(
+def _would_be_lost(host: Host, beside: list[Source]) -> UnsupportedModelError:
+    return UnsupportedModelError(
         f"{type(host.model).__name__} has positions beside its table, {beside[0].path}, which method={DYNAMIC!r} would take "
         "out",
         reason=BESIDE,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.architectures import find
-from hf_posenc.architectures.components import HostRefused, Source
+from hf_posenc.architectures.components import Source, UnsupportedModelError
 from hf_posenc.architectures.structure import Structure
 from hf_posenc.encodings import Geometry, listed
 from hf_posenc.encodings.interpolation import DYNAMIC, Extension
@@ -33,7 +33,7 @@ class Host:
 
     @classmethod
     def find(cls, model: Any, max_length: int, method: str, settings: dict[str, Any], submodel: str | None) -> "Host":
-        """Raises ValueError for a shorter length, HostRefused for positions without an end."""
+        """Raises ValueError for a shorter length, UnsupportedModelError for positions without an end."""
         inner = model if submodel is None else find.submodel(model, submodel)
         path = next(name for name, module in model.named_modules() if module is inner)
         stacks = {f"{path}.{name}".strip("."): found for name, found in find.find_all(inner).items()}
@@ -41,7 +41,7 @@ class Host:
             stacks = {name: found for name, found in stacks.items() if found.role == "encoder"}
         lengths = [found.usable_length for found in stacks.values() if found.usable_length is not None]
         if not lengths:
-            raise HostRefused(
+            raise UnsupportedModelError(
                 f"the positions of {type(inner).__name__} have no end, so there are none to add",
                 reason="positions without an end",
                 remedy="give it longer inputs as it is",
@@ -61,7 +61,7 @@ class Host:
 
     def refuse_other_sources(self) -> None:
         kinds = listed(sorted({source.encoding for source in self.limiting}))
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{type(self.inner).__name__} has neither a learned table of the positions of tokens nor rotations alone ({kinds})",
             reason="positions that no method makes longer",
             remedy="computed positions go on by hf_posenc.patch(model, 'sinusoidal'); images of other sizes are the host's own "
@@ -89,7 +89,7 @@ class Host:
                 module.training = training
 
     def config(self) -> tuple[Any, Any]:
-        """A copy of the model's config, and the config in it of the inner model. Raises HostRefused where it isn't in it."""
+        """A copy of the model's config, and in it that of the inner model. Raises UnsupportedModelError if there is none."""
         whole = copy.deepcopy(self.model.config)
         return whole, _same_place(self.model.config, whole, self.inner.config, self.path)
 
@@ -101,7 +101,7 @@ def _same_place(config: Any, copied: Any, wanted: Any, path: str) -> Any:
     for name in config.sub_configs:
         if getattr(config, name, None) is wanted:
             return getattr(copied, name)
-    raise HostRefused(
+    raise UnsupportedModelError(
         f"the config of {path} isn't one of those in {type(config).__name__}",
         reason="a part whose config is made anew",
         remedy=f"extend it before they are put together: hf_posenc.extend(model.{path}, …)",

@@ -85,7 +85,7 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
 
     Raises:
         ValueError: positions that need a method, or don't know this one; a shorter length; a wrong setting.
-        HostRefused: a ValueError for a stock model whose positions can't be made longer.
+        UnsupportedModelError: a ValueError for a stock model whose positions can't be made longer.
     """
     _check(max_length, method, settings)
     if is_sentence_transformer(model):

@@ -16,7 +16,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import find
-from hf_posenc.architectures.components import HostRefused
+from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.configuration import LENGTH_FIELD, V4_RELATIVE, PositionSpec
 from hf_posenc.encodings import encoding_class, shown
 from hf_posenc.modeling import parameter_sharing
@@ -81,7 +81,7 @@ def from_v4(
     Raises:
         ValueError: no such checkpoint: absolute positions, tables that are missing or of other sizes, pickles instead of
             safetensors, a class for other models.
-        HostRefused: a ValueError for a model type of which the outputs aren't proven to be v4's.
+        UnsupportedModelError: a ValueError for a model type of which the outputs aren't proven to be v4's.
     """
     if not isinstance(path_or_id, (str, os.PathLike)):
         raise ValueError(
@@ -146,7 +146,7 @@ def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
         raise ValueError(f"{path}: Transformers 5 has {model_type!r} with its relative positions: load it with from_pretrained")
     parts = {name: part.get("position_embedding_type") for name, part in saved.items() if isinstance(part, dict)}
     if part := next((name for name, inner in parts.items() if inner in V4_RELATIVE), None):
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{path} has position_embedding_type={parts[part]!r} in its {part}, and models made of several aren't compared "
             "with v4's outputs (docs/v4.md): run it with Transformers 4.57"
         )
@@ -156,12 +156,12 @@ def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
             "load it with from_pretrained"
         )
     if model_type not in SERVED:
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{path} is a {shown(model_type)} model, and relative positions of v4 are compared with v4's outputs for "
             f"{', '.join(SERVED)} alone (docs/v4.md): run it with Transformers 4.57"
         )
     if (model_type, kind) == ("esm", "relative_key_query"):
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{path}: v4 scales an ESM's queries before it adds the vectors of distances, and its keys not, so its {kind} is "
             "another formula than all others': run it with Transformers 4.57"
         )

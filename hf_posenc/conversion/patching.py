@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from hf_posenc.architectures.components import HostRefused
+from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import PLACEMENT, PositionSpec
@@ -25,7 +25,7 @@ def patch(
     submodel: str | None = None,
     where: str | list[str] | dict[str, Any] | None = None,
     inject: str = "input",
-    keep_host: bool = True,
+    keep_original: bool = True,
     **options: Any,
 ) -> M:
     """The same model with another position encoding, of class `PosEnc<HostClass>`.
@@ -53,14 +53,14 @@ def patch(
         inject: where the vectors of an encoding which embeds are added: to the "input" (where the host adds its own, else
             to the hidden state that enters the first layer), to the hidden state that enters "every_layer", or to what
             leaves each layer's attention block ("after_attention").
-        keep_host: keep the host's position table as non-trained buffers `posenc.host.*`, for `unpatch`.
+        keep_original: keep the host's position table as non-trained buffers `posenc.original.*`, for `unpatch`.
         **options: of the encoding (`rope` has theta and layout, `sinusoidal` has base, …); of a composition's part as
             `part__option`. `layers` is an option of all encodings that act in attention: where they act, a slice as text
             ("3::4") or a list of layer indices.
 
     Raises:
         ValueError: unknown encoding or option, a wrong value; `model` is untouched.
-        HostRefused: a ValueError for a host in which not all sources of position can be taken over.
+        UnsupportedModelError: a ValueError for a host in which not all sources of position can be taken over.
     """
     if is_sentence_transformer(model):
         change = functools.partial(
@@ -70,7 +70,7 @@ def patch(
             submodel=submodel,
             where=where,
             inject=inject,
-            keep_host=keep_host,
+            keep_original=keep_original,
             **options,
         )
         return apply_to_sentence_transformer(model, change)
@@ -95,8 +95,8 @@ def patch(
         given = {**given, **options, **placement, **({} if inject == "input" else {"inject": inject})}
     spec = PositionSpec.parse(given, in_code=True)
     try:
-        return to_derived(model, derive(type(model)), spec, keep_host)
-    except HostRefused as refused:
+        return to_derived(model, derive(type(model)), spec, keep_original)
+    except UnsupportedModelError as refused:
         if is_transformers(type(model)):
             raise
         raise refused.of_own_class() from None

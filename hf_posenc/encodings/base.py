@@ -30,7 +30,7 @@ RESERVED = {
     "host",
     "inject",
     "where",
-    "keep_host",
+    "keep_original",
     "submodel",
 }
 """Names that neither an encoding nor an option may have."""
@@ -39,7 +39,7 @@ RESERVED = {
 VERBS = ("embed", "rotate", "distance_bias", "score_bias", "value_bias")
 
 
-BESIDE = ("inject", "keep_host", "layers", "max_length", "where")
+BESIDE = ("inject", "keep_original", "layers", "max_length", "where")
 """The arguments of `patch` that stand beside an encoding's options."""
 
 

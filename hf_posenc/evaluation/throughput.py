@@ -12,7 +12,7 @@ import torch
 from torch.utils.benchmark import Timer
 from tqdm.auto import tqdm
 
-from hf_posenc.architectures.components import HostRefused
+from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.inspection import inspect
 from hf_posenc.signatures import reads_tokens
 
@@ -77,7 +77,7 @@ def _reader(name: str, model: Any) -> tuple[Any, int | None]:
         raise ValueError(f"{name} reads no tokens: give a model of text")
     try:
         return model.eval(), inspect(model).max_length
-    except HostRefused:  # nothing is known of its length
+    except UnsupportedModelError:  # nothing is known of its length
         return model.eval(), None
 
 

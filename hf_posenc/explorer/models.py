@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModel
 
 from hf_posenc import diagnostics, plots
-from hf_posenc.architectures.components import HostRefused
+from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.architectures.find import submodels_of
 from hf_posenc.conversion.patching import patch, unpatch
 from hf_posenc.explorer.budget import MAX_LAYERS, Budget, Limits, Refused, checked_field, checked_texts
@@ -60,7 +60,7 @@ class Subject:
         """How it knows word order; of a model whose positions can't be changed, why."""
         try:
             return inspect(self.model)
-        except HostRefused as refused:
+        except UnsupportedModelError as refused:
             if self.submodel is None:
                 return str(refused)
             return inspect(self.model, submodel=self.submodel)

@@ -174,7 +174,7 @@ def _positions(model: PreTrainedModel, report: Report) -> list[str]:
         if name in report.layers:
             said.append(f"in layer{'s' * (len(report.layers[name]) > 1)} {', '.join(map(str, report.layers[name]))}")
         lines.append(f"- position encoding `{name}`" + (f": {', '.join(said)}" if said else ""))
-    for verb, paths in report.enters.items():
+    for verb, paths in report.locations.items():
         lines.append(f"- `{verb}` at `{paths[0]}`" + (f" and {len(paths) - 1} more" if paths[1:] else ""))
     if report.where:
         lines.append(f"- acts in: {', '.join(f'`{name}` (`{kind}`)' for name, kind in report.where.items())}")

@@ -433,7 +433,7 @@ def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
     if spec.calibration is not None:
         offsets.install(found.stack, found.contributions.items())
     if spec.host and spec.host.kept and (kept := found.kept_shapes(spec.host.rows)):
-        found.stack.posenc.host = HostState(kept)
+        found.stack.posenc.original = HostState(kept)
 
 
 def _reader(model: Any, stacks: Iterable[structure.Structure]) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_posenc.architectures.components.component import HostRefused, is_transformers
+from hf_posenc.architectures.components.component import UnsupportedModelError, is_transformers
 from hf_posenc.architectures.structure import Structure
 from hf_posenc.attention import custom, dispatch
 from hf_posenc.configuration import PositionSpec
@@ -35,7 +35,7 @@ def acting_in(structure: Structure, spec: PositionSpec) -> tuple[PositionSpec | 
 def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> None:
     """Build an encoding into a stack: as `posenc` of the stack and of its attentions.
 
-    Raises HostRefused, ValueError; the stack is then not to be used.
+    Raises UnsupportedModelError, ValueError; the stack is then not to be used.
     """
     stack, encoding, options = structure.stack, spec.encoding, dict(spec.options)
     parts = parts_by_attention(structure, spec)
@@ -107,7 +107,7 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
     """Build an encoding into the cross-attentions of a decoder: as `posenc.cross` of the stack, where all share it, and as
     `posenc` of those that have their own. A decoder whose own positions stay gets a `posenc` that does nothing.
 
-    Raises HostRefused, ValueError; the stack is then not to be used.
+    Raises UnsupportedModelError, ValueError; the stack is then not to be used.
     """
     stack, encoding, options, across = structure.stack, spec.encoding, dict(spec.options), structure.across
     if "posenc" not in stack._modules:
@@ -147,7 +147,7 @@ def parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
     numbers, count = structure.layers, structure.stack.config.num_hidden_layers
     own = sorted(numbers.values())
     if not {*own} <= {*range(count)} or len({*own}) < len(own) or (len(own) < count and not structure.others):
-        raise HostRefused(
+        raise UnsupportedModelError(
             f"{type(structure.stack).__name__} counts {count} layers, but its attentions lie in layers "
             f"{sorted(numbers.values())}: none is one layer's own",
             reason="no attention for each layer",

@@ -23,7 +23,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import find, structure
-from hf_posenc.architectures.components import HostRefused, Silenced, silenced_names
+from hf_posenc.architectures.components import Silenced, UnsupportedModelError, silenced_names
 from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 from hf_posenc.encodings import PositionEncoding, encoding_class, exclusively, mark, marked_as_loaded, placed, refill
 from hf_posenc.modeling import hooks, supported
@@ -56,15 +56,15 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
         raise ValueError("the model has parameters on the meta device: load its weights first")
 
 
-def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = True) -> Any:
+def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool = True) -> Any:
     """A stock model with an encoding, of the class `derived`. `model` is left as it is, and nothing is calibrated.
 
-    Raises ValueError (HostRefused) where the encoding can't be put into it.
+    Raises ValueError (UnsupportedModelError) where the encoding can't be put into it.
     """
     inner = model if spec.submodel is None else find.submodel(model, spec.submodel)
     try:
         found = find.find_all(inner, spec.where)
-    except HostRefused as refused:
+    except UnsupportedModelError as refused:
         if refused.reason == find.UNKNOWN:  # ESM's, without its vectors
             specs.refuse_lost(inner, "it has no positions to replace")
         raise
@@ -77,7 +77,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_host: bool = T
         # Stacks of several lengths have each its own.
         spec = replace(spec, max_length=lengths.pop() if len(lengths) == 1 else None)
     rows = specs.length_of(inner.config)
-    kept = keep_host or not any(found.kept_shapes(rows) for found in stacks)
+    kept = keep_original or not any(found.kept_shapes(rows) for found in stacks)
     host = HostSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(stacks))
     config = copy.deepcopy(model.config)
     specs.change_class(config, derived.config_class)
@@ -120,8 +120,8 @@ def _copy_positions(found: structure.Structure, stack: Any) -> None:
         stack.posenc.adopt(table)
         if "cross" in stack.posenc._modules:
             stack.posenc.cross.adopt(None)
-        if "host" in stack.posenc._modules:
-            for key, kept in stack.posenc.host.named_buffers():
+        if "original" in stack.posenc._modules:
+            for key, kept in stack.posenc.original.named_buffers():
                 kept.copy_(found.stack.get_parameter(key))
 
 
@@ -141,14 +141,14 @@ def to_stock(model: Any, stock: Any) -> Any:
     if not host.kept:
         base = repr(host.name_or_path) if host.name_or_path else "the model it was made from"
         raise ValueError(
-            f"the host's own positions were not kept in this model: take them from {base}, or patch with keep_host=True"
+            f"the host's own positions were not kept in this model: take them from {base}, or patch with keep_original=True"
         )
     unpatched = shell(stock, stock_config(model.config, stock), model.dtype, model)
     share(model, unpatched)
     frozen = not any(parameter.requires_grad for parameter in unpatched.parameters() if not parameter.is_meta)
     for name, stack in model.named_modules():
-        if structure.is_patched(stack) and "host" in stack.posenc._modules:
-            for key, kept in stack.posenc.host.named_buffers():
+        if structure.is_patched(stack) and "original" in stack.posenc._modules:
+            for key, kept in stack.posenc.original.named_buffers():
                 path, _, parameter = key.rpartition(".")
                 owner = unpatched.get_submodule(name).get_submodule(path)
                 trained = owner.get_parameter(parameter).requires_grad if parameter in owner._parameters else True

@@ -27,6 +27,14 @@ LABEL = "position_encoding"
 """The entry of a weight file's metadata that holds its model's `position_encoding`, as JSON."""
 
 
+RENAMED = {r"posenc\.host\.": "posenc.original."}
+"""Keys of weights in checkpoints of version 0.1 -> today's."""
+
+
+def _patterns(conversion: Any) -> list[str]:
+    return [str(each) for each in getattr(conversion, "source_patterns", ())]
+
+
 class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
     """A config with `position_encoding`. Loading refuses another type than was saved; saving adds the code it needs."""
 
@@ -110,7 +118,11 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         wanted = kwargs.pop("output_loading_info", False)
+        kwargs["key_mapping"] = {**RENAMED, **(kwargs.get("key_mapping") or {})}
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        # Transformers would save the weights under the old names again.
+        if conversions := vars(model).get("_weight_conversions"):
+            vars(model)["_weight_conversions"] = [each for each in conversions if not {*RENAMED} & {*_patterns(each)}]
         for kind, remedy in (
             ("missing_keys", "the file is incomplete or was never patched: load it as what it is, then hf_posenc.patch"),
             (

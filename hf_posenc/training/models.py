@@ -75,7 +75,7 @@ def load_model(
             new = [parameter for key, parameter in model.named_parameters() if key in loading["missing_keys"]]
         if chosen and not hasattr(config, "position_encoding"):
             # The positions of a model from scratch are random, so `unpatch` has nothing to restore.
-            model = patch(model, chosen, max_length=longest, **({"keep_host": False} if from_scratch else {}))
+            model = patch(model, chosen, max_length=longest, **({"keep_original": False} if from_scratch else {}))
         elif lost := [said for said in hf_posenc.inspect(model).ignored if said.startswith("position_embedding_type")]:
             raise ValueError(f"its outputs are wrong. {lost[0]}; `hf-posenc patch {name} relative_key` saves it as it was")
         known = torch.tensor([len(tokenizer) - 1])

@@ -30,7 +30,7 @@ def token_by_token(kind: str, encoding: str) -> Iterator[Comparison]:
         return
     try:
         model = drawn(hf_posenc.patch(stock, encoding))
-    except hf_posenc.HostRefused:  # nothing to attack
+    except hf_posenc.UnsupportedModelError:  # nothing to attack
         return
     ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(9))
     yield in_steps(model, ids), model(ids, use_cache=False).logits

@@ -185,7 +185,7 @@ class Host:
     def _newly_patched(self, encoding: str, stock: PreTrainedModel) -> PreTrainedModel | None:
         try:
             model = patch(stock, encoding, self.part)
-        except hf_posenc.HostRefused:
+        except hf_posenc.UnsupportedModelError:
             return None
         generator = torch.Generator().manual_seed(2)
         for name, parameter in model.named_parameters():
@@ -229,7 +229,7 @@ class Host:
         """The paths of what sees order by itself in a model, patched or not, as `inspect` says: convolutions, states."""
         patched = model if _is_patched(model) else self.patched("none", model)
         try:
-            stays = {} if patched is None else hf_posenc.inspect(patched).stays
+            stays = {} if patched is None else hf_posenc.inspect(patched).order_sensitive
         except ValueError:  # made of several models
             return ()
         return tuple(path for paths in stays.values() for path in paths)

@@ -104,7 +104,7 @@ def judge(kind: str) -> Verdict:
             return Verdict(kind, folder, unbuilt=_why_unbuilt(kind))
         try:
             return _judged(kind, model)
-        except hf_posenc.HostRefused as error:
+        except hf_posenc.UnsupportedModelError as error:
             refusal = _refusal(kind, error)
             return _best_part(kind, model, getattr(error, "submodels", ()), refusal)
         except Exception as error:  # a bug: every host is taken or refused
@@ -125,7 +125,7 @@ def _best_part(kind: str, model: Any, parts: Iterable[str], refusal: Verdict) ->
     for part in sorted(parts, key=lambda path: not TEXT.search(path)):
         try:
             verdict = _judged(kind, model, part)
-        except hf_posenc.HostRefused as error:
+        except hf_posenc.UnsupportedModelError as error:
             verdict = _refusal(kind, error, part)
         except Exception as error:
             verdict = Verdict(kind, refusal.folder, part, crash=f"{type(error).__name__}: {error}")
@@ -143,7 +143,7 @@ def _source(stock: Any) -> str:
         return "its own"
 
 
-def _refusal(kind: str, error: hf_posenc.HostRefused, part: str = "") -> Verdict:
+def _refusal(kind: str, error: hf_posenc.UnsupportedModelError, part: str = "") -> Verdict:
     message, _, remedy = str(error).partition(". It was left as it is; ")
     return Verdict(kind, folder_of(kind), part, reason=error.reason or "no reason", message=message, remedy=remedy)
 

@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from hf_posenc.architectures.components.component import HostRefused, Silenced, Source
+from hf_posenc.architectures.components.component import Silenced, Source, UnsupportedModelError
 from hf_posenc.architectures.components.detection import sees_order, signs_of_position
 from hf_posenc.architectures.components.position_parameters import silenced_names
 from hf_posenc.architectures.components.vision import has_windows, patch_projection, tokens_aside
@@ -12,7 +12,7 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "HostRefused",
+    "UnsupportedModelError",
     "Silenced",
     "Source",
     "has_windows",

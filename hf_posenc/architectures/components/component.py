@@ -11,7 +11,7 @@ HOSTS_PAGE = "docs/hosts.md lists the hosts that are taken, and what to do about
 OWN_PAGE = "docs/own_architecture.md shows how positions and attentions of your own classes are described"
 
 
-class HostRefused(ValueError):
+class UnsupportedModelError(ValueError):
     """Raised for a host that an encoding can't be put into. The model is left as it is.
 
     The message ends with a remedy. docs/hosts.md lists the reasons.
@@ -24,9 +24,9 @@ class HostRefused(ValueError):
         super().__init__(f"{message}. It was left as it is; {remedy}" if reason else message)
         self.reason, self.submodels = reason, submodels
 
-    def of_own_class(self) -> "HostRefused":
+    def of_own_class(self) -> "UnsupportedModelError":
         """The same for a class of a user's, who can say where its positions are."""
-        said = HostRefused(str(self).replace(HOSTS_PAGE, OWN_PAGE), submodels=self.submodels)
+        said = UnsupportedModelError(str(self).replace(HOSTS_PAGE, OWN_PAGE), submodels=self.submodels)
         said.reason = self.reason
         return said
 
@@ -61,7 +61,7 @@ class Source(abc.ABC):
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator["Source"]:
         """The sources of this kind among the modules of a stock stack, dotted path -> module.
 
-        Raises HostRefused for one that is recognised but can't be taken over.
+        Raises UnsupportedModelError for one that is recognised but can't be taken over.
         """
 
     @classmethod
@@ -158,7 +158,7 @@ class Silenced(nn.Module):
         """The host's own table, or None."""
         (stack,) = self._stack
         try:
-            return stack.get_buffer(f"posenc.host.{self.key}")
+            return stack.get_buffer(f"posenc.original.{self.key}")
         except AttributeError:
             return None
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import HostRefused, Silenced, Source, replace
+from hf_posenc.architectures.components.component import Silenced, Source, UnsupportedModelError, replace
 from hf_posenc.encodings.context import context_for
 from hf_posenc.signatures import attributes_read
 
@@ -39,7 +39,7 @@ class Convolution(Source):
             if not path.startswith(tuple(f"{outer}." for outer in found)):
                 source = cls(path, module)
                 if not source.layers or source.token_axis is None:
-                    raise HostRefused(
+                    raise UnsupportedModelError(
                         f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't turn hidden states into "
                         "vectors to add to them",
                         reason="convolutional positions in a format of their own",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import OWN_PAGE, HostRefused, Source
+from hf_posenc.architectures.components.component import OWN_PAGE, Source, UnsupportedModelError
 from hf_posenc.architectures.components.position_parameters import PositionParameter
 from hf_posenc.architectures.components.position_tables import Table
 from hf_posenc.architectures.components.vision import tokens_aside
@@ -39,7 +39,7 @@ def declare(cls: type, path: str, silent: Callable[[Any], Any] | None) -> None:
 
 
 def declared_in(stack: Any, modules: Mapping[str, nn.Module]) -> dict[str, Source]:
-    """Path -> source of what was declared of a stack's class. Raises HostRefused for what isn't there."""
+    """Path -> source of what was declared of a stack's class. Raises UnsupportedModelError for what isn't there."""
     mine = [each for each in DECLARED.values() if isinstance(stack, each.cls)]
     return {each.path: _source(each, stack, modules) for each in mine}
 
@@ -54,7 +54,7 @@ def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> 
     if around is not None and isinstance(getattr(around, key, None), Tensor) and each.silent is None:
         return DeclaredParameter(each.path, around, tokens_aside(modules), stack.config)
     what = "nothing" if module is None else f"a {type(module).__name__}"
-    raise HostRefused(
+    raise UnsupportedModelError(
         f"register_positions({each.cls.__name__}, {each.path!r}) names {what} of this {type(stack).__name__}: allowed is an "
         "nn.Embedding, a parameter or a buffer without silent=…, or another module with it",
         reason="declared positions that aren't there",

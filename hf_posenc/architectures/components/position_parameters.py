@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import HostRefused, Source
+from hf_posenc.architectures.components.component import Source, UnsupportedModelError
 from hf_posenc.architectures.components.vision import cuts_into_windows, tokens_aside
 from hf_posenc.signatures import reads_tokens
 
@@ -63,7 +63,7 @@ class PositionParameter(Source):
             return
         aside = tokens_aside(modules)
         if any(aside) and cuts_into_windows(modules):
-            raise HostRefused(
+            raise UnsupportedModelError(
                 f"{type(stack).__name__} gives each window of an image a class token of its own, so its patches don't lie "
                 "side by side",
                 reason="class tokens between patches",
@@ -137,7 +137,7 @@ class Zeros:
 
     def __call__(self) -> Tensor:
         _, stack = self.around
-        kept = [buffer for name, buffer in stack.named_buffers() if name == f"posenc.host.{self.path}"]
+        kept = [buffer for name, buffer in stack.named_buffers() if name == f"posenc.original.{self.path}"]
         tensors = [*self.around[0].parameters(), *kept, *stack.parameters()]
         like = next((tensor for tensor in tensors if not tensor.is_meta and tensor.is_floating_point()), tensors[0])
         return torch.zeros(self.shape, dtype=like.dtype, device=like.device)

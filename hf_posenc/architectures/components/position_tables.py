@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import HostRefused, Silenced, Source, replace
+from hf_posenc.architectures.components.component import Silenced, Source, UnsupportedModelError, replace
 from hf_posenc.configuration import LENGTH_FIELD, length_of
 from hf_posenc.encodings import check_size, shown
 from hf_posenc.encodings.context import CURRENT
@@ -42,7 +42,7 @@ class Table(Source):
                 continue
             rows = getattr(stack.config, LENGTH_FIELD, None)
             if type(module) is not nn.Embedding or rows not in (None, module.num_embeddings):
-                raise HostRefused(
+                raise UnsupportedModelError(
                     f"{type(stack).__name__}.{path} counts its positions in a way of its own ({type(module).__name__}, "
                     f"{getattr(module, 'num_embeddings', '?')} rows for {LENGTH_FIELD}={rows})",
                     reason="position ids in a way of its own",

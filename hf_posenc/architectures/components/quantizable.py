@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import HostRefused, Source, is_one_of, replace
+from hf_posenc.architectures.components.component import Source, UnsupportedModelError, is_one_of, replace
 from hf_posenc.architectures.components.position_tables import NAMES, SilencedTable, Table
 
 CLASSES = ("QuantEmbedding",)
@@ -21,7 +21,7 @@ class QuantizableTable(Table):
         for path, module in modules.items():
             if cls.claims(module) and path.rpartition(".")[2] in NAMES:
                 if module.quant_mode:
-                    raise HostRefused(
+                    raise UnsupportedModelError(
                         f"{type(stack).__name__} computes in integers, and its scores would be none with an encoding in them",
                         reason="a quantised host",
                         remedy="load it with quant_mode=False",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import HostRefused, Source, replace
+from hf_posenc.architectures.components.component import Source, UnsupportedModelError, replace
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.signatures import Call, argument_names
 
@@ -35,7 +35,7 @@ class Rotary(Source):
                     yield AxialRotary(path, module)
                     continue
                 if "position_ids" not in argument_names(module) or not _is_understood(module, stack.config):
-                    raise HostRefused(
+                    raise UnsupportedModelError(
                         f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't turn position_ids into "
                         "cosines and sines, or complex numbers, alone",
                         reason="rotary positions in a format of its own",
