@@ -66,7 +66,7 @@ def cases(settings: Settings) -> Iterator[Case]:
             yield Case("saved, loaded, of another size", name, encoding, no_grad(saved, name, encoding))
         for name in ("vit", "swin"):
             yield Case("bool_masked_pos", name, encoding, no_grad(masked, name, encoding))
-            yield Case("sizes in turn, compiled", name, encoding, no_grad(compiled, name, encoding))
+            yield Case("sizes in turn, compiled", name, encoding, no_grad(compiled, name, encoding), limit=300)
 
 
 def sizes_of(name: str) -> tuple[str, dict[str, Any]]:
@@ -184,28 +184,31 @@ def in_windows(name: str, encoding: str, size: tuple[int, int]) -> Iterator[Comp
     if name != "swinv2":  # which has one implementation
         other.set_attn_implementation("eager")
     yield output, seen(other, size)
-    window = model.config.window_size
     acts = {verb for part in model.config.position_spec.parts.values() for verb in part.acts_by()}
     if (name.startswith("swin,") or name == "swin") and acts <= {"distance_bias"}:
-        yield output, seen(by_table(name, model, window), size)
+        yield output, seen(by_table(name, model), size)
 
 
-def by_table(name: str, model: Any, window: int) -> Any:
-    """A stock Swin whose own biases in a window are those of the encoding, counted row by row."""
+def by_table(name: str, model: Any) -> Any:
+    """A stock Swin whose own biases in a window are those of the encoding, counted row by row.
+
+    Swin's table counts the query's position minus the key's, an encoding's distance the key's minus the query's. An attention
+    with as many heads as the stack's encoding, here one of the first stage, shares that encoding if it has no `per_layer`;
+    other attentions have one of their own.
+    """
     twin = stock(name)
-    for key, parameter in twin.named_parameters():
-        if key == "embeddings.position_embeddings":
-            parameter.zero_()
+    if (vectors := twin.embeddings.position_embeddings) is not None:
+        vectors.zero_()
+    shared = next((module.posenc for module in (model, model.encoder) if hasattr(module, "posenc")), None)
     ours = [block.attention for stage in model.encoder.layers for block in stage.blocks]
     theirs = [block.attention for stage in twin.encoder.layers for block in stage.blocks]
     for mine, other in zip(ours, theirs, strict=True):
         table = other.relative_position_bias.relative_position_bias_table
         side = (int(table.shape[0] ** 0.5) + 1) // 2
         steps = torch.arange(1 - side, side)
-        distance = (side * steps[:, None] + steps).flatten()
-        encodings = mine.posenc.named_parts() if hasattr(mine, "posenc") else {}  # heads of several numbers share none
+        distance = -(side * steps[:, None] + steps).flatten()
         table.zero_()
-        for part in encodings.values():
+        for part in getattr(mine, "posenc", shared).named_parts().values():
             if "distance_bias" in part.acts_by():
                 table += part("distance_bias", distance).T
     return twin
