@@ -55,7 +55,7 @@ def distillation(name: str, model: str, train_file: str, output_dir: str) -> lis
 def write_texts(folders: list[Path], file: Path) -> None:
     """The training pages of all folders and the standard library's documentation, in random order."""
     texts = [text for folder in folders for text in pages.split(folder)[1]]
-    texts += stdlib_corpus.long_texts()
+    texts += stdlib_corpus.joined(stdlib_corpus.split()[1])
     random.Random(0).shuffle(texts)
     write_text(file, "".join(json.dumps({"text": text[:MAX_CHARACTERS]}) + "\n" for text in texts))
 

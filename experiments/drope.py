@@ -175,7 +175,7 @@ def write_texts(arguments: argparse.Namespace, tokenizer: Any, output: Path) -> 
             f"{len(ids)} evaluation pages of {arguments.pages} have {longest} tokens, and --documents {arguments.documents} "
             f"and {HELD_OUT} held out are asked for: lower --documents, --trained_length or --factor"
         )
-    training += stdlib_corpus.long_texts()
+    training += stdlib_corpus.joined(stdlib_corpus.split()[1])
     random.Random(arguments.seed).shuffle(training)
     with atomic_file(output / "train.jsonl") as file:
         for text in mixed(training, tokenizer, arguments):

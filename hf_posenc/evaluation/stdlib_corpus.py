@@ -73,9 +73,8 @@ def split(progress: bool = True) -> tuple[list[Module], list[str]]:
     return evaluation, training
 
 
-def long_texts(progress: bool = True) -> list[str]:
-    """The training texts, eight joined to one of some 2,400 tokens."""
-    passages = split(progress)[1]
+def joined(passages: list[str]) -> list[str]:
+    """Long training texts: eight passages make one of some 2,400 tokens."""
     return ["\n\n".join(passages[i : i + 8]) for i in range(0, len(passages), 8)]
 
 

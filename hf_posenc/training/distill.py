@@ -230,8 +230,8 @@ def load_texts(accelerator: Accelerator, arguments: argparse.Namespace) -> dict[
     """The splits of --train_file or --dataset_name, or else the documentation of the standard library."""
     if arguments.train_file or arguments.dataset_name:
         return data.check_texts(data.load_splits(accelerator, arguments), arguments.text_column)
-    progress = accelerator.is_main_process
-    texts = stdlib_corpus.long_texts(progress) if arguments.long_text_length else stdlib_corpus.split(progress)[1]
+    texts = stdlib_corpus.split(progress=accelerator.is_main_process)[1]
+    texts = stdlib_corpus.joined(texts) if arguments.long_text_length else texts
     accelerator.print(
         f"neither --train_file nor --dataset_name: training on {len(texts)} passages of the documentation of Python's "
         "standard library"
