@@ -40,7 +40,7 @@ CALIBRATED, WITH_LOGN = "calibrated", "relative+logn"
 BY_LENGTH = {"": (["256", "512", "1024"], [CALIBRATED, "minilm-relative", "minilm-t5"])}
 LONGEST = {"-2048": (["1024", "2048"], ["minilm-relative", WITH_LOGN])}
 """Suffix of a record -> the lengths at which models are compared with the original; the longest on the first folder alone."""
-JOINED, MAX_CHARACTERS = 8, 24_000
+MAX_CHARACTERS = 24_000
 """Passages of the standard library that make a text; characters that a text is cut to."""
 TEXT_LENGTH = 256
 
@@ -54,9 +54,8 @@ def distillation(name: str, model: str, train_file: str, output_dir: str) -> lis
 
 def write_texts(folders: list[Path], file: Path) -> None:
     """The training pages of all folders and the standard library's documentation, in random order."""
-    passages = stdlib_corpus.split()[1]
     texts = [text for folder in folders for text in pages.split(folder)[1]]
-    texts += ["\n\n".join(passages[i : i + JOINED]) for i in range(0, len(passages), JOINED)]
+    texts += stdlib_corpus.joined(stdlib_corpus.split()[1])
     random.Random(0).shuffle(texts)
     write_text(file, "".join(json.dumps({"text": text[:MAX_CHARACTERS]}) + "\n" for text in texts))
 

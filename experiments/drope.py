@@ -64,8 +64,6 @@ PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Parts of the filler in front of a passkey."""
 HELD_OUT = 4
 MAX_CHARACTERS = 6000
-JOINED = 8
-"""Passages of the standard library that make a training text."""
 COLOURS = {
     ORIGINAL: LIGHT.quiet, SHORT: LIGHT.ink, "short + PI": LIGHT.lines[3], "short + NTK": LIGHT.lines[4],
     "short + YaRN": LIGHT.lines[2], "short + dynamic": LIGHT.lines[5], DROPPED: LIGHT.quiet, DROPE: LIGHT.lines[1],
@@ -177,8 +175,7 @@ def write_texts(arguments: argparse.Namespace, tokenizer: Any, output: Path) -> 
             f"{len(ids)} evaluation pages of {arguments.pages} have {longest} tokens, and --documents {arguments.documents} "
             f"and {HELD_OUT} held out are asked for: lower --documents, --trained_length or --factor"
         )
-    passages = stdlib_corpus.split()[1]
-    training += ["\n\n".join(passages[i : i + JOINED]) for i in range(0, len(passages), JOINED)]
+    training += stdlib_corpus.joined(stdlib_corpus.split()[1])
     random.Random(arguments.seed).shuffle(training)
     with atomic_file(output / "train.jsonl") as file:
         for text in mixed(training, tokenizer, arguments):

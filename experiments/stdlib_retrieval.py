@@ -1,20 +1,16 @@
 """Retrieval over the standard library's documentation (stdlib_corpus): a module's one-line summary is to find it.
 
-`python -m experiments.stdlib_retrieval MODEL [MODEL …] --text_length 256` scores models (folders or Hub ids, patched or
-not) beside a bag of words. Embeddings are mean-pooled over real tokens.
+Embeddings are mean-pooled over real tokens.
 """
 
-import argparse
 from typing import Any
 
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_posenc  # noqa: F401  (registers patched models with AutoModel)
-from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import Score, score
 from hf_posenc.evaluation.retrieval import cut, embed, lexical_similarity
 from hf_posenc.evaluation.stdlib_corpus import split
-from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 
 def evaluate(model: PreTrainedModel, tokenizer: Any, max_seq_length: int, title: str = "documents") -> Score:
@@ -56,21 +52,3 @@ def long_documents(tokenizer: Any, least: int, count: int, fewer: bool = False) 
     if len(found) < count and not fewer:
         raise SystemExit(f"there are {len(found)} documents of at least {least} tokens, not --documents {count}")
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="folders or Hub ids")
-    parser.add_argument("--text_length", type=int, default=256, help="documents are cut at this many tokens")
-    arguments = parser.parse_args()
-    results = {}
-    for name in arguments.models:
-        tokenizer = required_tokenizer(name)
-        results[name] = evaluate(AutoModel.from_pretrained(name), tokenizer, arguments.text_length, name)
-    results["bag of words"] = bag_of_words(tokenizer, arguments.text_length)
-    print(records.as_text(results))
-
-
-if __name__ == "__main__":
-    terminals.escape_unprintable()
-    main()

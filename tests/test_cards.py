@@ -422,7 +422,7 @@ class Tokenizer:
 @pytest.mark.parametrize("source", ["stock", "patched"])
 def test_a_model_trained_from_scratch_has_no_base(tmp_path, source, monkeypatch):
     """Only the sizes are the named model's, so neither `unpatch` nor a base model has a meaning."""
-    monkeypatch.setattr("hf_posenc.modeling.derived.parameter_sharing._public_name", lambda name: name and "me/base")
+    monkeypatch.setattr("hf_posenc.modeling.parameter_sharing._public_name", lambda name: name and "me/base")
     model = stock("bert") if source == "stock" else hf_posenc.patch(stock("bert"), "alibi")
     model.save_pretrained(tmp_path)
     chosen = "alibi" if source == "stock" else None

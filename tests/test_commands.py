@@ -215,7 +215,7 @@ def foreign(tmp_path, monkeypatch):
         "eval odd --texts my.txt --json",
         "bench odd --json",
         "push odd me/odd --json",
-        "card odd",
+        "model-card odd",
         "plot attention odd --texts my.txt --output new.png",
     ],
 )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
@@ -25,11 +24,10 @@ from hf_posenc.cli.arguments import (
     given_encoding,
 )
 from hf_posenc.cli.folders import Original, check_output_dir, embedder, load, save, write
-from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.cli.output import AsJson, Output, by_length
 from hf_posenc.cli.texts import read
 from hf_posenc.encodings import written_value
 from hf_posenc.evaluation import model_comparison
-from hf_posenc.evaluation.metrics import UNCORRECTED
 
 DOCUMENTS = 200
 """Maximum number of documents in the comparison, which takes far longer than the conversion."""
@@ -177,18 +175,7 @@ def _compare(
     lengths = model_comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
     found = model_comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
     last = [*embedders][-1]
-    table = Table("method", title=f"{about}: MRR, and how much better the {last} model is", caption=UNCORRECTED)
-    names = dict.fromkeys(name for row in found.rows.values() for name in row)
-    for length in found.rows:
-        table.add_column(f"{length} tokens", justify="right")
-    for name in names:
-        cells = []
-        for row in found.rows.values():
-            each = row.get(name)
-            difference = f" ({each.difference.shown()})" if each and each.difference else ""
-            cells.append(f"{each.score.mrr:.3f}{difference}" if each else "")
-        table.add_row(name, *cells)
-    out.result(table)
+    out.result(by_length(found.rows, f"{about}: MRR, and how much better the {last} model is"))
     out.result(found.verdict)
     out.message(model_comparison.REACH)
     return {"questions": about, **asdict(found)}

@@ -11,11 +11,10 @@ from hf_posenc import diagnostics
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import Original, embedder, inner_model, names_of
-from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.cli.output import AsJson, Output, by_length
 from hf_posenc.cli.texts import read
 from hf_posenc.diagnostics.length_curves import is_language_model
 from hf_posenc.evaluation import model_comparison
-from hf_posenc.evaluation.metrics import UNCORRECTED
 from hf_posenc.inspection import inspect
 
 LOSS, RETRIEVAL = "their loss", "retrieval"
@@ -123,22 +122,11 @@ def _retrieval(
         lengths = model_comparison.lengths_of(first, [pair.document for pair in pairs], None)
         out.message(model_comparison.REACH)
     found = model_comparison.side_by_side(embedders, pairs, lengths)
-    table = Table("way", title=f"{about}: MRR, and how much better than the first", caption=UNCORRECTED)
-    for tokens in found:
-        table.add_column(f"{tokens} tokens", justify="right")
-    for name in dict.fromkeys(name for rows in found.values() for name in rows):
-        table.add_row(name, *(_scored(rows.get(name)) for rows in found.values()))
-    out.result(table)
+    out.result(by_length(found, f"{about}: MRR, and how much better than the first"))
     return {
         "questions": about,
         "rows": {tokens: {name: asdict(row) for name, row in rows.items()} for tokens, rows in found.items()},
     }
-
-
-def _scored(row: model_comparison.Row | None) -> str:
-    if row is None:
-        return ""
-    return f"{row.score.mrr:.3f}" + (f" ({row.difference.shown()})" if row.difference else "")
 
 
 def _usable(model: Any, otherwise: int) -> int:

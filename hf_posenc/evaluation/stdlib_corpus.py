@@ -2,8 +2,6 @@
 
 In evaluation, a module's one-line summary (the query) should retrieve its documentation. For training there are the texts of
 all other modules, and the topics of `help()`. The sources are parsed, not imported.
-
-    python -m hf_posenc.evaluation.stdlib_corpus            # prints how much text there is, with samples
 """
 
 import ast
@@ -15,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm.auto import tqdm
-
-from hf_posenc.evaluation import terminals
 
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "idlelib", "turtledemo", "ensurepip", "lib-dynload"}
 EVALUATION_MODULES = 256
@@ -75,6 +71,11 @@ def split(progress: bool = True) -> tuple[list[Module], list[str]]:
             kept = [s for s in _sentences(f"{module.summary}. {module.document}") if not _sentence_keys(s) & seen]
             training += _passages(kept)
     return evaluation, training
+
+
+def joined(passages: list[str]) -> list[str]:
+    """Long training texts: eight passages make one of some 2,400 tokens."""
+    return ["\n\n".join(passages[i : i + 8]) for i in range(0, len(passages), 8)]
 
 
 def without_leaks(document: str, name: str, summary: str) -> str:
@@ -149,12 +150,3 @@ def _passages(sentences: list[str], words: int = 200) -> list[str]:
     if count >= words // 4:
         passages.append("\n\n".join(current))
     return passages
-
-
-if __name__ == "__main__":
-    terminals.escape_unprintable()
-    evaluation, training = split()
-    print(f"{len(evaluation)} evaluation modules, {sum(len(m.document.split()) for m in evaluation):,} words")
-    print(f"{len(training)} training passages, {sum(len(text.split()) for text in training):,} words")
-    for module in evaluation[:: max(1, len(evaluation) // 5)]:
-        print(f"\n{module.name}: {module.summary!r}\n    {module.document[:200]}…")

@@ -108,10 +108,6 @@ def distillation_losses(
     return tokens + 1 - F.cosine_similarity(ours, theirs, dim=-1)
 
 
-JOINED = 8
-"""Passages of the standard library that make a long text, some 2,400 tokens."""
-
-
 class Distillation(Task):
     dropout = False
     """Off: it would add noise to the states that the student learns from."""
@@ -235,8 +231,7 @@ def load_texts(accelerator: Accelerator, arguments: argparse.Namespace) -> dict[
     if arguments.train_file or arguments.dataset_name:
         return data.check_texts(data.load_splits(accelerator, arguments), arguments.text_column)
     texts = stdlib_corpus.split(progress=accelerator.is_main_process)[1]
-    if arguments.long_text_length:
-        texts = ["\n\n".join(texts[i : i + JOINED]) for i in range(0, len(texts), JOINED)]
+    texts = stdlib_corpus.joined(texts) if arguments.long_text_length else texts
     accelerator.print(
         f"neither --train_file nor --dataset_name: training on {len(texts)} passages of the documentation of Python's "
         "standard library"
