@@ -281,7 +281,7 @@ def planned_in(model: Any, plans: Collection[StackPlan], partial: bool) -> dict[
     """Path -> structure of each stack of a stock model, innermost first, by the plans that its config has.
 
     A plan is of a class of stacks: it holds for the base model and with any head. Of a model that has fewer stacks than the
-    patched one had (BART's decoder by itself), the others' plans are left out.
+    patched one had (BART's decoder by itself), the others' plans are left out. Stacks that are patched already are passed over.
 
     partial: whether stacks may be left as they are (`where`).
 
@@ -291,15 +291,18 @@ def planned_in(model: Any, plans: Collection[StackPlan], partial: bool) -> dict[
     found: dict[str, Structure] = {}
     for plan in plans:
         paths = [path for path, module in models.items() if host_class(module).__name__ == plan.stack and path not in found]
+        paths = [path for path in paths if not is_patched(models[path])]
         alike = sum(each.stack == plan.stack for each in plans) > 1
         if alike or len(paths) > 1:
             last = plan.path.rpartition(".")[2]
             paths = [path for path in paths if path.rpartition(".")[2] == last] or ([] if alike else paths)
         found |= {path: Structure.planned(models[path], plan) for path in paths}
     known = {id(module) for each in found.values() for module in (*each.attentions.values(), *each.across.values())}
+    taken = [module for module in models.values() if is_patched(module)]
+    known |= {id(module) for each in taken for module in each.modules()}
     classes = {type(module) for each in found.values() for module in each.attentions.values()}
     left = [path for path, module in model.named_modules() if type(module) in classes and id(module) not in known]
-    if not found or (left and not partial):
+    if not (found or taken) or (left and not partial):
         place = f"{left[0]!r}" if left else f"a {' or a '.join(sorted({plan.stack for plan in plans}))}"
         raise ValueError(
             f"config.position_plan of this {type(model).__name__} {'leaves out' if left else 'describes'} {place}"

@@ -180,7 +180,8 @@ class PosEncModelMixin(EncodingModelMixin):
 
         stacks = find.find_all(inner if spec.submodel is None else find.submodel(self, spec.submodel), spec.where)
         supported.check(stacks.values(), spec)
-        setattr(self.config, specs.PLAN, [plan.to_dict() for plan in find.plan_of(stacks)])
+        if stacks:  # else they are patched already
+            setattr(self.config, specs.PLAN, [plan.to_dict() for plan in find.plan_of(stacks)])
         return stacks
 
     def _init_weights(self, module: nn.Module) -> None:
