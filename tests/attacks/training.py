@@ -144,7 +144,7 @@ def made(script: str, output: Path) -> Any:
     """What a run has measured, and a digest of each of its tensors."""
     record = json.loads((output / RECORDS[script]).read_text())
     if script == "generalise":
-        files = sorted((output / "runs").glob("*.json"))
+        files = sorted((output / "llama" / "runs").glob("*.json"))
         runs = {file.name: json.loads(file.read_text()) for file in files}
         return {name: {key: run[key] for key in ("losses", "scores", "digests")} for name, run in runs.items()}
     tensors = load_file(output / "model.safetensors")
