@@ -84,7 +84,7 @@ def test_a_model_with_fewer_stacks(tmp_path):
     model.save_pretrained(tmp_path)
     decoder = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "posenc" in decoder.model.decoder._modules and type(decoder).__name__ == "PosEncBartForCausalLM"
-    model = hf_posenc.patch(T5Model(T5Config(**T5)), "alibi")
+    model = hf_posenc.patch(T5Model(T5Config(**T5)).eval(), "alibi")
     model.save_pretrained(tmp_path)
     encoder = hf_posenc.PosEncT5EncoderModel.from_pretrained(tmp_path)
     ids = torch.arange(1, 7)[None]

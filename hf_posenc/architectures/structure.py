@@ -277,19 +277,20 @@ class Structure:
         return flags
 
 
-def planned_in(model: Any, plans: Collection[StackPlan], partial: bool) -> dict[str, Structure]:
+def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] = ()) -> dict[str, Structure]:
     """Path -> structure of each stack of a stock model, innermost first, by the plans that its config has.
 
     A plan is of a class of stacks: it holds for the base model and with any head. Of a model that has fewer stacks than the
     patched one had (BART's decoder by itself), the others' plans are left out. Stacks that are patched already are passed over.
 
-    partial: whether stacks may be left as they are (`where`).
+    where: of a spec; stacks in which nothing acts are left out.
 
     Raises ValueError where the plans don't fit, with the name of the module.
     """
     models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     found: dict[str, Structure] = {}
-    for plan in plans:
+    wanted = {"decoder" if name == "cross" else name for name in where}
+    for plan in (plan for plan in plans if not wanted or plan.role in wanted):
         paths = [path for path, module in models.items() if host_class(module).__name__ == plan.stack and path not in found]
         paths = [path for path in paths if not is_patched(models[path])]
         alike = sum(each.stack == plan.stack for each in plans) > 1
@@ -302,7 +303,7 @@ def planned_in(model: Any, plans: Collection[StackPlan], partial: bool) -> dict[
     known |= {id(module) for each in taken for module in each.modules()}
     classes = {type(module) for each in found.values() for module in each.attentions.values()}
     left = [path for path, module in model.named_modules() if type(module) in classes and id(module) not in known]
-    if not (found or taken) or (left and not partial):
+    if not (found or taken) or (left and not where):
         place = f"{left[0]!r}" if left else f"a {' or a '.join(sorted({plan.stack for plan in plans}))}"
         raise ValueError(
             f"config.position_plan of this {type(model).__name__} {'leaves out' if left else 'describes'} {place}"

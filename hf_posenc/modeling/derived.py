@@ -174,7 +174,7 @@ class PosEncModelMixin(EncodingModelMixin):
     def _stacks(self, inner: Any, spec: specs.PositionSpec) -> dict[str, structure.Structure]:
         """By the plan of the config, or found, if it has none."""
         if plans := specs.plans_of(self.config):
-            return structure.planned_in(inner, plans, bool(spec.where))
+            return structure.planned_in(inner, plans, spec.where)
         from hf_posenc.architectures import find
         from hf_posenc.modeling import supported
 
