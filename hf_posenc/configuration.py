@@ -142,6 +142,7 @@ def plans_of(config: Any) -> tuple[StackPlan, ...]:
     given = getattr(config, PLAN, None)
     if given is not None and not isinstance(given, list):
         raise ValueError(f"position_plan={shown(given)}: allowed is a list, as patch writes it, or None")
+    refuse_oversized(given)
     return tuple(map(StackPlan.parse, given or ()))
 
 

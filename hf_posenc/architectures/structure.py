@@ -66,11 +66,15 @@ class Structure:
         for kind, pattern in plan.components:
             for path in _found(stack, pattern, modules):
                 try:
-                    sources.append(kinds[kind].at(path, stack, modules))
-                except (KeyError, AttributeError) as error:
+                    sources.append(source := kinds[kind].at(path, stack, modules))
+                    source.check(stack.config)
+                except (KeyError, AttributeError, TypeError) as error:
                     raise _misfit(stack, path, f"no {kind}") from error
         named = [{path: modules[path] for path in _all_found(stack, paths, modules)} for paths in plan.paths]
         attentions, across, others = named
+        for path, module in {**attentions, **across}.items():
+            if not hasattr(module, "config") and custom.row_of(module) is None:
+                raise _misfit(stack, path, "no attention")
         return cls(
             stack,
             tuple(sources),

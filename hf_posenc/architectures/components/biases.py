@@ -25,6 +25,12 @@ class RelativeBias(Source):
             if (maker := _maker(module)) is not None:
                 yield cls(f"{path}.{maker[0]}".lstrip("."), getattr(module, maker[0]))
 
+    @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+        if _maker(modules[path.rpartition(".")[0]]) is None:
+            raise KeyError(path)
+        return super().at(path, stack, modules)
+
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         silenced, owner = SilencedBias(stack, self.path, self.module), stack.get_submodule(self.path.rpartition(".")[0])
         maker = _maker(owner)

@@ -72,6 +72,10 @@ class Source(abc.ABC):
         """
         return cls(path, modules[path])
 
+    def check(self, config: Any) -> None:
+        """Raises KeyError, AttributeError or TypeError where a module that a plan names isn't of this kind."""
+        self.kept_shapes(None), self.width, self.offset, self.usable_length(config)
+
     @classmethod
     def claims(cls, module: nn.Module) -> bool:
         """Whether a module that bears the name of a common table of vectors is of this kind instead."""

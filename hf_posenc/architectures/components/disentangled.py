@@ -46,6 +46,7 @@ class Disentangled(Source):
 
     @classmethod
     def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+        TERMS[type(modules[path.rpartition(".")[0]]).__name__]
         return cls(path, modules[path], stack)
 
     def silence(self, stack: Any, adds_vectors: bool) -> None:

@@ -31,6 +31,9 @@ class LinearBias(Source):
     def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
         return cls(path, modules[path.rpartition(".")[0]])
 
+    def check(self, config: Any) -> None:
+        ARGUMENTS[type(self.module).__name__]
+
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         names, argument = argument_names(self.module), ARGUMENTS[type(self.module).__name__]
         self.module.register_forward_pre_hook(partial(without_bias, argument, names), with_kwargs=True)

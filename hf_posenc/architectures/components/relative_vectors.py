@@ -28,6 +28,9 @@ class RelativeVectors(Source):
             if is_one_of(ARGUMENTS, module):
                 yield cls(path, module)
 
+    def check(self, config: Any) -> None:
+        ARGUMENTS[type(self.module).__name__]
+
     def silence(self, stack: Any, adds_vectors: bool) -> None:
         names, argument = argument_names(self.module), ARGUMENTS[type(self.module).__name__]
         self.module.register_forward_pre_hook(partial(without_vectors, argument, names), with_kwargs=True)
