@@ -87,12 +87,13 @@ class StackPlan:
     stack: the name of its class. path: its own path in the model that was patched. role: "encoder" or "decoder".
     components: kind and path of each of its position components.
     attentions, cross_attentions: its attentions to its own states, and to another stack's.
-    others: what else sees the order of tokens in its layers, and stays as it is.
+    order_sensitive: what else sees the order of tokens in its layers, and stays as it is.
     masks: names of the functions, and of the flags of its config, by which its code makes masks, causal or not.
-    custom: whether an attention doesn't go through Transformers' attention interface.
-    axes: number of coordinates of a token. aside: number of tokens before and behind the patches of an image.
-    windows: whether attentions see windows of the image. patches: path of the convolution whose outputs are the patches.
-    flattens: whether it takes ids of more dimensions than `[B, L]` as one text in each row.
+    custom_attentions: whether an attention doesn't go through Transformers' attention interface.
+    axes: number of coordinates of a token. extra_tokens: number of tokens before and after the patches of an image.
+    windows: whether attentions see windows of the image. patch_projection: path of the convolution whose outputs are the
+        patches.
+    flattens_ids: whether it takes ids of more dimensions than `[B, L]` as one text in each row.
     """
 
     stack: str
@@ -100,15 +101,15 @@ class StackPlan:
     components: tuple[tuple[str, str], ...]
     attentions: tuple[str, ...]
     cross_attentions: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
+    order_sensitive: tuple[str, ...] = ()
     role: str = "encoder"
     masks: tuple[str, ...] = ()
-    custom: bool = False
+    custom_attentions: bool = False
     axes: int = 1
-    aside: tuple[int, int] = (0, 0)
+    extra_tokens: tuple[int, int] = (0, 0)
     windows: bool = False
-    patches: str | None = None
-    flattens: bool = False
+    patch_projection: str | None = None
+    flattens_ids: bool = False
 
     @classmethod
     def parse(cls, given: Any) -> "StackPlan":
@@ -131,7 +132,7 @@ class StackPlan:
 
     @property
     def paths(self) -> tuple[tuple[str, ...], ...]:
-        return self.attentions, self.cross_attentions, self.others
+        return self.attentions, self.cross_attentions, self.order_sensitive
 
 
 def plans_of(config: Any) -> tuple[StackPlan, ...]:

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_posenc
 from conftest import ENCODINGS, assert_close, first, pairs, patched, slow, stock, tokens
 from hf_posenc.attention import bias_backends, blockwise
-from hf_posenc.attention.distance_table import Columns, Seen
+from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import Geometry, PositionContext, encoding_class
 from oracles import gradients, padded
 
@@ -51,11 +51,11 @@ def attention_of(query, key, value, columns, seen, scaling):
 
 
 SEEN = {
-    "all": lambda queries, keys: Seen(((0, 2, 0, keys),)),
-    "right padding": lambda queries, keys: Seen(((0, 1, 0, keys), (1, 2, 0, keys - 3))),
-    "left padding": lambda queries, keys: Seen(((0, 1, 4, keys), (1, 2, 0, keys))),
-    "hidden row": lambda queries, keys: Seen(((0, 1, 0, keys), (1, 2, 0, 0))),
-    "causal": lambda queries, keys: Seen(((0, 2, 0, keys),), True, keys - queries),
+    "all": lambda queries, keys: VisibleSpans(((0, 2, 0, keys),)),
+    "right padding": lambda queries, keys: VisibleSpans(((0, 1, 0, keys), (1, 2, 0, keys - 3))),
+    "left padding": lambda queries, keys: VisibleSpans(((0, 1, 4, keys), (1, 2, 0, keys))),
+    "hidden row": lambda queries, keys: VisibleSpans(((0, 1, 0, keys), (1, 2, 0, 0))),
+    "causal": lambda queries, keys: VisibleSpans(((0, 2, 0, keys),), True, keys - queries),
 }
 
 
@@ -69,7 +69,7 @@ def inputs(queries, keys, kinds, heads_of_vectors, dtype=torch.float64, seed=0):
     states = draw(2, H, queries, E), draw(2, H, keys, E), draw(2, H, keys, E)
     values = draw(H, columns) if "values" in kinds else None
     vectors = [draw(heads_of_vectors, columns, E) if kind in kinds else None for kind in ("queries", "keys")]
-    return states, Columns(values, *vectors, head=1, tail=1)
+    return states, DistanceTable(values, *vectors, head=1, tail=1)
 
 
 @pytest.fixture
@@ -116,8 +116,8 @@ def test_equal_vectors_at_the_ends_are_multiplied_once(small_blocks, head, tail)
     tables = [torch.randn(21, E, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     seen = SEEN["all"](11, 11)
     assert bias_backends._equal_ends(rows) == (head, tail)
-    expected = attention_of(query, key, value, Columns(None, *(table[rows][None] for table in tables)), seen, 0.5)
-    found = blockwise.attention(query, key, value, Columns(None, *(t[rows][None] for t in tables), head, tail), seen, 0.5)
+    expected = attention_of(query, key, value, DistanceTable(None, *(table[rows][None] for table in tables)), seen, 0.5)
+    found = blockwise.attention(query, key, value, DistanceTable(None, *(t[rows][None] for t in tables), head, tail), seen, 0.5)
     assert_close(found, expected, rtol=1e-10, atol=1e-10)
     leaves = [query, key, value, *tables]
     for mine, theirs in zip(
@@ -131,7 +131,7 @@ def test_gradients_by_finite_differences(small_blocks):
     seen = SEEN["right padding"](5, 5)
 
     def compute(query, key, value, *tensors):
-        return blockwise.attention(query, key, value, Columns(*tensors, head=1, tail=1), seen, 0.4)
+        return blockwise.attention(query, key, value, DistanceTable(*tensors, head=1, tail=1), seen, 0.4)
 
     assert torch.autograd.gradcheck(compute, (query, key, value, *columns.tensors), fast_mode=True)
 
@@ -149,7 +149,7 @@ def test_dropout_drops_the_same_weights_in_the_backward_pass(small_blocks):
 
     def compute(query, key, value, *tensors):
         torch.manual_seed(4)
-        return blockwise.attention(query, key, value, Columns(*tensors, head=1, tail=1), seen, 0.4, dropout=0.3)
+        return blockwise.attention(query, key, value, DistanceTable(*tensors, head=1, tail=1), seen, 0.4, dropout=0.3)
 
     leaves = (query, key, value, *columns.tensors)
     assert torch.autograd.gradcheck(compute, leaves, fast_mode=True)
@@ -185,7 +185,7 @@ def test_half_precision_is_as_exact_as_the_obvious_way():
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
 
     def mine(query, key, value, *tensors):
-        return blockwise.attention(query, key, value, Columns(*tensors, head=1, tail=1), seen, scaling)
+        return blockwise.attention(query, key, value, DistanceTable(*tensors, head=1, tail=1), seen, scaling)
 
     def errors(function, dtype):
         leaves = [
@@ -213,7 +213,7 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
     context = PositionContext(module, index, given["past"], index.new_zeros(1, 1), given.get("keys"), scaling=0.5)
     context.aside = given.get("aside", (0, 0))
     with torch.set_grad_enabled(train):
-        return bias_backends.way_for([module], query, key, value, mask, context, given["causal"], given["dropout"])
+        return bias_backends.select_backend([module], query, key, value, mask, context, given["causal"], given["dropout"])
 
 
 @pytest.mark.parametrize(
@@ -295,12 +295,12 @@ def ways(monkeypatch):
     taken = []
 
     def watched(*arguments):
-        found = way_for(*arguments)
+        found = select_backend(*arguments)
         taken.append(found[0])
         return found
 
-    way_for = bias_backends.way_for
-    monkeypatch.setattr(bias_backends, "way_for", watched)
+    select_backend = bias_backends.select_backend
+    monkeypatch.setattr(bias_backends, "select_backend", watched)
     return taken
 
 
@@ -316,8 +316,8 @@ def ways(monkeypatch):
     ],
 )
 def test_what_attend_really_takes(ways, monkeypatch, host, encoding, train, way):
-    monkeypatch.setitem(bias_backends.FROM_KEYS, "toeplitz", 256)
-    monkeypatch.setitem(bias_backends.FROM_KEYS, "blocks", 256)
+    monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, "toeplitz", 256)
+    monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, "blocks", 256)
     model = patched(host, encoding)
     with torch.set_grad_enabled(train):
         model(tokens(2, 256))
@@ -371,7 +371,7 @@ def always(monkeypatch):
     monkeypatch.setattr(blockwise, "BACKWARD_QUERIES", 4)
     monkeypatch.setattr(bias_backends, "CAUSAL_QUERIES", 4)
     for way in ("toeplitz", "blocks"):
-        monkeypatch.setitem(bias_backends.FROM_KEYS, way, 2)
+        monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, way, 2)
 
 
 BIASED = [*BIASING, "shaw+alibi", "t5+relative", "rope+t5"]

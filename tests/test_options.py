@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 import hf_posenc
 from conftest import ENCODINGS, ROOT, run_python, stock
 from hf_posenc import _versions
-from hf_posenc.architectures.components import Source
+from hf_posenc.architectures.components import PositionComponent
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Above, Geometry, PositionEncoding, build, canonical, encoding_class, list_encodings
 from hf_posenc.serialization.user_code import flat
@@ -932,7 +932,7 @@ assert {"PosEncBertConfig", "BertConfig", "PositionEmbeddingConfig"} <= names
 
 def test_no_module_outside_sources_names_a_kind_of_source():
     """A kind of source is one file: without rotary.py, say, rotary hosts are refused, and nothing else changes."""
-    names = {kind.__name__ for kind in Source.kinds}
+    names = {kind.__name__ for kind in PositionComponent.kinds}
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name not in ("components", "cli"):  # the CLI's tables are rich's
             nodes = [*ast.walk(ast.parse(path.read_text()))]
@@ -941,9 +941,9 @@ def test_no_module_outside_sources_names_a_kind_of_source():
 
 
 def test_without_the_file_of_a_kind_its_hosts_are_refused(monkeypatch):
-    kinds = [kind for kind in Source.kinds if kind.__name__ != "Rotary"]
-    assert len(kinds) == len(Source.kinds) - 1
-    monkeypatch.setattr(Source, "kinds", kinds)
+    kinds = [kind for kind in PositionComponent.kinds if kind.__name__ != "RotaryEmbedding"]
+    assert len(kinds) == len(PositionComponent.kinds) - 1
+    monkeypatch.setattr(PositionComponent, "kinds", kinds)
     with pytest.raises(hf_posenc.UnsupportedModelError, match="rotary_emb") as refused:
         hf_posenc.patch(stock("llama"), "alibi")
     assert refused.value.reason == "other sources of position"

@@ -134,8 +134,7 @@ def test_links_are_replaced_and_what_they_point_to_stays(tmp_path):
 
 
 CODE = {"modeling_posenc.py"} | {
-    f"posenc_modeling_{name}.py"
-    for name in ("cache_positions", "derived", "hooks", "install", "loading", "offsets", "position_ids")
+    f"posenc_modeling_{name}.py" for name in ("cache_positions", "derived", "hooks", "install", "offsets", "position_ids")
 }
 
 

@@ -381,7 +381,7 @@ def test_a_sparse_attention_takes_vectors_alone(encoding):
     hf_posenc.patch(model, "learned")
 
 
-REFUSED = {
+UNSUPPORTED = {
     "big_bird": ({"attention_type": "block_sparse"}, "load it with attention_type='original_full'"),
     "canine": ({}, "stretches of characters"),
     "convbert": ({}, "convolutions, which see order"),
@@ -396,10 +396,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", UNSUPPORTED)
 @pytest.mark.parametrize("encoding", ["none", "sinusoidal"])
 def test_refused(kind, encoding):
-    changes, message = REFUSED[kind]
+    changes, message = UNSUPPORTED[kind]
     with pytest.raises(hf_posenc.UnsupportedModelError, match=message) as error:
         hf_posenc.patch(built(kind, **changes), encoding)
     assert error.value.reason

@@ -11,7 +11,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.architectures.components import Source, UnsupportedModelError, patch_projection, sees_order, signs_of_position
+from hf_posenc.architectures.components import (
+    PositionComponent,
+    UnsupportedModelError,
+    patch_projection,
+    sees_order,
+    signs_of_position,
+)
 from hf_posenc.architectures.components.component import HOSTS_PAGE, OWN_PAGE, is_transformers
 from hf_posenc.architectures.components.convolutions import is_convolution
 from hf_posenc.architectures.components.declared import declared_in
@@ -61,15 +67,15 @@ def _plan(path: str, structure: Structure) -> StackPlan:
         components=tuple((kind, each) for kind, paths in kinds.items() for each in _patterns(paths, modules)),
         attentions=_patterns(structure.attentions, modules),
         cross_attentions=_patterns(structure.across, modules),
-        others=_patterns(structure.others, modules),
+        order_sensitive=_patterns(structure.others, modules),
         role=structure.role,
         masks=tuple(sorted(structure.masks)),
-        custom=any(custom.row_of(module) for module in (*structure.attentions.values(), *structure.across.values())),
+        custom_attentions=any(custom.row_of(module) for module in (*structure.attentions.values(), *structure.across.values())),
         axes=structure.axes,
-        aside=structure.aside,
+        extra_tokens=structure.aside,
         windows=structure.windows,
-        patches=structure.patches,
-        flattens=structure.flattens,
+        patch_projection=structure.patches,
+        flattens_ids=structure.flattens,
     )
 
 
@@ -166,7 +172,7 @@ def _across(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     return {path: module for path, module in modules.items() if _is_attention(module) and _looks_across(path, module)}
 
 
-def _axes(stack: Any, sources: Collection[Source], modules: Mapping[str, nn.Module]) -> int:
+def _axes(stack: Any, sources: Collection[PositionComponent], modules: Mapping[str, nn.Module]) -> int:
     """How many coordinates a token has: of a patch as many as the convolution that cuts it out. Of patches that lie by windows,
     not row by row, the number in that order alone."""
     path = patch_projection(modules)
@@ -196,7 +202,7 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
         )
     declared = declared_in(stack, modules)
     others = {path: module for path, module in modules.items() if path not in declared}
-    known = (source for kind in Source.kinds for source in kind.find(stack, others) if source.path not in declared)
+    known = (source for kind in PositionComponent.kinds for source in kind.find(stack, others) if source.path not in declared)
     sources = (*declared.values(), *known)
     all_modules = dict(stack.named_modules())
     structure = Structure(
@@ -286,7 +292,7 @@ def _has_sources_around(stack: Any, taken: Iterable[str]) -> bool:
     """Whether a model has sources of position outside of the stacks within it."""
     inside = tuple(f"{name}." for name in taken)
     modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(inside)}
-    return any(next(iter(kind.find(stack, modules)), None) is not None for kind in Source.kinds)
+    return any(next(iter(kind.find(stack, modules)), None) is not None for kind in PositionComponent.kinds)
 
 
 def refuse_several_models(model: Any) -> None:

@@ -55,10 +55,10 @@ def register_attention(
         raise ValueError(f"{cls!r}: allowed is a subclass of torch.nn.Module, of your own")
     _refuse_transformers(cls)
     if scaling is None:
-        scaling = custom.by_head_dim
+        scaling = custom.inverse_sqrt_head_dim
     elif not callable(scaling):
         scaling = _Constant(float(scaling))
-    custom.add_row(cls, custom.WrittenOut(scaling, is_causal=is_causal, forward=intercept.forward))
+    custom.add_row(cls, custom.CustomAttention(scaling, is_causal=is_causal, forward=intercept.forward))
 
 
 class _Constant:

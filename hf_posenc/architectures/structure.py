@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.architectures.components.component import Source, UnsupportedModelError
+from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError
 from hf_posenc.attention import custom
 from hf_posenc.configuration import LENGTH_FIELD, StackPlan
 from hf_posenc.encodings import Geometry
@@ -45,7 +45,7 @@ class Structure:
     """
 
     stack: Any
-    sources: tuple[Source, ...]
+    sources: tuple[PositionComponent, ...]
     attentions: Mapping[str, nn.Module]
     across: Mapping[str, nn.Module] = field(default_factory=dict)
     others: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -61,8 +61,8 @@ class Structure:
     def planned(cls, stack: Any, plan: StackPlan) -> "Structure":
         """What a plan says of a stock stack. Raises ValueError where it doesn't fit, with the name of the module."""
         modules = dict(stack.named_modules())
-        kinds = {kind.__name__: kind for kind in Source.kinds}
-        sources: list[Source] = []
+        kinds = {kind.__name__: kind for kind in PositionComponent.kinds}
+        sources: list[PositionComponent] = []
         for kind, pattern in plan.components:
             for path in _found(stack, pattern, modules):
                 try:
@@ -84,10 +84,10 @@ class Structure:
             role=plan.role,
             masks=frozenset(plan.masks),
             axes=plan.axes,
-            aside=plan.aside,
+            aside=plan.extra_tokens,
             windows=plan.windows,
-            patches=plan.patches,
-            flattens=plan.flattens,
+            patches=plan.patch_projection,
+            flattens=plan.flattens_ids,
         )
 
     @functools.cached_property
@@ -114,7 +114,7 @@ class Structure:
         return next((source.offset for source in self.sources if source.offset is not None), 0)
 
     @property
-    def tellers_of_cells(self) -> tuple[Source, ...]:
+    def tellers_of_cells(self) -> tuple[PositionComponent, ...]:
         """The sources in a model of images that are given the row and column of each patch."""
         taking = (each for each in self.sources if each.verb == "rotate" and "position_ids" in argument_names(each.module))
         return tuple(taking) if self.tokens is None else ()

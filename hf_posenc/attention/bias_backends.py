@@ -1,4 +1,4 @@
-"""Which way the bias of an encoding is computed: `way_for` chooses, `biased_attention` takes it.
+"""Which way the bias of an encoding is computed: `select_backend` chooses, `biased_attention` takes it.
 
 - dense: a bias `[1, H, Q, K]`, built once for all layers where it can be, with the attention mask merged into it. It serves
   all encodings, implementations and masks.
@@ -21,17 +21,17 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc.attention.dispatch import biases
-from hf_posenc.attention.distance_table import Columns, Seen
+from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import PositionContext, PositionEncoding
 
 Way = Literal["dense", "toeplitz", "blocks"]
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 """An attention function of Transformers': module, query, key, value, mask -> output `[B, Q, H, E]`, probabilities."""
-FROM_KEYS: dict[Way, int] = {"toeplitz": 256, "blocks": 256}
+MIN_KEYS_FOR_BACKEND: dict[Way, int] = {"toeplitz": 256, "blocks": 256}
 """The number of keys from which a way is faster than the dense one (`scripts/bench.py`)."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments of SDPA's function with which it adds a bias of its own, or complains."""
-NOTHING = 2.0**-60
+NEGLIGIBLE_WEIGHT = 2.0**-60
 """A weight that doesn't count beside 1, however many thousands there are: float32 tells 1 from 1 + 2^-23."""
 CAUSAL_QUERIES = 256
 """Of a block of a causal attention, which leaves out the keys behind it."""
@@ -42,7 +42,7 @@ def _by_content(encoding: PositionEncoding) -> bool:
     return "score_bias" in encoding.acts_by() and encoding.reads_content
 
 
-def way_for(
+def select_backend(
     encodings: Sequence[PositionEncoding],
     query: Tensor,
     key: Tensor,
@@ -51,7 +51,7 @@ def way_for(
     context: PositionContext,
     is_causal: bool,
     dropout: float = 0.0,
-) -> tuple[Way, Seen | None]:
+) -> tuple[Way, VisibleSpans | None]:
     """The way for the biases of these encodings under SDPA, and which keys the queries see, where that way has to know."""
     keys, seen = key.shape[2], None
     by_content = [encoding for encoding in encodings if "score_bias" in encoding.acts_by()]
@@ -63,7 +63,7 @@ def way_for(
         not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_transformed())
         and query.device.type == "cpu"  # whose kernel reads any view as a bias
         and query.shape[2] > 1
-        and keys >= FROM_KEYS[way]
+        and keys >= MIN_KEYS_FOR_BACKEND[way]
         and query.shape[-1] == value.shape[-1]  # else SDPA computes all scores
         and context.consecutive
         and not any(context.aside)
@@ -116,7 +116,7 @@ def biased_attention(
     scaling = context.scaling
     plain = all(options.get(name) is None or options[name] is False for name in NOT_IN_BLOCKS)
     if function is sdpa_attention_forward and isinstance(scaling, float) and plain:
-        way, seen = way_for(biasing, query, key, value, mask, context, is_causal, options.get("dropout", 0.0))
+        way, seen = select_backend(biasing, query, key, value, mask, context, is_causal, options.get("dropout", 0.0))
     if way == "blocks" and _blockwise() is None:
         seen = None
     columns = None if seen is None else _columns(biasing, query, key.shape[2], context, seen)
@@ -146,8 +146,8 @@ def _toeplitz(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    columns: Columns,
-    seen: Seen,
+    columns: DistanceTable,
+    seen: VisibleSpans,
     options: dict[str, Any],
 ) -> Tensor:
     """`[B, Q, H, E]` of the host's function, whose mask is a view of a row."""
@@ -167,17 +167,17 @@ def _toeplitz(
 
 
 def _columns(
-    encodings: Sequence[PositionEncoding], query: Tensor, keys: int, context: PositionContext, seen: Seen
-) -> Columns | None:
+    encodings: Sequence[PositionEncoding], query: Tensor, keys: int, context: PositionContext, seen: VisibleSpans
+) -> DistanceTable | None:
     """What these encodings add, by distance; once for all layers where it needs no gradient and no layer has its own.
 
     None where one has no vectors after all, so that its `score_bias` has to be asked.
     """
 
-    def compute() -> Columns | None:
+    def compute() -> DistanceTable | None:
         heads = query.shape[1]
         distance = torch.arange(keys - 1, -query.shape[2], -1, device=query.device) - seen.shift
-        columns = Columns(_sum_of_values(encodings, distance, heads))
+        columns = DistanceTable(_sum_of_values(encodings, distance, heads))
         for encoding in encodings:
             if encoding.tells_vectors():
                 vectors = encoding("distance_vectors", distance)
@@ -200,7 +200,7 @@ def _columns(
     return context.cached(key, compute)
 
 
-def _with_reach(columns: Columns, query: Tensor, key: Tensor, scaling: float) -> Columns:
+def _with_reach(columns: DistanceTable, query: Tensor, key: Tensor, scaling: float) -> DistanceTable:
     """The same, with `reach` where biases are so steep that some keys may have no weight that counts.
 
     Scores differ by at most twice the largest product of lengths. Half precision has no weights so small that they slow a CPU.
@@ -209,13 +209,13 @@ def _with_reach(columns: Columns, query: Tensor, key: Tensor, scaling: float) ->
     if values is None or query.element_size() < 4 or columns.for_queries is not None or columns.for_keys is not None:
         return columns
     values = values.detach()
-    falls = values < values.amax(-1, keepdim=True) + math.log(NOTHING)
+    falls = values < values.amax(-1, keepdim=True) + math.log(NEGLIGIBLE_WEIGHT)
     if not (falls & (values > torch.finfo(values.dtype).min)).any():
         return columns
     with torch.no_grad():
         longest = [torch.linalg.vector_norm(states, dim=-1).amax((0, 2)) for states in (query, key)]
         products = longest[0] * longest[1].repeat_interleave(query.shape[1] // key.shape[1])
-        return replace(columns, reach=2 * abs(scaling) * products - math.log(NOTHING))
+        return replace(columns, reach=2 * abs(scaling) * products - math.log(NEGLIGIBLE_WEIGHT))
 
 
 def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
@@ -256,12 +256,12 @@ def _equal_ends(rows: Tensor | None) -> tuple[int, int]:
     return tuple(int((end == end[0]).long().cumprod(0).sum()) for end in (rows, rows.flip(0)))  # type: ignore[return-value]
 
 
-def _seen(mask: Any, query: Tensor, keys: int, context: PositionContext, is_causal: bool) -> Seen | None:
+def _seen(mask: Any, query: Tensor, keys: int, context: PositionContext, is_causal: bool) -> VisibleSpans | None:
     """Which keys a mask shows, if those are one stretch for each row of the batch: of all queries, or causally."""
     batch, _, queries, _ = query.shape
     shift = int(context.past) - context.first_key
     if mask is None:
-        return Seen(((0, batch, 0, keys),), is_causal, shift)
+        return VisibleSpans(((0, batch, 0, keys),), is_causal, shift)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[-3:] != (1, queries, keys) or mask.ndim != 4:
         return None
     for other, found in (known := context.cached(("seen", shift), list)):
@@ -280,9 +280,9 @@ def _seen(mask: Any, query: Tensor, keys: int, context: PositionContext, is_caus
         if len({*ends}) == 1:
             rows = [(0, batch, *ends[0])]
         if torch.equal(whole.expand_as(mask), mask):
-            found = Seen(tuple(rows), False, shift)
+            found = VisibleSpans(tuple(rows), False, shift)
         elif torch.equal(whole & causal, mask):
-            found = Seen(tuple(rows), True, shift)
+            found = VisibleSpans(tuple(rows), True, shift)
     known.append((mask, found))
     return found
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_posenc.attention.distance_table import Columns, Seen, toeplitz_view
+from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans, toeplitz_view
 
 FORWARD_QUERIES = 128
 """Of a block in the forward pass, of all heads."""
@@ -25,7 +25,7 @@ FORWARD_ELEMENTS = 2**22
 BACKWARD_QUERIES = 256
 """Of a block in the backward pass, one head at a time: its scores then fit a core's cache up to some thousand keys."""
 
-CHANCES = 2**16
+DROPOUT_LEVELS = 2**16
 """The number of equal chances that the probability of dropping a weight is counted in."""
 
 
@@ -33,10 +33,10 @@ CHANCES = 2**16
 class Settings:
     """How scores become outputs: softmax(scaling * QKᵀ + bias) V, where each weight is dropped with a probability.
 
-    head, tail, reach: of `Columns`. dropped: that probability, times CHANCES.
+    head, tail, reach: of `DistanceTable`. dropped: that probability, times CHANCES.
     """
 
-    seen: Seen
+    seen: VisibleSpans
     scaling: float
     head: int
     tail: int
@@ -44,17 +44,17 @@ class Settings:
     dropped: int = 0
     seed: int = 0
 
-    def columns(self, values: Tensor | None, for_queries: Tensor | None, for_keys: Tensor | None) -> Columns:
-        return Columns(values, for_queries, for_keys, self.head, self.tail, self.reach)
+    def columns(self, values: Tensor | None, for_queries: Tensor | None, for_keys: Tensor | None) -> DistanceTable:
+        return DistanceTable(values, for_queries, for_keys, self.head, self.tail, self.reach)
 
     @property
     def factor(self) -> float:
         """By which weights that are kept grow."""
-        return CHANCES / (CHANCES - self.dropped) if self.dropped < CHANCES else 0.0
+        return DROPOUT_LEVELS / (DROPOUT_LEVELS - self.dropped) if self.dropped < DROPOUT_LEVELS else 0.0
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, columns: Columns, seen: Seen, scaling: float, dropout: float = 0.0
+    query: Tensor, key: Tensor, value: Tensor, columns: DistanceTable, seen: VisibleSpans, scaling: float, dropout: float = 0.0
 ) -> Tensor:
     """Softmax attention of `[B, H, Q, E]` with a bias: `[B, H, Q, E]`, whose gradients reach queries, keys, values and columns.
 
@@ -62,7 +62,7 @@ def attention(
     RuntimeError where gradients are to be differentiated once more.
     """
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    settings = Settings(seen, scaling, columns.head, columns.tail, columns.reach, round(dropout * CHANCES), seed)
+    settings = Settings(seen, scaling, columns.head, columns.tail, columns.reach, round(dropout * DROPOUT_LEVELS), seed)
     return _Attention.apply(query, key.flip(2), value.flip(2), *columns.tensors, settings)
 
 
@@ -131,7 +131,7 @@ class Part:
     head: int
     block: slice
     within: slice
-    columns: Columns
+    columns: DistanceTable
     weights: Tensor
     kept: Tensor | None
 
@@ -146,7 +146,7 @@ class Part:
         return self.block.start + self.within.start
 
 
-def _parts(query: Tensor, key: Tensor, columns: Columns, settings: Settings) -> Iterator[Part]:
+def _parts(query: Tensor, key: Tensor, columns: DistanceTable, settings: Settings) -> Iterator[Part]:
     """All parts, keys in reverse; what is dropped is the same each time."""
     batch, heads, queries, _ = query.shape
     keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
@@ -156,7 +156,7 @@ def _parts(query: Tensor, key: Tensor, columns: Columns, settings: Settings) -> 
     room = query.new_empty(size * (size + keys - 1))
     for row, head in ((row, head) for row in range(batch) for head in range(heads)):
         its_values, its_vectors, its_key_vectors, reach = (_of_head(each, head) for each in (*columns.tensors, columns.reach))
-        own = Columns(its_values, its_vectors, its_key_vectors, columns.head, columns.tail, reach)
+        own = DistanceTable(its_values, its_vectors, its_key_vectors, columns.head, columns.tail, reach)
         for rows, block, within in blocks:
             if not rows.start <= row < rows.stop:
                 continue
@@ -174,10 +174,10 @@ def _parts(query: Tensor, key: Tensor, columns: Columns, settings: Settings) -> 
 def _kept(shape: torch.Size, dropped: int, generator: torch.Generator) -> Tensor:
     """Which weights are not dropped. Bits are drawn for several at once: torch's own `bernoulli_` costs ten softmaxes."""
     words = torch.empty(-(-shape.numel() // 4), dtype=torch.long, device="cpu").random_(-(2**63), None, generator=generator)
-    return words.view(torch.int16)[: shape.numel()].view(shape) >= dropped - CHANCES // 2
+    return words.view(torch.int16)[: shape.numel()].view(shape) >= dropped - DROPOUT_LEVELS // 2
 
 
-def _bias(columns: Columns, query: Tensor, key: Tensor, start: int, scaling: float, room: Tensor) -> Tensor:
+def _bias(columns: DistanceTable, query: Tensor, key: Tensor, start: int, scaling: float, room: Tensor) -> Tensor:
     """The bias `[1 or B, H, r, n]` of a block, whose first query and last key have column `start`, written to `room`."""
     queries, keys = query.shape[-2], key.shape[-2]
     width = queries + keys - 1
@@ -199,14 +199,14 @@ def _bias(columns: Columns, query: Tensor, key: Tensor, start: int, scaling: flo
     return bias
 
 
-def _ends(columns: Columns, start: int, width: int) -> tuple[int, int]:
+def _ends(columns: DistanceTable, start: int, width: int) -> tuple[int, int]:
     """Between which of `width` columns from `start` the vectors for queries differ from those at the ends."""
     assert columns.for_queries is not None
     first = min(max(columns.head - start, 0), width)
     return first, min(max(columns.for_queries.shape[-2] - columns.tail - start, first), width)
 
 
-def _multiply(query: Tensor, vectors: Tensor, start: int, columns: Columns, out: Tensor) -> None:
+def _multiply(query: Tensor, vectors: Tensor, start: int, columns: DistanceTable, out: Tensor) -> None:
     """Write products of queries `[..., r, E]` and vectors `[..., N, E]` to `out` `[..., r, w]`, those of equal vectors once."""
     first, last = _ends(columns, start, out.shape[-1])
     out[..., :first] = query @ vectors[..., :1, :].mT
@@ -222,7 +222,7 @@ def _tiles(vectors: Tensor, start: int, queries: int, keys: int) -> Iterator[tup
 
 
 def _gradients(
-    query: Tensor, key: Tensor, value: Tensor, columns: Columns, output: Tensor, upstream: Tensor, settings: Settings
+    query: Tensor, key: Tensor, value: Tensor, columns: DistanceTable, output: Tensor, upstream: Tensor, settings: Settings
 ) -> tuple[Tensor | None, ...]:
     """Of queries, keys, values, and the three tensors of columns."""
     exact, scaling = torch.promote_types(query.dtype, torch.float32), settings.scaling
@@ -286,7 +286,7 @@ def _of_head(tensor: Any, head: int) -> Any:
     return tensor[head : head + 1]
 
 
-def _gather_ends(gradients: Tensor, columns: Columns) -> None:
+def _gather_ends(gradients: Tensor, columns: DistanceTable) -> None:
     """Sum the gradients of equal vectors at both ends in one of them: types less exact than these would lose them."""
     for end, place in ((slice(0, columns.head), 0), (slice(gradients.shape[1] - columns.tail, None), -1)):
         total = gradients[:, end].sum(1)
@@ -310,7 +310,7 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _add_query_gradients(
-    columns: Columns, skewed: Tensor, query: Tensor, start: int, of_query: Tensor, of_vectors: Tensor
+    columns: DistanceTable, skewed: Tensor, query: Tensor, start: int, of_query: Tensor, of_vectors: Tensor
 ) -> None:
     """Add the gradients of a block's queries, before scaling, and of the vectors that they are multiplied by.
 

@@ -12,18 +12,18 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def by_head_dim(module: Any, head_dim: int) -> float:
+def inverse_sqrt_head_dim(module: Any, head_dim: int) -> float:
     """1/√E, as most attentions scale."""
     return head_dim**-0.5
 
 
-def open_to_all(module: Any) -> str:
+def always_supported(module: Any) -> str:
     """No reason: an encoding can act."""
     return ""
 
 
 @dataclass(frozen=True)
-class WrittenOut:
+class CustomAttention:
     """What has to be known of an attention.
 
     scaling: module, E -> the factor by which its forward multiplies the product of queries and keys afterwards.
@@ -35,25 +35,25 @@ class WrittenOut:
     forward: module, its arguments -> what its forward returns, with the encoding in it.
     """
 
-    scaling: Callable[[Any, int], float | Tensor] = by_head_dim
+    scaling: Callable[[Any, int], float | Tensor] = inverse_sqrt_head_dim
     is_causal: bool = False
-    closed: Callable[[Any], str] = open_to_all
+    closed: Callable[[Any], str] = always_supported
     alone: tuple[str, ...] = ()
     token_axis: int = 1
     others: int = 0
     forward: Callable[..., Any] | None = None
 
 
-ROWS: dict[str, WrittenOut] = {}
+ROWS: dict[str, CustomAttention] = {}
 """By folder and class of Transformers' own attentions; or by module and class of a user's."""
 
 
-def add_row(cls: type[nn.Module], row: WrittenOut) -> None:
+def add_row(cls: type[nn.Module], row: CustomAttention) -> None:
     """Add the row of a user's own attention."""
     ROWS[f"{cls.__module__}.{cls.__qualname__}"] = row
 
 
-def row_of(module: nn.Module) -> WrittenOut | None:
+def row_of(module: nn.Module) -> CustomAttention | None:
     """The row of an attention of Transformers' own, where a class of the same name elsewhere is another one; or of a user's."""
     return ROWS.get(name_of(module)) or ROWS.get(f"{type(module).__module__}.{type(module).__qualname__}")
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 APART_QUERIES = 128
-"""Of a block of queries whose own keys are hidden, where biases are steep (`Columns.reach`)."""
+"""Of a block of queries whose own keys are hidden, where biases are steep (`DistanceTable.reach`)."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class VisibleSpans:
     """Which keys queries see.
 
     spans: begin and end of rows of the batch, and of the keys that those see.
@@ -45,7 +45,7 @@ class Seen:
 
 
 @dataclass
-class Columns:
+class DistanceTable:
     """What is added to scores, by distance.
 
     values: `[H, N]`, biases on scaled scores.
@@ -66,7 +66,7 @@ class Columns:
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.values, self.for_queries, self.for_keys
 
-    def to(self, dtype: torch.dtype) -> "Columns":
+    def to(self, dtype: torch.dtype) -> "DistanceTable":
         """The same, with vectors of another type."""
         queries, keys = (None if tensor is None else tensor.to(dtype) for tensor in (self.for_queries, self.for_keys))
         return replace(self, for_queries=queries, for_keys=keys)
@@ -77,7 +77,7 @@ class Columns:
 
     @property
     def apart(self) -> int | None:
-        """The argument of `Seen.blocks`. Queries that see their own keys have the column of distance 0 in common."""
+        """The argument of `VisibleSpans.blocks`. Queries that see their own keys have the column of distance 0 in common."""
         return None if self.reach is None else APART_QUERIES
 
     def window(self, start: int, queries: int, keys: int) -> Tensor:

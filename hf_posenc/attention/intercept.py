@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from hf_posenc.attention import dispatch
 from hf_posenc.attention.bias_backends import additive_mask, biased_mask
-from hf_posenc.attention.custom import WrittenOut, row_of
+from hf_posenc.attention.custom import CustomAttention, row_of
 from hf_posenc.encodings import PositionContext
 from hf_posenc.signatures import Call, argument_names
 
@@ -45,7 +45,7 @@ def forward(
         if beside := [name for name in row.alone if call[name] is not None]:
             raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
     has_cache = any(isinstance(value, (Cache, dispatch.KeyRotatingCache)) for value in (*args, *kwargs.values()))
-    product = Product(row, module, dispatch.context_for(module, position_context), keys_are_rotated, has_cache)
+    product = InterceptQK(row, module, dispatch.context_for(module, position_context), keys_are_rotated, has_cache)
     with product:
         output = type(module).forward(module, *args, **kwargs)
     if not product.met:
@@ -60,17 +60,19 @@ BESIDE = (
 )
 
 
-class Product(TorchFunctionMode):
+class InterceptQK(TorchFunctionMode):
     """Puts the encoding into the first product of queries and keys that is made under it, and into that of weights and values.
 
     keys_are_rotated: whether the keys were rotated as they entered a cache. has_cache: whether keys may come from one.
     """
 
-    def __init__(self, row: WrittenOut, module: Any, context: PositionContext, keys_are_rotated: bool, has_cache: bool) -> None:
+    def __init__(
+        self, row: CustomAttention, module: Any, context: PositionContext, keys_are_rotated: bool, has_cache: bool
+    ) -> None:
         super().__init__()
         self.module, self.context, self.keys_are_rotated, self.has_cache = module, context, keys_are_rotated, has_cache
         self.scaling, self.met = partial(row.scaling, module), False
-        self.weighing: Weighing | None = None
+        self.weighing: PendingValueTerm | None = None
         self.others = row.others
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -254,12 +256,12 @@ class Product(TorchFunctionMode):
                 f"positions of {context.length} new tokens and {context.past} cached ones; it got {BESIDE}"
             )
         if any(encoding.needs_weights() for encoding in dispatch.acting(self.module, context)):
-            self.weighing = Weighing(context, (*query.shape[:3], key.shape[2]), self.others)
+            self.weighing = PendingValueTerm(context, (*query.shape[:3], key.shape[2]), self.others)
         return context
 
 
 @dataclass
-class Weighing:
+class PendingValueTerm:
     """What is known of the weights `[B, H, Q, K]` of an attention between its two products.
 
     others: the number of products with other values that come first.

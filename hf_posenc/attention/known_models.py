@@ -9,15 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_posenc.attention import custom, intercept
-from hf_posenc.attention.custom import WrittenOut, name_of
+from hf_posenc.attention.custom import CustomAttention, name_of
 
 
-def not_at_all(module: Any, head_dim: int) -> float:
+def unscaled(module: Any, head_dim: int) -> float:
     """1: queries or keys are scaled before the product, or within it, or never."""
     return 1.0
 
 
-def by_settings(module: Any, head_dim: int) -> float:
+def imagegpt_scaling(module: Any, head_dim: int) -> float:
     """Of ImageGPT, which has GPT-2's two settings; in float32 it scales within the product."""
     if module.reorder_and_upcast_attn:
         return 1.0
@@ -25,12 +25,12 @@ def by_settings(module: Any, head_dim: int) -> float:
     return scaling / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scaling
 
 
-def by_softmax_scale(module: Any, head_dim: int) -> float:
+def config_scaling(module: Any, head_dim: int) -> float:
     """A number of the config's (MPT)."""
     return module.softmax_scale
 
 
-def by_logit_scale(module: Any, head_dim: int) -> Tensor:
+def learned_scaling(module: Any, head_dim: int) -> Tensor:
     """A learned factor of each head, `[H, 1, 1]`, on cosines (Swin v2)."""
     return module.logit_scale.clamp(max=math.log(100)).exp()
 
@@ -40,9 +40,9 @@ def sparse(module: Any) -> str:
     return "cuts its queries and keys into pieces"
 
 
-_PLAIN, _SCALED_BEFORE, _SPARSE = WrittenOut(), WrittenOut(not_at_all), WrittenOut(closed=sparse)
-_COSINES = WrittenOut(by_logit_scale)
-_CAUSAL, _CAUSAL_SCALED_BEFORE = WrittenOut(is_causal=True), WrittenOut(not_at_all, is_causal=True)
+_PLAIN, _SCALED_BEFORE, _SPARSE = CustomAttention(), CustomAttention(unscaled), CustomAttention(closed=sparse)
+_COSINES = CustomAttention(learned_scaling)
+_CAUSAL, _CAUSAL_SCALED_BEFORE = CustomAttention(is_causal=True), CustomAttention(unscaled, is_causal=True)
 KNOWN = {
     "big_bird.BigBirdSelfAttention": _PLAIN,
     "blip.BlipAttention": _PLAIN,
@@ -67,19 +67,19 @@ KNOWN = {
     "granite_speech.GraniteSpeechConformerAttention": _PLAIN,
     "granite_speech_plus.GraniteSpeechPlusConformerAttention": _PLAIN,
     "ibert.IBertSelfAttention": _PLAIN,
-    "imagegpt.ImageGPTAttention": WrittenOut(by_settings, is_causal=True),
+    "imagegpt.ImageGPTAttention": CustomAttention(imagegpt_scaling, is_causal=True),
     "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
     "led.LEDDecoderAttention": _SCALED_BEFORE,
     "led.LEDEncoderSelfAttention": _SPARSE,
-    "lilt.LiltSelfAttention": WrittenOut(others=1),
+    "lilt.LiltSelfAttention": CustomAttention(others=1),
     "longformer.LongformerSelfAttention": _SPARSE,
-    "luke.LukeSelfAttention": WrittenOut(alone=("entity_hidden_states",)),
+    "luke.LukeSelfAttention": CustomAttention(alone=("entity_hidden_states",)),
     "maskformer.MaskFormerSwinSelfAttention": _PLAIN,
     "megatron_bert.MegatronBertSelfAttention": _PLAIN,
     "mgp_str.MgpstrAttention": _PLAIN,
     "mpnet.MPNetSelfAttention": _PLAIN,
-    "mpt.MptAttention": WrittenOut(by_softmax_scale, is_causal=True),
-    "mvp.MvpAttention": WrittenOut(not_at_all, alone=("attn_prompt",)),
+    "mpt.MptAttention": CustomAttention(config_scaling, is_causal=True),
+    "mvp.MvpAttention": CustomAttention(unscaled, alone=("attn_prompt",)),
     "openai.Attention": _CAUSAL,
     "rembert.RemBertSelfAttention": _PLAIN,
     "roformer.RoFormerSelfAttention": _PLAIN,
@@ -88,7 +88,7 @@ KNOWN = {
     "sam_hq.SamHQVisionAttention": _SCALED_BEFORE,
     "sam_hq.SamHQVisionSdpaAttention": _SCALED_BEFORE,
     "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
-    "squeezebert.SqueezeBertSelfAttention": WrittenOut(token_axis=2),
+    "squeezebert.SqueezeBertSelfAttention": CustomAttention(token_axis=2),
     "swin2sr.Swin2SRSelfAttention": _COSINES,
     "swinv2.Swinv2SelfAttention": _COSINES,
     "tapas.TapasSelfAttention": _PLAIN,
@@ -97,7 +97,7 @@ KNOWN = {
     "wavlm.WavLMAttention": _SCALED_BEFORE,
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
-    "xlnet.XLNetRelativeAttention": WrittenOut(alone=("g",), token_axis=0),
+    "xlnet.XLNetRelativeAttention": CustomAttention(alone=("g",), token_axis=0),
 }
 """By folder and class. The first product of two activations that is made by each is that of its queries and keys."""
 
@@ -113,7 +113,7 @@ class Refusal:
 
 
 _TOGETHER = "take a model of the same size whose attention compares all tokens with each other, as BERT"
-REFUSED = {
+UNSUPPORTED = {
     "big_bird.BigBirdBlockSparseAttention": Refusal(
         "gives way to another one as soon as the model reads a short text", "load it with attention_type='original_full'"
     ),
@@ -162,4 +162,4 @@ REFUSED = {
 
 def refusal_of(module: nn.Module) -> Refusal | None:
     """Why a module keeps an encoding out of its host, or None."""
-    return REFUSED.get(name_of(module))
+    return UNSUPPORTED.get(name_of(module))

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hf_posenc import configuration as specs
-from hf_posenc.architectures.components import Source, UnsupportedModelError
+from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.conversion.extend_target import Host
@@ -107,7 +107,7 @@ def _take_over(weight: nn.Parameter, biases: nn.Module) -> None:
     biases.requires_grad_(weight.requires_grad)
 
 
-def _would_be_lost(host: Host, beside: list[Source]) -> UnsupportedModelError:
+def _would_be_lost(host: Host, beside: list[PositionComponent]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{type(host.model).__name__} has positions beside its table, {beside[0].path}, which method={DYNAMIC!r} would take "
         "out",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.architectures import find
-from hf_posenc.architectures.components import Source, UnsupportedModelError
+from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.structure import Structure
 from hf_posenc.encodings import Geometry, listed
 from hf_posenc.encodings.interpolation import DYNAMIC, Extension
@@ -54,7 +54,7 @@ class Host:
         return cls(model, inner, path, submodel, stacks, Extension(method, min(lengths), max_length, settings))
 
     @property
-    def limiting(self) -> list[Source]:
+    def limiting(self) -> list[PositionComponent]:
         """The sources of positions that end."""
         sources = ((source, found) for found in self.stacks.values() for source in found.sources)
         return [source for source, found in sources if source.usable_length(found.stack.config) is not None]

@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import structure
-from hf_posenc.architectures.components.component import Source, is_transformers
+from hf_posenc.architectures.components.component import PositionComponent, is_transformers
 from hf_posenc.attention import dispatch
 from hf_posenc.encodings import PositionEncoding, check_size, meant, registry
 from hf_posenc.modeling import hooks, offsets
@@ -55,7 +55,7 @@ class PosEncConfigMixin(EncodingConfigMixin):
 
     def check_size(self) -> None:
         """Raises ValueError for a host whose own positions would take memory beyond all bounds, patched or not."""
-        for kind in Source.kinds:
+        for kind in PositionComponent.kinds:
             kind.check_config(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,12 +77,15 @@ class PosEncConfigMixin(EncodingConfigMixin):
     def complete(self) -> None:
         if getattr(self, specs.PLAN) or self._not_saved():
             return
-        from hf_posenc.modeling.parameter_sharing import shell
+        from hf_posenc.architectures import find
+        from hf_posenc.modeling.parameter_sharing import shell, stock_config
 
-        name = auto_classes(self.model_type).get("AutoModel", "")
+        name, spec = auto_classes(self.model_type).get("AutoModel", ""), self.position_spec
         with contextlib.suppress(ValueError, AttributeError):  # a config of which no model can be made
-            model = shell(getattr(sys.modules[__name__], name), copy.deepcopy(self))
-            setattr(self, specs.PLAN, getattr(model.config, specs.PLAN))
+            host = getattr(sys.modules[__name__], name).host_class
+            model = shell(host, stock_config(self, host))
+            inner = model if spec.submodel is None else find.submodel(model, spec.submodel)
+            setattr(self, specs.PLAN, [plan.to_dict() for plan in find.plan_of(find.find_all(inner, spec.where))])
 
     def _auto_classes(self) -> dict[str, str]:
         return {"AutoConfig": type(self).__name__, **auto_classes(self.model_type)}
@@ -172,7 +175,7 @@ class PosEncModelMixin(EncodingModelMixin):
         self._check_attention()
 
     def _stacks(self, inner: Any, spec: specs.PositionSpec) -> dict[str, structure.Structure]:
-        """By the plan of the config, or found, if it has none."""
+        """By the plan of the config, or found, if it has none: it gets one when it is saved."""
         if plans := specs.plans_of(self.config):
             return structure.planned_in(inner, plans, spec.where)
         from hf_posenc.architectures import find
@@ -180,8 +183,6 @@ class PosEncModelMixin(EncodingModelMixin):
 
         stacks = find.find_all(inner if spec.submodel is None else find.submodel(self, spec.submodel), spec.where)
         supported.check(stacks.values(), spec)
-        if stacks:  # else they are patched already
-            setattr(self.config, specs.PLAN, [plan.to_dict() for plan in find.plan_of(stacks)])
         return stacks
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -55,7 +55,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     store_rotated = _cached_keys_are_final(structure) and not encoding.rotates_anew(options)
     rotated = _acted_in(spec, parts, "rotate")
     for source in structure.sources:
-        source.silence(stack, adds_vectors=at_input)
+        source.disable(stack, adds_vectors=at_input)
     for (path, module), posenc in zip(structure.attentions.items(), owned, strict=True):
         setattr(module, dispatch.PARTS, parts[path])
         if posenc is not None:

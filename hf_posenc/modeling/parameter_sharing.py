@@ -23,7 +23,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import find, structure
-from hf_posenc.architectures.components import Silenced, UnsupportedModelError, silenced_names
+from hf_posenc.architectures.components import Disabled, UnsupportedModelError, disabled_names
 from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
 from hf_posenc.encodings import PositionEncoding, encoding_class, exclusively, mark, marked_as_loaded, placed, refill
 from hf_posenc.modeling import hooks, supported
@@ -244,7 +244,7 @@ def difference(source: nn.Module, target: nn.Module, anew: Collection[str] = ())
             continue
         if other is None or _class_name(module) != _class_name(other):
             return f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}"
-        silent = {*silenced_names(module), *silenced_names(other)}
+        silent = {*disabled_names(module), *disabled_names(other)}
         described, given = ({key for key, each in one._parameters.items() if each is not None} for one in (module, other))
         if differing := sorted((described ^ given) - silent):
             key = f"{name}.{differing[0]}".lstrip(".")
@@ -255,7 +255,7 @@ def difference(source: nn.Module, target: nn.Module, anew: Collection[str] = ())
 
 def _in_common(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """The modules of one of two models that aren't encodings, nor positions of the host's that were silenced in either."""
-    silenced = {name for each in (modules, others) for name, module in each.items() if isinstance(module, Silenced)}
+    silenced = {name for each in (modules, others) for name, module in each.items() if isinstance(module, Disabled)}
     inside = tuple(f"{name}." for name in silenced)
     for name, module in modules.items():
         if name not in silenced and not name.startswith(inside) and "posenc" not in name.split("."):
@@ -285,7 +285,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel, anew: Collection[str
         if name in anew:
             continue
         other = theirs[name]
-        silent = {*silenced_names(module), *silenced_names(other)}
+        silent = {*disabled_names(module), *disabled_names(other)}
         for key, parameter in other._parameters.items():
             if key in silent:
                 continue

@@ -87,7 +87,7 @@ def _planned(config: Any) -> list[str]:
     kinds = {kind for plan in plans for kind, _ in plan.components}
     components = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.{BY_PACKAGE}.")]
     needed = {cls.__module__ for module in components for cls in vars(module).values() if getattr(cls, "__name__", "") in kinds}
-    return sorted(needed) + [f"{PACKAGE}.attention.known_models"] * any(plan.custom for plan in plans)
+    return sorted(needed) + [f"{PACKAGE}.attention.known_models"] * any(plan.custom_attentions for plan in plans)
 
 
 def _try(code: UserCode, saved: dict[str, str], encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> None:

@@ -3,9 +3,9 @@
 import importlib
 import pkgutil
 
-from hf_posenc.architectures.components.component import Silenced, Source, UnsupportedModelError
+from hf_posenc.architectures.components.component import Disabled, PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.components.detection import sees_order, signs_of_position
-from hf_posenc.architectures.components.position_parameters import silenced_names
+from hf_posenc.architectures.components.position_parameters import disabled_names
 from hf_posenc.architectures.components.vision import has_windows, patch_projection, tokens_aside
 
 for _module in pkgutil.iter_modules(__path__):
@@ -13,12 +13,12 @@ for _module in pkgutil.iter_modules(__path__):
 
 __all__ = [
     "UnsupportedModelError",
-    "Silenced",
-    "Source",
+    "Disabled",
+    "PositionComponent",
     "has_windows",
     "patch_projection",
     "sees_order",
     "signs_of_position",
-    "silenced_names",
+    "disabled_names",
     "tokens_aside",
 ]

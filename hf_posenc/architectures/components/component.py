@@ -31,7 +31,7 @@ class UnsupportedModelError(ValueError):
         return said
 
 
-class Source(abc.ABC):
+class PositionComponent(abc.ABC):
     """One place where a stack has positions. Each kind is a subclass in a file of its own, registered by existing.
 
     A *stack* is the part of a model which makes positions for a row of attentions (BertModel, LlamaModel). Paths and keys
@@ -40,7 +40,7 @@ class Source(abc.ABC):
     path: dotted path of the module that holds the positions.
     """
 
-    kinds: ClassVar[list[type["Source"]]] = []
+    kinds: ClassVar[list[type["PositionComponent"]]] = []
     """Every kind of source."""
     encoding: ClassVar[str]
     """The name of our encoding that these positions are equivalent to."""
@@ -51,21 +51,21 @@ class Source(abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        Source.kinds.append(cls)
+        PositionComponent.kinds.append(cls)
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path, self.module = path, module
 
     @classmethod
     @abc.abstractmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator["Source"]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator["PositionComponent"]:
         """The sources of this kind among the modules of a stock stack, dotted path -> module.
 
         Raises UnsupportedModelError for one that is recognised but can't be taken over.
         """
 
     @classmethod
-    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> "Source":
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> "PositionComponent":
         """The source of this kind at a path that `find` once found in a stack of this class.
 
         Raises KeyError, or AttributeError, where there is none.
@@ -87,7 +87,7 @@ class Source(abc.ABC):
         return
 
     @abc.abstractmethod
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
         """Take the host's positions out of a stack that has its encoding as `stack.posenc`.
 
         adds_vectors: whether the encoding's vectors are added at the input, in place of the host's (see `takes_vectors`).
@@ -141,7 +141,7 @@ class Source(abc.ABC):
         return None
 
 
-class Silenced(nn.Module):
+class Disabled(nn.Module):
     """Replaces a module of the host's; most are learned tables, of the shape `rows × size`.
 
     key: of the module's weight, relative to the stack.

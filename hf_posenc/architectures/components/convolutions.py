@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import Silenced, Source, UnsupportedModelError, replace
+from hf_posenc.architectures.components.component import Disabled, PositionComponent, UnsupportedModelError, replace
 from hf_posenc.encodings.context import context_for
 from hf_posenc.signatures import attributes_read
 
 CLASS = re.compile(r"positional_?conv", re.IGNORECASE)
 
 
-class Convolution(Source):
+class PositionalConvolution(PositionComponent):
     """A module that convolves the hidden states, `[B, L, D]` or `[B, D, L]`, into vectors to add to them.
 
     One with a stride answers fewer of them, for hosts that pool their hidden states as well (SEW).
@@ -31,7 +31,7 @@ class Convolution(Source):
         self.sizes = [(layer.kernel_size[0], layer.stride[0], int(layer.padding[0])) for layer in self.layers]
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         found: list[str] = []
         convolutions = {path: module for path, module in modules.items() if is_convolution(module)}
         read = attributes_read(modules.values()) if convolutions else set()
@@ -64,8 +64,8 @@ class Convolution(Source):
                 return axis
         return None
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
-        replace(stack, self.path, SilencedConvolution(stack, self, adds_vectors))
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        replace(stack, self.path, DisabledConvolution(stack, self, adds_vectors))
 
     @property
     def width(self) -> int:
@@ -80,10 +80,10 @@ def is_convolution(module: nn.Module) -> bool:
     return CLASS.search(type(module).__name__) is not None
 
 
-class SilencedConvolution(Silenced):
+class DisabledConvolution(Disabled):
     """Answers hidden states with the vectors of the encoding, or with zeros where those are added elsewhere."""
 
-    def __init__(self, stack: Any, source: Convolution, adds_vectors: bool) -> None:
+    def __init__(self, stack: Any, source: PositionalConvolution, adds_vectors: bool) -> None:
         super().__init__(stack, source.path, source.layers[0])
         axis = source.token_axis
         assert axis is not None, f"{source.path} was found without an axis of tokens"

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import OWN_PAGE, Source, UnsupportedModelError
+from hf_posenc.architectures.components.component import OWN_PAGE, PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.components.position_parameters import PositionParameter
-from hf_posenc.architectures.components.position_tables import Table
+from hf_posenc.architectures.components.position_tables import PositionTable
 from hf_posenc.architectures.components.vision import tokens_aside
 from hf_posenc.configuration import LENGTH_FIELD
 
@@ -38,21 +38,21 @@ def declare(cls: type, path: str, silent: Callable[[Any], Any] | None) -> None:
     DECLARED[f"{cls.__module__}.{cls.__qualname__}", path] = Declaration(cls, path, silent)
 
 
-def declared_in(stack: Any, modules: Mapping[str, nn.Module]) -> dict[str, Source]:
+def declared_in(stack: Any, modules: Mapping[str, nn.Module]) -> dict[str, PositionComponent]:
     """Path -> source of what was declared of a stack's class. Raises UnsupportedModelError for what isn't there."""
     mine = [each for each in DECLARED.values() if isinstance(stack, each.cls)]
     return {each.path: _source(each, stack, modules) for each in mine}
 
 
-def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
     owner, _, key = each.path.rpartition(".")
     module, around = modules.get(each.path), modules.get(owner)
     if isinstance(module, nn.Embedding) and each.silent is None:
-        return DeclaredTable(each.path, module, stack.config)
+        return RegisteredTable(each.path, module, stack.config)
     if module is not None and each.silent is not None:
-        return DeclaredModule(each.path, module, each.silent)
+        return RegisteredModule(each.path, module, each.silent)
     if around is not None and isinstance(getattr(around, key, None), Tensor) and each.silent is None:
-        return DeclaredParameter(each.path, around, tokens_aside(modules), stack.config)
+        return RegisteredParameter(each.path, around, tokens_aside(modules), stack.config)
     what = "nothing" if module is None else f"a {type(module).__name__}"
     raise UnsupportedModelError(
         f"register_positions({each.cls.__name__}, {each.path!r}) names {what} of this {type(stack).__name__}: allowed is an "
@@ -62,12 +62,12 @@ def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> 
     )
 
 
-def _at(cls: type[Source], path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
-    """As `Source.at`: a user's class is declared wherever it is imported."""
+def _at(cls: type[PositionComponent], path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
+    """As `PositionComponent.at`: a user's class is declared wherever it is imported."""
     return declared_in(stack, modules)[path]
 
 
-class DeclaredTable(Table):
+class RegisteredTable(PositionTable):
     """An `nn.Embedding` that is called with position ids, with as many rows as LENGTH_FIELD says, or a number of its own."""
 
     def __init__(self, path: str, module: nn.Embedding, config: Any) -> None:
@@ -91,7 +91,7 @@ class DeclaredTable(Table):
         return super().kept_shapes(rows if self.follows else None)
 
 
-class DeclaredParameter(PositionParameter):
+class RegisteredParameter(PositionParameter):
     """A parameter or buffer of vectors which the host adds, of which one axis may be as long as LENGTH_FIELD says."""
 
     def __init__(self, path: str, around: nn.Module, aside: tuple[int, int], config: Any) -> None:
@@ -120,7 +120,7 @@ class DeclaredParameter(PositionParameter):
         return {path: (*shape[: self.axis], rows, *shape[self.axis + 1 :]) for path, shape in kept.items()}
 
 
-class DeclaredModule(Source):
+class RegisteredModule(PositionComponent):
     """A module which answers positions in a form of its own."""
 
     encoding, verb = "rope", "rotate"
@@ -135,7 +135,7 @@ class DeclaredModule(Source):
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Any:
         return ()
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
         self.module.register_forward_hook(partial(without_positions, self.silent))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_posenc.architectures.components.component import Silenced, Source, replace
+from hf_posenc.architectures.components.component import Disabled, PositionComponent, replace
 
 OWNERS = ("DebertaEncoder", "DebertaV2Encoder", "SEWDTransformerEncoder")
 """Classes of the encoders that have the vectors of relative positions, and a LayerNorm for them."""
@@ -23,7 +23,7 @@ TERMS = {
 """Class -> the methods which make the terms."""
 
 
-class Disentangled(Source):
+class DisentangledTerm(PositionComponent):
     """A module that serves these terms alone: the vectors, their norm, an attention's projections of them."""
 
     encoding, verb = "deberta", "score_bias"
@@ -35,7 +35,7 @@ class Disentangled(Source):
         self.as_long_as_inputs = isinstance(module, nn.Embedding) and max(buckets, distances) < 1
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         for path, module in modules.items():
             name = type(module).__name__
             if not type(module).__module__.startswith(FOLDERS):
@@ -45,12 +45,12 @@ class Disentangled(Source):
                 yield from (cls(f"{path}.{part}", child, stack) for part, child in module.named_children() if part in parts)
 
     @classmethod
-    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
         TERMS[type(modules[path.rpartition(".")[0]]).__name__]
         return cls(path, modules[path], stack)
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
-        replace(stack, self.path, SilencedPart(stack, self.path, self.module))
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        replace(stack, self.path, DisabledPart(stack, self.path, self.module))
         owner = stack.get_submodule(self.path.rpartition(".")[0])
         for method in TERMS[type(owner).__name__]:
             if hasattr(owner, method):
@@ -63,7 +63,7 @@ class Disentangled(Source):
         return shapes
 
 
-class SilencedPart(Silenced):
+class DisabledPart(Disabled):
     """Passes on what it gets: what serves these terms alone is never read."""
 
     def forward(self, nothing: None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import Source
+from hf_posenc.architectures.components.component import PositionComponent
 from hf_posenc.encodings.context import context_for
 from hf_posenc.signatures import argument_names
 
@@ -19,7 +19,7 @@ LENGTH = "seq_length"
 """The first argument of such a module, an integer."""
 
 
-class SinesByLength(Source):
+class SinusoidsByLength(PositionComponent):
     """A module without parameters that answers `[1, L, D]` when it is called with L.
 
     Where the stack shifts its answer, because of padding on the left, it shifts ours.
@@ -28,14 +28,14 @@ class SinesByLength(Source):
     encoding, verb, takes_vectors = "sinusoidal", "embed", True
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         yield from (cls(path, each) for path, each in modules.items() if path.rpartition(".")[2] in NAMES and cls.claims(each))
 
     @classmethod
     def claims(cls, module: nn.Module) -> bool:
         return argument_names(module)[:1] == [LENGTH] and not list(module.parameters())
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
         self.module.register_forward_hook(partial(vectors_instead, adds_vectors))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import Source, is_one_of
+from hf_posenc.architectures.components.component import PositionComponent, is_one_of
 from hf_posenc.signatures import Call, argument_names
 
 ARGUMENTS = {"BloomAttention": "alibi", "FalconAttention": "alibi", "MptAttention": "position_bias"}
@@ -16,25 +16,25 @@ LENGTHS = ("max_seq_len",)
 """Fields of configs that limit such a bias."""
 
 
-class LinearBias(Source):
+class LinearBias(PositionComponent):
     """An argument of an attention's which is a tensor of ALiBi's biases: it becomes zeros."""
 
     encoding, verb = "alibi", "distance_bias"
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         for path, module in modules.items():
             if is_one_of(ARGUMENTS, module) and getattr(stack.config, "alibi", True):
                 yield cls(f"{path}.{ARGUMENTS[type(module).__name__]}", module)
 
     @classmethod
-    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
         return cls(path, modules[path.rpartition(".")[0]])
 
     def check(self, config: Any) -> None:
         ARGUMENTS[type(self.module).__name__]
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
         names, argument = argument_names(self.module), ARGUMENTS[type(self.module).__name__]
         self.module.register_forward_pre_hook(partial(without_bias, argument, names), with_kwargs=True)
 

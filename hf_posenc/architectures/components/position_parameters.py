@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import Source, UnsupportedModelError
+from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.components.vision import cuts_into_windows, tokens_aside
 from hf_posenc.signatures import reads_tokens
 
@@ -43,7 +43,7 @@ SILENCED = "_posenc_silenced"
 """The attribute of a module that names its silenced parameters."""
 
 
-class PositionParameter(Source):
+class PositionParameter(PositionComponent):
     """A parameter of vectors `[..., rows, D]`, or a constant tensor of them, in a stack whose inputs aren't tokens.
 
     path: of the parameter. A table of one vector for each token covers tokens aside, too.
@@ -58,7 +58,7 @@ class PositionParameter(Source):
         self.shape, self.is_learned = tuple(self._tensor.shape), self.key in module._parameters
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         if reads_tokens(stack):
             return
         aside = tokens_aside(modules)
@@ -79,7 +79,7 @@ class PositionParameter(Source):
                     yield cls(f"{path}.{key}".lstrip("."), module, aside, (path, module))
 
     @classmethod
-    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
         owner, _, key = path.rpartition(".")
         table, (outer, _, name) = modules[owner], owner.rpartition(".")
         near = outer if key == "weight" and name in NAMES and type(table) is nn.Embedding else owner
@@ -94,8 +94,8 @@ class PositionParameter(Source):
     def _tensor(self) -> Tensor:
         return getattr(self.module, self.key)
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
-        silence(self.module, self.key, Zeros(stack, self.path, self.near, self._tensor))
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        disable(self.module, self.key, Zeros(stack, self.path, self.near, self._tensor))
 
     @property
     def entrance(self) -> str | None:
@@ -143,7 +143,7 @@ class Zeros:
         return torch.zeros(self.shape, dtype=like.dtype, device=like.device)
 
 
-def silence(module: nn.Module, key: str, zeros: Zeros) -> None:
+def disable(module: nn.Module, key: str, zeros: Zeros) -> None:
     """Make an attribute of a module, a parameter or a constant, answer zeros."""
     for place in (module._parameters, module._buffers, vars(module)):
         place.pop(key, None)
@@ -153,7 +153,7 @@ def silence(module: nn.Module, key: str, zeros: Zeros) -> None:
     module.__class__ = _silent(host, tuple(silenced))
 
 
-def silenced_names(module: nn.Module) -> tuple[str, ...]:
+def disabled_names(module: nn.Module) -> tuple[str, ...]:
     """The names of the parameters of a module that answer zeros instead."""
     return tuple(vars(module).get(SILENCED, ()))
 
@@ -185,7 +185,7 @@ def _answering(key: str) -> Callable[[Any], Tensor]:
 def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """For copies and pickles, which would look the class up by its name."""
     host = next(cls for cls in type(module).__mro__ if SILENCED not in vars(cls))
-    return _new, (host, silenced_names(module)), vars(module).copy()
+    return _new, (host, disabled_names(module)), vars(module).copy()
 
 
 def _new(host: type, keys: tuple[str, ...]) -> Any:

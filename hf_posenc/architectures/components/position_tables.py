@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import Silenced, Source, UnsupportedModelError, replace
+from hf_posenc.architectures.components.component import Disabled, PositionComponent, UnsupportedModelError, replace
 from hf_posenc.configuration import LENGTH_FIELD, length_of
 from hf_posenc.encodings import check_size, shown
 from hf_posenc.encodings.context import CURRENT
@@ -18,7 +18,7 @@ IMAGES = "pixel_values"
 """The argument of stacks whose tables count the patches of an image, and tokens beside them: no rows of theirs."""
 
 
-class Table(Source):
+class PositionTable(PositionComponent):
     """An `nn.Embedding` of one of NAMES, called with position ids.
 
     It has as many rows as LENGTH_FIELD says, or a fixed number where the config has no such field. RoBERTa's ids begin behind
@@ -29,7 +29,7 @@ class Table(Source):
     module: Any
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         from hf_posenc.architectures.components.detection import OTHER_INPUTS
         from hf_posenc.architectures.components.relative_tables import is_relative
 
@@ -38,7 +38,7 @@ class Table(Source):
         for path, module in modules.items():
             if path.rpartition(".")[2] not in NAMES or OTHER_INPUTS.search(path) or is_relative(module):
                 continue
-            if any(kind.claims(module) for kind in Source.kinds):
+            if any(kind.claims(module) for kind in PositionComponent.kinds):
                 continue
             rows = getattr(stack.config, LENGTH_FIELD, None)
             if type(module) is not nn.Embedding or rows not in (None, module.num_embeddings):
@@ -57,8 +57,8 @@ class Table(Source):
                 raise ValueError(f"{LENGTH_FIELD}={rows}: allowed is an integer above 0")
             check_size(f"{LENGTH_FIELD}={shown(rows)} at hidden_size={shown(width)}", rows * width)
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
-        replace(stack, self.path, SilencedTable(stack, self.path, self.module, self.offset if adds_vectors else None))
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        replace(stack, self.path, DisabledTable(stack, self.path, self.module, self.offset if adds_vectors else None))
 
     @property
     def offset(self) -> int:
@@ -82,19 +82,19 @@ class Table(Source):
         return self.module.weight[self.offset :]
 
 
-class TableOfAStreamBeside(Table):
+class SecondStreamTable(PositionTable):
     """A table of the same positions for a second stream of hidden states, as LiLT's of boxes: no vectors take its place."""
 
     takes_vectors = False
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         for path, module in modules.items():
             if path.rpartition(".")[2] in BESIDE and isinstance(module, nn.Embedding):
                 yield cls(path, module)
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
-        super().silence(stack, adds_vectors=False)
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        super().disable(stack, adds_vectors=False)
 
     @property
     def width(self) -> None:  # type: ignore[override]
@@ -107,7 +107,7 @@ class TableOfAStreamBeside(Table):
         return None
 
 
-class SilencedTable(Silenced):
+class DisabledTable(Disabled):
     """Answers the host's position ids with the vectors of the encoding, or with zeros where those are added elsewhere.
 
     offset: the id of the first token; None: no vectors are added here.

@@ -5,19 +5,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import Source, UnsupportedModelError, is_one_of, replace
-from hf_posenc.architectures.components.position_tables import NAMES, SilencedTable, Table
+from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError, is_one_of, replace
+from hf_posenc.architectures.components.position_tables import NAMES, DisabledTable, PositionTable
 
 CLASSES = ("QuantEmbedding",)
 
 
-class QuantizableTable(Table):
+class QuantizableTable(PositionTable):
     """A table of floating-point numbers as long as its host isn't quantised."""
 
     module: Any
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         for path, module in modules.items():
             if cls.claims(module) and path.rpartition(".")[2] in NAMES:
                 if module.quant_mode:
@@ -32,16 +32,16 @@ class QuantizableTable(Table):
     def claims(cls, module: Any) -> bool:
         return is_one_of(CLASSES, module)
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
         offset = self.offset if adds_vectors else None
-        replace(stack, self.path, SilencedQuantizableTable(stack, self.path, self.module, offset))
+        replace(stack, self.path, DisabledQuantizableTable(stack, self.path, self.module, offset))
 
     @property
     def width(self) -> int:
         return self.module.dim
 
 
-class SilencedQuantizableTable(SilencedTable):
+class DisabledQuantizableTable(DisabledTable):
     """Answers a scaling factor, too: None, as of what isn't quantised."""
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import Silenced, Source, replace
+from hf_posenc.architectures.components.component import Disabled, PositionComponent, replace
 from hf_posenc.configuration import LENGTH_FIELD
 
 NAMES = {
@@ -34,14 +34,14 @@ BESIDE = {
 of the queries before they meet sines, and gates of biases, which meet zeros then."""
 
 
-class Distances(Source):
+class RelativeTable(PositionComponent):
     """A table by distance, or a projection of sines of distances, of one of NAMES."""
 
     verb = "score_bias"
     module: nn.Embedding | nn.Linear
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         length = getattr(stack.config, LENGTH_FIELD, None)
         for path, module in modules.items():
             name = path.rpartition(".")[2]
@@ -59,7 +59,7 @@ class Distances(Source):
         self._claimed, self.length = claimed, length
 
     @classmethod
-    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
         return cls(path, modules[path], (path,), getattr(stack.config, LENGTH_FIELD, None))
 
     @property
@@ -70,8 +70,8 @@ class Distances(Source):
     def claimed(self) -> tuple[str, ...]:
         return self._claimed
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
-        replace(stack, self.path, SilencedDistances(stack, self.path, self.module))
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        replace(stack, self.path, DisabledDistances(stack, self.path, self.module))
 
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         shapes = {f"{self.path}.{name}": tuple(value.shape) for name, value in self.module.named_parameters()}
@@ -81,20 +81,20 @@ class Distances(Source):
         return shapes
 
 
-class SinesOfDistances(Source):
-    """The module around a table of `Distances`, or the one which makes what their projections are given. It stays, and
+class RelativeSinusoids(PositionComponent):
+    """The module around a table of `RelativeTable`, or the one which makes what their projections are given. It stays, and
     what it answers meets zeros."""
 
     encoding, verb = "transformer_xl", "score_bias"
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
-        if any(Distances.find(stack, modules)):
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
+        if any(RelativeTable.find(stack, modules)):
             for path, module in modules.items():
                 if is_relative(module) and not _own_parameters(module):
                     yield cls(path, module)
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
         return
 
 
@@ -104,11 +104,11 @@ def is_relative(module: nn.Module) -> bool:
 
 
 def _own_parameters(module: nn.Module) -> list[str]:
-    """Parameters but for those that `Distances` claims."""
+    """Parameters but for those that `RelativeTable` claims."""
     return [name for name, _ in module.named_parameters() if name.partition(".")[0] not in NAMES]
 
 
-class SilencedDistances(Silenced):
+class DisabledDistances(Disabled):
     """Answers zeros for distances, or for sines of distances."""
 
     def __init__(self, stack: Any, path: str, table: nn.Embedding | nn.Linear) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import Source, UnsupportedModelError, replace
+from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError, replace
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.signatures import Call, argument_names
 
 CLASS = re.compile(r"rotary\w*embedding|rope\w*embedding", re.IGNORECASE)
 
 
-class Rotary(Source):
+class RotaryEmbedding(PositionComponent):
     """A module of the stack which turns position ids into the angles that its attentions rotate queries and keys by.
 
     At position 0 every angle is 0. So the module is silenced by giving it zeros for position ids: in whatever format it
@@ -28,11 +28,11 @@ class Rotary(Source):
     follows_rope_parameters = True
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         for path, module in modules.items():
-            if CLASS.search(type(module).__name__) and not any(kind.claims(module) for kind in Source.kinds):
-                if argument_names(module) == ["pixel_values"] and AxialRotary.is_understood(module, stack.config):
-                    yield AxialRotary(path, module)
+            if CLASS.search(type(module).__name__) and not any(kind.claims(module) for kind in PositionComponent.kinds):
+                if argument_names(module) == ["pixel_values"] and AxialRotaryEmbedding.is_understood(module, stack.config):
+                    yield AxialRotaryEmbedding(path, module)
                     continue
                 if "position_ids" not in argument_names(module) or not _is_understood(module, stack.config):
                     raise UnsupportedModelError(
@@ -42,7 +42,7 @@ class Rotary(Source):
                     )
                 yield cls(path, module)
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
         self._make_for_the_hosts_length(stack)
         self.module.register_forward_pre_hook(partial(without_positions, argument_names(self.module)), with_kwargs=True)
         self.module.register_forward_hook(without_scaling)
@@ -68,13 +68,13 @@ class Rotary(Source):
         return getattr(config, LENGTH_FIELD, None)
 
 
-class AxialRotary(Source):
+class AxialRotaryEmbedding(PositionComponent):
     """A module which computes angles from the size of an image: DINOv3. It is silenced by what it answers."""
 
     encoding, verb = "rope", "rotate"
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         return iter(())  # Rotary finds it
 
     @classmethod
@@ -93,7 +93,7 @@ class AxialRotary(Source):
         on_circle = torch.allclose(cos**2 + sin**2, torch.ones(()), atol=1e-4)
         return on_circle and bool(sin.sum(0).abs().max() < 1e-2) and bool((cos - sin).abs().max() > 1e-2)
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
         self.module.register_forward_hook(without_angles)
 
 

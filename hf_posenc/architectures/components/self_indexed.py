@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import Source, replace
-from hf_posenc.architectures.components.position_tables import IMAGES, NAMES, SilencedTable, Table
+from hf_posenc.architectures.components.component import PositionComponent, replace
+from hf_posenc.architectures.components.position_tables import IMAGES, NAMES, DisabledTable, PositionTable
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.encodings.context import context_for
 from hf_posenc.signatures import argument_names
 
 
-class CountingTable(Table):
+class SelfIndexedTable(PositionTable):
     """A module of one of NAMES which turns an input into vectors to add: a subclass of `nn.Embedding` with a forward of its
     own, a module with `weights` in a buffer, or one that computes them.
 
@@ -38,8 +38,8 @@ class CountingTable(Table):
         self.more = more if more in (0, self.first) else None
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
-        others = [kind for kind in Source.kinds if kind is not cls]
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
+        others = [kind for kind in PositionComponent.kinds if kind is not cls]
         for path, module in modules.items():
             if path.rpartition(".")[2] not in NAMES or IMAGES in argument_names(stack):
                 continue
@@ -47,7 +47,7 @@ class CountingTable(Table):
                 yield cls(path, module, stack.config)
 
     @classmethod
-    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
         return cls(path, modules[path], stack.config)
 
     @classmethod
@@ -56,8 +56,8 @@ class CountingTable(Table):
             return False
         return _computes(module) if _table(module) is None else _first_row(module) is not None
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
-        silenced = SilencedCountingTable(stack, self.path, self.module, 0 if adds_vectors else None)
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        silenced = DisabledCountingTable(stack, self.path, self.module, 0 if adds_vectors else None)
         replace(stack, self.path, silenced)
 
     @property
@@ -89,7 +89,7 @@ class CountingTable(Table):
         return None if table is None else table[self.first :]
 
 
-class SilencedCountingTable(SilencedTable):
+class DisabledCountingTable(DisabledTable):
     """Answers any call with the vectors of the encoding at the positions of the forward pass, `[1 or B, L, D]`."""
 
     def __init__(self, stack: Any, path: str, table: Any, offset: int | None) -> None:

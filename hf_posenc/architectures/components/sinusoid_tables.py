@@ -11,20 +11,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import Silenced, Source, is_one_of, replace
+from hf_posenc.architectures.components.component import Disabled, PositionComponent, is_one_of, replace
 from hf_posenc.architectures.components.rotary import without_positions
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.signatures import argument_names
 
 
-class KnownRotation(Source):
+class KnownRotation(PositionComponent):
     """A rotation by a module that is known by its class."""
 
     encoding, verb = "rope", "rotate"
     classes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         yield from (cls(path, module) for path, module in modules.items() if cls.claims(module))
 
     @classmethod
@@ -35,7 +35,7 @@ class KnownRotation(Source):
         return getattr(config, LENGTH_FIELD, None)
 
 
-class Sines(KnownRotation):
+class SinusoidBuffer(KnownRotation):
     """A table that an attention has as a buffer `embed_positions`: it gets zeros for position ids."""
 
     classes = ("GPTJAttention", "CodeGenAttention")
@@ -44,33 +44,33 @@ class Sines(KnownRotation):
         super().__init__(f"{path}.embed_positions", module)
 
     @classmethod
-    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
         owner = path.removesuffix(".embed_positions")
         return cls(owner, modules[owner])
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
         self.module.register_forward_pre_hook(partial(without_positions, argument_names(self.module)), with_kwargs=True)
 
 
-class SharedSines(KnownRotation):
+class SharedSinusoids(KnownRotation):
     """A table that a stack has once, as parameters which are never trained."""
 
     classes = ("RoFormerSinusoidalPositionalEmbedding",)
     module: nn.Embedding
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
-        replace(stack, self.path, SilencedSines(stack, self.path, self.module))
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        replace(stack, self.path, DisabledSines(stack, self.path, self.module))
 
     def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.weight": (rows or 0, self.module.embedding_dim)}
 
 
-class Angles(KnownRotation):
+class RotaryAngles(KnownRotation):
     """A module that answers the angles of all positions: they become 0."""
 
     classes = ("ClvpRotaryPositionalEmbedding",)
 
-    def silence(self, stack: Any, adds_vectors: bool) -> None:
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
         self.module.register_forward_hook(without_angles)
 
 
@@ -79,7 +79,7 @@ def without_angles(module: nn.Module, args: tuple, answer: Tensor) -> Tensor:
     return torch.zeros_like(answer)
 
 
-class SilencedSines(Silenced):
+class DisabledSines(Disabled):
     """Answers sines of 0 and cosines of 1."""
 
     def forward(self, input_ids_shape: Any, past_key_values_length: int = 0, position_ids: Tensor | None = None) -> Tensor:

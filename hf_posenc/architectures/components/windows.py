@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posenc.architectures.components.component import Source
+from hf_posenc.architectures.components.component import PositionComponent
 from hf_posenc.architectures.components.position_parameters import PositionParameter
 from hf_posenc.signatures import reads_tokens
 
@@ -22,7 +22,7 @@ class WindowBias(PositionParameter):
     encoding, verb = "t5", "distance_bias"
 
     @classmethod
-    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         if reads_tokens(stack):
             return
         for path, module in modules.items():
@@ -31,7 +31,7 @@ class WindowBias(PositionParameter):
                 yield cls(f"{path}.{key}".lstrip("."), module, (0, 0), (path, module))
 
     @classmethod
-    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> Source:
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
         owner = path.rpartition(".")[0]
         return cls(path, modules[owner], (0, 0), (owner, modules[owner]))
 
