@@ -17,7 +17,7 @@ demo: .venv/installed
 	$(BIN)/python scripts/demo.py --output_dir demo_output
 
 cards: .venv/installed
-	$(BIN)/python scripts/cards.py
+	$(BIN)/python -m experiments.cards
 
 # A file's tests in one process, which makes their fixtures once.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder

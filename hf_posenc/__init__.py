@@ -3,28 +3,29 @@
 import importlib
 from typing import Any
 
-from hf_posenc import requirements as _requirements
+from hf_posenc import _versions
 
-_requirements.check()
+_versions.check()
 
 # After the check: older libraries lack what is imported here.
-from hf_posenc import modeling as _modeling  # noqa: E402
-from hf_posenc.cards import model_card  # noqa: E402
-from hf_posenc.conversion import convert  # noqa: E402
-from hf_posenc.declarations import register_attention, register_positions  # noqa: E402
-from hf_posenc.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
+from hf_posenc.architectures.components import UnsupportedModelError  # noqa: E402
+from hf_posenc.architectures.registration import register_attention, register_positions  # noqa: E402
+from hf_posenc.conversion.converting import convert  # noqa: E402
+from hf_posenc.conversion.extension import extend  # noqa: E402
+from hf_posenc.conversion.legacy_v4 import from_v4  # noqa: E402
+from hf_posenc.conversion.patching import patch, unpatch  # noqa: E402
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
 from hf_posenc.encodings import meant as _meant  # noqa: E402
-from hf_posenc.extension import extend  # noqa: E402
-from hf_posenc.hub import push_to_hub  # noqa: E402
+from hf_posenc.hub.cards import model_card  # noqa: E402
+from hf_posenc.hub.push import push_to_hub  # noqa: E402
 from hf_posenc.inspection import inspect  # noqa: E402
-from hf_posenc.legacy import from_v4  # noqa: E402
-from hf_posenc.patching import patch, unpatch  # noqa: E402
-from hf_posenc.sources import HostRefused  # noqa: E402
+from hf_posenc.modeling import auto as _auto  # noqa: E402
+from hf_posenc.modeling import derived as _derived  # noqa: E402
+from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
-    "HostRefused",
+    "UnsupportedModelError",
     "PositionEmbedding",
     "PositionEncoding",
     "TokenPositionEmbedding",
@@ -43,15 +44,15 @@ __all__ = [
     "unpatch",
 ]
 
-_modeling.register_auto_classes()
+_auto.register_auto_classes()
 
 
 def __getattr__(name: str) -> Any:
     """`hf_posenc.PosEnc<HostClass>`, made when it is first asked for; packages, which are imported then."""
     if name in ("diagnostics", "plots"):
         return importlib.import_module(f"hf_posenc.{name}")
-    if name.startswith(_modeling.PREFIX):
-        return getattr(_modeling, name)
+    if name.startswith(_derived.PREFIX):
+        return getattr(_derived, name)
     raise AttributeError(f"module 'hf_posenc' has no attribute {name!r}{_meant(name, __all__)}")
 
 

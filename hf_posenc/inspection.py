@@ -14,13 +14,14 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig, PreTrainedM
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
-from hf_posenc import attention, structure
-from hf_posenc.embedding import PositionEmbedding
+from hf_posenc.architectures import find, structure
+from hf_posenc.architectures.components import UnsupportedModelError
+from hf_posenc.attention import dispatch
+from hf_posenc.configuration import Calibration, lost_within
 from hf_posenc.encodings import options_of, portable, shown, without_values
-from hf_posenc.patching import holds_a_model
-from hf_posenc.saved_files import explained, load_config, read_config, read_json_object
-from hf_posenc.sources import HostRefused
-from hf_posenc.spec import Calibration, lost_within
+from hf_posenc.modeling.embedding import PositionEmbedding
+from hf_posenc.modeling.sentence_transformers import is_sentence_transformer
+from hf_posenc.serialization.saved_files import explained, load_config, read_config, read_json_object
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Report:
 
     encoding: canonical name; for a stock model what its own positions amount to ("learned", MPNet's "learned+t5").
     options: the encoding's options; of a stock model with rotary positions its `rope_parameters`.
-    enters: where positions enter, as dotted paths of modules, by verb.
+    locations: where positions enter, as dotted paths of modules, by verb.
     layers: encoding, or part of a composition -> the numbers of the layers it acts in; empty where it acts in all.
     max_length: the longest usable input in tokens; None: no limit.
     host_kept: whether `unpatch` can bring the host's own positions back.
@@ -37,20 +38,21 @@ class Report:
     calibration: of a model made by `convert`: how close it came to its original; else None.
     where: of an encoder and a decoder, encoder, decoder or cross -> the name of the encoding that acts there, where `patch` was
         told; else empty.
-    stays: class -> paths of the modules that see order by themselves, beside attentions or in place of them: linear attention,
+    order_sensitive: class -> paths of the modules that see order by themselves, beside attentions or in place of them: linear
+        attention,
         state spaces, convolutions. They stay as they are.
     """
 
     model_class: str
     encoding: str
     options: dict[str, Any]
-    enters: dict[str, tuple[str, ...]]
+    locations: dict[str, tuple[str, ...]]
     max_length: int | None
     host_kept: bool
     ignored: tuple[str, ...]
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     calibration: Calibration | None = None
-    stays: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    order_sensitive: dict[str, tuple[str, ...]] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -66,7 +68,7 @@ class Report:
         ]
         lines += [
             f"  {verb}: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
-            for verb, paths in self.enters.items()
+            for verb, paths in self.locations.items()
         ]
         lines += [
             f"  {part} acts in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
@@ -82,7 +84,7 @@ class Report:
             ]
         lines += [
             f"  stays: {kind}, which sees order by itself: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
-            for kind, paths in self.stays.items()
+            for kind, paths in self.order_sensitive.items()
         ]
         if self.where:
             lines.append(f"  acts in: {', '.join(f'{name} ({kind})' for name, kind in self.where.items())}")
@@ -110,7 +112,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str], *, sub
             submodel than it has.
     """
     whole = _unwrapped(model) if isinstance(model, nn.Module) else without_weights(model)
-    return _report(whole if submodel is None else structure.submodel(whole, submodel))
+    return _report(whole if submodel is None else find.submodel(whole, submodel))
 
 
 def _report(model: PreTrainedModel) -> Report:
@@ -123,7 +125,7 @@ def _report(model: PreTrainedModel) -> Report:
     if not stacks:
         return _stock_report(model)
     if not hasattr(config, "position_spec"):
-        raise _several_models(model, structure.submodels_of(model))
+        raise _several_models(model, find.submodels_of(model))
     stack = next(iter(stacks.values()))
     spec = stack.config.position_spec
     verbs = dict.fromkeys(verb for each in spec.every for verb in each.encoding.acts_by(each.options))
@@ -131,7 +133,7 @@ def _report(model: PreTrainedModel) -> Report:
         model_class=type(model).__name__,
         encoding=spec.type,
         options=portable(dict(spec.options)),
-        enters={
+        locations={
             verb: tuple(
                 f"{name}.{path}".lstrip(".") for name, stack in stacks.items() for path in stack._posenc_entrances.get(verb, ())
             )
@@ -143,7 +145,7 @@ def _report(model: PreTrainedModel) -> Report:
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
         where={name: there.type for name in spec.where if (there := spec.acting(name)) is not None},
-        stays=_stays((name, structure.stays_in(stack)) for name, stack in stacks.items()),
+        order_sensitive=_stays((name, find.stays_in(stack)) for name, stack in stacks.items()),
     )
 
 
@@ -151,7 +153,7 @@ def _unwrapped(module: nn.Module) -> PreTrainedModel:
     """The Transformers model in what other libraries wrap around it."""
     inner: Any = module
     while not isinstance(inner, PreTrainedModel):
-        if holds_a_model(inner):
+        if is_sentence_transformer(inner):
             inner = inner[0].model
         elif hasattr(inner, "get_base_model"):  # PEFT
             inner = inner.get_base_model()
@@ -203,53 +205,51 @@ def _base_of(adapter: Path) -> str:
 
 def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
     modules = dict(stack.named_modules())
-    parts = {path: found for path, module in modules.items() if (found := getattr(module, attention.PARTS, None)) is not None}
+    parts = {path: found for path, module in modules.items() if (found := getattr(module, dispatch.PARTS, None)) is not None}
     layers = structure.numbered(modules, parts)
     return tuple(int(layer.rpartition(".")[2]) for path, (layer, _) in layers.items() if part in parts[path])
 
 
 def _stays(stacks: Iterable[tuple[str, Mapping[str, nn.Module]]]) -> dict[str, tuple[str, ...]]:
     """Class -> paths of what sees order by itself beside attentions, of each stack by its path."""
-    stays: dict[str, tuple[str, ...]] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for name, modules in stacks:
         for path, module in modules.items():
             kind = type(module).__name__
-            stays[kind] = (*stays.get(kind, ()), f"{name}.{path}".lstrip("."))
-    return stays
+            found[kind] = (*found.get(kind, ()), f"{name}.{path}".lstrip("."))
+    return found
 
 
 def _stock_report(model: PreTrainedModel) -> Report:
     try:
-        stacks = structure.find_all(model)
-    except HostRefused as refused:
-        if refused.reason == structure.UNKNOWN and (
-            ignored := _ignored(model)
-        ):  # ESM without its vectors knows no order at all
+        stacks = find.find_all(model)
+    except UnsupportedModelError as refused:
+        if refused.reason == find.UNKNOWN and (ignored := _ignored(model)):  # ESM without its vectors knows no order at all
             return Report(type(model).__name__, "none", {}, {}, None, False, ignored)
         if not refused.submodels:
             raise
         raise _several_models(model, refused.submodels) from None
-    enters: dict[str, tuple[str, ...]] = {}
+    locations: dict[str, tuple[str, ...]] = {}
     for path, found in reversed(stacks.items()):
         for source in found.sources:
-            enters[source.verb] = (*enters.get(source.verb, ()), f"{path}.{source.path}".lstrip("."))
+            locations[source.verb] = (*locations.get(source.verb, ()), f"{path}.{source.path}".lstrip("."))
     lengths = [found.usable_length for found in stacks.values() if found.usable_length is not None]
     return Report(
         model_class=type(model).__name__,
         encoding="+".join(sorted({source.encoding for found in stacks.values() for source in found.sources})) or "none",
         options=copy.deepcopy(getattr(model.config, "rope_parameters", None) or {}),
-        enters=enters,
+        locations=locations,
         max_length=min(lengths, default=None),
         host_kept=False,
         ignored=_ignored(model),
-        stays=_stays((path, {**found.others, **found.fronts}) for path, found in stacks.items()),
+        order_sensitive=_stays((path, find.stays_around(found)) for path, found in stacks.items()),
     )
 
 
-def _several_models(model: PreTrainedModel, submodels: tuple[str, ...]) -> HostRefused:
+def _several_models(model: PreTrainedModel, submodels: tuple[str, ...]) -> UnsupportedModelError:
     """The refusal of a report on the whole of a model whose parts have positions of their own."""
     named = " or ".join(f"submodel={path!r}" for path in submodels)
-    return HostRefused(
+    return UnsupportedModelError(
         f"{type(model).__name__} is made of several models, each with positions of its own: say which, {named} "
         "(--submodel of `hf-posenc inspect`)",
         submodels=submodels,

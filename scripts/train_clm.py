@@ -1,41 +1,7 @@
-"""Train a model to predict the next token: on from a checkpoint, or from scratch.
+"""Train a model to predict the next token: `python -m hf_posenc.training.train_clm` in a clone of the repository."""
 
-    python scripts/train_clm.py --model_name_or_path gpt2 --position_encoding rope --model_max_length 2048 \\
-        --train_file texts.txt --validation_split_percentage 5 --packing --output_dir gpt2-rope
-    accelerate launch --config_file scripts/accelerate/multi_gpu.yaml scripts/train_clm.py …
-
-A text file has a text in each line. The model, its tokenizer and all_results.json are written to --output_dir.
-"""
-
-from typing import Any
-
-from transformers import AutoModelForCausalLM, DataCollatorWithPadding
-
-from hf_posenc import terminals
-from tasks import language
-from training import data, flags, models
-
-
-class CausalLanguageModeling(language.LanguageModeling):
-    """Every token but the first is predicted. Padding is found by the mask, since the padding token may also end texts."""
-
-    shift = 1
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.pad = DataCollatorWithPadding(tokenizer)
-
-    def collate(self, rows: data.Rows, step: int | None = None) -> Any:
-        batch = self.pad([{"input_ids": row["input_ids"]} for _, row in rows])
-        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        return batch
-
-
-def main(argv: list[str] | None = None) -> None:
-    arguments = flags.parse(language.parser(__doc__), argv)
-    accelerator = flags.start(arguments)
-    tokenizer = models.load_tokenizer(arguments.model_name_or_path)
-    language.run(accelerator, arguments, CausalLanguageModeling(tokenizer), AutoModelForCausalLM, tokenizer)
-
+from hf_posenc.evaluation import terminals
+from hf_posenc.training.train_clm import main
 
 if __name__ == "__main__":
     terminals.escape_unprintable()

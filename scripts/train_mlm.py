@@ -1,54 +1,7 @@
-"""Train a model to fill in masked tokens: on from a checkpoint, or from scratch.
+"""Train a model to fill in masked tokens: `python -m hf_posenc.training.train_mlm` in a clone of the repository."""
 
-    python scripts/train_mlm.py --model_name_or_path bert-base-uncased --position_encoding alibi --model_max_length 1024 \\
-        --train_file texts.txt --validation_split_percentage 5 --packing --output_dir bert-alibi
-    accelerate launch --config_file scripts/accelerate/multi_gpu.yaml scripts/train_mlm.py …
-
-A text file has a text in each line. The model, its tokenizer and all_results.json are written to --output_dir.
-"""
-
-import random
-from typing import Any
-
-import torch
-from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, DataCollatorForTokenClassification
-
-from hf_posenc import terminals
-from tasks import language
-from training import data, flags, models
-
-
-class MaskedLanguageModeling(language.LanguageModeling):
-    """Masks are drawn from the row's number in the stream, so they differ in each epoch, but not with batch or process."""
-
-    def __init__(self, tokenizer: Any, mlm_probability: float, seed: int) -> None:
-        self.seed = seed
-        self.masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability)
-        self.pad = DataCollatorForTokenClassification(tokenizer)
-
-    def collate(self, rows: data.Rows, step: int | None = None) -> Any:
-        return self.pad([self._masked(number, row["input_ids"]) for number, row in rows])
-
-    def _masked(self, number: int, ids: list[int]) -> dict[str, list[int]]:
-        generator = torch.Generator().manual_seed(random.Random(f"{self.seed} {number}").getrandbits(63))
-        self.masking.generator = generator
-        inputs, labels = self.masking.torch_mask_tokens(torch.tensor([ids]))
-        return {"input_ids": inputs[0].tolist(), "labels": labels[0].tolist()}
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = language.parser(__doc__)
-    parser.add_argument("--mlm_probability", type=float, default=0.15)
-    arguments = flags.parse(parser, argv)
-    if not 0 < arguments.mlm_probability < 1:
-        parser.error(f"--mlm_probability {arguments.mlm_probability}: allowed is a number between 0 and 1")
-    accelerator = flags.start(arguments)
-    tokenizer = models.load_tokenizer(arguments.model_name_or_path)
-    if tokenizer.mask_token is None:
-        raise SystemExit(f"the tokenizer of {arguments.model_name_or_path} has no mask_token: see train_clm.py")
-    task = MaskedLanguageModeling(tokenizer, arguments.mlm_probability, arguments.seed)
-    language.run(accelerator, arguments, task, AutoModelForMaskedLM, tokenizer)
-
+from hf_posenc.evaluation import terminals
+from hf_posenc.training.train_mlm import main
 
 if __name__ == "__main__":
     terminals.escape_unprintable()

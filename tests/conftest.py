@@ -266,11 +266,11 @@ def tokenizer(tmp_path):
 @pytest.fixture(scope="session")
 def library():
     """The texts of the standard library, without those of its own tests, which take longest to read."""
-    from evaluation import corpus
+    from hf_posenc.evaluation import stdlib_corpus
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "LEFT_OUT", corpus.LEFT_OUT | {"test"})
-        yield corpus.split()
+        patch.setattr(stdlib_corpus, "LEFT_OUT", stdlib_corpus.LEFT_OUT | {"test"})
+        yield stdlib_corpus.split()
 
 
 def randomize(model, std=0.3, seed=0):

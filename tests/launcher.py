@@ -76,8 +76,8 @@ def serve(jobs, answer, level, *later):
     """Do the jobs of a level, each in forks of this process; those of later levels go to a fork which serves them."""
     for name in LEVELS[level]:
         importlib.import_module(name)
-    if remote_code := sys.modules.get("hf_posenc.remote_code"):
-        remote_code.files("modeling", [], None)  # as it keeps them for the next save
+    if remote_code := sys.modules.get("hf_posenc.serialization.remote_code"):
+        remote_code.files("hf_posenc.modeling.derived", [], None)  # as it keeps them for the next save
     gc.freeze()
     behind = None
     for job in jobs:

@@ -4,8 +4,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
-import train_mlm
-from training import flags
+from hf_posenc.training import flags, train_mlm
 
 
 def main(argv):

@@ -1,4 +1,4 @@
-"""`scripts/attack.py`: what is broken is found, and nothing is found of what isn't."""
+"""`tests/attack.py`: what is broken is found, and nothing is found of what isn't."""
 
 import importlib
 import tempfile
@@ -91,9 +91,8 @@ def test_the_exit_status_tells_of_faults():
     code = "import sys, runpy; sys.argv = ['attack.py', *sys.argv[1:]]; sys.path.insert(0, {!r})\n" + (
         "try: runpy.run_path({!r}, run_name='__main__')\nexcept SystemExit as end: print('status', int(end.code or 0))"
     )
-    scripts = ROOT / "scripts"
     only = ("--attacks", "gaps", "--encodings", "none", "--only", "gaps/ids that jump/gpt2/", "--processes", "1")
-    assert "status 0" in run_python(code.format(str(scripts), str(scripts / "attack.py")), *only)
+    assert "status 0" in run_python(code.format(str(ROOT / "tests"), str(ROOT / "tests" / "attack.py")), *only)
 
 
 @pytest.mark.slow

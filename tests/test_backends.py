@@ -22,7 +22,7 @@ from conftest import (
     stock,
     tokens,
 )
-from hf_posenc import attention, kernels
+from hf_posenc.attention import bias_backends, dispatch
 from hf_posenc.encodings import PositionContext
 from oracles import ids_of, padded
 
@@ -142,8 +142,8 @@ def test_each_mask_gets_the_bias():
         start=torch.zeros(1, 1, dtype=torch.long),
     )
     every, some = torch.ones(1, 1, 5, 5, dtype=torch.bool), torch.eye(5, dtype=torch.bool)[None, None]
-    acting = attention.acting(module, context)
-    merged = [kernels.biased_mask(acting, states, states, mask, context, False) for mask in (every, some, every)]
+    acting = dispatch.acting(module, context)
+    merged = [bias_backends.biased_mask(acting, states, states, mask, context, False) for mask in (every, some, every)]
     assert merged[0] is merged[2] and (merged[0] > -10).all()
     assert torch.equal((merged[1] > -10), some.expand(1, 4, 5, 5))
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import bench
 import hf_posenc
-from benchmarks import attention, comparing, grid, measuring, report, results, scale, subjects, targets, timing, v4
+from benchmarks import attention, bench, comparing, grid, measuring, report, results, scale, subjects, targets, timing, v4
 from benchmarks.grid import Group, Settings
 from benchmarks.memory import Peak
 from benchmarks.ratios import ratio

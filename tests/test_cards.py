@@ -15,20 +15,20 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from transformers import AutoModel, CLIPModel
 from typer.testing import CliRunner
 
-import cards
 import hf_posenc
 import test_composites
 import test_encoder_decoder
 import test_speech
 import test_vision
-from attacks.hub_server import TOKEN, serve
 from conftest import BERT, ROOT, patched, stock, tokens
-from evaluation import records as files
-from hf_posenc import saved_files
-from hf_posenc.cards import model_card, replaceable
+from experiments import cards
 from hf_posenc.cli import app
-from hf_posenc.evaluation import EVALUATION, checked_evaluation, result_files
-from training import models
+from hf_posenc.evaluation import records as files
+from hf_posenc.hub.cards import model_card, replaceable
+from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_files
+from hf_posenc.serialization import saved_files
+from hf_posenc.training import models
+from hub_server import TOKEN, serve
 
 CARDS = ROOT / "model_cards"
 NAMES = sorted(folder.name for folder in CARDS.iterdir())
@@ -161,7 +161,7 @@ def test_ways_to_load_it():
     assert len(blocks(with_code(patched("bert", "alibi", head="ForMaskedLM"), of="PosEncBertModel"))) == 2
     (plain,) = blocks(stock("bert"))
     assert plain == 'from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained("me/model")'
-    forgetful = hf_posenc.patch(stock("bert"), "alibi", keep_host=False)
+    forgetful = hf_posenc.patch(stock("bert"), "alibi", keep_original=False)
     assert len(blocks(forgetful)) == 1
     _, base = blocks(forgetful, metadata={"base_model": "me/base"})
     assert base == 'from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained("me/base")'
@@ -422,7 +422,7 @@ class Tokenizer:
 @pytest.mark.parametrize("source", ["stock", "patched"])
 def test_a_model_trained_from_scratch_has_no_base(tmp_path, source, monkeypatch):
     """Only the sizes are the named model's, so neither `unpatch` nor a base model has a meaning."""
-    monkeypatch.setattr("hf_posenc.transfer._public_name", lambda name: name and "me/base")
+    monkeypatch.setattr("hf_posenc.modeling.parameter_sharing._public_name", lambda name: name and "me/base")
     model = stock("bert") if source == "stock" else hf_posenc.patch(stock("bert"), "alibi")
     model.save_pretrained(tmp_path)
     chosen = "alibi" if source == "stock" else None
@@ -509,7 +509,7 @@ def test_from_a_shell(tmp_path):
     (folder / EVALUATION).write_text(json.dumps(MEASURED))
 
     def run(*arguments, code=0):
-        done = CliRunner().invoke(app, ["card", str(folder), *map(str, arguments)])
+        done = CliRunner().invoke(app, ["model-card", str(folder), *map(str, arguments)])
         assert done.exit_code == code, done.output
         return done.output
 

@@ -149,7 +149,7 @@ def test_patch_without_a_limit_or_a_tokenizer(folders, tmp_path):
     run("patch", folders / "bert", '{"type": "alibi"}', "--output-dir", tmp_path / "bert")
     saved = json.loads((tmp_path / "bert" / "tokenizer_config.json").read_text())
     assert saved["model_max_length"] == VERY_LARGE_INTEGER == AutoTokenizer.from_pretrained(tmp_path / "bert").model_max_length
-    assert "no tokenizer" in run("patch", folders / "roberta", "t5", "--no-keep-host", "--output-dir", tmp_path / "roberta")
+    assert "no tokenizer" in run("patch", folders / "roberta", "t5", "--no-keep-original", "--output-dir", tmp_path / "roberta")
     model = hf_posenc.PosEncRobertaForMaskedLM.from_pretrained(tmp_path / "roberta")
     assert isinstance(model, RobertaForMaskedLM) and not model.config.position_encoding["host"]["kept"]
 
@@ -245,15 +245,14 @@ def test_without_sentence_transformers_its_modules_are_not_dropped_silently(sent
 import sys
 sys.modules["sentence_transformers"] = None
 from hf_posenc.cli import app
-sys.path.insert(0, sys.argv[3])
-from training import sentences
+from hf_posenc.training import sentences
 try:
     sentences.load(sys.argv[1])
 except SystemExit as refusal:
     print(refusal)
 app(["patch", sys.argv[1], "alibi", "--output-dir", sys.argv[2]])
 """
-    said = run_python(code, sentences, tmp_path / "new", ROOT / "scripts")
+    said = run_python(code, sentences, tmp_path / "new")
     assert f"{sentences} has modules of sentence-transformers: pip install sentence-transformers" in said
     assert "modules (pooling) are not saved: pip install sentence-transformers, and do it again" in said
     assert (tmp_path / "new" / "config.json").exists() and not (tmp_path / "new" / "modules.json").exists()
@@ -261,7 +260,7 @@ app(["patch", sys.argv[1], "alibi", "--output-dir", sys.argv[2]])
 
 @pytest.mark.parametrize(
     ("kind", "keeping"),
-    [("sentences", ()), slow("older sentences", ()), ("plain", ()), slow("plain", ("--no-keep-host",))],
+    [("sentences", ()), slow("older sentences", ()), ("plain", ()), slow("plain", ("--no-keep-original",))],
 )
 def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_path, kind, keeping):
     original = folders / "bert" if kind == "plain" else shutil.copytree(sentences, tmp_path / "original")
@@ -273,8 +272,8 @@ def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_pat
         listed = json.loads((original / "modules.json").read_text())
         (original / "modules.json").write_text(json.dumps([{**listed[0], "path": "0_Transformer"}, *listed[1:]]))
     shown = run("patch", original, "alibi", *keeping, "--output-dir", tmp_path / "a new one")
-    python, script, *given = shlex.split(shown.splitlines()[-1])
-    assert (python, script) == ("python", str(ROOT / "scripts" / "distill.py"))
+    python, flag, module, *given = shlex.split(shown.splitlines()[-1])
+    assert (python, flag, module) == ("python", "-m", "hf_posenc.training.distill")
     (tmp_path / "texts.txt").write_text("a b\nb a b\n" * 9)
     few = ["--train_file", tmp_path / "texts.txt", "--max_train_steps", 2, "--min_text_length", 3, "--text_length", 8]
     codes, said = launch("distill", *given, *few)
@@ -296,7 +295,7 @@ def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_pat
             ("rope", ("--option", f"{name}=3"), f"'{name}' is no option of an encoding; see hf-posenc patch --help")
             for name in ("type", "max_length", "layers", "inject", "host")
         ),
-        *(("rope", ("--option", f"{name}=3"), f"has no option '{name}'") for name in ("model", "encoding", "keep_host")),
+        *(("rope", ("--option", f"{name}=3"), f"has no option '{name}'") for name in ("model", "encoding", "keep_original")),
         ("{type: rope}", (), "is no JSON"),
         ('{"type":' * 50_000, (), "is no JSON: it is nested too deeply"),
         ('{"type": "rope", "theta": 3, "theta": 4}', (), "has the entry 'theta' twice"),
@@ -524,7 +523,7 @@ def test_patch_overwrites_a_model(folders, tmp_path):
     names = {path.name for path in new.iterdir()}
     kept = {"checkpoint-1", "notes"}
     assert {name for name in names if not name.endswith(".py")} == {"config.json", "model.safetensors"} | kept
-    assert "posenc_rope.py" in names and "posenc_alibi.py" not in names and new.stat().st_ino == folder
+    assert "posenc_encodings_rope.py" in names and "posenc_encodings_alibi.py" not in names and new.stat().st_ino == folder
 
 
 def test_patch_in_place(folders, tmp_path):
@@ -564,9 +563,9 @@ import os, sys
 os.environ |= {"HF_HUB_OFFLINE": "0", "HF_HOME": sys.argv[2], "HF_ENDPOINT": "http://127.0.0.1:9"}
 os.environ.pop("HF_TOKEN", None)
 from typer.testing import CliRunner
-from hf_posenc import retries
+from hf_posenc.hub import requests
 from hf_posenc.cli import app
-retries.PAUSE = 0
+requests.PAUSE = 0
 for token in {}, {"HF_TOKEN": "hf_x"}:
     done = CliRunner(env=token).invoke(app, ["push", sys.argv[1], "me/x"])
     print(done.exit_code, type(done.exception).__name__, done.stderr.splitlines()[-1])
@@ -597,12 +596,12 @@ def test_as_a_command(folders):
 
 def test_help():
     shown = run("--help")
-    assert all(name in shown for name in ("list", "inspect", "patch", "unpatch", "extend", "card", "push"))
+    assert all(name in shown for name in ("list", "inspect", "patch", "unpatch", "extend", "model-card", "push"))
     assert "Missing option" in run("patch", "model", "alibi", code=2)
     assert "Did you mean 'extend'?" in run("extnd", code=2) and "--max-length" in run("extend", "x", "--max-lenth", 3, code=2)
 
 
-@pytest.mark.parametrize("name", ["list", "inspect", "patch", "unpatch", "extend", "card", "push"])
+@pytest.mark.parametrize("name", ["list", "inspect", "patch", "unpatch", "extend", "model-card", "push"])
 def test_help_has_an_example(name):
     assert f"hf-posenc {name} " in run(name, "--help")
 
@@ -666,7 +665,7 @@ def test_unpatch_says_what_it_gives(folders, tmp_path):
     model.save_pretrained(tmp_path / "trained")
     shown = run("unpatch", tmp_path / "trained", "--output-dir", tmp_path / "back")
     assert "Note: the weights are no longer those which were patched" in shown and "no tokenizer" in shown
-    hf_posenc.patch(stock("bert"), "alibi", keep_host=False).save_pretrained(tmp_path / "bare")
+    hf_posenc.patch(stock("bert"), "alibi", keep_original=False).save_pretrained(tmp_path / "bare")
     for name, words in (("bare", "positions were not kept"), ("back", "is not patched: there is nothing to undo")):
         assert words in run("unpatch", tmp_path / name, "--output-dir", tmp_path / "new", code=1)
     assert not (tmp_path / "new").exists()

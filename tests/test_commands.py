@@ -27,10 +27,10 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import ROOT, run_python, stock
-from hf_posenc import terminals
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_settings, given_where
 from hf_posenc.cli.output import Output
+from hf_posenc.evaluation import terminals
 
 GROUP = typer.main.get_command(app)
 
@@ -159,7 +159,7 @@ def test_its_examples(workplace, example, monkeypatch):
 
 WRITTEN = """
 import math, os, subprocess, sys
-from hf_posenc import catalog
+from hf_posenc.encodings import catalog
 from hf_posenc.cli import app
 
 entries = catalog.entries
@@ -215,7 +215,7 @@ def foreign(tmp_path, monkeypatch):
         "eval odd --texts my.txt --json",
         "bench odd --json",
         "push odd me/odd --json",
-        "card odd",
+        "model-card odd",
         "plot attention odd --texts my.txt --output new.png",
     ],
 )
@@ -231,13 +231,13 @@ def flags(name):
     return {flag for parameter in COMMANDS[name].params for flag in (*parameter.opts, *parameter.secondary_opts)}
 
 
-FUNCTIONS = {"push": hf_posenc.push_to_hub, "card": hf_posenc.model_card} | {
+FUNCTIONS = {"push": hf_posenc.push_to_hub, "model-card": hf_posenc.model_card} | {
     name: getattr(hf_posenc, name) for name in COMMANDS if inspect.isfunction(getattr(hf_posenc, name, None))
 }
 FROM_THE_FOLDER = {"model", "tokenizer", "evaluation", "metadata"}
 LEFT_OUT = {
     "push": FROM_THE_FOLDER | {"figures", "token"},  # a token on a command line is kept in the shell's history
-    "card": FROM_THE_FOLDER,
+    "model-card": FROM_THE_FOLDER,
     "convert": {"tokenizer", "options"},
     "patch": {"options"},
     "extend": {"settings"},

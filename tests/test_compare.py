@@ -9,15 +9,15 @@ import torch
 import yaml
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-import compare
 from conftest import ROOT, stock
-from evaluation import records
-from generalisation import models, runs, several, study, tasks, tokenised
-from generalisation.models import Sizes
-from generalisation.results import Results
-from generalisation.runs import Setup, Training
-from generalisation.several import Part
-from generalisation.study import Study
+from experiments import compare
+from experiments.generalisation import models, runs, several, study, tasks, tokenised
+from experiments.generalisation.models import Sizes
+from experiments.generalisation.results import Results
+from experiments.generalisation.runs import Setup, Training
+from experiments.generalisation.several import Part
+from experiments.generalisation.study import Study
+from hf_posenc.evaluation import records
 from hf_posenc.plots.style import Sheet
 
 SIZES = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
@@ -168,7 +168,7 @@ def test_a_study_that_was_killed_goes_on(tmp_path, launch):
     arguments = [*COPY, "--encodings", "none", "t5", "--seeds", "0", "1", "--output_dir"]
     codes, _ = launch("compare", *arguments, tmp_path / "whole")
     assert codes == [0]
-    codes, _ = launch("compare", *arguments, tmp_path / "resumed", kill=("generalisation.study.run", 3))
+    codes, _ = launch("compare", *arguments, tmp_path / "resumed", kill=("experiments.generalisation.study.run", 3))
     assert codes == [-9] and len(read_runs(tmp_path / "resumed")) == 2
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "resumed").glob("*/runs/*.json")}
     codes, _ = launch("compare", *arguments, tmp_path / "resumed")
@@ -300,7 +300,9 @@ def test_lengths_are_not_those_of_rounded_floats():
 
 
 def test_the_study_that_is_kept_can_be_run():
-    arguments = compare.parse_arguments([str(ROOT / "scripts" / "studies" / "six_encodings.yaml"), "--output_dir", "x", *SIZES])
+    arguments = compare.parse_arguments(
+        [str(ROOT / "experiments" / "studies" / "six_encodings.yaml"), "--output_dir", "x", *SIZES]
+    )
     studies, left_out = compare.studies_of(arguments)
     assert sum(len(each.runs()) for each in studies.values()) == 90 and not any(each.refused for each in studies.values())
     assert left_out == {"bert": ["clm", "copy"], "llama": ["mlm"]} and max(arguments.multiples) == 4

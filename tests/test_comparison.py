@@ -1,17 +1,21 @@
 """`hf-posenc convert`, and the comparison that it ends with."""
 
 import json
+import os
 import random
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForMaskedLM, BertTokenizer
 
 import hf_posenc
-from conftest import LENGTH, assert_equal, patched, run_python, stock
-from hf_posenc import comparison, scores
-from hf_posenc.retrieval import Embedder
+from conftest import LENGTH, ROOT, assert_equal, patched, run_python, stock
+from hf_posenc.evaluation import metrics, model_comparison
+from hf_posenc.evaluation.retrieval import Embedder
 from test_cli import run
 
 WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]
@@ -75,11 +79,16 @@ def test_with_questions_of_ones_own(folder, tmp_path):
     assert "MRR" not in said and (tmp_path / "other" / "config.json").is_file()
 
 
-@pytest.mark.slow
 def test_trained_on(folder, tmp_path):
+    """By the package alone, as pip installs it, in a folder that isn't the repository."""
+    shutil.copytree(ROOT / "hf_posenc", tmp_path / "site" / "hf_posenc", ignore=shutil.ignore_patterns("__pycache__"))
     few = ("--option", "max_distance=4", "--train-steps", 2, "--max-length", 40)
     texts_of = ("--texts", folder / "texts.jsonl", "--output-dir", tmp_path / "out")
-    said = re.sub(r"[\s│]+", " ", run("convert", folder / "bert", "relative", *few, *texts_of))
+    command = [sys.executable, "-m", "hf_posenc.cli", "convert", folder / "bert", "relative", *few, *texts_of]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "COLUMNS": "200"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = re.sub(r"[\s│]+", " ", done.stdout)
     assert " calibrated 0." in said and " trained 0." in said
     made, loading = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not loading["missing_keys"]
@@ -114,27 +123,28 @@ def test_questions_of_short_texts(folder):
     short = [" ".join(text.split(". ")[:2]) + "." for text in texts()]
     short = [text.replace(". ", ".\n\n") for text in short]
     original = embedder(stock("bert"), folder)
-    pairs, about = comparison.own_pairs(original, [f"{a} {b}" for a, b in zip(short, texts(40, 1, seed=1), strict=True)][:40])
+    joined = [f"{a} {b}" for a, b in zip(short, texts(40, 1, seed=1), strict=True)]
+    pairs, about = model_comparison.own_pairs(original, joined[:40])
     assert "taken out of it" in about and all(pair.query not in pair.document for pair in pairs)
     with pytest.raises(ValueError, match="of 3 texts 0 have a sentence"):
-        comparison.own_pairs(original, ["one", "two", "three"])
+        model_comparison.own_pairs(original, ["one", "two", "three"])
 
 
 def test_lengths(folder):
     """Doubling until half of the documents are whole."""
     original = embedder(stock("bert"), folder)
     documents = ["river " * size for size in (100, 100, 300, 600, 600)]
-    assert comparison.lengths_of(original, documents, None) == [128, 256, 512]
-    assert comparison.lengths_of(original, documents, 300) == [128, 256]
-    assert comparison.lengths_of(original, ["river"] * 3, None) == [128]
+    assert model_comparison.lengths_of(original, documents, None) == [128, 256, 512]
+    assert model_comparison.lengths_of(original, documents, 300) == [128, 256]
+    assert model_comparison.lengths_of(original, ["river"] * 3, None) == [128]
 
 
 def test_compared_with_each_use_of_the_original(folder):
     """The figures are those of `scores`, method by method."""
     model = patched("bert", "alibi")
     original, converted = embedder(stock("bert"), folder), embedder(model, folder)
-    pairs = [comparison.Pair(text.split(". ")[0], text) for text in texts(24)]
-    found = comparison.compare(original, {"calibrated": converted}, pairs, [16, 32])
+    pairs = [model_comparison.Pair(text.split(". ")[0], text) for text in texts(24)]
+    found = model_comparison.compare(original, {"calibrated": converted}, pairs, [16, 32])
     assert list(found.rows[16]) == ["original", "calibrated"]
     assert list(found.rows[32]) == [
         *(f"original, {how}" for how in ("truncated at 24", "chunked by 24, mean", "chunked by 24, max")),
@@ -155,15 +165,15 @@ def test_compared_with_each_use_of_the_original(folder):
 )
 def test_verdict(ours, theirs, words):
     def row(value, difference=None):
-        return comparison.Row(scores.Score(value, (0, 1), value, (0, 1), 9), difference)
+        return model_comparison.Row(metrics.Score(value, (0, 1), value, (0, 1), 9), difference)
 
     gap = ours - theirs
-    difference = scores.Difference(gap, (gap - 0.1, gap + 0.1), 9)
+    difference = metrics.Difference(gap, (gap - 0.1, gap + 0.1), 9)
     rows = {
         16: {"original": row(0.8, difference), "new": row(0.6)},
         32: {"original, max": row(theirs, difference), "new": row(ours)},
     }
-    assert comparison._verdict(rows, "new", 24).startswith(
+    assert model_comparison._verdict(rows, "new", 24).startswith(
         f"At 16 tokens the new model has 75.0% of the original's MRR; at 32 {words}"
     )
 

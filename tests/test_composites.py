@@ -32,8 +32,8 @@ from conftest import (
     stock,
     tokens,
 )
+from hf_posenc.architectures.structure import is_patched
 from hf_posenc.cli import app
-from hf_posenc.structure import is_patched
 from test_remote_code import AUTO, assert_equal_everywhere, padded, seen_without_the_package
 
 SIZES = {name: value for name, value in BERT.items() if name not in ("max_position_embeddings", "pad_token_id")}
@@ -341,7 +341,7 @@ def test_from_a_stock_checkpoint(name, tmp_path):
     loaded = cls.from_pretrained(tmp_path, position_encoding=encoding)
     assert type(loaded) is cls and loaded.config.position_spec.submodel == submodel
     assert_close(run(loaded, inputs), run(hf_posenc.patch(model, "alibi", submodel=submodel, max_length=99), inputs))
-    with pytest.raises(hf_posenc.HostRefused, match=f"submodel='{submodel}'"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=f"submodel='{submodel}'"):
         cls.from_pretrained(tmp_path, position_encoding="alibi")
 
 
@@ -445,7 +445,7 @@ def test_generate_from_an_encoder(name, encoding):
 def test_which_model():
     model = parent("clip")
     both = "submodel='text_model' or submodel='vision_model'"
-    with pytest.raises(hf_posenc.HostRefused, match=f"CLIPModel is made of several models.*{both}") as refused:
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=f"CLIPModel is made of several models.*{both}") as refused:
         hf_posenc.patch(model, "alibi")
     assert refused.value.submodels == ("text_model", "vision_model")
     for wrong in ("text", "text_model.encoder", "text_model.", "", 3):
@@ -461,7 +461,7 @@ def test_which_model():
     with pytest.raises(ValueError, match="say which, submodel='language_model'"):
         hf_posenc.inspect(parent("llava"))
     both = parent("encoder-decoder")
-    with pytest.raises(hf_posenc.HostRefused, match="submodel='encoder' or submodel='decoder'") as refused:
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="submodel='encoder' or submodel='decoder'") as refused:
         hf_posenc.patch(both, "alibi")
     assert refused.value.submodels == ("encoder", "decoder")
 
@@ -644,7 +644,7 @@ def test_convert(tmp_path):
     new.save_pretrained(tmp_path)
     assert_equal(run(AutoModel.from_pretrained(tmp_path), inputs), run(new, inputs))
     assert_equal(run(hf_posenc.unpatch(new), inputs), run(model, inputs))
-    with pytest.raises(hf_posenc.HostRefused, match="CLIPVisionModel reads no tokens"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="CLIPVisionModel reads no tokens"):
         hf_posenc.convert(model, "relative", submodel="vision_model", texts=batches)
 
 
@@ -654,8 +654,8 @@ def test_inspect(tmp_path):
     report = hf_posenc.inspect(model)
     assert hf_posenc.inspect(tmp_path) == report == hf_posenc.inspect(model.config)
     assert report.model_class == "PosEncCLIPModel" and report.encoding == "sinusoidal+alibi" and report.max_length == 40
-    assert report.enters["embed"] == ("text_model.embeddings.position_embedding",) and report.host_kept
-    assert all(path.startswith("text_model.") for paths in report.enters.values() for path in paths)
+    assert report.locations["embed"] == ("text_model.embeddings.position_embedding",) and report.host_kept
+    assert all(path.startswith("text_model.") for paths in report.locations.values() for path in paths)
 
 
 def test_the_commands(tmp_path):
@@ -674,5 +674,5 @@ def test_the_commands(tmp_path):
     assert command("unpatch", tmp_path / "long", "--output-dir", tmp_path / "again").exit_code == 0
     inputs = PARENTS["clip"].inputs()
     assert_equal(run(AutoModel.from_pretrained(tmp_path / "again"), inputs), run(parent("clip"), inputs))
-    card = command("card", tmp_path / "new")
+    card = command("model-card", tmp_path / "new")
     assert card.exit_code == 0 and "`distance_bias` at `text_model." in card.output

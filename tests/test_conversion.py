@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import hf_posenc
 from conftest import HOSTS, WORDS, assert_equal, first, run_python, stock, tokens
-from hf_posenc.tokenizer_files import check_known, load_tokenizer, required_tokenizer
+from hf_posenc.serialization.tokenizer_files import check_known, load_tokenizer, required_tokenizer
 
 LENGTH, TEXTS = 24, 6
 REACH = 4
@@ -140,7 +140,7 @@ def test_parameters_that_layers_share(host):
 
 
 def test_gradients_lead_where_masses_do(monkeypatch):
-    monkeypatch.setattr("hf_posenc.calibration.BY_GRADIENTS", TEXTS)
+    monkeypatch.setattr("hf_posenc.conversion.calibration.BY_GRADIENTS", TEXTS)
     _, by_mass = convert("bert", "relative", max_distance=REACH)
     monkeypatch.setattr("hf_posenc.encodings.relative.Relative.raise_bias", lambda self, amounts: False)
     _, by_gradient = convert("bert", "relative", max_distance=REACH)
@@ -426,10 +426,10 @@ def test_refuses_what_is_no_original():
     _, new = convert("bert", "relative", max_distance=REACH)
     with pytest.raises(ValueError, match=r"has the 'relative' encoding already.*unpatch"):
         hf_posenc.convert(new, "t5", texts=[batch()])
-    with pytest.raises(hf_posenc.HostRefused, match="attn_logit_softcapping"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="attn_logit_softcapping"):
         hf_posenc.convert(gemma2(), "relative", max_distance=REACH, texts=[batch()])
 
-    with pytest.raises(hf_posenc.HostRefused, match=r"self_attn attends several times"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=r"self_attn attends several times"):
         model = transformers.DiffLlamaModel(sized("DiffLlama", num_key_value_heads=2))
         hf_posenc.convert(model, "relative", max_distance=REACH, texts=[batch()])
 
@@ -460,7 +460,7 @@ def test_strings_and_the_tokenizers_length(minilm):
 
 def test_every_host_has_its_contributions():
     """Tables, and in each layer two projections of the right width."""
-    from hf_posenc.structure import find_all
+    from hf_posenc.architectures.find import find_all
 
     for host in HOSTS:
         model = stock(host)

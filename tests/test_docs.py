@@ -10,11 +10,11 @@ import pytest
 from transformers import AutoTokenizer
 from typer.main import get_command
 
-from attacks.hub_server import TOKEN, serve
 from conftest import ROOT, run_python, stock
 from hf_posenc.cli import app
-from hosts import tiny
+from hub_server import TOKEN, serve
 from page_worker import blocks
+from tools.hosts import tiny
 
 PAGES = {path.name: path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
 PAGES |= {path.name: path for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -155,8 +155,6 @@ def test_commands_parse(page, tmp_path, monkeypatch):
 PARSE = """
 import argparse, json, runpy, sys
 
-sys.path.insert(0, "scripts")
-
 class Parsed(BaseException):
     pass
 
@@ -174,22 +172,23 @@ argparse.ArgumentParser.error = error
 for words, cut in json.load(open(sys.argv[1])):
     sys.argv = words
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        (runpy.run_path if words[0].endswith(".py") else runpy.run_module)(words[0], run_name="__main__")
     except Parsed:
         print("parsed")
     except Exception as wrong:
         print("wrong:", words, repr(wrong))
 """
-"""Each script up to where its arguments are parsed."""
+"""Each script or module up to where its arguments are parsed."""
+OURS = re.compile(r"(scripts|tests|tools)/\w+\.py|(benchmarks|experiments|hf_posenc|tools)(\.\w+)+")
 
 
 def script_of(words):
-    """The words of a command from the script on, if it runs one of ours."""
-    start = next((place for place, word in enumerate(words) if word.startswith("scripts/") and word.endswith(".py")), None)
+    """The words of a command from the script or module on, if it runs one of ours."""
+    start = next((place for place, word in enumerate(words) if OURS.fullmatch(word)), None)
     return words[start:] if start is not None else []
 
 
-@pytest.mark.parametrize("page", calling("python scripts", "accelerate launch"))
+@pytest.mark.parametrize("page", calling("python scripts", "python -m", "accelerate launch"))
 def test_scripts_parse(page, tmp_path, monkeypatch):
     """Scripts exist, and take these arguments."""
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""scripts/drope.py: the models that it makes, passkeys, stages that are done once, what is read out of a record."""
+"""experiments/drope.py: the models that it makes, passkeys, stages that are done once, what is read out of a record."""
 
 import json
 import math
@@ -12,13 +12,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import drope
 import hf_posenc
-import train_clm
 from conftest import LLAMA, assert_apart, assert_close, assert_equal, randomize
-from evaluation import corpus, pages, passkeys, records
-from tasks import language
-from training import flags
+from experiments import drope
+from experiments.data import pages
+from hf_posenc.evaluation import passkeys, records, stdlib_corpus
+from hf_posenc.training import flags, language_modeling, train_clm
 
 SIZES = dict(LLAMA, vocab_size=300, hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
 THETA, TRAINED, SHORT = 10_000.0, 1024, 64
@@ -216,7 +215,7 @@ def with_texts(monkeypatch):
     """Evaluation pages that are long enough, and texts for training."""
     found = [pages.Page(f"{i}", f"page {i}", f"Page {i}. " + PAGE * 60) for i in range(12)]
     monkeypatch.setattr(pages, "split", lambda folder: (found, [f"Text {i}. " + PAGE * 5 for i in range(40)]))
-    monkeypatch.setattr(corpus, "split", lambda: ([], [f"Passage {i}. {PAGE}" for i in range(40)]))
+    monkeypatch.setattr(stdlib_corpus, "split", lambda: ([], [f"Passage {i}. {PAGE}" for i in range(40)]))
 
 
 @pytest.fixture
@@ -356,9 +355,9 @@ def test_what_train_clm_is_asked_for(host, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda command: asked.append(command) or SimpleNamespace(returncode=0))
     arguments = drope.parse_arguments(line(host, tmp_path, "--learning_rate", 0.003))
     drope.recalibrate(host, tmp_path / "out", arguments, "--position_encoding", "none")
-    (_, script, *given) = asked[0]
-    assert script == train_clm.__file__
-    parsed = flags.parse(language.parser(None), given)
+    (_, flag, module, *given) = asked[0]
+    assert (flag, module) == ("-m", train_clm.__name__)
+    parsed = flags.parse(language_modeling.parser(None), given)
     assert (parsed.packing, parsed.text_length, parsed.max_train_steps, parsed.learning_rate) == (True, 256, 5, 0.003)
     assert parsed.position_encoding == {"type": "none"} or parsed.position_encoding == "none"
     monkeypatch.setattr(subprocess, "run", lambda command: SimpleNamespace(returncode=3))

@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, Sta
 import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, slow, tokens
 from conftest import stock as stock_model
-from hf_posenc.spec import PositionSpec
+from hf_posenc.configuration import PositionSpec
 from oracles import gradients
 
 BART: dict[str, Any] = dict(
@@ -596,7 +596,7 @@ def test_where_needs_an_encoder_and_a_decoder():
 def test_a_stack_that_is_not_named_may_be_one_that_is_refused():
     sizes = dict(T5, local_radius=3, encoder_attention_type="local")
     model = randomize(transformers.LongT5Model(transformers.LongT5Config(**sizes))).eval()
-    with pytest.raises(hf_posenc.HostRefused):
+    with pytest.raises(hf_posenc.UnsupportedModelError):
         hf_posenc.patch(model, "alibi")
     new = hf_posenc.patch(model, "alibi", where="decoder")
     assert_equal(states_of(new), states_of(model))

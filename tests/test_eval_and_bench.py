@@ -9,9 +9,10 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import stock
-from hf_posenc import diagnostics, scores, timing
+from hf_posenc import diagnostics
 from hf_posenc.cli import app
-from hf_posenc.retrieval import Embedder, cut
+from hf_posenc.evaluation import metrics, throughput
+from hf_posenc.evaluation.retrieval import Embedder, cut
 
 WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]
 
@@ -72,7 +73,7 @@ def test_others_by_retrieval(folder):
     for model in (stock("bert"), hf_posenc.patch(stock("bert"), "alibi")):
         read = Embedder(model, tokenizer)
         documents = [cut(tokenizer, row["document"], 16) for row in rows]
-        embeddings.append(scores.ranked(read([row["query"] for row in rows]) @ read(documents).T))
+        embeddings.append(metrics.ranked(read([row["query"] for row in rows]) @ read(documents).T))
     assert found["16"]["embeds"]["score"]["mrr"] == pytest.approx(embeddings[0].reciprocals.mean(), rel=1e-5)
     difference = embeddings[1].reciprocals.mean() - embeddings[0].reciprocals.mean()
     assert found["16"]["embeds-endless"]["difference"]["value"] == pytest.approx(difference, abs=1e-6)
@@ -101,5 +102,5 @@ def test_speeds(folder):
 
 
 def test_ratios_are_of_rounds():
-    speed = timing._speed([0.5, 2.0, 4.0], 100, [1.0, 2.0, 2.0])
-    assert speed == timing.Speed(2000.0, 50.0, 1.0, (0.75, 1.5))
+    speed = throughput._speed([0.5, 2.0, 4.0], 100, [1.0, 2.0, 2.0])
+    assert speed == throughput.Speed(2000.0, 50.0, 1.0, (0.75, 1.5))

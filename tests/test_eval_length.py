@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import BertTokenizer
 
-import eval_length
 import hf_posenc
 from conftest import LETTERS, ROOT, stock
-from evaluation import corpus, lengths, needles, perplexity, records
-from evaluation import library as stdlib
-from hf_posenc.evaluation import checked_evaluation
-from hf_posenc.retrieval import Embedder, Method, cut
-from hf_posenc.scores import Ranks
+from experiments import eval_length
+from experiments import stdlib_retrieval as stdlib
+from hf_posenc.evaluation import needles, perplexity, records, retrieval_by_length, stdlib_corpus
+from hf_posenc.evaluation.metrics import Ranks
+from hf_posenc.evaluation.retrieval import Embedder, Method, cut
+from hf_posenc.hub.eval_results import checked_evaluation
 
 SCRIPTS = ROOT / "scripts"
 HAYSTACK = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9))}." for n in range(60))
@@ -132,7 +132,7 @@ def test_no_fact_is_in_the_corpus(library):
 
 
 def test_long_documents_are_long(tokenizer, monkeypatch):
-    modules = [corpus.Module(f"m{i}", f"summary {i}", HAYSTACK[: 400 + 40 * i]) for i in range(12)]
+    modules = [stdlib_corpus.Module(f"m{i}", f"summary {i}", HAYSTACK[: 400 + 40 * i]) for i in range(12)]
     monkeypatch.setattr(stdlib, "split", lambda: (modules, []))
     sizes = [size(tokenizer, module.document) for module in modules]
     least = sorted(sizes)[-4]
@@ -286,9 +286,11 @@ def test_questions_at_each_length(tokenizer):
         return " ".join([*own[:52], *same, *own[52:]])
 
     texts = [(f"title {i}", text(i)) for i in range(8)] + [("short", text(9)[:400])]
-    found = lengths.cases(tokenizer, texts, [100, 660, 1000], 6, seed=0)
+    found = retrieval_by_length.cases(tokenizer, texts, [100, 660, 1000], 6, seed=0)
     assert len(found) == 6 and len({case.title for case in found}) == 6
-    assert [case.title for case in found] != [case.title for case in lengths.cases(tokenizer, texts, [100, 660, 1000], 6, 1)]
+    assert [case.title for case in found] != [
+        case.title for case in retrieval_by_length.cases(tokenizer, texts, [100, 660, 1000], 6, 1)
+    ]
     for case in found:
         assert sorted(case.deep) == [660, 1000] and (case.title, case.document) in texts
         for length, question in case.deep.items():
@@ -297,16 +299,21 @@ def test_questions_at_each_length(tokenizer):
             assert size(tokenizer, case.at(tokenizer, length)) == length
         assert case.question(100) is case.deep[1000]
         assert case.at(tokenizer, 100) == cut(tokenizer, case.document, 100)
-    assert lengths.cases(tokenizer, texts, [100], 20, 0)[0].deep == {}
+    assert retrieval_by_length.cases(tokenizer, texts, [100], 20, 0)[0].deep == {}
 
 
 def test_which_method_is_the_baseline(tokenizer, model):
     limited, free = Embedder(model, tokenizer), Embedder(hf_posenc.patch(model, "alibi"), tokenizer)
-    assert lengths.baseline_of(lengths.ways({"a": limited, "b": free}, 100), None) == "a, truncated at 24"
-    assert lengths.baseline_of(lengths.ways({"b": free, "a": limited}, 100), None) == "b"
-    assert lengths.baseline_of(lengths.ways({"b": free, "a": limited}, 100, window=10), None) == "b, truncated at 10"
+    assert (
+        retrieval_by_length.baseline_of(retrieval_by_length.ways({"a": limited, "b": free}, 100), None) == "a, truncated at 24"
+    )
+    assert retrieval_by_length.baseline_of(retrieval_by_length.ways({"b": free, "a": limited}, 100), None) == "b"
+    assert (
+        retrieval_by_length.baseline_of(retrieval_by_length.ways({"b": free, "a": limited}, 100, window=10), None)
+        == "b, truncated at 10"
+    )
     with pytest.raises(SystemExit, match="--baseline 'c' is none of the methods: 'bag of words', 'b'"):
-        lengths.baseline_of(lengths.ways({"b": free}, 100), "c")
+        retrieval_by_length.baseline_of(retrieval_by_length.ways({"b": free}, 100), "c")
 
 
 def test_the_heat_map_has_each_fact_in_its_cell(tokenizer):
@@ -317,9 +324,12 @@ def test_the_heat_map_has_each_fact_in_its_cell(tokenizer):
         wanted = [re.findall(r"the (\w+ \w+) that", query)[0] for query in queries]
         return torch.tensor([[float(each in half) for half in halves] for each in wanted])
 
-    found, haystacks = lengths.Found(), [lengths.Case("", HAYSTACK), lengths.Case("", HAYSTACK[::-1])]
+    found, haystacks = (
+        retrieval_by_length.Found(),
+        [retrieval_by_length.Case("", HAYSTACK), retrieval_by_length.Case("", HAYSTACK[::-1])],
+    )
     ways = [Method("second half", second_half)]
-    lengths.evaluate_needles(found, ways, tokenizer, haystacks, [200, 400], depths=5, candidates=3, seed=0)
+    retrieval_by_length.evaluate_needles(found, ways, tokenizer, haystacks, [200, 400], depths=5, candidates=3, seed=0)
     for length in (200, 400):
         cells = found.heat()["second half"][length]
         recalls = [cell["score"].recall_at_1 for cell in cells]
@@ -337,7 +347,7 @@ def test_a_needle_stays_in_its_part(tokenizer):
 
 def test_who_sees_nothing_is_at_the_level_of_chance():
     """Needles of a model whose similarities are all the same."""
-    found = lengths.Found()
+    found = retrieval_by_length.Found()
     found.add("needle", 64, "blind", Ranks(np.full(4, 0.5), np.full(4, 0.75), np.arange(4)))
     assert found.scores()["needle"][64]["blind"].recall_at_1 == needles.chance(2)[0]
 
@@ -408,7 +418,7 @@ def test_the_page_shows_the_kept_results():
 
 def test_extensions_are_put_side_by_side():
     """Groups of models that were asked the same questions are rows of one table; short texts count by title alone."""
-    import extensions
+    from experiments import extensions
 
     def record(lengths, name, value):
         scores = {length: {"minilm, truncated at 512": {"mrr": 0.5}, name: {"mrr": value}} for length in lengths}

@@ -27,10 +27,10 @@ from conftest import ENCODINGS, ROOT, stock
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_encoding
 from hf_posenc.encodings import canonical, checked_value, encoding_class
-from hosts import tiny
+from tools.hosts import tiny
 
 gradio = pytest.importorskip("gradio")
-from hf_posenc.encodings import building  # noqa: E402
+from hf_posenc.encodings import construction  # noqa: E402
 from hf_posenc.explorer import budget, encodings, fields, forms, gate, models, serving, work  # noqa: E402
 from hf_posenc.explorer.budget import GIB, Budget, Limits, Refused  # noqa: E402
 from hf_posenc.explorer.encodings import Sizes  # noqa: E402
@@ -288,7 +288,7 @@ def drawn(encoding, sizes=SMALL, memory=GIB):
     ids=lambda each: each["type"],
 )
 def test_an_encoding_too_large_is_not_built(monkeypatch, encoding):
-    monkeypatch.setattr(building, "with_values", None)
+    monkeypatch.setattr(construction, "with_values", None)
     with pytest.raises(ValueError, match="values of memory, and at most 16777216 are allowed: choose smaller options"):
         drawn(encoding, Sizes())
 
@@ -589,7 +589,7 @@ def test_without_gradio(monkeypatch):
 
 
 def test_the_space():
-    folder = ROOT / "scripts" / "space"
+    folder = ROOT / "tools" / "space"
     card = SpaceCard.load(folder / "README.md").data
     assert card.sdk == "gradio" and (folder / card.app_file).is_file() and len(card.short_description) <= 60
     assert Requirement(f"gradio=={card.sdk_version}").specifier.contains(gradio.__version__)
@@ -726,7 +726,7 @@ def test_the_space_serves_the_page(chromium):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     code = f"import runpy; print('http://127.0.0.1:{port}/', flush=True); "
-    code += "runpy.run_path('scripts/space/app.py', run_name='__main__')"
+    code += "runpy.run_path('tools/space/app.py', run_name='__main__')"
     with served("-c", code, GRADIO_SERVER_PORT=str(port)) as address:
         window = chromium.new_page()
         for _ in range(60):

@@ -30,12 +30,11 @@ from transformers import (
     pipeline,
 )
 
-import finetune
-import reviews
-import seeds
-from attacks.hub_server import TOKEN, USER, serve
 from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY, WORDS, slow
-from tasks import classification, question_answering
+from experiments import seeds
+from experiments.data import reviews
+from hf_posenc.training import classification, finetune, question_answering
+from hub_server import TOKEN, USER, serve
 
 SCRIPTS = ROOT / "scripts"
 SHORT = ("--max_train_steps", 10, "--eval_steps", 5)
@@ -279,8 +278,8 @@ def test_an_encoding_with_parameters_is_trained(tiny, tmp_path, encoding):
     record = train(tiny, tmp_path / "out", "--position_encoding", encoding, model="bert" if encoding == "t5" else "gpt2")
     assert record["eval_accuracy"] == pytest.approx(8 / 11)
     weights = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(weights[name].any() for name in weights if "posenc." in name and ".host." not in name)
-    assert any("posenc." in name and ".host." not in name for name in weights)
+    assert all(weights[name].any() for name in weights if "posenc." in name and ".original." not in name)
+    assert any("posenc." in name and ".original." not in name for name in weights)
 
 
 def test_json_with_columns_of_its_own_and_nothing_to_measure(tiny, tmp_path, capsys):
@@ -883,11 +882,11 @@ def test_several_seeds(tmp_path, capsys):
 
 def test_a_run_of_several_that_fails_ends_them(tmp_path, launch, monkeypatch):
     def run(command):
-        assert command[:2] == [sys.executable, str(SCRIPTS / "finetune.py")]
-        (code,), _ = launch("finetune", *command[2:])
+        assert command[:3] == [sys.executable, "-m", finetune.__name__]
+        (code,), _ = launch("finetune", *command[3:])
         return subprocess.CompletedProcess(command, code)
 
-    monkeypatch.setattr("seeds.subprocess.run", run)
+    monkeypatch.setattr("experiments.seeds.subprocess.run", run)
     with pytest.raises(SystemExit) as stopped:
         seeds.main(["a=nowhere", "--output_dir", str(tmp_path), "--", "--train_file", "nowhere.csv", "--task", "guessing"])
     assert stopped.value.code == 2 and not (tmp_path / "seeds.json").exists()

@@ -13,13 +13,13 @@ import pytest
 import torch
 from rich.console import Console
 
-import generalise
 from conftest import ROOT
-from evaluation import records
-from generalisation import models, report, runs, study, tasks, verdict
-from generalisation.models import Sizes
-from generalisation.results import Results
-from generalisation.runs import Setup, Training
+from experiments import generalise
+from experiments.generalisation import models, report, runs, several, study, tasks, verdict
+from experiments.generalisation.models import Sizes
+from experiments.generalisation.results import Results
+from experiments.generalisation.runs import Setup, Training
+from hf_posenc.evaluation import records
 
 TINY = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
 QUICK = [*TINY, "--tasks", "copy", "--length", "3", "--steps", "2", "--batch_size", "2"]
@@ -140,7 +140,7 @@ def test_training_lowers_the_loss_and_tables_reach_the_longest_test():
 
 def outputs(folder):
     """What a study has written, without times."""
-    kept = {file.name: records.read(file) for file in sorted((folder / "runs").iterdir())}
+    kept = {file.name: records.read(file) for file in sorted((folder / "llama" / "runs").iterdir())}
     for record in kept.values():
         del record["cpu_seconds"]
     whole = records.read(folder / "generalise.json")
@@ -170,7 +170,7 @@ def test_a_study_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "run", stopped)
     with pytest.raises(KeyboardInterrupt):
         generalise.main([*arguments, "--output_dir", "resumed"])
-    assert len([*(tmp_path / "resumed" / "runs").iterdir()]) == 3
+    assert len([*(tmp_path / "resumed" / "llama" / "runs").iterdir()]) == 3
     monkeypatch.setattr(study, "run", lambda *arguments: done.append(arguments) or run(*arguments))
     generalise.main([*arguments, "--output_dir", "resumed"])
     assert len(done) == 6 and outputs(tmp_path / "resumed") == whole
@@ -185,7 +185,7 @@ def test_a_study_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
             generalise.main([*arguments, f"--{name}", value, "--output_dir", "resumed"])
     with pytest.raises(SystemExit, match="made with hidden_size=16, and now it is 32"):
         generalise.main([*arguments, "--tasks", "reverse", "--hidden_size", "32", "--output_dir", "resumed"])
-    (tmp_path / "resumed" / "runs" / "copy-t5-0.json").write_text("{")
+    (tmp_path / "resumed" / "llama" / "runs" / "copy-t5-0.json").write_text("{")
     with pytest.raises(SystemExit, match="is no record of a run"):
         generalise.main([*arguments, "--output_dir", "resumed"])
 
@@ -266,6 +266,12 @@ def study_by_hand(scores):
     return Results(made)
 
 
+def part_of(results):
+    """Of a study trained to 4 symbols, and tested to 8."""
+    setup = Setup(multiples=(1.0, 2.0))
+    return several.Part(study.Study(setup, {"copy": Training(4, 1, 1)}, (), {}, (0, 1, 2)), results)
+
+
 def test_means_and_intervals_by_hand():
     results = study_by_hand({"copy": {"t5": {4: [0.1, 0.2, 0.6]}}, "lm": {"t5": {4: [2.0, 4.0, math.inf]}}})
     mean = results.mean("copy", "t5", 4, "exact")
@@ -284,12 +290,12 @@ def test_runs_that_diverge_are_marked():
 
     ids = torch.zeros(3, 4, dtype=torch.long)
     assert runs.measured(Ruined(), ids, ids) == {"exact": 0.0, "tokens": 0.0, "loss": None}
-    made = study_by_hand({"copy": {"t5": {4: [0.1, 0.2, 0.6]}, "rope": {4: [0.1, 0.2, 0.6]}}})
+    made = study_by_hand({"copy": {label: {4: [0.1, 0.2, 0.6], 8: [0, 0, 0]} for label in ("t5", "rope")}})
     made.records["copy", "t5", 1]["scores"]["4"]["loss"] = None
     made.records["copy", "t5", 2]["losses"] = [1.0, None]
     assert (made.diverged("copy", "t5"), made.diverged("copy", "rope")) == (2, 0)
     text = io.StringIO()
-    Console(file=text, width=140).print(report.tables(made)[0])
+    Console(file=text, width=140).print(several.table([part_of(made)]))
     shown = " ".join(text.getvalue().split())
     assert "t5 (2 runs diverged)" in shown and "not corrected for multiple comparisons" in shown
 
@@ -347,13 +353,15 @@ def test_verdict_by_hand():
 
 def test_tables_by_hand():
     copies = {"none": {4: [1.0, 1.0, 1.0], 8: [0.1, 0.2, 0.3]}, "learned": {4: [0.5, 0.5, 0.5], 8: [0.4, 0.4, 0.4]}}
-    first, second = report.tables(study_by_hand({"copy": copies}))
-    assert [[*column.cells] for column in first.columns] == [
-        ["learned †", "none"],  # by what is right at 2 L
+    table = several.table([part_of(study_by_hand({"copy": copies}))])
+    names, at_length, beyond = ([*column.cells] for column in table.columns)
+    assert "exact match" in names[0] and "right tokens" in names[3] and "†" in table.caption
+    # By what is right at 2 L.
+    assert (names[1:3], at_length[1:3], beyond[1:3]) == (
+        ["learned †", "none"],
         ["0.50 ± 0.00", "1.00 ± 0.00"],
         ["0.40 ± 0.00", "0.20 ± 0.25"],
-    ]
-    assert "exact match" in first.title and "right tokens" in second.title and "†" in first.caption
+    )
 
 
 RESULTS = ROOT / "scripts" / "results"
@@ -390,10 +398,9 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = "import hf_posenc\n\n\nclass Near(hf_posenc.PositionEncoding, type='near'):\n    def distance_bias(self, distance):\n"
     (tmp_path / "my_near.py").write_text(f"{own}        return -0.5 * distance.abs()[None].float()\n")
-    script = str(ROOT / "scripts" / "generalise.py")
     arguments = [*QUICK, "--import", "my_near", "--encodings", "near", "t5", "--seeds", "0", "1"]
     for count in ("1", "2"):
-        command = [sys.executable, script, *arguments, "--processes", count, "--output_dir", count]
+        command = [sys.executable, "-m", "experiments.generalise", *arguments, "--processes", count, "--output_dir", count]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert outputs(tmp_path / "1") == outputs(tmp_path / "2")
 

@@ -16,8 +16,8 @@ from transformers import AutoModel
 import hf_posenc
 from conftest import assert_apart, assert_close, assert_equal, randomize, randomize_encoding
 from conftest import stock as text_model
-from hf_posenc import probe
 from hf_posenc.encodings import Geometry, PositionContext, base, encoding_class
+from hf_posenc.serialization import probe
 from test_vision import MODELS, ORDER, PATCHES, SIZES, images, in_order, patched, patches_in_order, states, stock, with_vectors
 
 CELLS = [(row, column) for row in range(4) for column in range(4)]

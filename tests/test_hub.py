@@ -13,10 +13,10 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from typer.testing import CliRunner
 
 import hf_posenc
-from attacks.hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
 from conftest import VOCABULARY, patched, said_by_python, slow, stock, tokens
 from hf_posenc.cli import app
-from hf_posenc.evaluation import checked_evaluation, result_files
+from hf_posenc.hub.eval_results import checked_evaluation, result_files
+from hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
 
 BY_HAND = "# My model\n\nTrained with love.\n"
 LICENCE = "---\nlicense: mit\nlanguage:\n- de\n---\n"
@@ -515,9 +515,8 @@ def test_weights_in_parts_and_in_shards(pushed):
     assert "model-00002-of-00002.safetensors" in pushed.repos["me/sharded"].commits[-1].files
     at_once = pushed.repos["me/at-once"].commits[-1].files
     saved = {path.name: path.read_bytes() for path in (pushed.folder / "at-once").iterdir()}
-    assert (
-        saved.items() <= at_once.items() and b'"position_encoding"' in saved["model.safetensors"] and "posenc_rope.py" in saved
-    )
+    assert saved.items() <= at_once.items() and b'"position_encoding"' in saved["model.safetensors"]
+    assert "posenc_encodings_rope.py" in saved
 
 
 def test_what_can_not_be_loaded_says_why(pushed):

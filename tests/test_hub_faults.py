@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from attacks.hub_server import TOKEN, USER, Commit, Fault, Repo, answered, cut, lose_reply, refuse, serve, with_foreign_commit
 from conftest import patched
+from hub_server import TOKEN, USER, Commit, Fault, Repo, answered, cut, lose_reply, refuse, serve, with_foreign_commit
 from test_hub import run
 
 PUSH = """
@@ -17,10 +17,10 @@ import json, logging, sys, torch, hf_posenc
 from pathlib import Path
 from huggingface_hub import logging as hub_logging
 from transformers import AutoModel
-from hf_posenc import retries
+from hf_posenc.hub import requests
 from conftest import patched, randomize, tokens
 
-retries.PAUSE, retries.ATTEMPTS = 0.01, 3
+requests.PAUSE, requests.ATTEMPTS = 0.01, 3
 logging.basicConfig(level=logging.DEBUG)
 hub_logging.set_verbosity_debug()
 folder, results = Path(sys.argv[1]), {}

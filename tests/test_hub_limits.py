@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 import hf_posenc
-from attacks.hub_server import USER, Commit, Fault, Repo, refuse, serve, stall, stall_after, trickle
 from conftest import patched, stock
+from hub_server import USER, Commit, Fault, Repo, refuse, serve, stall, stall_after, trickle
 from test_hub import EVALUATION, run
 
 PUSH = """
@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from huggingface_hub import get_session
 from transformers import AutoModel
-from hf_posenc import retries
+from hf_posenc.hub import requests
 from conftest import patched
 
-retries.PAUSE, retries.ATTEMPTS = 0.01, 2
+requests.PAUSE, requests.ATTEMPTS = 0.01, 2
 folder = Path(sys.argv[1])
 calls, evaluation = json.loads((folder / "calls.json").read_text()), json.loads((folder / "evaluation.json").read_text())
 model = patched("bert", "alibi", seed=1)

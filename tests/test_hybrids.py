@@ -8,7 +8,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import hf_posenc
 from conftest import DECODER, LLAMA, Host, assert_apart, assert_close, assert_equal, first, patched, stock, tokens
-from hf_posenc import structure
+from hf_posenc.architectures import find
 from oracles import in_pieces
 
 
@@ -91,7 +91,7 @@ def cache_of(host, model, static=False):
 
 
 def attentions(model):
-    return {name: module for name, module in model.named_modules() if structure._is_self_attention(name, module)}
+    return {name: module for name, module in model.named_modules() if find._is_self_attention(name, module)}
 
 
 @torch.no_grad()
@@ -132,20 +132,20 @@ def moved_by_order(model):
 def test_what_stays_is_said(host):
     model = of(host)
     report, new = hf_posenc.inspect(model), hf_posenc.inspect(hf_posenc.patch(model, "alibi"))
-    assert report.stays == new.stays and report.stays
+    assert report.order_sensitive == new.order_sensitive and report.order_sensitive
     assert (report.encoding == "none") == (host in NO_SOURCE)
-    assert new.enters == {"distance_bias": tuple(attentions(model))}
-    (kind, *_), (paths, *_) = zip(*new.stays.items(), strict=True)
+    assert new.locations == {"distance_bias": tuple(attentions(model))}
+    (kind, *_), (paths, *_) = zip(*new.order_sensitive.items(), strict=True)
     assert f"stays: {kind}, which sees order by itself: {paths[0]}" in str(new)
     for path in paths:
         assert type(model.get_submodule(path)).__name__ == kind and path not in attentions(model)
 
 
 def test_what_stays_by_layer():
-    assert hf_posenc.inspect(of("bamba")).stays == {"BambaMixer": ("layers.0.mamba", "layers.2.mamba")}
-    assert hf_posenc.inspect(of("falcon-h1", "rope")).stays == {"FalconH1Mixer": ("layers.0.mamba", "layers.1.mamba")}
-    assert hf_posenc.inspect(of("minimax")).stays == {"MiniMaxLightningAttention": ("layers.1.self_attn",)}
-    assert hf_posenc.inspect(of("nemotron-h")).stays == {"NemotronHMamba2Mixer": ("layers.0.mixer",)}
+    assert hf_posenc.inspect(of("bamba")).order_sensitive == {"BambaMixer": ("layers.0.mamba", "layers.2.mamba")}
+    assert hf_posenc.inspect(of("falcon-h1", "rope")).order_sensitive == {"FalconH1Mixer": ("layers.0.mamba", "layers.1.mamba")}
+    assert hf_posenc.inspect(of("minimax")).order_sensitive == {"MiniMaxLightningAttention": ("layers.1.self_attn",)}
+    assert hf_posenc.inspect(of("nemotron-h")).order_sensitive == {"NemotronHMamba2Mixer": ("layers.0.mixer",)}
 
 
 @every_hybrid
@@ -309,7 +309,7 @@ def test_a_convolution_within_an_attention():
     """It gives queries an order of their own, beside the encoding."""
     model = llama()
     model.layers[0].self_attn.q_proj = Convolved(32)
-    with pytest.raises(hf_posenc.HostRefused, match=r"layers\.0\.self_attn\.q_proj\.short") as error:
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=r"layers\.0\.self_attn\.q_proj\.short") as error:
         hf_posenc.patch(model, "alibi")
     assert error.value.reason == "convolutions, which see the order of their inputs"
 
@@ -317,7 +317,9 @@ def test_a_convolution_within_an_attention():
 def test_a_layer_of_which_nothing_is_known():
     model = llama()
     model.layers[1].self_attn = Mixing()
-    with pytest.raises(hf_posenc.HostRefused, match=r"layers\.1 is a LlamaDecoderLayer without an attention") as error:
+    with pytest.raises(
+        hf_posenc.UnsupportedModelError, match=r"layers\.1 is a LlamaDecoderLayer without an attention"
+    ) as error:
         hf_posenc.patch(model, "alibi")
     assert error.value.reason == "layers without attention"
 
@@ -326,5 +328,5 @@ def test_no_source_and_no_other_layers():
     """A stack of attentions alone gets its positions from somewhere that was not found."""
     model = llama()
     model.rotary_emb = None
-    with pytest.raises(hf_posenc.HostRefused, match="no source of position that is known"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="no source of position that is known"):
         hf_posenc.patch(model, "alibi")

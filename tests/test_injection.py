@@ -156,9 +156,9 @@ def test_inject_in_the_dict():
     model = hf_posenc.patch(stock("bert"), {"type": "sinusoidal", "inject": "after_attention", "base": 50})
     other = hf_posenc.patch(stock("bert"), "sinusoidal", inject="after_attention", base=50.0)
     assert torch.equal(first(model(tokens())), first(other(tokens())))
-    assert hf_posenc.inspect(model).enters == {"embed": ("encoder.layer.0.attention", "encoder.layer.1.attention")}
+    assert hf_posenc.inspect(model).locations == {"embed": ("encoder.layer.0.attention", "encoder.layer.1.attention")}
     every = hf_posenc.patch(stock("albert"), "sinusoidal", inject="every_layer")
-    assert hf_posenc.inspect(every).enters == {"embed": ("encoder.albert_layer_groups.0.albert_layers.0",)}
+    assert hf_posenc.inspect(every).locations == {"embed": ("encoder.albert_layer_groups.0.albert_layers.0",)}
     at_input = hf_posenc.patch(stock("bert"), "sinusoidal+t5")
     attentions = ("encoder.layer.0.attention.self", "encoder.layer.1.attention.self")
-    assert hf_posenc.inspect(at_input).enters == {"embed": ("embeddings.position_embeddings",), "distance_bias": attentions}
+    assert hf_posenc.inspect(at_input).locations == {"embed": ("embeddings.position_embeddings",), "distance_bias": attentions}

@@ -11,13 +11,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_posenc
 from conftest import ENCODINGS, assert_close, first, pairs, patched, slow, stock, tokens
-from hf_posenc import blocks, kernels
-from hf_posenc.blocks import Columns, Seen
+from hf_posenc.attention import bias_backends, blockwise
+from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import Geometry, PositionContext, encoding_class
 from oracles import gradients, padded
 
 H, E = 3, 4
-BIASING = [name for name in ENCODINGS if kernels.biases(hf_posenc.list_encodings().get(name, hf_posenc.PositionEncoding))]
+BIASING = [name for name in ENCODINGS if bias_backends.biases(hf_posenc.list_encodings().get(name, hf_posenc.PositionEncoding))]
 
 
 def scores_of(query, key, columns, scaling):
@@ -51,11 +51,11 @@ def attention_of(query, key, value, columns, seen, scaling):
 
 
 SEEN = {
-    "all": lambda queries, keys: Seen(((0, 2, 0, keys),)),
-    "right padding": lambda queries, keys: Seen(((0, 1, 0, keys), (1, 2, 0, keys - 3))),
-    "left padding": lambda queries, keys: Seen(((0, 1, 4, keys), (1, 2, 0, keys))),
-    "hidden row": lambda queries, keys: Seen(((0, 1, 0, keys), (1, 2, 0, 0))),
-    "causal": lambda queries, keys: Seen(((0, 2, 0, keys),), True, keys - queries),
+    "all": lambda queries, keys: VisibleSpans(((0, 2, 0, keys),)),
+    "right padding": lambda queries, keys: VisibleSpans(((0, 1, 0, keys), (1, 2, 0, keys - 3))),
+    "left padding": lambda queries, keys: VisibleSpans(((0, 1, 4, keys), (1, 2, 0, keys))),
+    "hidden row": lambda queries, keys: VisibleSpans(((0, 1, 0, keys), (1, 2, 0, 0))),
+    "causal": lambda queries, keys: VisibleSpans(((0, 2, 0, keys),), True, keys - queries),
 }
 
 
@@ -69,13 +69,13 @@ def inputs(queries, keys, kinds, heads_of_vectors, dtype=torch.float64, seed=0):
     states = draw(2, H, queries, E), draw(2, H, keys, E), draw(2, H, keys, E)
     values = draw(H, columns) if "values" in kinds else None
     vectors = [draw(heads_of_vectors, columns, E) if kind in kinds else None for kind in ("queries", "keys")]
-    return states, Columns(values, *vectors, head=1, tail=1)
+    return states, DistanceTable(values, *vectors, head=1, tail=1)
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "FORWARD_QUERIES", 5)
-    monkeypatch.setattr(blocks, "BACKWARD_QUERIES", 4)
+    monkeypatch.setattr(blockwise, "FORWARD_QUERIES", 5)
+    monkeypatch.setattr(blockwise, "BACKWARD_QUERIES", 4)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_blocks_against_all_scores_at_once(small_blocks, kinds, queries, keys, s
     (query, key, value), columns = inputs(queries, keys, kinds, heads_of_vectors)
     given = SEEN[seen](queries, keys)
     hidden, bias = columns, columns.values
-    if seen == "causal":  # as kernels._columns does
+    if seen == "causal":  # as bias_backends._columns does
         future = torch.arange(keys - 1, -queries, -1) - given.shift > 0
         zeros = torch.zeros(H, queries + keys - 1, dtype=torch.float64)
         masked = (zeros if bias is None else bias).masked_fill(future, torch.finfo(torch.float64).min)
         hidden = replace(columns, values=masked)
     leaves = [each for each in (query, key, value, bias, columns.for_queries, columns.for_keys) if each is not None]
     upstream = torch.randn(2, H, queries, E, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    found = blocks.attention(query, key, value, hidden, given, 0.3)
+    found = blockwise.attention(query, key, value, hidden, given, 0.3)
     expected = attention_of(query, key, value, columns, given, 0.3)
     assert_close(found, expected, rtol=1e-10, atol=1e-10)
     for mine, theirs in zip(
@@ -115,9 +115,9 @@ def test_equal_vectors_at_the_ends_are_multiplied_once(small_blocks, head, tail)
     rows = torch.arange(21).clamp(head - 1, 21 - tail)
     tables = [torch.randn(21, E, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     seen = SEEN["all"](11, 11)
-    assert kernels._equal_ends(rows) == (head, tail)
-    expected = attention_of(query, key, value, Columns(None, *(table[rows][None] for table in tables)), seen, 0.5)
-    found = blocks.attention(query, key, value, Columns(None, *(t[rows][None] for t in tables), head, tail), seen, 0.5)
+    assert bias_backends._equal_ends(rows) == (head, tail)
+    expected = attention_of(query, key, value, DistanceTable(None, *(table[rows][None] for table in tables)), seen, 0.5)
+    found = blockwise.attention(query, key, value, DistanceTable(None, *(t[rows][None] for t in tables), head, tail), seen, 0.5)
     assert_close(found, expected, rtol=1e-10, atol=1e-10)
     leaves = [query, key, value, *tables]
     for mine, theirs in zip(
@@ -131,14 +131,14 @@ def test_gradients_by_finite_differences(small_blocks):
     seen = SEEN["right padding"](5, 5)
 
     def compute(query, key, value, *tensors):
-        return blocks.attention(query, key, value, Columns(*tensors, head=1, tail=1), seen, 0.4)
+        return blockwise.attention(query, key, value, DistanceTable(*tensors, head=1, tail=1), seen, 0.4)
 
     assert torch.autograd.gradcheck(compute, (query, key, value, *columns.tensors), fast_mode=True)
 
 
 def test_a_second_derivative_is_refused(small_blocks):
     (query, key, value), columns = inputs(5, 5, "values", 1)
-    output = blocks.attention(query, key, value, columns, SEEN["all"](5, 5), 0.4)
+    output = blockwise.attention(query, key, value, columns, SEEN["all"](5, 5), 0.4)
     with pytest.raises(RuntimeError, match="set_attn_implementation"):
         torch.autograd.grad(output.sum(), query, create_graph=True)
 
@@ -149,11 +149,11 @@ def test_dropout_drops_the_same_weights_in_the_backward_pass(small_blocks):
 
     def compute(query, key, value, *tensors):
         torch.manual_seed(4)
-        return blocks.attention(query, key, value, Columns(*tensors, head=1, tail=1), seen, 0.4, dropout=0.3)
+        return blockwise.attention(query, key, value, DistanceTable(*tensors, head=1, tail=1), seen, 0.4, dropout=0.3)
 
     leaves = (query, key, value, *columns.tensors)
     assert torch.autograd.gradcheck(compute, leaves, fast_mode=True)
-    assert not torch.equal(compute(*leaves), blocks.attention(query, key, value, columns, seen, 0.4))
+    assert not torch.equal(compute(*leaves), blockwise.attention(query, key, value, columns, seen, 0.4))
     assert torch.equal(compute(*leaves), compute(*leaves))
 
 
@@ -163,8 +163,8 @@ def test_dropout_keeps_the_mean(probability):
     (query, key, _), columns = inputs(40, 400, "values", 1, dtype=torch.float32)
     identity = torch.eye(400).expand(2, H, 400, 400)  # so that outputs are weights
     seen = SEEN["all"](40, 400)
-    whole = blocks.attention(query, key, identity, columns, seen, 0.4).detach()
-    left = blocks.attention(query, key, identity, columns, seen, 0.4, dropout=probability).detach()
+    whole = blockwise.attention(query, key, identity, columns, seen, 0.4).detach()
+    left = blockwise.attention(query, key, identity, columns, seen, 0.4, dropout=probability).detach()
     dropped = left == 0
     assert abs(dropped.float().mean() - probability) < 5 * (0.25 / dropped.numel()) ** 0.5
     if probability < 1:
@@ -185,7 +185,7 @@ def test_half_precision_is_as_exact_as_the_obvious_way():
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
 
     def mine(query, key, value, *tensors):
-        return blocks.attention(query, key, value, Columns(*tensors, head=1, tail=1), seen, scaling)
+        return blockwise.attention(query, key, value, DistanceTable(*tensors, head=1, tail=1), seen, scaling)
 
     def errors(function, dtype):
         leaves = [
@@ -213,7 +213,7 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
     context = PositionContext(module, index, given["past"], index.new_zeros(1, 1), given.get("keys"), scaling=0.5)
     context.aside = given.get("aside", (0, 0))
     with torch.set_grad_enabled(train):
-        return kernels.way_for([module], query, key, value, mask, context, given["causal"], given["dropout"])
+        return bias_backends.select_backend([module], query, key, value, mask, context, given["causal"], given["dropout"])
 
 
 @pytest.mark.parametrize(
@@ -295,12 +295,12 @@ def ways(monkeypatch):
     taken = []
 
     def watched(*arguments):
-        found = way_for(*arguments)
+        found = select_backend(*arguments)
         taken.append(found[0])
         return found
 
-    way_for = kernels.way_for
-    monkeypatch.setattr(kernels, "way_for", watched)
+    select_backend = bias_backends.select_backend
+    monkeypatch.setattr(bias_backends, "select_backend", watched)
     return taken
 
 
@@ -316,8 +316,8 @@ def ways(monkeypatch):
     ],
 )
 def test_what_attend_really_takes(ways, monkeypatch, host, encoding, train, way):
-    monkeypatch.setitem(kernels.FROM_KEYS, "toeplitz", 256)
-    monkeypatch.setitem(kernels.FROM_KEYS, "blocks", 256)
+    monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, "toeplitz", 256)
+    monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, "blocks", 256)
     model = patched(host, encoding)
     with torch.set_grad_enabled(train):
         model(tokens(2, 256))
@@ -350,9 +350,9 @@ def test_flex_attention_reads_values_by_distance(encodings, train, by_distance, 
     index = torch.arange(past, past + 11)[None]
     context = PositionContext(modules[0], index, past, index.new_zeros(1, 1), scaling=0.5)
     with torch.set_grad_enabled(train):
-        found = kernels.flex_bias(modules, query, key, context, None)
-        expected = kernels.score_bias(modules, query, key, context)
-    assert isinstance(found, kernels.BiasByDistance) == by_distance
+        found = bias_backends.flex_bias(modules, query, key, context, None)
+        expected = bias_backends.score_bias(modules, query, key, context)
+    assert isinstance(found, bias_backends.BiasByDistance) == by_distance
     places = torch.meshgrid(*(torch.arange(size) for size in (2, H, 11, keys)), indexing="ij")
     assert_close(found[places], expected.expand(2, -1, -1, -1))
 
@@ -367,11 +367,11 @@ def test_a_static_cache_has_a_dense_bias(ways):
 @pytest.fixture
 def always(monkeypatch):
     """The fast ways on inputs of any length, in small blocks."""
-    monkeypatch.setattr(blocks, "FORWARD_QUERIES", 5)
-    monkeypatch.setattr(blocks, "BACKWARD_QUERIES", 4)
-    monkeypatch.setattr(kernels, "CAUSAL_QUERIES", 4)
+    monkeypatch.setattr(blockwise, "FORWARD_QUERIES", 5)
+    monkeypatch.setattr(blockwise, "BACKWARD_QUERIES", 4)
+    monkeypatch.setattr(bias_backends, "CAUSAL_QUERIES", 4)
     for way in ("toeplitz", "blocks"):
-        monkeypatch.setitem(kernels.FROM_KEYS, way, 2)
+        monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, way, 2)
 
 
 BIASED = [*BIASING, "shaw+alibi", "t5+relative", "rope+t5"]
@@ -498,7 +498,7 @@ def test_a_far_key_that_counts_is_not_hidden(train):
     module = SimpleNamespace(is_causal=False)
     states = [each.requires_grad_(train) for each in (query, key, value)]
     arguments = (module, *states, None, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
-    found, _ = kernels.biased_attention(sdpa_attention_forward, *arguments)
+    found, _ = bias_backends.biased_attention(sdpa_attention_forward, *arguments)
     scores = states[0].double() @ states[1].double().mT * 0.5 + bias
     expected = (scores.softmax(-1) @ states[2].double()).transpose(1, 2)
     far = scores.softmax(-1) * (bias < -40)
@@ -560,7 +560,7 @@ def test_steep_biases_under_masks_that_hide_the_own_key(own_registry, bias, mask
     with torch.set_grad_enabled(train):
         module, given = SimpleNamespace(is_causal=False), shown.expand(2, 1, -1, -1)
         arguments = (module, *states, given, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
-        found, _ = kernels.biased_attention(sdpa_attention_forward, *arguments)
+        found, _ = bias_backends.biased_attention(sdpa_attention_forward, *arguments)
     exact = [each.detach().double().requires_grad_(train) for each in states]
     scores = exact[0] @ exact[1].mT * 0.5 + encoding.distance_bias(distance.flatten()).detach().unflatten(-1, distance.shape)
     scores = scores.masked_fill(~shown, -torch.inf)
@@ -743,7 +743,7 @@ def test_an_own_function_named_sdpa_gets_a_mask():
     index = torch.arange(300)[None]
     context = PositionContext(encoding, index, 0, index.new_zeros(1, 1), scaling=0.5)
     arguments = (module, *states, None, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
-    theirs, _ = kernels.biased_attention(own, *arguments)
-    ours, _ = kernels.biased_attention(sdpa_attention_forward, *arguments)
+    theirs, _ = bias_backends.biased_attention(own, *arguments)
+    ours, _ = bias_backends.biased_attention(sdpa_attention_forward, *arguments)
     assert seen[0].shape == (1, H, 300, 300)
     assert_close(ours, theirs)

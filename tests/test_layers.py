@@ -163,7 +163,7 @@ def test_vectors_in_these_layers_only(host, inject):
     """Compared with a model without positions to which the vectors are added by hand."""
     model = into(host, "sinusoidal", inject=inject, layers=[1, 3])
     assert hf_posenc.inspect(model).layers == {"sinusoidal": (1, 3)}
-    assert len(hf_posenc.inspect(model).enters["embed"]) == 2
+    assert len(hf_posenc.inspect(model).locations["embed"]) == 2
     plain = hf_posenc.patch(stock(host, **SIZES[host]), "none")
     vectors = hf_posenc.PositionEmbedding("sinusoidal", 32)(torch.zeros(1, 11, 32))
 
@@ -298,7 +298,9 @@ def test_refused(case):
 def test_a_shared_layer():
     """ALBERT's layers are one, used several times."""
     model = stock("albert")
-    with pytest.raises(hf_posenc.HostRefused, match=r"counts 2 layers, but its attentions lie in layers \[0\]") as error:
+    with pytest.raises(
+        hf_posenc.UnsupportedModelError, match=r"counts 2 layers, but its attentions lie in layers \[0\]"
+    ) as error:
         hf_posenc.patch(model, "alibi", layers=[0])
     assert error.value.reason == "no attention for each layer" and "leave layers out" in str(error.value)
     first(hf_posenc.patch(model, "alibi")(tokens()))

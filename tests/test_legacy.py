@@ -1,4 +1,4 @@
-"""`from_v4`: checkpoints that Transformers 4.57 saved (scripts/v4_checkpoints.py) give its outputs and gradients."""
+"""`from_v4`: checkpoints that Transformers 4.57 saved (tools/v4_checkpoints.py) give its outputs and gradients."""
 
 import json
 import shutil
@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_posenc
-from attacks.hub_server import TOKEN, Commit, Repo, serve
 from conftest import ROOT, assert_apart, assert_close, assert_equal, backends, run_python, stock
 from hf_posenc.cli import app
+from hub_server import TOKEN, Commit, Repo, serve
 
 DATA = ROOT / "tests" / "v4"
 FAMILIES = sorted(path.name for path in DATA.iterdir())
@@ -395,13 +395,13 @@ def test_pickles(saved):
 
 
 def test_families_and_classes(saved):
-    with pytest.raises(hf_posenc.HostRefused, match="its keys not"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="its keys not"):
         hf_posenc.from_v4(saved(*UNSERVED))
-    with pytest.raises(hf_posenc.HostRefused, match=r"'lilt' model.*docs/v4\.md"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=r"'lilt' model.*docs/v4\.md"):
         hf_posenc.from_v4(saved("roberta", "relative_key", model_type="lilt"))
     with pytest.raises(ValueError, match="'wav2vec2-bert' with its relative positions: load it with from_pretrained"):
         hf_posenc.from_v4(saved("roberta", "relative_key_query", model_type="wav2vec2-bert"))
-    with pytest.raises(hf_posenc.HostRefused, match="position_embedding_type='relative_key' in its text_config"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="position_embedding_type='relative_key' in its text_config"):
         hf_posenc.from_v4(saved("electra", "absolute", text_config={"position_embedding_type": "relative_key"}))
     folder = saved("bert")
     with pytest.raises(ValueError, match="RobertaModel is not for a 'bert' model"):

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModel
 
 import hf_posenc
-from hosts import tiny
+from tools.hosts import tiny
 
 
 @pytest.fixture(scope="module")

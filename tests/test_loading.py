@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, PreTrained
 
 import hf_posenc
 from conftest import BERT, LENGTH, VOCABULARY, assert_equal, first, stock, tokens
-from hf_posenc import tokenizer_files
+from hf_posenc.serialization import tokenizer_files
 
 SIZES = {**BERT, "vocab_size": VOCABULARY}
 Model, Config = hf_posenc.PosEncBertForMaskedLM, hf_posenc.PosEncBertConfig
@@ -32,7 +32,7 @@ def folders(tmp_path_factory):
     model = stock("bert", "ForMaskedLM")
     model.save_pretrained(path / "stock")
     hf_posenc.patch(model, ROPE).save_pretrained(path / "patched")
-    hf_posenc.patch(model, ROPE, max_length=99, keep_host=False).save_pretrained(path / "longer")
+    hf_posenc.patch(model, ROPE, max_length=99, keep_original=False).save_pretrained(path / "longer")
     stock("bert", "ForMaskedLM").save_pretrained(path / "in" / "stock")
     return path
 

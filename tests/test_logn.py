@@ -23,8 +23,8 @@ from conftest import (
     stock,
     tokens,
 )
+from hf_posenc.architectures.structure import is_patched
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
-from hf_posenc.structure import is_patched
 from oracles import every_mask, in_pieces, padded, padding_of
 
 SHORT = 5
@@ -317,7 +317,7 @@ def test_the_trained_length_is_the_stock_hosts(host, tmp_path):
     )
     assert not torch.equal(expected, other)
     new = hf_posenc.patch(model, "rope+logn")
-    longer = hf_posenc.patch(model, "rope+logn", max_length=70, keep_host=False)
+    longer = hf_posenc.patch(model, "rope+logn", max_length=70, keep_original=False)
     longer.save_pretrained(tmp_path / "longer")
     loaded = AutoModel.from_pretrained(tmp_path / "longer")
     further = hf_posenc.extend(loaded, 200)

@@ -31,8 +31,8 @@ from conftest import (
     tokens,
 )
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
+from hf_posenc.encodings.interpolation import STATIC, Extension
 from hf_posenc.encodings.self_extend import least_group as least_group_of
-from hf_posenc.encodings.stretching import STATIC, Extension
 
 LONG = 2 * LENGTH + 13
 BART = dict(
@@ -691,7 +691,7 @@ def test_an_encoder_longer_than_its_decoder():
         assert torch.equal(encoded(longer, tokens(length=length)), encoded(model, tokens(length=length)))
     with pytest.raises(ValueError, match="give 32 or more"):
         hf_posenc.extend(model, 20, "dynamic")
-    with pytest.raises(hf_posenc.HostRefused, match="by its config it has"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="by its config it has"):
         hf_posenc.extend(model, 64, "linear")
 
 
@@ -714,7 +714,7 @@ def test_a_part_of_a_model(tmp_path):
     assert torch.equal(asked(again.text_model, tokens(length=LONG)), asked(longer.text_model, tokens(length=LONG)))
     stretched = hf_posenc.extend(model, LONG, "linear", submodel="text_model")
     assert_apart(asked(stretched.text_model, tokens(length=19)), asked(model.text_model, tokens(length=19)))
-    with pytest.raises(hf_posenc.HostRefused, match="made of several models.*submodel"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="made of several models.*submodel"):
         hf_posenc.extend(model, LONG, "linear")
 
 
@@ -796,7 +796,7 @@ def test_refused(name, length, method, settings, words):
     ids=lambda value: getattr(value, "prefix", ""),
 )
 def test_positions_that_no_method_makes_longer(host, words):
-    with pytest.raises(hf_posenc.HostRefused, match=words):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=words):
         hf_posenc.extend(stock(host, vocab_size=61) if host.prefix != "ViT" else vit(host), 99, "linear")
 
 
@@ -817,7 +817,7 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 
 def test_hosts_that_a_method_does_not_suit(host, method, words):
     model = stock(host)
     before = model.config.to_dict()
-    with pytest.raises(hf_posenc.HostRefused, match=words):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=words):
         hf_posenc.extend(model, 99, method)
     assert model.config.to_dict() == before
 
@@ -870,7 +870,7 @@ def test_a_rule_that_this_transformers_lacks(monkeypatch):
 
 def test_methods_are_those_of_the_docstring():
     documented = {*re.findall(r'^ +"(\w+)" ', hf_posenc.extend.__doc__, re.M)}
-    from hf_posenc.extension import METHODS
+    from hf_posenc.conversion.extension import METHODS
 
     assert documented | {"dynamic", "recurrent", "ntk", "yarn", "longrope", "llama3"} == {*METHODS}
     assert all(f'"{name}"' in hf_posenc.extend.__doc__ for name in METHODS)

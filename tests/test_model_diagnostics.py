@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_close, patched, stock, tokens
 from hf_posenc import diagnostics
-from hosts.tiny import build
+from tools.hosts.tiny import build
 
 SIZE = 12
 SMALL_T5 = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)

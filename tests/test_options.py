@@ -17,10 +17,11 @@ from packaging.specifiers import SpecifierSet
 
 import hf_posenc
 from conftest import ENCODINGS, ROOT, run_python, stock
-from hf_posenc import requirements
+from hf_posenc import _versions
+from hf_posenc.architectures.components import PositionComponent
+from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Above, Geometry, PositionEncoding, build, canonical, encoding_class, list_encodings
-from hf_posenc.sources import Source
-from hf_posenc.spec import PositionSpec
+from hf_posenc.serialization.user_code import flat
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
 LEARNED = {"storage": "float32", "file": None, "init": "normal", "std": 0.02, "trained_rows": None}
@@ -306,7 +307,7 @@ def test_values_of_another_type_are_refused(annotation, value):
         ({"type": "alibi+rope", "rop__theta": 3.0}, "rope"),
         ({"type": "alibi+shaw", "relative_kez__terms": "keys"}, "relative_key"),
         ({"type": "alibi", "max_len": 99}, "max_length"),
-        ({"type": "alibi", "keep_hosts": True}, "keep_host"),
+        ({"type": "alibi", "keep_originals": True}, "keep_original"),
         ({"type": "sinusoidal", "inject": "every_layers"}, "every_layer"),
     ],
     ids=str,
@@ -317,7 +318,7 @@ def test_did_you_mean(given, name):
 
 
 @pytest.mark.parametrize(
-    "given", ["", "a" * 60_000, "zzz", {"type": "alibi", "keep_host": True}], ids=lambda each: str(each)[:9]
+    "given", ["", "a" * 60_000, "zzz", {"type": "alibi", "keep_original": True}], ids=lambda each: str(each)[:9]
 )
 def test_nothing_like_it(given):
     with pytest.raises(ValueError) as error:
@@ -644,7 +645,7 @@ RESERVED = [
     "host",
     "inject",
     "where",
-    "keep_host",
+    "keep_original",
     "submodel",
 ]
 
@@ -715,7 +716,7 @@ def test_versions_are_those_of_pyproject():
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     stated = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
-    assert {name: SpecifierSet(specifier) for name, specifier in requirements.REQUIRED.items()} == {
+    assert {name: SpecifierSet(specifier) for name, specifier in _versions.REQUIRED.items()} == {
         name: stated[name] for name in ("torch", "transformers")
     }
 
@@ -730,60 +731,34 @@ def install(monkeypatch, **versions):
 def test_versions_out_of_range(monkeypatch, package, version):
     install(monkeypatch, **{package: version})
     with pytest.raises(ImportError) as error:
-        requirements.check()
-    message, specifier = str(error.value), requirements.REQUIRED[package]
+        _versions.check()
+    message, specifier = str(error.value), _versions.REQUIRED[package]
     assert f"{version} is installed" in message and f'pip install "{package}{specifier}"' in message
     assert f"works with {package}{specifier}" in message
 
 
 def test_versions_in_range(monkeypatch):
     """Nightly and local builds count too."""
-    requirements.check()
+    _versions.check()
     install(monkeypatch, torch="2.14.0.dev20260101+cu130", transformers="5.24.0rc1")
-    requirements.check()
+    _versions.check()
 
 
 # The rules of the house.
 
 ORDER = [
-    {
-        "requirements",
-        "encodings",
-        "user_code",
-        "probe",
-        "calls",
-        "saving",
-        "blocks",
-        "saved_files",
-        "text_files",
-        "terminals",
-    },
-    {"remote_code", "tokenizer_files", "spec", "kernels", "catalog"},
-    {"sources", "attention", "checkpoints", "remembering", "offsets"},
-    {"written_out", "positions", "embedding", "calibration"},
-    {"declarations"},
-    {"structure", "injection"},
-    {"install", "transfer"},
-    {"loading"},
+    {"_versions", "signatures", "encodings"},
+    {"configuration"},
+    {"attention", "serialization"},
+    {"architectures"},
     {"modeling"},
-    {"patching", "legacy"},
-    {"longer_hosts"},
-    {"longer_tables", "longer_rotations"},
-    {"extension"},
     {"inspection"},
-    {"diagnostics"},
-    {"plots"},
-    {"conversion"},
-    {"evaluation", "leaks", "retries", "scores", "questions"},
-    {"retrieval", "timing"},
-    {"comparison"},
-    {"commits"},
-    {"cards"},
-    {"repositories"},
-    {"hub", "explorer"},
+    {"conversion", "evaluation", "diagnostics"},
+    {"hub", "plots", "training"},
+    {"explorer"},
     {"cli"},
 ]
-"""A module imports from the lines above its own alone. A new module needs a place here."""
+"""A package, or a module of the root, imports from the lines above its own alone. A new one needs a place here."""
 
 PACKAGE = ROOT / "hf_posenc"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
@@ -815,7 +790,7 @@ def test_import_order(path):
     module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     assert rank(module) is not None, f"{module} has no place in ORDER"
     for name in ours(path):
-        if name == "hf_posenc" and module == "cli":  # thin over the public API
+        if name == "hf_posenc" and module in ("cli", "training"):  # they use the public API
             continue
         other = name.split(".")[1] if "." in name else None
         assert rank(other) is not None, f"{path.name} imports {name}, which is no module of ours"
@@ -832,8 +807,8 @@ def test_encodings_know_nothing_of_hosts(path):
 
 
 FOUNDATION = [
-    *("options", "storage", "context", "stretching", "frequency_rules", "base", "composition", "registry", "building"),
-    *("rotation", "rows"),
+    *("options", "mapped_tables", "context", "interpolation", "frequency_rules", "base"),
+    *("composition", "registry", "determinism", "construction", "rotation", "tables", "catalog"),
 ]
 """The modules of encodings/ that are no encodings. Each imports from those to its left alone."""
 
@@ -856,17 +831,39 @@ def test_modules_bear_names_of_their_own():
 
 
 def test_copies_of_modules_have_files_of_their_own():
-    """With a model they lie flat beside each other, whatever package they are from."""
-    saved = [path.stem for path in MODULES if path.parent.name not in ("cli", "explorer") and path.stem != "__init__"]
-    assert {name for name in saved if saved.count(name) > 1} == set()
+    """With a model they are in one folder, whatever package they are from."""
+    names = [".".join(("hf_posenc", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in MODULES]
+    copies = [flat(name).casefold() for name in names if not name.endswith("__init__")]
+    assert {name for name in copies if copies.count(name) > 1} == set()
 
 
-MEASURING = {"retrieval", "scores", "questions", "plots", "explorer", "tokenizer_files", "text_files", "terminals", "saving"}
-"""Modules that scripts and commands share; they know nothing of how models are patched."""
+MEASURING = {"evaluation", "plots", "explorer", "serialization", "training"}
+"""Modules that programs and commands share; they know nothing of how models are patched."""
 
 
-def test_scripts_use_the_public_api_alone():
-    for path in (ROOT / "scripts").rglob("*.py"):
+PROGRAMS = sorted(path for name in ("scripts", "benchmarks", "experiments", "tools") for path in (ROOT / name).rglob("*.py"))
+"""What isn't installed."""
+BESIDE = {"scripts": {"benchmarks", "experiments"}, "benchmarks": set(), "experiments": set(), "tools": {"benchmarks"}}
+"""A folder of programs -> the others that it imports from; the package imports from none."""
+
+
+@pytest.mark.parametrize("path", [*MODULES, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_import_order_of_programs(path):
+    """Experiments may break: nothing needs them other than their commands."""
+    folder = path.relative_to(ROOT).parts[0]
+    others = {name.partition(".")[0] for name in imported(path)} & {*BESIDE, "tests"}
+    assert others <= {folder, *BESIDE.get(folder, ())} - {"hf_posenc"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
+def test_scripts_are_thin(path):
+    """Whatever they do can be imported, and run as a module."""
+    nodes = ast.parse(path.read_text()).body
+    assert not [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign)]
+
+
+def test_programs_use_the_public_api_alone():
+    for path in PROGRAMS:
         used = {name.removeprefix("hf_posenc.") for name in ours(path) if name != "hf_posenc"}
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_posenc":
@@ -875,7 +872,7 @@ def test_scripts_use_the_public_api_alone():
         assert all(name in hf_posenc.__all__ or name.startswith("PosEnc") for name in used), path.name
 
 
-@pytest.mark.parametrize("path", [*MODULES, *(ROOT / "scripts").rglob("*.py")], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*MODULES, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_tokenizers_are_loaded_in_one_place(path):
     """Transformers makes a tokenizer without a vocabulary where there is none; `tokenizer_files` rejects it."""
     calls = (node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
@@ -884,8 +881,8 @@ def test_tokenizers_are_loaded_in_one_place(path):
     assert not names or path.name == "tokenizer_files.py", names
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda path: path.name)
-def test_scripts_print_on_any_terminal(path):
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_programs_print_on_any_terminal(path):
     """Else a table that is printed at the end, after an hour, may raise UnicodeEncodeError."""
     if (text := path.read_text("utf-8")).count('\nif __name__ == "__main__":\n') and "hf_posenc" in text:
         exempt = {"app.py", "v4_checkpoints.py", "v4_worker.py"}  # a page; run by other versions of Transformers
@@ -916,7 +913,7 @@ def test_importing_builds_no_class():
         """
 import sys
 import hf_posenc
-from hf_posenc import modeling
+from hf_posenc.modeling import derived as modeling
 hosts = [n for n in sys.modules if n.startswith("transformers.models.") and ".modeling_" in n and ".auto." not in n]
 assert not hosts, hosts
 made = {n for n, v in vars(modeling).items() if isinstance(v, type) and n.startswith("PosEnc")}
@@ -935,19 +932,19 @@ assert {"PosEncBertConfig", "BertConfig", "PositionEmbeddingConfig"} <= names
 
 def test_no_module_outside_sources_names_a_kind_of_source():
     """A kind of source is one file: without rotary.py, say, rotary hosts are refused, and nothing else changes."""
-    names = {kind.__name__ for kind in Source.kinds}
+    names = {kind.__name__ for kind in PositionComponent.kinds}
     for path in PACKAGE.rglob("*.py"):
-        if path.parent.name not in ("sources", "cli"):  # the CLI's tables are rich's
+        if path.parent.name not in ("components", "cli"):  # the CLI's tables are rich's
             nodes = [*ast.walk(ast.parse(path.read_text()))]
             used = {getattr(node, "id", None) or getattr(node, "name", None) for node in nodes}
             assert not names & used, path.name
 
 
 def test_without_the_file_of_a_kind_its_hosts_are_refused(monkeypatch):
-    kinds = [kind for kind in Source.kinds if kind.__name__ != "Rotary"]
-    assert len(kinds) == len(Source.kinds) - 1
-    monkeypatch.setattr(Source, "kinds", kinds)
-    with pytest.raises(hf_posenc.HostRefused, match="rotary_emb") as refused:
+    kinds = [kind for kind in PositionComponent.kinds if kind.__name__ != "RotaryEmbedding"]
+    assert len(kinds) == len(PositionComponent.kinds) - 1
+    monkeypatch.setattr(PositionComponent, "kinds", kinds)
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="rotary_emb") as refused:
         hf_posenc.patch(stock("llama"), "alibi")
     assert refused.value.reason == "other sources of position"
     hf_posenc.patch(stock("bert"), "alibi")

@@ -41,10 +41,10 @@ def own(folder):
 @pytest.fixture
 def kept(monkeypatch):
     """What a test registers is gone after it."""
-    from hf_posenc import written_out
-    from hf_posenc.sources import declared
+    from hf_posenc.architectures.components import declared
+    from hf_posenc.attention import custom
 
-    monkeypatch.setattr(written_out, "OWN_ROWS", dict(written_out.OWN_ROWS))
+    monkeypatch.setattr(custom, "ROWS", dict(custom.ROWS))
     monkeypatch.setattr(declared, "DECLARED", dict(declared.DECLARED))
 
 
@@ -277,10 +277,10 @@ def turning(own):
 def test_a_module_of_another_form(own, kept):
     cls, config, attention = turning(own)
     stock = randomize(cls(config())).eval()
-    with pytest.raises(hf_posenc.HostRefused):
+    with pytest.raises(hf_posenc.UnsupportedModelError):
         hf_posenc.patch(stock, "rope")
     hf_posenc.register_attention(attention, scaling=1.0)
-    with pytest.raises(hf_posenc.HostRefused, match="no source of position that is known.*own_architecture.md"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="no source of position that is known.*own_architecture.md"):
         hf_posenc.patch(stock, "rope")
     hf_posenc.register_positions(cls, "angles", silent=unturned)
     ids = tokens(2, 9)
@@ -307,9 +307,11 @@ def test_what_is_said_wrongly(own, kept):
     for path, silent, what in (("angels", None, "nothing"), ("angles", None, "a Angles"), ("embed_tokens", len, "")):
         hf_posenc.register_positions(cls, path, silent=silent)
         if what:
-            with pytest.raises(hf_posenc.HostRefused, match=f"names {what} of this TurningModel: allowed is an nn.Embedding"):
+            with pytest.raises(
+                hf_posenc.UnsupportedModelError, match=f"names {what} of this TurningModel: allowed is an nn.Embedding"
+            ):
                 hf_posenc.patch(cls(config()), "rope")
-        from hf_posenc.sources import declared
+        from hf_posenc.architectures.components import declared
 
         declared.DECLARED.clear()
 
@@ -346,7 +348,9 @@ def test_what_a_class_lacks(own, kept):
         hf_posenc.patch(Unfinished(tiny.TinyConfig()), "rope")
     with pytest.raises(ValueError, match="Borrowed is a class of your own, and its config a BertConfig of model type 'bert'"):
         hf_posenc.patch(Borrowed(BertConfig(hidden_size=32, num_attention_heads=4)), "rope")
-    with pytest.raises(hf_posenc.HostRefused, match="DeafAttention which doesn't ask self.config._attn_implementation"):
+    with pytest.raises(
+        hf_posenc.UnsupportedModelError, match="DeafAttention which doesn't ask self.config._attn_implementation"
+    ):
         hf_posenc.patch(Deaf(tiny.TinyConfig()), "rope")
     nameless = tiny.TinyModel(tiny.TinyConfig())
     nameless.config.__class__ = NamelessConfig

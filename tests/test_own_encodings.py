@@ -23,8 +23,8 @@ from conftest import (
     suits,
     tokens,
 )
-from hf_posenc import probe
 from hf_posenc.encodings import Above
+from hf_posenc.serialization import probe
 from oracles import future, gpt2_query_key, in_pieces
 
 

@@ -38,7 +38,7 @@ def run(*arguments, cwd):
 def test_the_wheel(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("hf_posenc", "scripts", "tests"):
+    for name in ("hf_posenc", "benchmarks", "experiments", "scripts", "tests", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     done = run("-c", "from setuptools.build_meta import build_wheel; build_wheel('dist')", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from conftest import ROOT, run_python
-from evaluation import pages
-from training import data
+from conftest import run_python
+from experiments.data import pages
+from hf_posenc.training import data
 
 RST = """.. SPDX-License-Identifier: GPL-2.0
 .. _label:
@@ -173,7 +173,7 @@ def test_a_folder_without_pages(tmp_path):
 
 def test_the_training_file_is_read_by_the_training_scripts(folder, tmp_path):
     file = tmp_path / "train.jsonl"
-    code = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    run_python(code, ROOT / "scripts" / "evaluation" / "pages.py", folder, "--train_file", file)
+    code = "import runpy; runpy.run_module('experiments.data.pages', run_name='__main__')"
+    run_python(code, folder, "--train_file", file)
     _, training = pages.split(folder)
     assert data.read(file)["text"] == training == [json.loads(line)["text"] for line in file.read_text().splitlines()]

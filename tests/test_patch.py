@@ -144,7 +144,7 @@ def test_unpatch_after_training_says_so(host, tmp_path):
 def test_without_kept_positions_unpatch_names_the_base(in_the_hubs_cache):
     model = stock("bert")
     model.name_or_path = model.config.name_or_path = in_the_hubs_cache
-    new = hf_posenc.patch(model, "alibi", keep_host=False)
+    new = hf_posenc.patch(model, "alibi", keep_original=False)
     assert not any("host" in name for name in new.state_dict())
     with pytest.raises(ValueError, match="somebody/base"):
         hf_posenc.unpatch(new)
@@ -160,7 +160,7 @@ def test_max_length_is_undone():
 def test_kept_positions_are_not_trained_and_not_shared():
     model = stock("bert")
     new = hf_posenc.patch(model, "alibi")
-    kept = dict(new.named_buffers())["posenc.host.embeddings.position_embeddings.weight"]
+    kept = dict(new.named_buffers())["posenc.original.embeddings.position_embeddings.weight"]
     table = model.embeddings.position_embeddings.weight
     assert torch.equal(kept, table) and kept.data_ptr() != table.data_ptr() and not kept.requires_grad
 
@@ -222,7 +222,7 @@ def test_kept_positions_of_a_model_made_anew(way):
         with torch.device("meta"):
             model = AutoModel.from_config(config)
         model.to_empty(device="cpu").init_weights()
-    table = model.get_buffer("posenc.host.embeddings.position_embeddings.weight")
+    table = model.get_buffer("posenc.original.embeddings.position_embeddings.weight")
     assert table.isfinite().all() and 0.01 < table.std() < 0.04
 
 
@@ -280,7 +280,7 @@ def test_derived_classes_have_the_signatures_of_the_original(name):
     for method in ("__init__", "forward") if "Model" in name else ("__init__",):
         expected = inspect.signature(getattr(original, method)).parameters
         found = inspect.signature(getattr(derived, method)).parameters
-        assert [*expected] == [each for each in found if each != "position_encoding"]
+        assert [*expected] == [each for each in found if each not in ("position_encoding", "position_plan")]
         assert all(found[each] == expected[each] for each in expected)
     if "Model" in name:
         assert inspect.signature(derived) == inspect.signature(original)

@@ -8,7 +8,7 @@ from transformers import FalconConfig, FalconForCausalLM, ViTConfig, ViTModel
 
 import hf_posenc
 from conftest import assert_close, first, patched, randomize, randomize_encoding, stock, tokens
-from hf_posenc.attention import PARTS, rotate
+from hf_posenc.attention.dispatch import PARTS, rotate
 from hf_posenc.encodings import Geometry, PositionContext, encoding_class
 from oracles import in_pieces
 

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from conftest import ENCODINGS
-from hf_posenc import catalog, kernels
-from hf_posenc.encodings import Geometry, PositionContext, canonical, encoding_class, options_of
+from hf_posenc.attention import bias_backends
+from hf_posenc.encodings import Geometry, PositionContext, canonical, catalog, encoding_class, options_of
 
 H, E, D = 2, 8, 16
 LONGEST = 4096
@@ -63,7 +63,7 @@ def scores(encoding, query, key, context):
     query, _ = encoding("rotate", query, None, context)
     _, key = encoding("rotate", None, key, context.for_keys(key.shape[2]))
     products = query @ key.transpose(2, 3) * context.scaling
-    bias = kernels.score_bias([encoding], query, key, context)
+    bias = bias_backends.score_bias([encoding], query, key, context)
     return products if bias is None else products + bias
 
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-import reach
 from conftest import ROOT, slow
-from hosts import checks, inputs, tiny
+from tools import reach
+from tools.hosts import checks, inputs, tiny
 
 KEPT, PAGE = ROOT / "scripts" / "results" / "reach.txt", ROOT / "docs" / "hosts.md"
 TAKEN = {
@@ -181,7 +181,7 @@ def test_inputs_of_recipes_are_arguments():
 def test_the_kept_result_is_what_runs_now(tmp_path):
     page, docs = tmp_path / "reach.txt", tmp_path / "hosts.md"
     shutil.copy(PAGE, docs)
-    command = [sys.executable, ROOT / "scripts" / "reach.py", "--output_file", page, "--docs_file", docs]
+    command = [sys.executable, "-m", "tools.reach", "--output_file", page, "--docs_file", docs]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, "--verdicts_file", tmp_path / "verdicts.jsonl"], capture_output=True, text=True, env=environment

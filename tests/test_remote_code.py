@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModel, BertModel
 
 import hf_posenc
 from conftest import ENCODINGS, HOSTS, REGISTERED, ROOT, VARIANTS, by_structure, first, patched, run_python, suits, tokens
-from hf_posenc import remote_code
-from hf_posenc.modeling import auto_classes
+from hf_posenc.modeling.derived import auto_classes
+from hf_posenc.serialization import mixins, remote_code
 
 PACKAGE = ROOT / "hf_posenc"
 AUTO = {
@@ -145,8 +145,8 @@ def modules_that_are_imported(code):
 def test_code_imports_what_is_saved_with_it():
     """Whichever other encodings the model has."""
     for encoding in ENCODINGS:
-        code = remote_code.files("modeling", [(REGISTERED[encoding], {})], hf_posenc.PosEncBertConfig())
-        assert f"posenc_{encoding}.py" in code
+        code = remote_code.files("hf_posenc.modeling.derived", [(REGISTERED[encoding], {})], hf_posenc.PosEncBertConfig())
+        assert f"posenc_encodings_{encoding}.py" in code
         for name, text in code.items():
             assert modules_that_are_imported(text) <= code.keys(), (encoding, name)
 
@@ -166,45 +166,70 @@ def test_saving_again_without_the_package_writes_the_same_folder(bare):
         assert all((after / file).read_bytes() == (before / file).read_bytes() for file in os.listdir(before)), name
 
 
+def copy_of(module):
+    """The file name of the copy of a module of ours."""
+    return f"posenc_{module.lstrip('_').replace('.', '_')}.py"
+
+
+RUNS_IT = {
+    "encodings": ("base", "construction", "context", "options", "registry"),
+    "attention": ("custom", "dispatch"),
+    "architectures": ("components.component", "structure"),
+    "modeling": ("cache_positions", "derived", "hooks", "install", "offsets", "position_ids"),
+    "serialization": ("copies", "interrupted", "mixins"),
+}
+"""The modules that a checkpoint of a model carries, whatever its encoding: nothing that detects, starts processes, rewrites
+sources, or saves what isn't in memory."""
+BIASES = ("bias_backends", "distance_table")
+LEARNED = ("learned", "tables", "mapped_tables", "interpolation", "sinusoidal")  # its table can start as one
+
+
 def test_only_what_is_needed_is_saved(bare):
     _, folder = bare
-    embedding = {"options", "context", "base", "composition", "registry", "building", "spec", "checkpoints", "embedding"}
-    embedding |= {"remote_code", "requirements", "saving", "storage", "stretching", "user_code", "probe"}
-    sources = {path.stem for path in (ROOT / "hf_posenc/sources").glob("[!_]*.py")}
-    common = (
-        embedding
-        | sources
-        | {"attention", "blocks", "calls", "injection", "install", "kernels", "modeling", "positions", "structure"}
-    )
-    common |= {"loading", "saved_files", "transfer", "written_out", "declarations", "remembering", "offsets"}
-    for name, encodings in {
-        "alibi": {"alibi"},
-        "learned": {"learned", "rows", "sinusoidal"},  # its table can start as one
-        "sinusoidal-and-alibi": {"sinusoidal", "alibi"},
-        "own-window-and-learned": {"learned", "rows", "sinusoidal", "hf_posenc", "own_own_encodings"},
-    }.items():
-        files = {path.name for path in (folder / name).glob("*.py")}
-        assert files == {f"posenc_{each}.py" for each in common | encodings} | {"modeling_posenc.py"}, name
-    assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {
-        f"posenc_{each}.py" for each in embedding | {"learned", "rows", "sinusoidal"}
-    }
+    common = {f"{package}.{name}" for package, names in RUNS_IT.items() for name in names}
+    common |= {"_versions", "configuration", "signatures", "architectures.components.position_tables"}
+    for name, encodings, backends in (
+        ("alibi", {"alibi"}, BIASES),
+        ("t5", {"t5"}, {*BIASES, "blockwise"}),
+        ("learned", {*LEARNED}, ()),
+        ("sinusoidal-and-alibi", {"sinusoidal", "alibi", "composition"}, BIASES),
+        ("own-window-and-learned", {*LEARNED, "composition"}, BIASES),
+    ):
+        files = {path.name for path in (folder / name).glob("*.py")} - {"modeling_posenc.py"}
+        needed = common | {f"encodings.{each}" for each in encodings} | {f"attention.{each}" for each in backends}
+        assert files == {copy_of(each) for each in needed} | OWN_CODE.get(name, set()), name
+    needed = {f"encodings.{name}" for name in (*RUNS_IT["encodings"], *LEARNED)} | {"_versions", "configuration"}
+    needed |= {"modeling.embedding", *(f"serialization.{name}" for name in ("copies", "interrupted", "mixins"))}
+    assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {copy_of(each) for each in needed}
+
+
+OWN_CODE = {"own-window-and-learned": {"posenc_package.py", "posenc_own_own_encodings.py"}}
+
+
+def test_custom_attentions_are_carried_by_models_that_have_some(tmp_path):
+    patched("mpnet", "alibi").save_pretrained(tmp_path)
+    assert {"posenc_attention_known_models.py", "posenc_attention_intercept.py"} <= {*os.listdir(tmp_path)}
 
 
 def test_copies_differ_from_the_package_in_their_imports_alone(bare):
     _, folder = bare
     for copy in (folder / "sinusoidal-and-alibi").glob("posenc_*.py"):
-        name = copy.stem.removeprefix("posenc_")
-        original = next(
-            path for path in PACKAGE.rglob(f"{name}.py") if path.parent.name in ("hf_posenc", "encodings", "sources")
-        )
+        name = copy.stem
+        modules = {copy_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts)): path for path in PACKAGE.rglob("*.py")}
+        original = modules[copy.name]
 
         def others(path):
-            """Its statements without imports."""
+            """Its statements without imports, and without the errors in place of some."""
             tree = ast.parse(path.read_text())
+
+            def is_import(node):
+                is_error = isinstance(node, ast.Raise) and "is not saved with the model" in ast.unparse(node)
+                return is_error or isinstance(node, (ast.Import, ast.ImportFrom))
+
             for node in ast.walk(tree):
                 for field in ("body", "orelse"):
                     if isinstance(getattr(node, field, None), list):
-                        kept = [each for each in getattr(node, field) if not isinstance(each, (ast.Import, ast.ImportFrom))]
+                        kept = [each for each in getattr(node, field) if not is_import(each)]
                         setattr(node, field, kept)
             return ast.dump(tree)
 
@@ -223,7 +248,7 @@ def test_config_names_every_auto_class(tmp_path):
 
 def test_a_config_saved_alone_carries_the_code(tmp_path):
     hf_posenc.PosEncBertConfig(position_encoding="alibi").save_pretrained(tmp_path / "config")
-    assert {"config.json", "modeling_posenc.py", "posenc_alibi.py"} <= set(os.listdir(tmp_path / "config"))
+    assert {"config.json", "modeling_posenc.py", "posenc_encodings_alibi.py"} <= set(os.listdir(tmp_path / "config"))
     assert AutoConfig.from_pretrained(tmp_path / "config").position_encoding["type"] == "alibi"
 
 
@@ -254,7 +279,7 @@ def test_what_cant_be_saved_is_named_and_nothing_is_lost(tmp_path, encoding):
 def test_code_of_a_model_that_is_replaced_does_not_stay(own, tmp_path, after):
     """A user's file, of which nothing is left in the model, would be pushed with it."""
     patched("bert", "own-window+learned").save_pretrained(tmp_path / "model")
-    assert {"posenc_own_own_encodings.py", "posenc_learned.py"} <= {*os.listdir(tmp_path / "model")}
+    assert {"posenc_own_own_encodings.py", "posenc_encodings_learned.py"} <= {*os.listdir(tmp_path / "model")}
     (tmp_path / "model" / "posenc_mine.py").write_text("# not saved with the model")
     for folder in ("model", "new"):
         model = patched("bert", after)
@@ -345,7 +370,7 @@ def beside(bare):
     (folder / "other-versions").mkdir()
     for path in (folder / "alibi").iterdir():
         content = path.read_bytes()
-        if path.name == "posenc_requirements.py":
+        if path.name == "posenc_versions.py":
             assert b'">=5.23,<6"' in content
             content = content.replace(b'">=5.23,<6"', b'">=98,<99"')
         (folder / "other-versions" / path.name).write_bytes(content)
@@ -382,11 +407,12 @@ def test_models_that_run_their_own_code_beside_the_package(beside):
         assert beside[change].startswith("ValueError") and "import hf_posenc first, then load it again" in beside[change]
 
 
-def test_a_copy_takes_no_strangers(monkeypatch):
-    monkeypatch.setattr(remote_code, "_OWN_NAME", remote_code.COPIED)
-
-    class Stranger(hf_posenc.PositionEncoding):
+def test_a_copy_takes_no_strangers(monkeypatch, tmp_path):
+    class Stranger(hf_posenc.PositionEncoding, type="stranger"):
         pass
 
+    model = patched("bert", "stranger")
+    monkeypatch.setattr(mixins, "IS_COPY", True)
     with pytest.raises(ValueError, match="Stranger can't be added to a model's own code"):
-        remote_code.files("modeling", [(Stranger, {})], None)
+        model.config.save_pretrained(tmp_path)
+    assert not [*tmp_path.iterdir()]

@@ -3,17 +3,18 @@
 import itertools
 import math
 import random
+import re
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
-from sklearn.feature_extraction.text import TfidfVectorizer
 
-import coverage
 import hf_posenc
 from conftest import LENGTH, LETTERS, WORDS, stock, tokens
-from hf_posenc import questions, retrieval, scores
+from hf_posenc.evaluation import cloze_queries, metrics, retrieval
+from tools import coverage
 
 DOCUMENT = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9)).capitalize()}." for n in range(60))
 """60 sentences of 9 words and 10 tokens; every 26th is the same."""
@@ -164,8 +165,16 @@ def test_bag_of_words():
     choose = random.Random(0)
     texts = [" ".join(choose.choices(WORDS[: 4 + i], k=30)) + ", Sign! a" for i in range(12)]
     asked = [texts[3][:40], "w1 W1 w2 nowhere", "nowhere", ""]
-    vectorizer = TfidfVectorizer(sublinear_tf=True).fit(texts)
-    expected = (vectorizer.transform(asked) @ vectorizer.transform(texts).T).toarray()
+    counts = [Counter(re.findall(r"\b\w\w+\b", text.lower())) for text in texts]
+    words = sorted({*itertools.chain(*counts)})
+    weight = [1 + math.log((1 + len(texts)) / (1 + sum(word in each for each in counts))) for word in words]
+
+    def vector(text):
+        found = Counter(re.findall(r"\b\w\w+\b", text.lower()))
+        values = np.array([(1 + math.log(found[w])) * idf if w in found else 0 for w, idf in zip(words, weight, strict=True)])
+        return values / max(np.linalg.norm(values), 1e-9)
+
+    expected = np.array([[vector(query) @ vector(text) for text in texts] for query in asked])
     np.testing.assert_allclose(retrieval.lexical_similarity(asked, texts).numpy(), expected, atol=1e-6)
 
 
@@ -173,8 +182,8 @@ def expected_ranks(row, right):
     """Hit and reciprocal rank, over all orders of equal documents."""
     found = []
     others = [j for j in range(len(row)) if j != right]
-    equal = [j for j in others if abs(row[j] - row[right]) <= scores.TIE]
-    better = sum(row[j] > row[right] + scores.TIE for j in others)
+    equal = [j for j in others if abs(row[j] - row[right]) <= metrics.TIE]
+    better = sum(row[j] > row[right] + metrics.TIE for j in others)
     for order in itertools.permutations([right, *equal]):
         found.append(better + order.index(right) + 1)
     return np.mean([rank == 1 for rank in found]), np.mean([1 / rank for rank in found])
@@ -184,16 +193,16 @@ def test_ranks_with_ties():
     generator = torch.Generator().manual_seed(0)
     similarity = torch.randint(0, 4, (30, 6), generator=generator) / 4 + 1e-7 * torch.rand(30, 6, generator=generator)
     right = torch.randint(0, 6, (30,), generator=generator).tolist()
-    ranks = scores.ranked(similarity, right)
+    ranks = metrics.ranked(similarity, right)
     for i in range(30):
         assert (ranks.hits[i], ranks.reciprocals[i]) == pytest.approx(expected_ranks(similarity[i].tolist(), right[i]))
     # Ranks 1; 2; and, all three being equal, 1, 2 and 3 equally often.
-    found = scores.score(torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.7, 0.1], [0.5, 0.5, 0.5]]))
+    found = metrics.score(torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.7, 0.1], [0.5, 0.5, 0.5]]))
     assert found.recall_at_1 == pytest.approx((1 + 0 + 1 / 3) / 3)
     assert found.mrr == pytest.approx((1 + 1 / 2 + (1 + 1 / 2 + 1 / 3) / 3) / 3)
     assert found.mrr_interval[0] < found.mrr < found.mrr_interval[1] and found.queries == 3
     # All right: the interval of Clopper and Pearson for 5 of 5.
-    assert scores.score(torch.eye(5)).recall_at_1_interval == pytest.approx((0.025**0.2, 1.0))
+    assert metrics.score(torch.eye(5)).recall_at_1_interval == pytest.approx((0.025**0.2, 1.0))
 
 
 EYE = torch.eye(3)
@@ -225,31 +234,31 @@ UNRANKED = {
 def test_similarities_that_cannot_be_ranked(name):
     similarity, given, message = UNRANKED[name]
     with pytest.raises(ValueError, match=message):
-        scores.ranked(similarity, **given)
+        metrics.ranked(similarity, **given)
 
 
 def test_targets_and_groups_as_tensors():
-    expected = scores.ranked(EYE, [1, 2, 0], [0, 0, 1])
-    found = scores.ranked(EYE.clone().requires_grad_(), torch.tensor([1, 2, 0]), torch.tensor([0, 0, 1]))
+    expected = metrics.ranked(EYE, [1, 2, 0], [0, 0, 1])
+    found = metrics.ranked(EYE.clone().requires_grad_(), torch.tensor([1, 2, 0]), torch.tensor([0, 0, 1]))
     assert all(np.array_equal(getattr(found, name), getattr(expected, name)) for name in ("hits", "reciprocals", "groups"))
 
 
 def test_ranks_that_do_not_belong_together():
     for given in ((np.ones(3), np.ones(3), np.ones(2)), (np.ones(3), 1.0, np.ones(3)), ([], [], []), (np.ones((2, 2)),) * 3):
         with pytest.raises(ValueError, match="Pass three 1-D arrays of one length, 1 or more"):
-            scores.Ranks(*given)
+            metrics.Ranks(*given)
     with pytest.raises(ValueError, match="no ranks to join"):
-        scores.joined([])
+        metrics.joined([])
 
 
 def drawn(seed, count=300, groups=None):
     generator = np.random.default_rng(seed)
     hits = generator.integers(0, 2, count).astype(float)
-    return scores.Ranks(hits, generator.random(count), np.arange(count) if groups is None else groups)
+    return metrics.Ranks(hits, generator.random(count), np.arange(count) if groups is None else groups)
 
 
 def test_a_method_does_not_differ_from_itself():
-    found = scores.paired(drawn(0), drawn(0))
+    found = metrics.paired(drawn(0), drawn(0))
     # Of 300 equal answers, others may differ that are as rare as `missed`.
     missed = 1 - 0.025 ** (1 / 300)
     assert (found.value, found.queries, found.clear) == (0.0, 300, False)
@@ -258,23 +267,23 @@ def test_a_method_does_not_differ_from_itself():
 
 @pytest.mark.parametrize("metric", ["mrr", "recall_at_1"])
 def test_a_shift_is_found(metric):
-    ranks = scores.Ranks(drawn(0).hits * 0.9, drawn(0).reciprocals * 0.9, drawn(0).groups)
-    shifted = scores.Ranks(ranks.hits + 0.03, ranks.reciprocals + 0.03, ranks.groups)
-    found = scores.paired(shifted, ranks, metric)
+    ranks = metrics.Ranks(drawn(0).hits * 0.9, drawn(0).reciprocals * 0.9, drawn(0).groups)
+    shifted = metrics.Ranks(ranks.hits + 0.03, ranks.reciprocals + 0.03, ranks.groups)
+    found = metrics.paired(shifted, ranks, metric)
     assert found.value == pytest.approx(0.03) and found.clear
-    assert scores.paired(ranks, shifted, metric).value == pytest.approx(-0.03)
+    assert metrics.paired(ranks, shifted, metric).value == pytest.approx(-0.03)
     assert found.shown() == "+0.030 [+0.02, +0.04]"
     # The intervals of the two scores overlap all the same.
-    one, other = scores.score(ranks), scores.score(shifted)
+    one, other = metrics.score(ranks), metrics.score(shifted)
     assert getattr(one, f"{metric}_interval")[1] > getattr(other, f"{metric}_interval")[0]
     with pytest.raises(ValueError, match="metric='map': allowed are mrr, recall_at_1"):
-        scores.paired(ranks, shifted, "map")
+        metrics.paired(ranks, shifted, "map")
 
 
 def test_intervals_are_those_of_the_mean():
     """For many queries an interval is 1.96 standard errors of the differences."""
     one, other = drawn(1, 2000), drawn(2, 2000)
-    found, gaps = scores.paired(one, other), one.reciprocals - other.reciprocals
+    found, gaps = metrics.paired(one, other), one.reciprocals - other.reciprocals
     half = 1.96 * gaps.std(ddof=1) / 2000**0.5
     assert found.value == pytest.approx(gaps.mean())
     assert found.interval == pytest.approx((gaps.mean() - half, gaps.mean() + half), abs=0.1 * half)
@@ -283,14 +292,14 @@ def test_intervals_are_those_of_the_mean():
 def test_groups_are_drawn_together():
     """Ten equal queries in each of 40 groups tell no more than 40 queries; groups may differ in size."""
     once = drawn(3, 40)
-    tenfold = scores.Ranks(*(np.repeat(each, 10) for each in (once.hits, once.reciprocals, once.groups)))
-    assert scores.score(tenfold).mrr_interval == pytest.approx(scores.score(once).mrr_interval)
+    tenfold = metrics.Ranks(*(np.repeat(each, 10) for each in (once.hits, once.reciprocals, once.groups)))
+    assert metrics.score(tenfold).mrr_interval == pytest.approx(metrics.score(once).mrr_interval)
     # Every query counts the same: of 30 groups of one and 30 of nine, the large ones alone are right.
-    ragged = scores.Ranks(*[np.repeat([0.0, 1.0] * 30, [1, 9] * 30)] * 2, np.repeat(np.arange(60), [1, 9] * 30))
-    found = scores.score(ragged)
+    ragged = metrics.Ranks(*[np.repeat([0.0, 1.0] * 30, [1, 9] * 30)] * 2, np.repeat(np.arange(60), [1, 9] * 30))
+    found = metrics.score(ragged)
     assert found.mrr == pytest.approx(0.9) and 0.8 < found.mrr_interval[0] < 0.9 < found.mrr_interval[1] < 0.96
     with pytest.raises(ValueError, match="compare the same queries"):
-        scores.paired(tenfold, once)
+        metrics.paired(tenfold, once)
 
 
 def wilson(right, count):
@@ -303,32 +312,32 @@ def wilson(right, count):
 def test_the_interval_of_right_answers_is_wilsons(right, count):
     values, groups = np.repeat([1.0, 0.0], [right, count - right]), np.arange(count)
     # The sample variance has n - 1: one observation fewer.
-    low, high = scores.share(values, groups)[1]
+    low, high = metrics.share(values, groups)[1]
     assert (low, high) == pytest.approx(wilson(right * (count - 1) / count, count - 1), rel=0.02, abs=0.01)
 
 
 def test_the_interval_of_losses_is_students():
     values = np.random.default_rng(0).normal(3, 2, 12)
-    center, (low, high) = scores.mean(values, np.arange(12))
+    center, (low, high) = metrics.mean(values, np.arange(12))
     expected = stats.t.interval(0.95, 11, values.mean(), stats.sem(values))
     assert center == pytest.approx(values.mean()) and (low, high) == pytest.approx(expected, rel=1e-3)
     for freedom in (1, 2, 3, 4, 10, 100, 10_000):
-        assert scores.student(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1.3e-3)
+        assert metrics.student(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1.3e-3)
 
 
 def test_intervals_without_variance():
     """Equal answers show only that others are rare; a single group shows nothing."""
     groups = np.arange(20)
-    assert scores.share(np.ones(20), groups)[1] == pytest.approx((0.8316, 1.0), abs=1e-4)
-    assert scores.share(np.zeros(20), groups)[1] == pytest.approx((0.0, 0.1684), abs=1e-4)
-    assert scores.share(np.full(20, 0.5), groups)[1] == pytest.approx((0.4158, 0.5842), abs=1e-4)
-    assert scores.difference(np.ones(20), np.zeros(20), groups)[1] == pytest.approx((0.6632, 1.0), abs=1e-4)
-    assert scores.share(np.array([0.0, 1.0]), np.zeros(2))[1] == pytest.approx((0.0125, 0.9875))
+    assert metrics.share(np.ones(20), groups)[1] == pytest.approx((0.8316, 1.0), abs=1e-4)
+    assert metrics.share(np.zeros(20), groups)[1] == pytest.approx((0.0, 0.1684), abs=1e-4)
+    assert metrics.share(np.full(20, 0.5), groups)[1] == pytest.approx((0.4158, 0.5842), abs=1e-4)
+    assert metrics.difference(np.ones(20), np.zeros(20), groups)[1] == pytest.approx((0.6632, 1.0), abs=1e-4)
+    assert metrics.share(np.array([0.0, 1.0]), np.zeros(2))[1] == pytest.approx((0.0125, 0.9875))
     with pytest.raises(ValueError, match="an interval needs two observations or more"):
-        scores.mean(np.ones(5), np.zeros(5))
+        metrics.mean(np.ones(5), np.zeros(5))
 
 
-@pytest.mark.parametrize("estimate", [scores.share, scores.mean, lambda *given: scores.difference(given[0], *given)])
+@pytest.mark.parametrize("estimate", [metrics.share, metrics.mean, lambda *given: metrics.difference(given[0], *given)])
 def test_values_without_a_mean(estimate):
     for wrong in (math.nan, math.inf):
         with pytest.raises(ValueError, match="NaN or infinite"):
@@ -340,7 +349,7 @@ def test_values_without_a_mean(estimate):
 
 def test_scores_beyond_their_bounds():
     with pytest.raises(ValueError, match="the values reach from 0.0 to 1.5. Allowed are values from 0 to 1"):
-        scores.share(np.array([0.0, 1.5]), np.arange(2))
+        metrics.share(np.array([0.0, 1.5]), np.arange(2))
 
 
 @pytest.mark.parametrize("name", [*coverage.SCORES, *coverage.PAIRS])
@@ -355,7 +364,7 @@ def test_intervals_contain_the_mean(name):
 
 def test_joined_ranks():
     parts = [drawn(seed, 5, np.full(5, seed)) for seed in (1, 2)]
-    both = scores.joined(parts)
+    both = metrics.joined(parts)
     assert both.groups.tolist() == [1] * 5 + [2] * 5
     assert both.reciprocals.tolist() == [*parts[0].reciprocals, *parts[1].reciprocals]
 
@@ -366,7 +375,7 @@ def test_a_sentence_is_taken_out_behind_so_many_tokens(letters, behind, within):
     document = " ".join(sentences)
     depths = set()
     for seed in range(40):
-        found = questions.taken_out(letters, document, random.Random(seed), behind, within)
+        found = cloze_queries.taken_out(letters, document, random.Random(seed), behind, within)
         number = sentences.index(found.query)
         assert found.depth == 10 * number >= behind  # ten tokens to a sentence
         assert found.query not in found.document
@@ -381,7 +390,7 @@ def test_a_sentence_is_taken_out_behind_so_many_tokens(letters, behind, within):
 def test_which_sentences_are_questions(letters):
     choose = random.Random(0)
     whole = "One two three four five six seven eight nine."
-    assert questions.taken_out(letters, whole, choose).query == whole
+    assert cloze_queries.taken_out(letters, whole, choose).query == whole
     for bad in (
         "One two three four five six.",  # short
         "one two three four five six seven eight nine.",  # its beginning is elsewhere
@@ -391,12 +400,12 @@ def test_which_sentences_are_questions(letters):
         f"{whole}\n\none two three four five six seven eight nine, ten",
         "",
     ):
-        assert questions.taken_out(letters, bad, choose) is None, bad
-    assert questions.taken_out(letters, whole, choose, excluded={"one two three four five six seven eight nine"}) is None
+        assert cloze_queries.taken_out(letters, bad, choose) is None, bad
+    assert cloze_queries.taken_out(letters, whole, choose, excluded={"one two three four five six seven eight nine"}) is None
 
 
 def test_sentences():
     text = "  One e.g. this. Two!\nThree?\n\nA heading\n\n(Four.) 5 is five.\n"
-    found = [" ".join(text[start:end].split()) for start, end in questions.sentence_spans(text)]
+    found = [" ".join(text[start:end].split()) for start, end in cloze_queries.sentence_spans(text)]
     assert found == ["One e.g. this.", "Two!", "Three?", "A heading", "(Four.) 5 is five."]
-    assert questions.sentence_spans(" \n ") == []
+    assert cloze_queries.sentence_spans(" \n ") == []

@@ -24,11 +24,12 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import first, patched, run_python, tokens
-from evaluation import records
-from generalisation import study
-from hf_posenc import plots, saving
+from experiments.generalisation import study
+from hf_posenc import plots
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import _obsolete, check_output_dir
+from hf_posenc.evaluation import records
+from hf_posenc.serialization import atomic
 
 SHARDS = {"max_shard_size": "20KB"}
 
@@ -51,11 +52,11 @@ def test_a_killed_save_leaves_the_old_model_the_new_one_or_an_error(tmp_path, mo
 def leave(folder, write=lambda files: (files / "model.safetensors").touch()):
     """A save into `folder` that a kill ends before anything is moved."""
     if not (child := os.fork()):
-        with saving.replaced(folder) as files:
+        with atomic.replaced(folder) as files:
             write(files)
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert [path for path in folder.iterdir() if path.name.startswith(saving.PREFIX)]
+    assert [path for path in folder.iterdir() if path.name.startswith(atomic.PREFIX)]
 
 
 def names(folder):
@@ -65,10 +66,10 @@ def names(folder):
 def test_leftovers_are_removed_by_the_next_save_and_those_of_a_living_process_stay(tmp_path):
     model = patched("bert", "alibi")
     leave(tmp_path)
-    with saving.replaced(tmp_path) as files:
+    with atomic.replaced(tmp_path) as files:
         (files / "notes.txt").write_text("mine")
         model.save_pretrained(tmp_path)
-        assert len(list(tmp_path.glob(f"{saving.PREFIX}*"))) == 1
+        assert len(list(tmp_path.glob(f"{atomic.PREFIX}*"))) == 1
     assert not list(tmp_path.glob(".*")) and {"notes.txt", "config.json", "model.safetensors"} < names(tmp_path)
 
 
@@ -80,9 +81,9 @@ def test_leftovers_hinder_no_save_and_no_push(tmp_path):
     hf_posenc.push_to_hub(model, "me/model", save_directory=folder)
     leave(folder)
     pushed = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    assert not any(saving.PREFIX in path for path in filter_repo_objects(pushed, ignore_patterns=DEFAULT_IGNORE_PATTERNS))
+    assert not any(atomic.PREFIX in path for path in filter_repo_objects(pushed, ignore_patterns=DEFAULT_IGNORE_PATTERNS))
     hf_posenc.push_to_hub(model, "me/model", save_directory=folder)
-    assert not list(folder.glob(f"{saving.PREFIX}*"))
+    assert not list(folder.glob(f"{atomic.PREFIX}*"))
 
 
 def test_an_interrupted_save_is_refused_by_every_way_to_load(tmp_path):
@@ -132,6 +133,11 @@ def test_links_are_replaced_and_what_they_point_to_stays(tmp_path):
     assert torch.equal(first(AutoModel.from_pretrained(snapshot)(tokens())), first(model(tokens())))
 
 
+CODE = {"modeling_posenc.py"} | {
+    f"posenc_modeling_{name}.py" for name in ("cache_positions", "derived", "hooks", "install", "offsets", "position_ids")
+}
+
+
 def test_other_files_stay_and_superseded_weights_go(tmp_path):
     others = {"README.md", "tokenizer.json", "model.fp16.safetensors", "model.md", "model-best.safetensors"}
     for name in others:
@@ -142,7 +148,7 @@ def test_other_files_stay_and_superseded_weights_go(tmp_path):
         patched("bert", "alibi").save_pretrained(tmp_path, **how)
         assert {name for name in names(tmp_path) if "model" in name} == others - {"README.md", "tokenizer.json"} | weights | {
             "modeling_posenc.py",
-            "posenc_modeling.py",
+            *CODE,
         }
     assert all((tmp_path / name).read_text() == "mine" for name in others - {"model.fp16.safetensors"})
 
@@ -259,7 +265,7 @@ def add_results(folder):
 
 
 def write_card(folder):
-    cards = CliRunner().invoke(app, ["--debug", "card", str(folder), "--output", str(folder / "README.md")])
+    cards = CliRunner().invoke(app, ["--debug", "model-card", str(folder), "--output", str(folder / "README.md")])
     raise cards.exception
 
 
@@ -299,7 +305,7 @@ def test_permissions_and_symlinks_of_a_replaced_file(tmp_path, umask):
     umask = os.umask(umask)
     try:
         for path in (link, new):
-            saving.write_text(path, "é")
+            atomic.write_text(path, "é")
     finally:
         given = os.umask(umask)
     assert link.is_symlink() and old.read_bytes() == new.read_bytes() == "é".encode()
@@ -311,27 +317,27 @@ def test_a_file_stays_if_writing_it_raises(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
     for error in (KeyboardInterrupt, ValueError("mine")):
-        with pytest.raises(error if isinstance(error, type) else ValueError), saving.atomic_file(path) as file:
+        with pytest.raises(error if isinstance(error, type) else ValueError), atomic.atomic_file(path) as file:
             file.write("new")
             raise error
     assert contents(tmp_path) == {Path("a.txt"): b"old"}
-    with pytest.raises(IsADirectoryError), saving.atomic_file(tmp_path):
+    with pytest.raises(IsADirectoryError), atomic.atomic_file(tmp_path):
         pass
-    with pytest.raises(FileNotFoundError), saving.atomic_file(tmp_path / "nowhere" / "a.txt"):
+    with pytest.raises(FileNotFoundError), atomic.atomic_file(tmp_path / "nowhere" / "a.txt"):
         pass
-    with pytest.raises(ValueError, match="mode='a' isn't supported"), saving.atomic_file(path, "a"):
+    with pytest.raises(ValueError, match="mode='a' isn't supported"), atomic.atomic_file(path, "a"):
         pass
 
 
 def test_devices_and_pipes_are_written_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    saving.write_text(tmp_path / "pipe", "text")
+    atomic.write_text(tmp_path / "pipe", "text")
     assert os.read(reading, 10) == b"text" and stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     os.close(reading)
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        saving.write_text(tmp_path / "full", "text")
+        atomic.write_text(tmp_path / "full", "text")
     assert names(tmp_path) == {"pipe", "full"}
 
 
@@ -380,9 +386,9 @@ def test_a_killed_write_of_a_file_leaves_the_old_or_the_new_one(tmp_path):
         folder.mkdir()
         (folder / "a.json").write_text("old")
 
-    for _ in sweep(folder, prepare, lambda: saving.write_text(folder / "a.json", "new")):
+    for _ in sweep(folder, prepare, lambda: atomic.write_text(folder / "a.json", "new")):
         seen.add((folder / "a.json").read_text())
-        saving.write_text(folder / "a.json", "newest")
+        atomic.write_text(folder / "a.json", "newest")
         assert contents(folder) == {Path("a.json"): b"newest"}, "the next write removes what is left"
     assert seen == {"old", "new"}
 
@@ -409,13 +415,13 @@ def put(folder, files):
 
 
 def save_over(folder, files):
-    with saving.replaced(folder, _obsolete) as new:
+    with atomic.replaced(folder, _obsolete) as new:
         put(new, files)
 
 
 def shown(folder, files):
     """Whether a directory holds exactly these files; temporary ones don't count."""
-    found = {str(path): text.decode() for path, text in contents(folder).items() if saving.PREFIX not in str(path)}
+    found = {str(path): text.decode() for path, text in contents(folder).items() if atomic.PREFIX not in str(path)}
     return found == files
 
 
@@ -434,12 +440,12 @@ def test_a_save_killed_anywhere_is_complete_or_undone(tmp_path, caplog, before, 
     folder, seen = tmp_path / "folder", set()
     old, new, notes = model_of(*before), model_of(*after), {"notes.txt": "mine", "checkpoint-1/config.json": "mine"}
     for _ in sweep(folder, lambda: put(folder, old | notes), lambda: save_over(folder, new)):
-        config = saving._json(folder / "config.json")
+        config = atomic.json_of(folder / "config.json")
         mixed = not (shown(folder, old | notes) or shown(folder, new | notes))
-        assert not mixed or config is None or saving.MARKER in config, "a mixture of old and new can be loaded"
+        assert not mixed or config is None or atomic.MARKER in config, "a mixture of old and new can be loaded"
         caplog.clear()
-        again = in_child(lambda: (kill_before(12, folder), saving.recover(folder)))  # killed as well
-        saving.recover(folder)
+        again = in_child(lambda: (kill_before(12, folder), atomic.recover(folder)))  # killed as well
+        atomic.recover(folder)
         outcome = "old" if shown(folder, old | notes) else "new" if shown(folder, new | notes) else "a mixture"
         assert outcome != "a mixture" and not list(folder.glob(".*"))
         if mixed:
@@ -483,7 +489,7 @@ def test_an_interrupted_save_is_dropped_if_another_program_has_saved_since(tmp_p
     interrupt(tmp_path, model_of("stock", "b"))
     assert not (tmp_path / "config.json").exists()
     put(tmp_path, model_of("stock", "a"))
-    saving.recover(tmp_path)
+    atomic.recover(tmp_path)
     assert shown(tmp_path, model_of("stock", "a")) and "has been undone" in caplog.text
 
 
@@ -497,7 +503,7 @@ def test_a_journal_changes_nothing_outside_its_directory(tmp_path, name, kind):
     (folder / "link").symlink_to(tmp_path)
     journal = {"marker": False, "flush": False, "move": ["a"], "remove": [], kind: [name]}
     put(folder, {".posenc-x/.cache/huggingface/journal.json": json.dumps(journal)})
-    saving.recover(folder)
+    atomic.recover(folder)
     assert outside.read_text() == "mine" and names(folder) == {"notes.txt", "link"}
 
 
@@ -526,7 +532,7 @@ def test_paths_of_output_directories(tmp_path, monkeypatch):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     for given, found in (("a/", "a"), ("./b/../b", "b"), ("dangling", "later"), ("link/", "real")):
-        with saving.replaced(given) as files:
+        with atomic.replaced(given) as files:
             os.chdir("/")
             put(files, model_of("stock", "a"))
         os.chdir(tmp_path)
@@ -539,7 +545,7 @@ def test_a_directory_in_the_place_of_a_new_file(tmp_path):
     put(tmp_path, {"config.json": "{}", "generation_config.json/mine": "mine"})
     with (
         pytest.raises(ValueError, match="generation_config.json is a directory, and the save"),
-        saving.replaced(tmp_path) as new,
+        atomic.replaced(tmp_path) as new,
     ):
         put(new, files)
     assert contents(tmp_path) == {Path("config.json"): b"{}", Path("generation_config.json/mine"): b"mine"}
@@ -553,7 +559,7 @@ def test_a_directory_that_is_not_writable(tmp_path):
 
     def refused():
         os.setuid(65534)
-        for act in (lambda: save_over(tmp_path, {}), lambda: saving.write_text(tmp_path / "notes.txt", "mine")):
+        for act in (lambda: save_over(tmp_path, {}), lambda: atomic.write_text(tmp_path / "notes.txt", "mine")):
             with pytest.raises(PermissionError, match="was not changed. Make it writable, or choose another path"):
                 act()
         with pytest.raises(ValueError, match="isn't writable: change its permissions"):
@@ -579,13 +585,13 @@ def test_recovery_moves_nothing_through_symlinks(tmp_path, link):
         (temporary / ("files" if link == "old" else "old") / "z").write_text("")
         (temporary / "journal.json").write_text(json.dumps({"move": ["key", "z", "config.json"], "remove": []}))
     before = contents(tmp_path)
-    saving.recover(model)
+    atomic.recover(model)
     assert contents(tmp_path) == before
 
 
 def test_other_hidden_files_stay(tmp_path):
     (tmp_path / ".data.zip.part").write_text("half a download")
-    saving.write_text(tmp_path / "data", "x")
+    atomic.write_text(tmp_path / "data", "x")
     assert (tmp_path / ".data.zip.part").read_text() == "half a download"
 
 
@@ -601,26 +607,28 @@ QUALIFIED = {"shutil.copy", "os.replace", "os.link", "os.symlink", "os.truncate"
 ATOMIC = {"atomic_file", "replaced", "new_directory", "TemporaryDirectory"}
 """Within these, files are written that nobody reads yet."""
 ELSEWHERE = {
-    "hf_posenc/saving.py": "the atomic writers themselves",
-    "hf_posenc/checkpoints.py:_label": "in the temporary directory of save_pretrained",
-    "hf_posenc/checkpoints.py:EncodingModelMixin._label": "in the temporary directory of save_pretrained",
-    "hf_posenc/checkpoints.py:EncodingModelMixin.save_pretrained": "distributed checkpoints are written by all ranks",
+    "hf_posenc/serialization/atomic.py": "the atomic writers themselves",
+    "hf_posenc/serialization/mixins.py:_label": "in the temporary directory of save_pretrained",
+    "hf_posenc/serialization/mixins.py:EncodingModelMixin._label": "in the temporary directory of save_pretrained",
+    "hf_posenc/serialization/mixins.py:EncodingModelMixin.save_pretrained": "distributed checkpoints are written by all ranks",
+    "hf_posenc/serialization/mixins.py:EncodingConfigMixin.save_pretrained": "where the package isn't installed",
+    "hf_posenc/serialization/copies.py:copy_code": "where the package isn't installed",
     "hf_posenc/cli/output.py:_reserved_stdout": "a duplicate of standard output",
-    "hf_posenc/encodings/building.py:": "a pickler of bytes in memory",
+    "hf_posenc/encodings/determinism.py:": "a pickler of bytes in memory",
     "hf_posenc/explorer/encodings.py:picture": "bytes in memory",
-    "hf_posenc/hub.py:_keep": "in the temporary directory of push_to_hub",
-    "hf_posenc/probe.py:_run": "in the temporary directory of the probe",
-    "hf_posenc/probe.py:_main": "in the temporary directory of the probe",
-    "scripts/attacks/": "in new temporary directories, or bytes in memory",
-    "scripts/benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
-    "scripts/reach.py:Kept.add": "a line is added to the end",
-    "scripts/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
-    "scripts/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
-    "scripts/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",
-    "scripts/v4_checkpoints.py:write": "into a new directory, under Transformers 4, where hf_posenc can't be imported",
+    "hf_posenc/hub/push.py:_keep": "in the temporary directory of push_to_hub",
+    "hf_posenc/serialization/probe.py:_run": "in the temporary directory of the probe",
+    "hf_posenc/serialization/probe.py:_main": "in the temporary directory of the probe",
+    "benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
+    "tools/reach.py:Kept.add": "a line is added to the end",
+    "hf_posenc/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
+    "hf_posenc/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
+    "hf_posenc/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",
+    "tools/saved_checkpoints.py:make": "into a directory that is new",
+    "tools/v4_checkpoints.py:write": "into a new directory, under Transformers 4, where hf_posenc can't be imported",
 }
 """Other writes: the function, or the beginning of its path -> why it needs no atomic writer."""
-OURS = {"saving.write_text", "sentences.save", "output.save_model"}
+OURS = {"atomic.write_text", "sentences.save", "output.save_model"}
 
 
 def qualified(node):
@@ -660,13 +668,13 @@ def writes(tree):
 
 def test_every_file_is_written_by_the_atomic_writer():
     found = {}
-    for folder in ("hf_posenc", "scripts"):
+    for folder in ("hf_posenc", "benchmarks", "experiments", "scripts", "tools"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for where, line in writes(ast.parse(path.read_text())):
                 found[f"{path.relative_to(ROOT)}:{where}"] = line
     allowed = {each for each in ELSEWHERE if any(name.startswith(each) for name in found)}
     wrong = {name: line for name, line in found.items() if not any(name.startswith(each) for each in ELSEWHERE)}
-    assert not wrong, "use hf_posenc.saving.atomic_file, write_text or replaced"
+    assert not wrong, "use hf_posenc.serialization.atomic.atomic_file, write_text or replaced"
     assert allowed == ELSEWHERE.keys(), "no longer needed"
 
 
@@ -688,8 +696,8 @@ def test_every_file_is_written_by_the_atomic_writer():
 )
 def test_the_search_for_writes_finds(code):
     assert [*writes(ast.parse(f"def f():\n  {code}"))] == [("f", 2)]
-    assert not [*writes(ast.parse(f"with saving.replaced(folder) as path:\n  {code}"))]
+    assert not [*writes(ast.parse(f"with atomic.replaced(folder) as path:\n  {code}"))]
 
 
 def test_the_search_for_writes_passes_over():
-    assert not [*writes(ast.parse("open(path)\npath.open('rb')\nopen('wax')\ntext.replace('a', 'b')\nsaving.write_text(a, b)"))]
+    assert not [*writes(ast.parse("open(path)\npath.open('rb')\nopen('wax')\ntext.replace('a', 'b')\natomic.write_text(a, b)"))]

@@ -12,12 +12,10 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoModel, BertTokenizer
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-import distill
 import hf_posenc
 from conftest import LENGTH, ROOT, WORDS, assert_close, run_python, stock, tokens
-from evaluation import corpus
-from hf_posenc import retrieval
-from training import sentences
+from hf_posenc.evaluation import retrieval, stdlib_corpus
+from hf_posenc.training import distill, sentences
 
 SCRIPTS = ROOT / "scripts"
 
@@ -28,7 +26,7 @@ def test_leaks_are_removed():
         "Parser for command line options. A parser for the command line options of scripts. Use getopt.getopt here.\n"
         "This line is about module getopt. It supports long names, too.\n\nArguments follow the conventions of Unix."
     )
-    assert corpus.without_leaks(document, "getopt", summary) == "Arguments follow the conventions of Unix."
+    assert stdlib_corpus.without_leaks(document, "getopt", summary) == "Arguments follow the conventions of Unix."
 
 
 @pytest.mark.slow
@@ -38,19 +36,22 @@ def test_evaluation_and_training_are_disjoint(library):
 
 @pytest.mark.slow
 def test_all_of_the_library_is_disjoint(monkeypatch):
-    monkeypatch.setattr(corpus, "LEFT_OUT", corpus.LEFT_OUT - {"test"})
-    assert_disjoint(*corpus.split.__wrapped__())
+    monkeypatch.setattr(stdlib_corpus, "LEFT_OUT", stdlib_corpus.LEFT_OUT - {"test"})
+    assert_disjoint(*stdlib_corpus.split.__wrapped__())
 
 
 def assert_disjoint(modules, training):
     assert len(modules) >= 100 and len({module.summary for module in modules}) == len(modules)
-    evaluated = {key for module in modules for key in corpus._sentence_keys(f"{module.summary}. {module.document}")}
+    evaluated = {key for module in modules for key in stdlib_corpus._sentence_keys(f"{module.summary}. {module.document}")}
     assert len(evaluated) > 1000
-    assert not any(corpus._sentence_keys(text) & evaluated for text in training)
+    assert not any(stdlib_corpus._sentence_keys(text) & evaluated for text in training)
     for module in modules:
-        query = set(corpus._words(module.summary))
-        for sentence in corpus._sentences(module.document):
-            assert len(query & set(corpus._words(sentence))) / len(query) < corpus.NEAR_COPY, (module.name, sentence)
+        query = set(stdlib_corpus._words(module.summary))
+        for sentence in stdlib_corpus._sentences(module.document):
+            assert len(query & set(stdlib_corpus._words(sentence))) / len(query) < stdlib_corpus.NEAR_COPY, (
+                module.name,
+                sentence,
+            )
         assert not any(line.strip() == module.name for line in module.document.splitlines())
 
 
@@ -178,7 +179,7 @@ def test_pooling_is_that_of_the_sentence_transformer(tiny, tmp_path, mode):
 
 
 def test_distill_says_what_it_trains_on(library, capsys, monkeypatch):
-    monkeypatch.setattr(corpus, "split", lambda progress: library)  # as it is, but not read again
+    monkeypatch.setattr(stdlib_corpus, "split", lambda progress: library)  # as it is, but not read again
     chosen = SimpleNamespace(train_file=None, dataset_name=None, text_column="words", long_text_length=None)
     texts = distill.load_texts(Accelerator(cpu=True), chosen)["train"]["words"]
     assert list(texts) == library[1]

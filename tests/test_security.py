@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModel
 
 import hf_posenc
-from attacks.hub_server import TOKEN, serve
 from conftest import BERT, ENCODINGS, VOCABULARY, patched, run_python, stock, tokens
-from hf_posenc import spec
-from hf_posenc.embedding import PositionEmbeddingConfig
+from hf_posenc import configuration
 from hf_posenc.encodings import canonical, encoding_class, list_encodings, options
 from hf_posenc.encodings.composition import Composition
+from hf_posenc.modeling.embedding import PositionEmbeddingConfig
+from hub_server import TOKEN, serve
 
 HUGE = 10**12
 
@@ -74,7 +74,7 @@ LENGTHS = st.sampled_from([1, 4, 8, 32, 129, 1024, 4095, 4096, 4097, 2**13, 2**1
 HOSTS = st.fixed_dictionaries(
     {"name_or_path": st.text(), "rows": LENGTHS, "kept": st.booleans(), "fingerprint": st.text(max_size=16)}
 )
-PLACEMENT = {"max_length": st.none() | LENGTHS, "host": st.none() | HOSTS, "inject": st.sampled_from(spec.INJECT)}
+PLACEMENT = {"max_length": st.none() | LENGTHS, "host": st.none() | HOSTS, "inject": st.sampled_from(configuration.INJECT)}
 
 
 def right(annotation):
@@ -412,7 +412,7 @@ def path_objects(value):
 def test_a_path_in_a_config_is_never_opened(paths, data):
     file = data.draw(st.sampled_from(FORBIDDEN))
     document, encoding = data.draw(documents(file))
-    named = spec.PositionSpec.parse(encoding, in_code=True).to_dict()  # in code, the same spelling names the file
+    named = configuration.PositionSpec.parse(encoding, in_code=True).to_dict()  # in code, the same spelling names the file
     assert path_objects(named) == [Path(file)] * str(encoding).count(file)
     folder = paths / "model"  # without the pipe, which is an error by itself
     folder.mkdir(exist_ok=True)
@@ -595,7 +595,7 @@ def test_no_code_of_a_checkpoint_runs(strangers):
     loaded, _ = strangers
     assert "trust_remote_code=True" in loaded["without the package"]["error"]
     for name in ("code", "code trust_remote_code"):
-        assert loaded[name]["class"] == "hf_posenc.modeling.PosEncBertModel"
+        assert loaded[name]["class"] == "hf_posenc.modeling.derived.PosEncBertModel"
     assert not any(result["ran"] for result in loaded.values())
 
 
@@ -630,7 +630,7 @@ def test_a_config_names_no_place_to_go_to(strangers):
     loaded, hub = strangers
     for number, place in enumerate(PLACES):
         result = loaded[f"place{number}"]
-        assert result["class"] == "hf_posenc.modeling.PosEncBertModel"
+        assert result["class"] == "hf_posenc.modeling.derived.PosEncBertModel"
         assert not any("passwd" in path or "example.org" in path or path == place for path in result["opened"])
         card = hub.repos[f"me/place{number}"].commits[-1].files["README.md"].decode()
         assert place not in card

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModel, BertConfig
 
 import hf_posenc
 from conftest import HOSTS, LENGTH, TABLED, VOCABULARY, first, patched, stock, tokens
+from hf_posenc.configuration import PARSED, HostSpec, PositionSpec, make_stock, merged, read, write
 from hf_posenc.encodings import encoding_class
-from hf_posenc.spec import PARSED, HostSpec, PositionSpec, make_stock, merged, read, write
 
 HOST = {"name_or_path": "somebody/base", "rows": 512, "kept": True, "fingerprint": "00ff"}
 
@@ -166,7 +166,7 @@ def test_host_spec(in_the_hubs_cache):
     model.name_or_path = model.config.name_or_path = in_the_hubs_cache
     host = hf_posenc.patch(model, "alibi").config.position_spec.host
     assert host == HostSpec("somebody/base", LENGTH, True, host.fingerprint) and len(host.fingerprint) == 16
-    assert not hf_posenc.patch(model, "alibi", keep_host=False).config.position_spec.host.kept
+    assert not hf_posenc.patch(model, "alibi", keep_original=False).config.position_spec.host.kept
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from transformers import AutoModel, set_seed
 
 import hf_posenc
 from conftest import assert_apart, assert_close, assert_equal, first, randomize_encoding
-from hosts.tiny import randomized
+from tools.hosts.tiny import randomized
 
 SIZES = dict(
     hidden_size=32,
@@ -181,7 +181,7 @@ def test_what_a_convolution_has_learned_is_kept():
     new = hf_posenc.patch(model, "alibi")
     path = "encoder.pos_conv_embed.conv"
     for name in ("bias", "parametrizations.weight.original0", "parametrizations.weight.original1"):
-        kept = new.state_dict()[f"posenc.host.{path}.{name}"]
+        kept = new.state_dict()[f"posenc.original.{path}.{name}"]
         assert_equal(kept, model.state_dict()[f"{path}.{name}"])
         assert not kept.requires_grad
     assert not any("pos_conv_embed" in name for name, _ in new.named_parameters())
@@ -286,7 +286,7 @@ def test_recognition_learns(encoding):
 def test_what_stays_is_said():
     model = stock("wav2vec2-conformer")
     for each in (model, hf_posenc.patch(model, "alibi")):
-        stays = hf_posenc.inspect(each).stays
+        stays = hf_posenc.inspect(each).order_sensitive
         assert stays.pop("Wav2Vec2ConformerConvolutionModule") == (
             "encoder.layers.0.conv_module",
             "encoder.layers.1.conv_module",
@@ -309,8 +309,8 @@ def test_an_adapters_layers_are_taken():
     model = stock("wav2vec2-bert-adapter")
     new = hf_posenc.patch(model, "alibi")
     names = [f"adapter.layers.0.{name}" for name in ("residual_conv", "self_attn_conv")]
-    assert hf_posenc.inspect(new).stays["Conv1d"] == (*names,)
-    assert hf_posenc.inspect(new).enters["distance_bias"][-1] == "adapter.layers.0.self_attn"
+    assert hf_posenc.inspect(new).order_sensitive["Conv1d"] == (*names,)
+    assert hf_posenc.inspect(new).locations["distance_bias"][-1] == "adapter.layers.0.self_attn"
     assert_apart(
         first(new(**sound("wav2vec2-bert-adapter"))), first(hf_posenc.patch(model, "none")(**sound("wav2vec2-bert-adapter")))
     )
@@ -321,14 +321,14 @@ def test_a_convolution_within_an_attention_is_refused():
     model = stock("wav2vec2")
     attention = model.encoder.layers[0].attention
     attention.k_proj = torch.nn.Conv1d(32, 32, 3, padding=1)
-    with pytest.raises(hf_posenc.HostRefused) as error:
+    with pytest.raises(hf_posenc.UnsupportedModelError) as error:
         hf_posenc.patch(model, "alibi")
     assert error.value.reason == "convolutions, which see the order of their inputs"
 
 
 def test_rotations_of_inputs_are_refused():
     """wav2vec2-conformer can rotate hidden states before it projects them."""
-    with pytest.raises(hf_posenc.HostRefused) as error:
+    with pytest.raises(hf_posenc.UnsupportedModelError) as error:
         hf_posenc.patch(stock("wav2vec2-conformer", position_embeddings_type="rotary"), "alibi")
     assert error.value.reason == "rotary positions in a format of its own"
 

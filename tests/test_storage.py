@@ -106,7 +106,7 @@ def test_casts_leave_int8_as_it_is(cast):
     before = {name: tensor.clone() for name, tensor in model.posenc.named_buffers()}
     cast(model)
     for name, tensor in model.posenc.named_buffers():
-        if name.startswith("host."):
+        if name.startswith("original."):
             continue
         assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name])
     assert first(model(tokens())).isfinite().all()
@@ -164,7 +164,7 @@ for name, expected in torch.load(folder / "expected.pt").items():
         model = kind.from_pretrained(folder / name, **options)
         assert torch.equal(first(model(tokens())), expected["output"]), name
     half = kind.from_pretrained(folder / name, dtype=torch.bfloat16)
-    held = [key for key in half.state_dict() if "posenc." in key and ".host." not in key]
+    held = [key for key in half.state_dict() if "posenc." in key and ".original." not in key]
     for key in held:
         value, own = half.state_dict()[key], expected["held"][key.rpartition(".")[2]]
         assert value.dtype == own.dtype and torch.equal(value, own), (name, key)
@@ -189,7 +189,7 @@ def test_models_come_back_in_a_new_process(tmp_path):
         for part, path in ((model, name), *bodies):
             part.save_pretrained(tmp_path / "first" / path, **arguments)
             output, held = first(part(tokens())).detach(), own.state_dict()
-            held = {key: value.clone() for key, value in held.items() if not key.startswith("host.")}
+            held = {key: value.clone() for key, value in held.items() if not key.startswith("original.")}
             expected[path] = {"head": part is model, "output": output, "held": held}
     assert len([*(tmp_path / "first" / "shards").glob("*.safetensors")]) > 2
     weights = json.loads((tmp_path / "first" / "shards" / "model.safetensors.index.json").read_text())
@@ -428,7 +428,7 @@ def test_a_config_that_names_a_file_opens_none(tmp_path, monkeypatch):
     assert config["position_encoding"]["file"] is None
     config["position_encoding"]["file"] = file
     (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("hf_posenc.encodings.rows.StoredTensor", None)
+    monkeypatch.setattr("hf_posenc.encodings.tables.StoredTensor", None)
     with pytest.raises(ValueError, match="names a file, and nothing was opened"):
         AutoModel.from_pretrained(tmp_path / "saved")
 

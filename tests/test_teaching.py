@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BertTokenizer
 
-from training import data, teaching
+from hf_posenc.training import data, teaching
 
 CLS, SEP, USABLE = 2, 3, 12
 

@@ -5,9 +5,9 @@ import resource
 
 import pytest
 
-from hf_posenc import text_files
 from hf_posenc.cli.texts import read
-from training import data
+from hf_posenc.evaluation import text_files
+from hf_posenc.training import data
 
 NAMES = [
     *(

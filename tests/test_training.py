@@ -32,10 +32,9 @@ from transformers import (
 )
 
 import hf_posenc
-import train_clm
 from conftest import BERT, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, WORDS, randomize, slow, stock, suits
-from training import checkpoints, data, flags, loop
-from training import models as training_models
+from hf_posenc.training import checkpoints, data, flags, loop, train_clm
+from hf_posenc.training import models as training_models
 
 CLOSE = dict(rel=1e-4, abs=1e-5)
 """Of losses after the same steps, computed in another order."""
@@ -125,17 +124,17 @@ def whole(tiny, tmp_path_factory, launch):
 @pytest.mark.parametrize(
     ("kill", "left"),
     [
-        slow(("training.loop.Run._step", 2), None),
-        (("training.loop.Run._step", 6), "step_3"),
-        (("training.loop.Run._evaluate", 2), "step_3"),
+        slow(("hf_posenc.training.loop.Run._step", 2), None),
+        (("hf_posenc.training.loop.Run._step", 6), "step_3"),
+        (("hf_posenc.training.loop.Run._evaluate", 2), "step_3"),
         # The files of step_3: the optimizer, random states, progress, scheduler; then those of step_6.
         *(slow(("torch.save", number), "step_3" if number > 4 else None) for number in range(1, 8)),
         (("torch.save", 8), "step_3"),
-        slow(("hf_posenc.saving._synchronize", 3), None),
-        slow(("hf_posenc.saving._synchronize", 85), "step_3"),
+        slow(("hf_posenc.serialization.atomic._synchronize", 3), None),
+        slow(("hf_posenc.serialization.atomic._synchronize", 85), "step_3"),
         (("os.rename", 1), None),
-        (("training.checkpoints.prune", 2), "step_3"),
-        (("hf_posenc.saving._move", 7), "step_6"),  # after two for each of three best models
+        (("hf_posenc.training.checkpoints.prune", 2), "step_3"),
+        (("hf_posenc.serialization.atomic._move", 7), "step_6"),  # after two for each of three best models
     ],
 )
 def test_killed_anywhere_and_resumed_a_run_is_the_same(tiny, tmp_path, launch, whole, kill, left):
@@ -155,7 +154,7 @@ def test_killed_again_and_again(tiny, tmp_path, launch, whole):
     arguments = line(tiny, tmp_path / "out", "--position_encoding", "t5", *KEEPING, *LATEST)
     arguments += ["--checkpointing_steps", 1, "--keep_last", 2]
     for _ in range(3):
-        codes, said = launch("train_mlm", *arguments, kill=("training.loop.Run._step", 3))
+        codes, said = launch("train_mlm", *arguments, kill=("hf_posenc.training.loop.Run._step", 3))
         assert codes == [-signal.SIGKILL], said
     good(launch("train_mlm", *arguments))
     assert_same(whole, tmp_path / "out")
@@ -196,7 +195,7 @@ def test_two_processes_killed_and_resumed(tiny, tmp_path, launch):
     folders = [tmp_path / "whole", tmp_path / "killed"]
     lines = [line(tiny, folder, *KEEPING, *LATEST, "--position_encoding", "relative") for folder in folders]
     good(launch("train_mlm", *lines[0], processes=2))
-    codes, _ = launch("train_mlm", *lines[1], processes=2, kill=("training.loop.Run._step", 5))
+    codes, _ = launch("train_mlm", *lines[1], processes=2, kill=("hf_posenc.training.loop.Run._step", 5))
     assert -signal.SIGKILL in codes
     assert "resumed from" in good(launch("train_mlm", *lines[1], processes=2))
     assert_same(*folders)
@@ -397,7 +396,7 @@ def test_sharded_over_two_processes(tiny, tmp_path, launch, encoding):
     more = ("--position_encoding", encoding, "--eval_steps", 4, "--checkpointing_steps", 3, *LATEST)
     good(launch("train_mlm", *line(tiny, tmp_path / "one", *more, "--per_device_train_batch_size", 8, model="still")))
     arguments = line(tiny, tmp_path / "two", *more, model="still")
-    codes, said = launch("sharded", *arguments, processes=2, kill=("training.loop.Run._step", 5))
+    codes, said = launch("sharded", *arguments, processes=2, kill=("hf_posenc.training.loop.Run._step", 5))
     assert -signal.SIGKILL in codes, said
     assert "resumed from" in good(launch("sharded", *arguments, processes=2))
     assert (tmp_path / "two" / "step_3" / "pytorch_model_fsdp_0" / "__1_0.distcp").exists()
@@ -854,7 +853,7 @@ def test_one_long_text_is_no_reason_to_warn(capsys):
 
 def test_masks_belong_to_rows(tiny):
     """Whatever batch a row is in; anew in each epoch; about as many as asked for, by the usual three ways."""
-    import train_mlm
+    from hf_posenc.training import train_mlm
 
     tokenizer = AutoTokenizer.from_pretrained(tiny / "bert")
     task = train_mlm.MaskedLanguageModeling(tokenizer, 0.15, seed=5)
@@ -881,4 +880,4 @@ def test_masks_belong_to_rows(tiny):
 def test_help_reads_well(launch):
     for script in ("finetune", "train_mlm", "train_clm", "distill"):
         codes, said = launch(script, "--help")
-        assert codes == [0] and "--resume_from_checkpoint latest|PATH" in said and f"scripts/{script}.py" in said
+        assert codes == [0] and "--resume_from_checkpoint latest|PATH" in said and f"hf_posenc.training.{script}" in said

@@ -13,7 +13,7 @@ import torch
 
 import hf_posenc
 from conftest import ROOT, first, patched, run_python, tokens
-from hf_posenc import probe, remote_code
+from hf_posenc.serialization import probe, remote_code
 
 IMPORTS = "import torch\nfrom hf_posenc import PositionEncoding\n"
 CLASS = """
@@ -105,7 +105,7 @@ def code_for(modules):
     """What is saved for these encodings, together in one model."""
     classes = [hf_posenc.PositionEncoding.registered[type_of(module)] for module in modules]
     config = hf_posenc.PosEncBertConfig(hidden_size=32, num_attention_heads=4, position_encoding="none")
-    return remote_code.files("modeling", [(cls, cls.checked_options({})) for cls in classes], config)
+    return remote_code.files("hf_posenc.modeling.derived", [(cls, cls.checked_options({})) for cls in classes], config)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_files_are_copied_whole(own, saved):
     assert {path.name for path in (saved / "all").glob("posenc_own_*.py")} == names
     for module in ("own_text", "own_dataclass", "own_executed", "own_feed", "own_lines"):
         original, copy = (own / f"{module}.py").read_text(), (saved / "all" / f"posenc_own_{module}.py").read_text()
-        assert copy == original.replace("from hf_posenc import", "from .posenc_hf_posenc import")
+        assert copy == original.replace("from hf_posenc import", "from .posenc_package import")
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_one_process_for_each_version_of_the_code(module, tmp_path, caplog):
     for folder in ("model", "config"):
         assert (tmp_path / folder / "posenc_own_own_steps.py").is_file()
     assert probe._elsewhere.cache_info().misses == started + 1
-    said = [record.getMessage() for record in caplog.records if record.name == "hf_posenc.remote_code"]
+    said = [record.getMessage() for record in caplog.records if record.name == "hf_posenc.serialization.remote_code"]
     assert said == [f"{module.__file__} is saved with the model, whole: whoever loads it can read it"]
     module.STEP = 3.0
     with pytest.warns(UserWarning, match="differs from what runs here in 'own-steps' .embed of new tokens"):
@@ -225,7 +225,7 @@ def test_files_that_cant_be_copied(module, tmp_path):
 
     def refuses(words, *classes):
         with pytest.raises(ValueError, match=words):
-            remote_code.files("modeling", [(cls, {}) for cls in classes], config)
+            remote_code.files("hf_posenc.modeling.derived", [(cls, {}) for cls in classes], config)
 
     (tmp_path / "own_").mkdir()
     for name in ("own_/steps", "own__steps"):

@@ -32,7 +32,7 @@ from conftest import (
     stock,
     tokens,
 )
-from hf_posenc import attention
+from hf_posenc.attention import dispatch
 from hf_posenc.encodings import Geometry, PositionContext
 from oracles import future, heads, in_pieces
 
@@ -243,15 +243,15 @@ def test_an_encoding_of_values_alone(host, own_registry):
     none = hf_posenc.patch(stock(host), "none")
     assert_apart(first(none(tokens())), outputs[0][0])
     with pytest.raises(ValueError, match="'flash_attention_2' takes no score bias"):
-        attention.attend("flash_attention_2", *attended(model))
+        dispatch.attend("flash_attention_2", *attended(model))
 
 
 def attended(model):
     """The arguments of an attention call."""
-    module = next(module for module in model.modules() if hasattr(module, attention.PARTS))
+    module = next(module for module in model.modules() if hasattr(module, dispatch.PARTS))
     states = torch.zeros(1, 4, 5, 8)
     context = PositionContext(model.base_model.posenc, torch.arange(5)[None], 0, torch.zeros(1, 1, dtype=torch.long))
-    attention.CURRENT.context = context
+    dispatch.CURRENT.context = context
     return module, states, states, states, None
 
 
@@ -273,7 +273,7 @@ def test_compositions(kind, tmp_path):
 def test_saving(tmp_path):
     model = patched("bert", ALL_TERMS)
     model.save_pretrained(tmp_path)
-    assert hf_posenc.inspect(str(tmp_path)).enters.keys() == {"score_bias", "value_bias"}
+    assert hf_posenc.inspect(str(tmp_path)).locations.keys() == {"score_bias", "value_bias"}
     again = AutoModel.from_pretrained(tmp_path).eval()
     assert_equal(first(again(tokens())), first(model(tokens())))
     assert not any("value_weight" in name for name in hf_posenc.unpatch(again).state_dict())
@@ -282,7 +282,7 @@ def test_saving(tmp_path):
 def test_without_values_there_is_one_table():
     model = patched("bert", {"type": "shaw", "terms": "keys+queries"})
     assert [name.rpartition(".")[2] for name in model.state_dict() if ".posenc." in name] == ["weight"] * 2
-    assert hf_posenc.inspect(model).enters.keys() == {"score_bias"}
+    assert hf_posenc.inspect(model).locations.keys() == {"score_bias"}
     kind = hf_posenc.list_encodings()["shaw"]
     assert kind.acts_by() == ("score_bias", "value_bias") == kind.acts_by(kind.checked_options(ALL_TERMS_ALONE))
     assert kind.acts_by(kind.checked_options({})) == ("score_bias",)
@@ -348,15 +348,15 @@ def test_tokens_aside(implementation):
     model = randomize_encoding(hf_posenc.patch(randomize(ViTModel(config)).eval(), VALUES))
     model.set_attn_implementation(implementation)
     (layer,) = model.get_submodule("layers" if hasattr(model, "layers") else "encoder.layer")
-    block = next(module for module in layer.modules() if hasattr(module, attention.PARTS))
-    seen, original = [], attention.value_bias
+    block = next(module for module in layer.modules() if hasattr(module, dispatch.PARTS))
+    seen, original = [], dispatch.value_bias
 
     def watch(encodings, weights, size, context):
         seen.append((weights, original(encodings, weights, size, context)))
         return seen[-1][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "value_bias", watch)
+        patch.setattr(dispatch, "value_bias", watch)
         model(torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
     ((weights, added),) = seen
     assert weights.shape == (1, 4, 5, 5) and not added[:, :, 0].any()
@@ -463,8 +463,8 @@ def test_weights_of_attentions_that_are_written_out(kind, monkeypatch):
     sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, d_model=32, n_layer=1, n_head=4, d_inner=48)
     model = randomize(AutoModel.from_config(AutoConfig.for_model(kind, vocab_size=61, **sizes))).eval()
     model = randomize_encoding(hf_posenc.patch(model, VALUES))
-    seen, original = [], attention.value_bias
-    monkeypatch.setattr(attention, "value_bias", lambda *args: seen.append(args[1]) or original(*args))
+    seen, original = [], dispatch.value_bias
+    monkeypatch.setattr(dispatch, "value_bias", lambda *args: seen.append(args[1]) or original(*args))
     outputs = []
     for implementation in backends(model):
         model.set_attn_implementation(implementation)
@@ -478,7 +478,7 @@ def test_weights_of_attentions_that_are_written_out(kind, monkeypatch):
 
 def test_an_attention_that_makes_no_product_of_weights(monkeypatch):
     model = patched("mpnet")
-    monkeypatch.setattr("hf_posenc.written_out.SOFTMAX", ())
+    monkeypatch.setattr("hf_posenc.attention.intercept.SOFTMAX", ())
     with pytest.raises(RuntimeError, match="MPNetSelfAttention made no product of weights and values"):
         model(tokens())
 
@@ -493,7 +493,9 @@ def test_outputs_scaled_by_a_sink_are_refused():
         num_key_value_heads=2,
     )
     model = GraniteSWAModel(config)
-    with pytest.raises(hf_posenc.HostRefused, match=r"GraniteSWAAttention, which multiplies its output.*'shaw' can't") as error:
+    with pytest.raises(
+        hf_posenc.UnsupportedModelError, match=r"GraniteSWAAttention, which multiplies its output.*'shaw' can't"
+    ) as error:
         hf_posenc.patch(model, VALUES)
     assert error.value.reason == "attention whose weights aren't known"
     hf_posenc.patch(model, "shaw")
@@ -501,8 +503,8 @@ def test_outputs_scaled_by_a_sink_are_refused():
 
 def test_an_eager_function_without_weights(monkeypatch):
     model = patched("bert")
-    eager = attention.host_function(model.encoder.layer[0].attention.self, "eager")
-    monkeypatch.setattr(attention, "host_function", lambda *_: lambda *a, **k: (eager(*a, **k)[0], None))
+    eager = dispatch.host_function(model.encoder.layer[0].attention.self, "eager")
+    monkeypatch.setattr(dispatch, "host_function", lambda *_: lambda *a, **k: (eager(*a, **k)[0], None))
     with pytest.raises(ValueError, match="eager attention of BertSelfAttention doesn't give its weights, by which 'shaw' acts"):
         model(tokens())
 
@@ -523,7 +525,7 @@ def _llama_forward(self, hidden_states, position_embeddings, attention_mask, pas
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     projections = (self.q_proj, self.k_proj, self.v_proj)
     query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
-    function = attention.ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    function = dispatch.ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
     kwargs.pop("keys_are_rotated", None)
     output, weights = function(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
     return self.o_proj(output.flatten(2)), weights

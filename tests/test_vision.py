@@ -5,6 +5,7 @@ Shapes: B batch, N patches, H heads, E head_dim, D hidden_size.
 
 import copy
 import itertools
+import math
 import pickle
 
 import pytest
@@ -226,6 +227,81 @@ def test_swin_counts_within_windows():
     assert_close(states(hf_posenc.patch(model, "alibi"), pixels), states(twin, pixels))
 
 
+def bucket(distance):
+    """T5's, of 32 for both directions and distances up to 128."""
+    steps = abs(distance)
+    far = 8 + int(math.log(max(steps, 1) / 8) / math.log(128 / 8) * 8)
+    return (16 if distance > 0 else 0) + (steps if steps < 8 else min(far, 15))
+
+
+def score(encoding, attention, head, query, key, i, j):
+    """Of the query at position i of a window and the key at j: their product, and the encoding's part in it."""
+    if encoding == "rope":
+        query, key = (turned(vector, position) for vector, position in ((query, i), (key, j)))
+    product = float(query @ key) / math.sqrt(len(query))
+    if encoding == "alibi":
+        return product - 2.0 ** (-8 * (head + 1) / attention.num_attention_heads) * abs(j - i)
+    return product + float(attention.posenc.weight[bucket(j - i), head]) if encoding == "t5" else product
+
+
+def turned(vector, position):
+    """RoPE of `[E]`."""
+    half = len(vector) // 2
+    angles = position * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    first, second = vector[:half], vector[half:]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin])
+
+
+def by_loops(encoding, attention, tokens, size, shift):
+    """What an attention in windows of `size` gives tokens `[rows, columns, D]`, in float64.
+
+    Zeros fill the last windows, and are seen. Then all are shifted up and to the left, and those that leave the image come in
+    again on the other side, where they don't see the others of their window.
+    """
+    tokens = tokens.double()
+    height, width, features = tokens.shape
+    rows, columns = (-(-side // size) * size for side in (height, width))
+    filled = torch.zeros(rows, columns, features, dtype=torch.float64)
+    filled[:height, :width] = tokens
+    query, key, value = (
+        copy.deepcopy(each).double()(filled).unflatten(-1, (attention.num_attention_heads, -1))
+        for each in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    mixed = torch.zeros_like(value)
+    for top, left in itertools.product(range(0, rows, size), range(0, columns, size)):
+        places = [(top + i // size, left + i % size) for i in range(size**2)]
+        origins = [((row + shift) % rows, (column + shift) % columns) for row, column in places]
+        wrapped = [(row + shift >= rows, column + shift >= columns) for row, column in places]
+        for (i, at), head in itertools.product(enumerate(origins), range(attention.num_attention_heads)):
+            seen = [j for j in range(size**2) if wrapped[j] == wrapped[i]]
+            scores = [score(encoding, attention, head, query[at][head], key[origins[j]][head], i, j) for j in seen]
+            for j, weight in zip(seen, torch.tensor(scores, dtype=torch.float64).softmax(-1), strict=True):
+                mixed[at][head] += weight * value[origins[j]][head]
+    return copy.deepcopy(attention.o_proj).double()(mixed.flatten(2))[:height, :width]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("height", "width"), [(16, 32), (20, 28)])
+@pytest.mark.parametrize("encoding", ["none", "alibi", "t5", "rope"])
+def test_swin_by_loops(encoding, height, width):
+    """In whole windows and in those that zeros fill, shifted and not: an image as low as a window isn't shifted."""
+    options = {"per_layer": True} if encoding == "t5" else {}
+    model, normed, given = patched(stock("Swin", **SWIN), encoding, **options), {}, {}
+    blocks = [(stage, block) for stage, layer in enumerate(model.encoder.layers) for block in layer.blocks]
+    for _, block in blocks:
+        # A block adds what its attention gives to its input, and gives the sum to its second norm.
+        block.layernorm_before.register_forward_hook(lambda module, args, output: normed.update({module: output[0]}))
+        block.layernorm_after.register_forward_pre_hook(lambda module, args: given.update({module: args[0][0]}))
+        block.register_forward_pre_hook(lambda module, args: given.update({module: args[0][0]}))
+    model(images(1, height, width))
+    for stage, block in blocks:
+        tokens = normed[block.layernorm_before].unflatten(0, (height // 2 ** (stage + 1), width // 2 ** (stage + 1)))
+        added = given[block.layernorm_after] - given[block]
+        expected = by_loops(encoding, block.attention, tokens, block.window_size, block.shift_size)
+        assert_close(added.double(), expected.flatten(0, 1), rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("prefix", "encodings"),
     [
@@ -263,10 +339,10 @@ def test_order_within_a_window(prefix):
 
 def test_stages_of_several_sizes():
     model = stock("Swin", **SWIN)
-    with pytest.raises(hf_posenc.HostRefused, match="per_layer=True"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="per_layer=True"):
         hf_posenc.patch(model, "relative")
     assert states(patched(model, "relative", per_layer=True), images()).isfinite().all()
-    with pytest.raises(hf_posenc.HostRefused, match=r"several widths, \[16, 32\]"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=r"several widths, \[16, 32\]"):
         hf_posenc.patch(model, "sinusoidal", inject="every_layer")
 
 
@@ -376,8 +452,8 @@ def test_what_a_silenced_table_answers():
     assert table.dtype == torch.bfloat16 and table.shape == (1, 17, 32) and not table.any()
     assert type(new.embeddings).__name__ == "ViTEmbeddings" and isinstance(new.embeddings, type(model.embeddings))
     assert "embeddings.position_embeddings" not in dict(new.named_parameters())
-    assert_equal(new.posenc.host.embeddings.position_embeddings, model.embeddings.position_embeddings.data)
-    without = hf_posenc.patch(model, "sinusoidal", keep_host=False)
+    assert_equal(new.posenc.original.embeddings.position_embeddings, model.embeddings.position_embeddings.data)
+    without = hf_posenc.patch(model, "sinusoidal", keep_original=False)
     assert not any("host" in name for name in without.state_dict())
     assert states(without, images().to(torch.bfloat16)).dtype == torch.bfloat16
     scratch = hf_posenc.PosEncViTModel(hf_posenc.PosEncViTConfig(**SIZES, position_encoding="alibi"))

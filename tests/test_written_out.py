@@ -23,8 +23,8 @@ from conftest import (
     stock,
     tokens,
 )
-from hosts import tiny
 from oracles import every_mask, gradients, ids_of, in_pieces, padding_of, sinusoids
+from tools.hosts import tiny
 
 every_host = pytest.mark.parametrize("host", WRITTEN_OUT)
 
@@ -75,15 +75,17 @@ def test_mpnets_own_biases_are_gone_and_kept(encoding, tmp_path):
     assert_apart(first(other(tokens())), first(model(tokens())))
     new = hf_posenc.patch(other, encoding)
     assert torch.equal(first(new(tokens())), first(hf_posenc.patch(model, encoding)(tokens())))
-    key = "posenc.host.encoder.relative_attention_bias.weight"
+    key = "posenc.original.encoder.relative_attention_bias.weight"
     assert torch.equal(new.state_dict()[key], other.encoder.relative_attention_bias.weight)
     assert key in dict(new.named_buffers()) and not any("relative_attention_bias" in name for name, _ in new.named_parameters())
     new.save_pretrained(tmp_path)
     again = hf_posenc.unpatch(AutoModel.from_pretrained(tmp_path))
     assert torch.equal(again.encoder.relative_attention_bias.weight, other.encoder.relative_attention_bias.weight)
     assert torch.equal(first(again(tokens())), first(other(tokens())))
-    assert not any("relative_attention_bias" in name for name in hf_posenc.patch(model, encoding, keep_host=False).state_dict())
-    gone = hf_posenc.patch(model, encoding, keep_host=False)
+    assert not any(
+        "relative_attention_bias" in name for name in hf_posenc.patch(model, encoding, keep_original=False).state_dict()
+    )
+    gone = hf_posenc.patch(model, encoding, keep_original=False)
     assert torch.equal(first(gone(tokens())), first(hf_posenc.patch(model, encoding)(tokens())))
 
 
@@ -372,14 +374,14 @@ def test_inputs_beside_the_tokens_have_no_positions(kind, encoding):
 def test_a_sparse_attention_takes_vectors_alone(encoding):
     model = built("longformer")
     with pytest.raises(
-        hf_posenc.HostRefused, match=r"LongformerSelfAttention, which cuts .* take an encoding of vectors"
+        hf_posenc.UnsupportedModelError, match=r"LongformerSelfAttention, which cuts .* take an encoding of vectors"
     ) as error:
         hf_posenc.patch(model, encoding)
     assert error.value.reason == "attention in which nothing can act"
     hf_posenc.patch(model, "learned")
 
 
-REFUSED = {
+UNSUPPORTED = {
     "big_bird": ({"attention_type": "block_sparse"}, "load it with attention_type='original_full'"),
     "canine": ({}, "stretches of characters"),
     "convbert": ({}, "convolutions, which see order"),
@@ -394,11 +396,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", UNSUPPORTED)
 @pytest.mark.parametrize("encoding", ["none", "sinusoidal"])
 def test_refused(kind, encoding):
-    changes, message = REFUSED[kind]
-    with pytest.raises(hf_posenc.HostRefused, match=message) as error:
+    changes, message = UNSUPPORTED[kind]
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=message) as error:
         hf_posenc.patch(built(kind, **changes), encoding)
     assert error.value.reason
 
@@ -412,13 +414,13 @@ def test_disentangled_terms_are_kept_beside(kind, share, tmp_path):
     model = built(kind, **changes)
     new = hf_posenc.patch(model, "alibi", max_length=40)
     new(tokens(1, 40))
-    kept = {name for name in new.state_dict() if name.startswith("posenc.host.")}
-    assert "posenc.host.encoder.rel_embeddings.weight" in kept and (share or kind == "deberta") == (len(kept) < 11)
+    kept = {name for name in new.state_dict() if name.startswith("posenc.original.")}
+    assert "posenc.original.encoder.rel_embeddings.weight" in kept and (share or kind == "deberta") == (len(kept) < 11)
     assert not any("rel_embeddings" in name or ".pos_" in name for name, _ in new.named_parameters())
     new.save_pretrained(tmp_path)
     again = hf_posenc.unpatch(AutoModel.from_pretrained(tmp_path))
     assert_equal(first(again(tokens())), first(model(tokens())))
-    without = hf_posenc.patch(model, "alibi", keep_host=False)
+    without = hf_posenc.patch(model, "alibi", keep_original=False)
     assert not any("host" in name for name in without.state_dict())
     assert_equal(first(without(tokens())), first(new(tokens())))
 

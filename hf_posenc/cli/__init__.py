@@ -1,9 +1,7 @@
 """The command `hf-posenc list | inspect | patch | convert | unpatch | extend | eval | bench | plot | explore | card | push`.
 
 One file per subcommand, two for `plot`; all files here are imported. What they share: `arguments` (arguments of several
-commands), `completing` (what the Tab key offers), `output` (text or JSON), `folders` and `texts` (what is read and written).
-
-They are named listing, patching, …: modules `patch` and `inspect` would hide a public function and a standard module.
+commands), `completion` (what the Tab key offers), `output` (text or JSON), `folders` and `texts` (what is read and written).
 """
 
 import contextlib
@@ -26,7 +24,7 @@ from safetensors import SafetensorError
 from transformers import dynamic_module_utils
 
 import hf_posenc
-from hf_posenc import terminals
+from hf_posenc.evaluation import terminals
 
 console = Console(soft_wrap=True)
 EXPECTED = (ValueError, OSError, ImportError, HTTPError, SafetensorError)

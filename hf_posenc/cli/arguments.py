@@ -5,16 +5,16 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_posenc.cli import completing
+from hf_posenc.cli import completion
+from hf_posenc.configuration import INJECT, WHERE
 from hf_posenc.encodings import shown, written_value
-from hf_posenc.saved_files import parsed_json
-from hf_posenc.spec import INJECT, WHERE
+from hf_posenc.serialization.saved_files import parsed_json
 
 LISTS = "A value may be JSON; a list is [1, 2] or 1,2."
 
 Encoding = Annotated[
     str,
-    typer.Argument(help='A name, a composition "a+b", or JSON with "type".', autocompletion=completing.encodings),
+    typer.Argument(help='A name, a composition "a+b", or JSON with "type".', autocompletion=completion.encodings),
 ]
 MaxLength = Annotated[
     int | None,
@@ -45,14 +45,14 @@ Where = Annotated[
         help="Of an encoder and a decoder, which: one or more of encoder, decoder, cross, such as encoder,cross; or JSON with "
         "an encoding for each.",
         show_default="encoder,decoder",
-        autocompletion=completing.one_of(WHERE),
+        autocompletion=completion.one_of(WHERE),
     ),
 ]
 Inject = Annotated[
     str,
     typer.Option(
         help=f"Where vectors of an encoding that embeds are added: {', '.join(INJECT)}.",
-        autocompletion=completing.one_of(INJECT),
+        autocompletion=completion.one_of(INJECT),
     ),
 ]
 KeepHost = Annotated[bool, typer.Option(help="Keep the model's own positions, for unpatch.")]

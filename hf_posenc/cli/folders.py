@@ -12,15 +12,18 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import cached_file, has_file
 
 import hf_posenc
-from hf_posenc import saving
-from hf_posenc.cards import architecture
+from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.architectures.find import submodels_of
 from hf_posenc.cli.output import Output
+from hf_posenc.configuration import V4_RELATIVE
 from hf_posenc.encodings import canonical, encoding_class, meant, shown
+from hf_posenc.evaluation.retrieval import Embedder, pooling
+from hf_posenc.hub.cards import architecture
 from hf_posenc.inspection import Report
-from hf_posenc.modeling import PosEncModelMixin
-from hf_posenc.patching import changed_within
-from hf_posenc.retrieval import Embedder, pooling
-from hf_posenc.saved_files import (
+from hf_posenc.modeling.derived import PosEncModelMixin
+from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer
+from hf_posenc.serialization import atomic
+from hf_posenc.serialization.saved_files import (
     check_sentence_modules,
     check_there,
     explained,
@@ -29,10 +32,7 @@ from hf_posenc.saved_files import (
     read_json,
     read_json_object,
 )
-from hf_posenc.sources.source import is_transformers
-from hf_posenc.spec import V4_RELATIVE
-from hf_posenc.structure import submodels_of
-from hf_posenc.tokenizer_files import check_tokenizer, copied, drop_foreign_code, load_tokenizer
+from hf_posenc.serialization.tokenizer_files import check_tokenizer, copied, drop_foreign_code, load_tokenizer
 
 SENTENCES, MODULES = "config_sentence_transformers.json", "modules.json"
 SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
@@ -77,7 +77,7 @@ def load(model: str) -> Any:
     An interrupted save into its directory is completed or undone first.
     """
     check_there(model)
-    saving.recover(model)
+    atomic.recover(model)
     sentences = _load_sentences(model)
     return load_model(model) if sentences is None else sentences
 
@@ -88,7 +88,7 @@ def asks_for_its_own(model: str, encoding: dict[str, Any]) -> bool:
     Raises ValueError where it is that one with other options.
     """
     check_there(model)
-    saving.recover(model)
+    atomic.recover(model)
     kind = read_config(model, subfolder=_subfolder(model)).get("position_embedding_type")
     if kind not in V4_RELATIVE or encoding_class(encoding.get("type")) is not encoding_class(kind):
         return False
@@ -105,7 +105,7 @@ def load_v4(name: str, max_length: int | None) -> tuple[Original, Any]:
     sentences = _load_sentences(name)
     if sentences is not None:
         place = _subfolder(name)
-        changed = changed_within(sentences, lambda stock: _from_v4(name, type(stock), max_length, place))
+        changed = apply_to_sentence_transformer(sentences, lambda stock: _from_v4(name, type(stock), max_length, place))
         return Original(name, sentences, sentences.tokenizer), changed
     changed = _from_v4(name, architecture(load_config(name)) or AutoModel, max_length)
     return Original(name, None, load_tokenizer(name)), changed
@@ -199,7 +199,7 @@ def write(changed: Any, original: Original, output_dir: Path) -> Any:
     inner = inner_model(changed)
     if is_transformers(type(inner)):  # others name their own code
         drop_foreign_code(inner.config, "config")
-    with saving.replaced(output_dir, _obsolete) as folder:
+    with atomic.replaced(output_dir, _obsolete) as folder:
         if sentences:
             changed.save_pretrained(str(folder), create_model_card=False)
         else:
@@ -255,7 +255,7 @@ def _report(model: Any, submodel: str | None) -> Report:
     """How a model knows word order; of a stock one that is made of several, how the named one does or the one that reads."""
     try:
         return hf_posenc.inspect(model)
-    except hf_posenc.HostRefused as refused:
+    except hf_posenc.UnsupportedModelError as refused:
         if not refused.submodels:
             raise
         return hf_posenc.inspect(model, submodel=submodel or refused.submodels[0])
@@ -276,8 +276,8 @@ def check_output_dir(output_dir: Path, overwrite: bool) -> None:
         raise ValueError(f"{there} is a file: choose another --output-dir")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"{there} isn't writable: change its permissions, or choose another --output-dir")
-    saving.recover(output_dir)
-    if not output_dir.exists() or not saving.entries(output_dir):
+    atomic.recover(output_dir)
+    if not output_dir.exists() or not atomic.entries(output_dir):
         return
     if not overwrite:
         raise ValueError(f"{output_dir} isn't empty: choose another --output-dir, or --overwrite it")
@@ -287,7 +287,7 @@ def check_output_dir(output_dir: Path, overwrite: bool) -> None:
 
 def _obsolete(output_dir: Path, new: list[str]) -> list[str]:
     """The files of the previous model that the new one doesn't replace."""
-    names = [path.name for path in saving.entries(output_dir) if _of_model(output_dir, path.name)]
+    names = [path.name for path in atomic.entries(output_dir) if _of_model(output_dir, path.name)]
     replaced = {name.partition("/")[0] for name in new}
     within = [path for name in names if MODULE.fullmatch(name) and name in replaced for path in (output_dir / name).rglob("*")]
     files = [path.relative_to(output_dir).as_posix() for path in within if path.is_file() or path.is_symlink()]
@@ -305,4 +305,4 @@ def _of_model(output_dir: Path, name: str) -> bool:
 
 
 def _inodes(folder: Path) -> dict[str, int]:
-    return {path.name: path.lstat().st_ino for path in saving.entries(folder)} if folder.is_dir() else {}
+    return {path.name: path.lstat().st_ino for path in atomic.entries(folder)} if folder.is_dir() else {}

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Annotated, Any, TextIO
 
@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_posenc.diagnostics.result import plain
+from hf_posenc.evaluation.metrics import UNCORRECTED
+from hf_posenc.evaluation.model_comparison import Row
 
 _RESERVED: ContextVar[TextIO | None] = ContextVar("reserved", default=None)
 """What documents are written to; None for standard output."""
@@ -47,6 +49,22 @@ def _reserved_stdout() -> Iterator[None]:
 AsJson = Annotated[
     bool, typer.Option("--json", callback=_reserve, help="Print one JSON document; messages go to standard error.")
 ]
+
+
+def by_length(rows: Mapping[int, Mapping[str, Row]], title: str) -> Table:
+    """A comparison as a table: a line for each method, a column for each length."""
+    table = Table("method", title=title, caption=UNCORRECTED)
+    for length in rows:
+        table.add_column(f"{length} tokens", justify="right")
+    for name in dict.fromkeys(name for row in rows.values() for name in row):
+        table.add_row(name, *(_scored(row.get(name)) for row in rows.values()))
+    return table
+
+
+def _scored(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row.score.mrr:.3f}" + (f" ({row.difference.shown()})" if row.difference else "")
 
 
 class Output:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hf_posenc import text_files
+from hf_posenc.evaluation import text_files
 
 
 def read(path: Path, columns: dict[str, str]) -> list[tuple[str, ...]]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.diagnostics.encoding_input import POSITIVE, SEVERAL
 from hf_posenc.diagnostics.indicators import monotonicity, strength, symmetry, translation_invariance
-from hf_posenc.diagnostics.reading import Reader, reader
+from hf_posenc.diagnostics.model_input import Reader, reader
 from hf_posenc.diagnostics.result import Result, by_layer
-from hf_posenc.diagnostics.subjects import POSITIVE, SEVERAL
 from hf_posenc.encodings import checked_value
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_posenc.diagnostics.encoding_input import POSITIVE, Quantity, Sizes, subject
 from hf_posenc.diagnostics.indicators import by_distance, distances, monotonicity, symmetry, translation_invariance
 from hf_posenc.diagnostics.result import Result, heads, ranged
-from hf_posenc.diagnostics.subjects import POSITIVE, Quantity, Sizes, subject
 from hf_posenc.encodings import checked_value
 from hf_posenc.encodings.rope import RoPE
 

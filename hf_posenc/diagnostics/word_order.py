@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_posenc.diagnostics.reading import Texts, reader
+from hf_posenc.diagnostics.model_input import Texts, reader
 from hf_posenc.diagnostics.result import Result
 
 

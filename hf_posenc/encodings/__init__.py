@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.building import (
+from hf_posenc.encodings.construction import (
     build,
     build_within_limits,
     exclusively,
@@ -16,6 +16,7 @@ from hf_posenc.encodings.building import (
     without_values,
 )
 from hf_posenc.encodings.context import PositionContext, counted, length_of, positions_of
+from hf_posenc.encodings.mapped_tables import StoredTensor, names_in
 from hf_posenc.encodings.options import (
     Above,
     at_most,
@@ -37,7 +38,6 @@ from hf_posenc.encodings.registry import (
     overridden,
     portable,
 )
-from hf_posenc.encodings.storage import StoredTensor, names_in
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -7,15 +7,17 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import checked_value, listed, meant, names_files, shown
-from hf_posenc.encodings.storage import StoredTensor
-from hf_posenc.encodings.stretching import Extension
+
+if TYPE_CHECKING:
+    from hf_posenc.encodings.interpolation import Extension
+    from hf_posenc.encodings.mapped_tables import StoredTensor
 
 RESERVED = {
     "type",
@@ -28,7 +30,7 @@ RESERVED = {
     "host",
     "inject",
     "where",
-    "keep_host",
+    "keep_original",
     "submodel",
 }
 """Names that neither an encoding nor an option may have."""
@@ -37,7 +39,7 @@ RESERVED = {
 VERBS = ("embed", "rotate", "distance_bias", "score_bias", "value_bias")
 
 
-BESIDE = ("inject", "keep_host", "layers", "max_length", "where")
+BESIDE = ("inject", "keep_original", "layers", "max_length", "where")
 """The arguments of `patch` that stand beside an encoding's options."""
 
 
@@ -251,14 +253,14 @@ class PositionEncoding(nn.Module):
         """Copy values from the host's own position table, `[rows, D]`, if it has one; called after `reset_parameters`."""
 
     @classmethod
-    def extended(cls, options: dict[str, Any], asked: Extension, geometry: Geometry) -> dict[str, Any] | None:
+    def extended(cls, options: dict[str, Any], asked: "Extension", geometry: Geometry) -> dict[str, Any] | None:
         """Checked options by which this encoding serves longer inputs in the way that was asked for; None where it can't."""
         return None
 
-    def lengthen(self, shorter: Any, asked: Extension) -> None:
+    def lengthen(self, shorter: Any, asked: "Extension") -> None:
         """Take the values of tensors that have other sizes here from a module that was made for shorter inputs."""
 
-    def restore(self, find: Callable[[str], StoredTensor | None]) -> dict[str, Tensor]:
+    def restore(self, find: Callable[[str], "StoredTensor | None"]) -> dict[str, Tensor]:
         """Take from a checkpoint what Transformers can't load as it is; called after it has loaded the others.
 
         find: the tensor that the checkpoint has under a name within this module, in its file, if any. One that was found isn't
@@ -266,7 +268,7 @@ class PositionEncoding(nn.Module):
         """
         return {}
 
-    def stored(self) -> dict[str, StoredTensor]:
+    def stored(self) -> dict[str, "StoredTensor"]:
         """Tensors of the state_dict, by name, that are in files and are copied from there when a model is saved."""
         return {}
 

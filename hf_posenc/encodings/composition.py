@@ -3,14 +3,16 @@
 import itertools
 import weakref
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import meant, shown
-from hf_posenc.encodings.stretching import Extension
+
+if TYPE_CHECKING:
+    from hf_posenc.encodings.interpolation import Extension
 
 
 class Composition(PositionEncoding):
@@ -89,7 +91,7 @@ class Composition(PositionEncoding):
         return {name: part.settled(geometry, options[name]) for name, part in cls.parts.items()}
 
     @classmethod
-    def extended(cls, options: dict[str, Any], asked: Extension, geometry: Geometry) -> dict[str, Any] | None:
+    def extended(cls, options: dict[str, Any], asked: "Extension", geometry: Geometry) -> dict[str, Any] | None:
         longer = {name: part.extended(options[name], asked, geometry) for name, part in cls.parts.items()}
         if all(found is None for found in longer.values()):
             return None

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hf_posenc.encodings.interpolation import Extension
 from hf_posenc.encodings.options import Above, checked_value, listed, shown
-from hf_posenc.encodings.stretching import Extension
 
 ORIGINAL = "original_max_position_embeddings"
 NEEDED: dict[str, tuple[str, ...]] = {

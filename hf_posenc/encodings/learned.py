@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry
 from hf_posenc.encodings.context import last_of_text
+from hf_posenc.encodings.interpolation import DYNAMIC, STATIC, Extension, fractions
+from hf_posenc.encodings.mapped_tables import BLOCK
 from hf_posenc.encodings.options import Above
-from hf_posenc.encodings.rows import MAPPED, Rows
 from hf_posenc.encodings.sinusoidal import sinusoids
-from hf_posenc.encodings.storage import BLOCK
-from hf_posenc.encodings.stretching import DYNAMIC, STATIC, Extension, fractions
+from hf_posenc.encodings.tables import MAPPED, Rows
 
 
 class Learned(Rows, type="learned", aliases=("absolute", "learnable")):

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import Any
 
 from hf_posenc.encodings.base import PositionEncoding
-from hf_posenc.encodings.composition import composed
 from hf_posenc.encodings.options import as_paths, has_paths, has_strings, listed, meant, refuse_oversized, shown
 
 
@@ -21,6 +20,8 @@ def encoding_class(name: Any) -> type[PositionEncoding]:
     Raises ValueError for an unknown name.
     """
     if isinstance(name, str) and "+" in name:
+        from hf_posenc.encodings.composition import composed
+
         classes = [encoding_class(part) for part in name.split("+")]
         return composed(classes, module=__name__)
     if not isinstance(name, str) or name not in PositionEncoding.registered:
@@ -45,7 +46,7 @@ def import_all() -> None:
     """Import everything that registers itself. In a new process, pickle imports single modules of a checkpoint's code, and not
     the entry that imports the others; importing the package imports them all."""
     package, _, name = __name__.rpartition(".")
-    if name == "posenc_registry":
+    if name.startswith("posenc_"):  # a copy
         importlib.import_module(f"{package}.modeling_posenc")
 
 

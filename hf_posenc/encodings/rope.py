@@ -20,10 +20,10 @@ from hf_posenc.encodings.frequency_rules import (
     extended,
     settled,
 )
+from hf_posenc.encodings.interpolation import Extension
 from hf_posenc.encodings.options import Above
 from hf_posenc.encodings.rotation import rotated
 from hf_posenc.encodings.sinusoidal import frequencies
-from hf_posenc.encodings.stretching import Extension
 
 Positive = Annotated[float, Above(0)]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_posenc import catalog, diagnostics, plots
-from hf_posenc.diagnostics.subjects import ON_SCORES
-from hf_posenc.encodings import at_most, canonical, encoding_class, options_of
+from hf_posenc import diagnostics, plots
+from hf_posenc.diagnostics.encoding_input import ON_SCORES
+from hf_posenc.encodings import at_most, canonical, catalog, encoding_class, options_of
 from hf_posenc.explorer.budget import Budget
 from hf_posenc.explorer.forms import Encoding
 from hf_posenc.plots.drawn import label

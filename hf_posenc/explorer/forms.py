@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from hf_posenc.catalog import named_values
 from hf_posenc.encodings import canonical, described, encoding_class, written_value
+from hf_posenc.encodings.catalog import named_values
 from hf_posenc.encodings.options import names_files
 
 Encoding = dict[str, Any]

@@ -15,17 +15,17 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModel
 
 from hf_posenc import diagnostics, plots
+from hf_posenc.architectures.components import UnsupportedModelError
+from hf_posenc.architectures.find import submodels_of
+from hf_posenc.conversion.patching import patch, unpatch
 from hf_posenc.explorer.budget import MAX_LAYERS, Budget, Limits, Refused, checked_field, checked_texts
 from hf_posenc.explorer.encodings import picture
 from hf_posenc.explorer.forms import Encoding
 from hf_posenc.inspection import Report, inspect, without_weights
-from hf_posenc.modeling import PosEncModelMixin
-from hf_posenc.patching import patch, unpatch
+from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.plots.drawn import label
-from hf_posenc.saved_files import explained, read_config
-from hf_posenc.sources import HostRefused
-from hf_posenc.structure import submodels_of
-from hf_posenc.tokenizer_files import load_tokenizer
+from hf_posenc.serialization.saved_files import explained, read_config
+from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
 LENGTH = 128
 """Texts are cut to so many tokens: attention takes memory by the square."""
@@ -60,7 +60,7 @@ class Subject:
         """How it knows word order; of a model whose positions can't be changed, why."""
         try:
             return inspect(self.model)
-        except HostRefused as refused:
+        except UnsupportedModelError as refused:
             if self.submodel is None:
                 return str(refused)
             return inspect(self.model, submodel=self.submodel)

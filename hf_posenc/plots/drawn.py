@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_posenc.diagnostics.subjects import Subject, subject
+from hf_posenc.diagnostics.encoding_input import Subject, subject
 from hf_posenc.encodings import PositionEncoding, canonical, encoding_class, options_of
 
 Encoding = str | Mapping[str, Any] | PositionEncoding

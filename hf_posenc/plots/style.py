@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_posenc.saving import atomic_file
+from hf_posenc.serialization.atomic import atomic_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
 SMALL, NORMAL, LARGE = 7.5, 8.5, 9.5

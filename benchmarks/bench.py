@@ -1,0 +1,199 @@
+"""Speed and memory of every encoding, side by side with stock models, with no encoding, and with other libraries.
+
+    make bench        # the whole grid, which is in scripts/results/: an hour on two idle cores, as estimated
+    python scripts/bench.py --quick
+    python scripts/bench.py --groups forward,attention-2048-fp32 --encodings alibi,t5
+    python scripts/bench.py --import my_encodings --groups forward --encodings alibi,window
+    python scripts/bench.py --report_only --output_dir scripts/results --docs_file docs/speed.md
+
+A group of subjects is measured in one process: in each round every subject once, in an order drawn anew, so that what slows
+the machine down slows all of them down. A ratio is taken within a round: its median over the rounds is printed with a 95 %
+bootstrap interval, and is a throughput, 1.0 as fast as the reference, less is slower. A subject that fails is listed with the
+reason. Groups that are done are kept, so that a run that was stopped goes on where it was; one in which every subject failed
+isn't, and ends the command with status 1.
+"""
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Of the profiler, which counts memory: a line at each start, a warning about what was allocated before.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+from tqdm.auto import tqdm
+
+from benchmarks import grid, report, results, subjects
+from benchmarks.grid import Group, Settings
+from hf_posenc.evaluation import records, terminals
+from hf_posenc.serialization.atomic import write_text
+
+ROOT = Path(__file__).resolve().parents[1]
+SUFFIX = {"cpu": "", "cuda": "-gpu"}
+QUICK_ROUNDS = 5
+
+
+def measured(group: Group, settings: Settings) -> Any:
+    """A group's record, made in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_measure, group, settings).result()
+        except BrokenProcessPool:
+            return failed(group, "its process died: too little memory?")
+        except Exception as error:  # of the group's own preparation, such as a second environment; the others go on
+            return failed(group, f"{type(error).__name__}: {error}"[:300])
+
+
+def _measure(group: Group, settings: Settings) -> Any:
+    # Imported in the process that measures, so that libraries are as they are when they are used alone.
+    from benchmarks.measuring import measure
+
+    import_modules(settings.modules)
+    return measure(group, settings)
+
+
+def import_modules(names: tuple[str, ...]) -> None:
+    """Import modules by name, those of the current folder as well, so that the encodings that they define are registered."""
+    if names:
+        sys.path.insert(0, "")
+    for name in names:
+        importlib.import_module(name)
+
+
+def failed(group: Group, why: str) -> Any:
+    """The record of a group that has none."""
+    return {**group.about(), "subjects": {"all": {"failed": why}}}
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--groups", help="names or kinds of groups, separated by commas; all by default")
+    add("--list", action="store_true", help="print the groups and what each measures, and measure nothing")
+    add("--encodings", help="encodings, separated by commas; all that are registered by default")
+    add(
+        "--import",
+        dest="modules",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="a module that defines encodings of your own; several separated by commas, or the option again",
+    )
+    add("--quick", action="store_true", help=f"a few groups, {QUICK_ROUNDS} rounds: minutes")
+    add("--rounds", type=int, help="how often each subject is timed; default: 20")
+    add("--warmup", type=int, default=2, help="and run before that")
+    add("--threads", type=int, default=2)
+    add("--clock", choices=("wall", "process"), default="wall", help="process: on a machine that others use, with --threads 1")
+    add("--seed", type=int, default=0)
+    add(
+        "--output_dir",
+        type=Path,
+        help="a folder for bench.json, bench.txt and bench.png; by default only --parts_dir is written to",
+    )
+    add("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
+    add("--report_only", action="store_true", help="measure nothing: text, figure and page from --output_dir's bench.json")
+    add("--parts_dir", type=Path, default=ROOT / "build" / "bench", help="the groups so far")
+    add("--v4_env", type=Path, default=ROOT / "build" / "v4", help="the environment with Transformers 4.57, made if missing")
+    add("--resume", action=argparse.BooleanOptionalAction, default=True, help="use the groups so far")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds is None:
+        arguments.rounds = QUICK_ROUNDS if arguments.quick else 20
+    if (arguments.report_only or arguments.docs_file) and not arguments.output_dir:
+        parser.error("--report_only and --docs_file go with --output_dir, where the results are")
+    if min(arguments.rounds, arguments.threads) < 1 or arguments.warmup < 0:
+        parser.error("--rounds and --threads are integers from 1 on, --warmup from 0 on")
+    if arguments.clock == "process" and (arguments.threads > 1 or arguments.device == "cuda"):
+        parser.error("--clock process counts the seconds of all threads: it goes with --threads 1, on a CPU")
+    if arguments.device == "cuda" and not torch.cuda.is_available() and not (arguments.report_only or arguments.list):
+        sys.exit("no GPU here: torch.cuda.is_available() is False. Run this where there is one; `make bench` measures a CPU")
+    return arguments
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    given = {name: getattr(arguments, name) for name in ("device", "rounds", "warmup", "threads", "clock", "seed")}
+    chosen = tuple(arguments.encodings.split(",")) if arguments.encodings else ()
+    modules = tuple(name for names in arguments.modules for name in names.split(",") if name)
+    return Settings(**given, encodings=chosen, modules=modules, environment=str(arguments.v4_env.resolve()))
+
+
+def chosen_groups(arguments: argparse.Namespace) -> list[Group]:
+    try:
+        return grid.groups(arguments.device, arguments.quick, tuple(arguments.groups.split(",")) if arguments.groups else ())
+    except ValueError as error:
+        sys.exit(f"--groups: {error}")
+
+
+def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Measure, and put together with what --output_dir has of other groups; and which groups failed."""
+    settings, chosen = settings_of(arguments), chosen_groups(arguments)
+    try:
+        import_modules(settings.modules)
+    except ImportError as error:
+        sys.exit(f"--import: {error}. Modules are looked for in the current folder, {Path.cwd()}, and among what is installed")
+    try:
+        subjects.check(settings)
+    except ValueError as error:
+        sys.exit(f"--encodings: {error}")
+    kept, found = results.Kept(arguments.parts_dir, settings), {}
+    for group in tqdm(chosen, desc="groups", unit="group", position=0):
+        record = kept.get(group) if arguments.resume else None
+        if record is None:
+            record = measured(group, settings)
+            kept.add(group, record)
+        else:
+            time = kept.time(group)
+            record = {**record, "date": time[:10]}
+            tqdm.write(f"{group.name}: kept from {time}; --no-resume measures anew", file=sys.stderr)
+        found[group.name] = record
+    without = [name for name, record in found.items() if results.has_failed(record)]
+    file = arguments.output_dir / f"bench{SUFFIX[arguments.device]}.json" if arguments.output_dir else None
+    order = [group.name for group in grid.groups(arguments.device)]
+    try:
+        return results.together(found, settings, records.command(), file, order), without
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    if arguments.list:
+        print(*report.listing(chosen_groups(arguments)), sep="\n")
+        return
+    folder, stem = arguments.output_dir, f"bench{SUFFIX[arguments.device]}"
+    file: Any = folder / f"{stem}.json" if folder else None
+    if arguments.report_only and file is not None and not file.exists():
+        make = "make bench" + SUFFIX[arguments.device]
+        sys.exit(f"no results in {folder}: there is no {file.name}. Run `{make}`, or give the --output_dir of an earlier run")
+    everything, without = (records.read(file), []) if arguments.report_only else run(arguments)
+    page = report.text(everything)
+    print(page, end="")
+    if file is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        records.write(file, everything)
+        write_text(folder / f"{stem}.txt", page)
+        report.draw(everything, folder / f"{stem}.png")
+    if arguments.docs_file:
+        report.write_tables(arguments.docs_file, by_device(folder))
+    if without:
+        sys.exit(f"nothing could be measured in {', '.join(without)}: the reasons are above; the same command tries again")
+
+
+def by_device(folder: Path) -> dict[str, Any]:
+    """Device -> its results, of those that a folder has."""
+    files = {device: folder / f"bench{suffix}.json" for device, suffix in SUFFIX.items()}
+    return {device: records.read(file) for device, file in files.items() if file.exists()}
+
+
+if __name__ == "__main__":
+    terminals.escape_unprintable()
+    main()

@@ -1,0 +1,1 @@
+"""Studies of what encodings are worth. Nothing outside imports them, other than commands and tests."""

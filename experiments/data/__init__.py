@@ -1,0 +1,1 @@
+"""Texts that the experiments measure and train with."""

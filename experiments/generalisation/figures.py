@@ -1,0 +1,133 @@
+"""A study as curves by length, in panels by task and by how encodings act."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import hf_posenc
+from experiments.generalisation.results import Results
+from experiments.generalisation.study import Study
+from experiments.generalisation.tasks import ALL
+from hf_posenc.serialization.atomic import atomic_file
+
+FAMILIES = {
+    "embed": "vectors added to the input",
+    "rotate": "queries and keys rotated or scaled",
+    "distance_bias": "bias by distance",
+    "score_bias": "bias by content or position",
+    "several": "several together",
+}
+"""Verb -> heading of a column of panels."""
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#555500", "#000000")
+BASELINE = "none"
+GREY: dict[str, Any] = {"color": "#888888", "linestyle": "--"}
+"""The style of the baseline's line."""
+CURVES = {"exact match": "tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
+"""What curves show: exact match is zero beyond L for most, right tokens tell more of them apart."""
+NAMES = {"exact": "exact match", "tokens": "right tokens", "accuracy": "accuracy", "perplexity": "perplexity"}
+WORST, LARGEST = 4.0, 1e6
+"""Perplexities are drawn up to this multiple of the least one, and to the largest at L; those that aren't finite count as
+LARGEST."""
+
+
+def family(label: str, options: dict[str, Any]) -> str:
+    """The key in FAMILIES of an encoding; empty for the baseline, which is in all panels."""
+    if label == BASELINE:
+        return ""
+    kind = hf_posenc.list_encodings().get(options["type"])
+    return next((verb for verb in FAMILIES if kind and verb in kind.acts_by()), "several")
+
+
+def pyplot_for_files() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw_curves(study: Study, results: Results, path: Path) -> None:
+    """A row for each task, a column for each family: the mean over seeds, and the range of the seeds."""
+    pyplot = pyplot_for_files()
+    of = {each.label: family(each.label, each.options) for each in study.encodings}
+    present = {of[label] for task in results.tasks for label in results.encodings(task) if label in of}
+    families = [name for name in FAMILIES if name in present] or ["several"]
+    size = (1.2 + 3.3 * len(families), 0.6 + 2.5 * len(results.tasks))
+    figure, axes = pyplot.subplots(
+        len(results.tasks), len(families), figsize=size, squeeze=False, sharey="row", layout="constrained"
+    )
+    for row, task in zip(axes, results.tasks, strict=True):
+        labels = [label for label in results.encodings(task) if label in of]
+        for axis, name in zip(row, families, strict=True):
+            draw_lines(axis, results, task, _styles([label for label in labels if of[label] == name], BASELINE in labels))
+        scale(row[0], results, task, labels)
+        about = f"{task}: {ALL[task].unit}, L = {results.trained_length(task)}"
+        row[0].set_ylabel(f"{about}\n{NAMES[CURVES[ALL[task].measure]]}", fontsize=9)
+    for column, name in zip(axes.T, families, strict=True):
+        column[0].set_title(FAMILIES[name], fontsize=10)
+        entries: dict[str, Any] = {}
+        for axis in column:
+            entries |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
+        column[-1].legend(list(entries.values()), list(entries), frameon=False, fontsize=8, **place)
+    with atomic_file(path, "wb") as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=110)
+    pyplot.close(figure)
+
+
+def _styles(labels: list[str], baseline: bool) -> dict[str, dict[str, Any]]:
+    """The lines of a family, and that of the baseline."""
+    styles = {label: {"color": COLOURS[place % len(COLOURS)]} for place, label in enumerate(labels)}
+    return styles | ({BASELINE: GREY} if baseline else {})
+
+
+def draw_lines(axis: Any, results: Results, task: str, styles: dict[str, dict[str, Any]]) -> None:
+    """A line for each label: the mean over seeds, and their range as a shade where the line is no grey one."""
+    measure, lengths = CURVES[ALL[task].measure], results.lengths(task)
+    for label, style in styles.items():
+        means = [results.mean(task, label, length, measure) for length in lengths]
+        own = style is not GREY
+        values = [min(mean.mean, LARGEST) for mean in means]
+        line = {"marker": "o", "markersize": 3, "linewidth": 1.6, **style}
+        axis.plot(lengths, values, label=label, zorder=3 if own else 2, **line)
+        if own:
+            low, high = ([min(pick(mean.values), LARGEST) for mean in means] for pick in (min, max))
+            axis.fill_between(lengths, low, high, color=style["color"], alpha=0.12, linewidth=0)
+    axis.axvline(results.trained_length(task), color="#bbbbbb", linewidth=1, zorder=1)
+    if measure != "perplexity":
+        axis.axhline(ALL[task].chance, color="#bbbbbb", linestyle=":", linewidth=1, zorder=1)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [str(length) for length in lengths])
+    axis.minorticks_off()
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=8)
+
+
+def scale(axis: Any, results: Results, task: str, labels: list[str]) -> None:
+    """The scale of a row of panels: of accuracies from 0 to 1, of perplexities the logarithm, up to WORST of the least one."""
+    measure = CURVES[ALL[task].measure]
+    if measure != "perplexity":
+        axis.set_ylim(0, 1.03)
+        return
+    means = [results.mean(task, label, length, measure).mean for label in labels for length in results.lengths(task)]
+    finite = [mean for mean in means if mean < LARGEST] or [1.0]
+    axis.set_yscale("log")
+    # Every line begins within the panel; from there it may leave it.
+    trained = [results.mean(task, label, results.trained_length(task), measure).mean for label in labels]
+    most = max([WORST * min(finite), *(1.1 * mean for mean in trained if mean < LARGEST)])
+    axis.set_ylim(0.97 * min(finite), min(most, 1.1 * max(finite)))
+    axis.minorticks_off()
+    ticks = _ticks(*axis.get_ylim())
+    axis.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers within an axis of perplexities, at most six."""
+    from matplotlib.ticker import MaxNLocator
+
+    rounds = [base * 10.0**power for power in range(0, 7) for base in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)]
+    inside = [tick for tick in rounds if low <= tick <= high]
+    if len(inside) < 2:  # the axis is short
+        return [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
+    return inside[:: math.ceil(len(inside) / 6)]

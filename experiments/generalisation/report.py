@@ -1,0 +1,162 @@
+"""A study's tables, its record, and the part of a page that is made from that."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from experiments.generalisation import verdict
+from experiments.generalisation.results import Results
+from experiments.generalisation.study import Study
+from experiments.generalisation.tasks import ALL
+from experiments.generalisation.verdict import Finding
+from hf_posenc.evaluation import records
+
+ENDS = "†"
+"""Marks encodings that end at a length: they were given that of the longest test."""
+MEASURES = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
+MARKERS = "<!-- tables by experiments/generalise.py: begin -->", "<!-- tables by experiments/generalise.py: end -->"
+ON_PAGES = (1, 2, 8)
+"""The lengths, in L, that a page shows."""
+NAMES = {
+    "exact": "exact match of the whole answer",
+    "tokens": "right tokens of the answer",
+    "accuracy": "accuracy",
+    "perplexity": "perplexity",
+}
+
+
+def diverged_mark(results: Results, task: str, label: str) -> str:
+    count = results.diverged(task, label)
+    return f" ({count} {'run' if count == 1 else 'runs'} diverged)" if count else ""
+
+
+def shown_range(counts: set[int]) -> str:
+    return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+
+
+def exact_tasks(results: Results) -> list[str]:
+    return [task for task in results.tasks if ALL[task].measure == "exact match"]
+
+
+def learned_table(results: Results) -> Table:
+    """How many encodings have learned each task at L: what they do beyond says the more."""
+    table = Table("task", f"exact match {verdict.LEARNED} or more at L", "others", title="learned at the trained length")
+    for task in exact_tasks(results):
+        done = verdict.learned(results, task)
+        table.add_row(task, ", ".join(done) or "none of them", str(len(results.encodings(task)) - len(done)))
+    return table
+
+
+def verdict_table(found: list[Finding]) -> Table:
+    table = Table("claim", "answer", "figures", title=verdict.summary(found), show_lines=True)
+    for each in (each for each in found if each.answer != verdict.MISSING):
+        table.add_row(f"{each.claim}\n({each.source})", each.answer, each.figures)
+    table.caption = "; ".join(f"{answer}: {meant}" for answer, meant in verdict.ANSWERS.items())
+    return table
+
+
+def as_record(study: Study, results: Results, found: list[Finding], failed: dict[str, str]) -> dict[str, Any]:
+    """All settings and figures. Scores are lists over the seeds."""
+    return {
+        **record_of(study, results),
+        "failed": failed,
+        "verdict": verdict.as_record(found),
+        "learned": {task: verdict.learned(results, task) for task in exact_tasks(results)},
+    }
+
+
+def record_of(study: Study, results: Results) -> dict[str, Any]:
+    """The settings and scores of a host."""
+    scores = {
+        task: {
+            label: {
+                "seeds": results.seeds(task, label),
+                "max_length": results.ends(task, label),
+                "parameters": results.records[task, label, results.seeds(task, label)[0]]["parameters"],
+                "by_length": {
+                    str(length): {
+                        measure: _rounded(results, task, label, length, measure) for measure in MEASURES[ALL[task].measure]
+                    }
+                    for length in results.lengths(task)
+                },
+            }
+            for label in results.encodings(task)
+        }
+        for task in results.tasks
+    }
+    seconds = [record["cpu_seconds"] for record in results.records.values()]
+    return {
+        "setup": study.setup,
+        "trainings": study.trainings,
+        "encodings": {each.label: each.options for each in study.encodings},
+        "refused": study.refused,
+        "runs": {"planned": len(study.runs()), "finished": len(results.records), "cpu_seconds": round(sum(seconds))},
+        "scores": scores,
+    }
+
+
+def _rounded(results: Results, task: str, label: str, length: int, measure: str) -> dict[str, Any]:
+    mean = results.mean(task, label, length, measure)
+    finite = [round(value, 4) if value < float("inf") else None for value in mean.values]
+    shown = None if None in finite else round(mean.mean, 4)
+    return {"values": finite, "mean": shown, "half_width": None if mean.half is None else round(mean.half, 4)}
+
+
+def write_tables(page: Path, record: dict[str, Any]) -> None:
+    """Replace what lies between the markers of a page. Raises ValueError for a page without markers."""
+    records.fill(page, MARKERS, as_markdown(record))
+
+
+def as_markdown(record: dict[str, Any]) -> str:
+    """The means of a study by encoding, what was refused, and the verdict."""
+    tasks, labels = list(record["scores"]), list(record["encodings"])
+    headings = []
+    for task in tasks:
+        length, unit = record["trainings"][task]["length"], ALL[task].unit
+        at = " → ".join(f"{multiple * length}" for multiple in ON_PAGES)
+        name = "perplexity" if ALL[task].measure == "perplexity" else "right tokens"
+        headings.append(f"{task}: {name} at {at} {unit}")
+    lines = [_how(record), "", f"| | {' | '.join(headings)} |", f"|{'---|' * (len(headings) + 1)}"]
+    for label in labels:
+        cells = [_on_page(record, task, record["scores"][task].get(label)) for task in tasks]
+        ends = any(record["scores"][task].get(label, {}).get("max_length") for task in tasks)
+        lines.append(f"| `{label}`{' ' + ENDS if ends else ''} | {' | '.join(cells)} |")
+    lines += ["", f"{ENDS} ends at a length, and was given that of the longest test; positions behind L are untrained.", ""]
+    for label, reason in record["refused"].items():
+        lines.append(f"`{label}` was refused: {reason}.")
+    learned = [f"{task}: {', '.join(map('`{}`'.format, of)) or 'none'}" for task, of in record["learned"].items()]
+    if learned:
+        lines += [
+            "",
+            f"Whole answers are right for {verdict.LEARNED:.0%} or more of the rows at L with these. {'; '.join(learned)}.",
+        ]
+    lines += ["", f"{record['verdict']['summary']}", "", "| claim | from | answer | figures |", "|---|---|---|---|"]
+    lines += [
+        f"| {each['claim']} | {each['source']} | {each['answer']} | {each['figures']} |"
+        for each in record["verdict"]["findings"]
+        if each["answer"] != verdict.MISSING
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _how(record: dict[str, Any]) -> str:
+    """How the models of a study were trained."""
+    host, sizes, runs = record["setup"]["host"], record["setup"]["sizes"], record["runs"]
+    trained = "; ".join(
+        f"{task} {of['steps']} steps of {of['batch_size']} rows, L = {of['length']} {ALL[task].unit}"
+        for task, of in record["trainings"].items()
+    )
+    model = f"{sizes['num_hidden_layers']} layers, width {sizes['hidden_size']}, {sizes['num_attention_heads']} heads"
+    part = "" if runs["finished"] == runs["planned"] else f" of {runs['planned']}"
+    return f"{runs['finished']}{part} runs, {runs['cpu_seconds'] / 60:.0f} minutes of one core; {host}, {model}; {trained}."
+
+
+def _on_page(record: dict[str, Any], task: str, found: dict[str, Any] | None) -> str:
+    length, shown = record["trainings"][task]["length"], []
+    measure = MEASURES[ALL[task].measure][-1]
+    for multiple in ON_PAGES:
+        values = found["by_length"].get(str(multiple * length)) if found else None
+        mean = values[measure]["mean"] if values else None
+        shown.append("–" if mean is None else f"{mean:.1f}" if measure == "perplexity" else f"{mean:.2f}")
+    return " → ".join(shown)

@@ -1,0 +1,219 @@
+"""One run of a study: a model is trained on a task at lengths up to L, and tested at L and beyond.
+
+`run` takes all that a result depends on. Runs that differ in the encoding alone have the same host weights and see the same
+rows in the same order: the digests in their records are equal.
+"""
+
+import hashlib
+import math
+import time
+import zlib
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from fractions import Fraction
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_posenc
+from experiments.generalisation import models, tokenised
+from experiments.generalisation.models import Encoding, Sizes
+from experiments.generalisation.tasks import ALL, CAUSAL, IGNORED, LABELS, Task
+
+MULTIPLES = (1.0, 1.5, 2.0, 4.0, 8.0)
+"""Test lengths in L; the last one is the room that limited encodings are given."""
+MAX_NORM = 1.0
+BETAS = (0.9, 0.99)
+LOSSES = 20
+"""Training losses that a record keeps."""
+TEST_TOKENS = 8192
+"""Tokens in a batch of test rows."""
+LONG = timedelta(days=30)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the runs of a study have in common.
+
+    sizes: of a tiny host; None for a checkpoint.
+    host_options: what the config of a tiny host is given beside them.
+    weights: digest of a checkpoint.
+    """
+
+    host: str = "llama"
+    sizes: Sizes | None = Sizes()
+    learning_rate: float = 5e-3
+    weight_decay: float = 0.01
+    warmup_steps: int = 30
+    test_rows: int = 128
+    multiples: tuple[float, ...] = MULTIPLES
+    host_options: dict[str, Any] | None = None
+    weights: str | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the runs of a task have in common; length is L."""
+
+    length: int
+    steps: int
+    batch_size: int
+    digest: str = ""
+
+
+def task_of(host: str, name: str) -> Task:
+    """A task as a host has it: in its own tokens, or in those of a checkpoint. Raises ValueError where that lacks them."""
+    folder = models.folder_of(host)
+    return ALL[name] if folder is None else tokenised.task(name, folder)
+
+
+def training_of(
+    task: str, length: int | None = None, steps: int | None = None, batch_size: int | None = None, host: str = "llama"
+) -> Training:
+    """A task's defaults, but for what is given."""
+    own = task_of(host, task)
+    chosen = Training(length or own.length, own.steps if steps is None else steps, batch_size or own.batch_size)
+    return replace(chosen, digest=own.digest())
+
+
+def test_lengths(training: Training, multiples: tuple[float, ...]) -> list[int]:
+    return list(dict.fromkeys(times(training.length, multiple) for multiple in multiples))
+
+
+def times(length: int, multiple: float) -> int:
+    """A length in L, rounded down: 1.4 times 10 is 14, although the float 1.4 is a little less."""
+    return int(length * Fraction(str(multiple)))
+
+
+def process_state() -> PartialState:
+    """This process among those of Accelerate's launcher, if it has started any. They wait for each other for LONG."""
+    return PartialState(cpu=not torch.cuda.is_available(), timeout=LONG)
+
+
+def run(setup: Setup, training: Training, task: str, encoding: Encoding, seed: int) -> dict[str, Any]:
+    """Train and test one model. The record has the scores by test length, see `measured`."""
+    started, kind = time.process_time(), task_of(setup.host, task)
+    lengths = test_lengths(training, setup.multiples)
+    digests = {}
+
+    def host() -> PreTrainedModel:
+        own = kind.vocabulary, kind.tokens(training.length), seed, kind.head, setup.host_options
+        made = models.stock(setup.host, setup.sizes, *own)
+        digests["host"] = digest(*made.state_dict().values())
+        return made
+
+    model = models.fitting(host, encoding, seed, kind.tokens(max(lengths))).to(process_state().device)
+    losses, digests["train"] = trained(model, setup, training, kind, stream_seed(task, seed))
+    rows = {length: kind.test(length, setup.test_rows) for length in lengths}
+    digests["test"] = digest(*(each for pair in rows.values() for each in pair))
+    return {
+        "task": task,
+        "encoding": encoding.label,
+        "seed": seed,
+        "max_length": hf_posenc.inspect(model).max_length,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "losses": losses,
+        "scores": {str(length): measured(model, *of, kind.head) for length, of in rows.items()},
+        "digests": digests,
+        "device": model.device.type,
+        "cpu_seconds": round(time.process_time() - started, 1),
+    }
+
+
+def digest(*tensors: Tensor) -> str:
+    """Of values in their order."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def stream_seed(task: str, seed: int) -> int:
+    """The seed of a run's training rows: the same for all encodings."""
+    return zlib.crc32(f"{task} {seed}".encode())
+
+
+def trained(model: PreTrainedModel, setup: Setup, training: Training, task: Task, seed: int) -> tuple[list[float | None], str]:
+    """Train with AdamW; the learning rate rises over the warm-up, then falls to zero.
+
+    Returns losses along the way, and a digest of the rows.
+    """
+    generator, seen = torch.Generator().manual_seed(seed), hashlib.sha256()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=setup.learning_rate, betas=BETAS, weight_decay=setup.weight_decay, fused=True
+    )
+    warmup = min(setup.warmup_steps, training.steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / max(1, warmup), 1 - step / max(1, training.steps))
+    )
+    model.train()
+    kept, every = [], max(1, training.steps // LOSSES)
+    for step in range(training.steps):
+        rows = task.train(training.length, training.batch_size, generator)
+        seen.update(digest(*rows).encode())
+        input_ids, labels = (each.to(model.device) for each in rows)
+        losses = losses_of(model, input_ids, labels, task.head)
+        loss = losses[aligned(labels, task.head) != IGNORED].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        schedule.step()
+        if step % every == 0:
+            kept.append(finite(loss.item()))
+    return kept, seen.hexdigest()[:16]
+
+
+def aligned(labels: Tensor, head: str) -> Tensor:
+    """The labels that logits are for, `[B, P]`: of all tokens but the first, of all, or one of a row."""
+    return labels[:, 1:] if head == CAUSAL else labels[:, None] if head == LABELS else labels
+
+
+def logits_of(model: PreTrainedModel, input_ids: Tensor, head: str) -> Tensor:
+    """The logits for `aligned` labels, `[B, P, V]`."""
+    if head == CAUSAL:
+        return model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+    logits = model(input_ids=input_ids).logits
+    return logits[:, None] if head == LABELS else logits
+
+
+def losses_of(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, head: str = CAUSAL) -> Tensor:
+    """The negative log-likelihood of each of the `aligned` labels; zero where it isn't scored."""
+    return negative_log_likelihood(logits_of(model, input_ids, head), aligned(labels, head))
+
+
+def negative_log_likelihood(logits: Tensor, wanted: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=IGNORED, reduction="none")
+
+
+@torch.no_grad()
+def measured(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, head: str = CAUSAL) -> dict[str, float | None]:
+    """Scores of the answers; in a decoder's each token is predicted from the right ones before it. Outputs
+    of NaN are wrong.
+
+    exact: the part of rows whose answer has no wrong token, which is what greedy decoding would get right, too.
+    tokens: the part of right tokens. loss: in nats per token; None if it isn't finite.
+    """
+    model.eval()
+    size = max(1, TEST_TOKENS // input_ids.shape[1])
+    right, losses = [], []
+    for rows, answers in zip(input_ids.split(size), labels.split(size), strict=True):
+        logits = logits_of(model, rows.to(process_state().device), head).cpu()
+        wanted = aligned(answers, head)
+        # The largest of NaN is the first, which may be the wanted one.
+        right.append((logits.argmax(-1) == wanted) & ~logits.isnan().any(-1))
+        losses.append(negative_log_likelihood(logits, wanted))
+    scored, found, loss = aligned(labels, head) != IGNORED, torch.cat(right), torch.cat(losses)
+    return {
+        "exact": (found | ~scored).all(1).double().mean().item(),
+        "tokens": found[scored].double().mean().item(),
+        "loss": finite(loss[scored].double().mean().item()),
+    }
+
+
+def finite(value: float) -> float | None:
+    """A number that JSON has, or None."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,74 @@
+"""A study as a YAML file: its keys are flags, a list is several values, a mapping TASK=N or an object with options."""
+
+import argparse
+import difflib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.generalisation.flags import PER_TASK
+from experiments.generalisation.tasks import ALL
+
+OBJECTS = ("hosts", "encodings")
+"""Flags whose values may be objects."""
+ELSEWHERE = ("study", "help", "report_only", "output_dir", "processes")
+"""Flags that belong to a command, not to a study."""
+
+
+class Once(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML's loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := [key for place, key in enumerate(keys) if key in keys[:place]]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def as_flags(file: Path, parser: argparse.ArgumentParser, tasks: Collection[str] | None = None) -> list[str]:
+    """The flags that a file stands for; of what it says by task, where the command line has `tasks`, what belongs to these.
+
+    Raises SystemExit for what is no study.
+    """
+    try:
+        found = yaml.load(file.read_text(encoding="utf-8"), Once)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SystemExit(f"{file} is no study: {error}") from None
+    known = {
+        action.option_strings[0].removeprefix("--")
+        for action in parser._actions
+        if action.option_strings and action.dest not in ELSEWHERE
+    }
+    if not isinstance(found, dict):
+        raise SystemExit(f"{file} is no study: it is to be a mapping with keys of {', '.join(sorted(known))}")
+    made = []
+    for key, value in found.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise SystemExit(f"{file} has {key!r}, which is no flag of a study: {hint}allowed are {', '.join(sorted(known))}")
+        if tasks is not None and key in PER_TASK and isinstance(value, dict):
+            value = {task: each for task, each in value.items() if task in tasks or task not in ALL}
+        texts = _texts(file, key, value)
+        made += [f"--{key}", *texts] if texts else []
+    return made
+
+
+def _texts(file: Path, key: str, value: Any) -> list[str]:
+    if isinstance(value, dict) and key not in OBJECTS:
+        return [f"{name}={_text(file, key, each)}" for name, each in value.items()]
+    return [_text(file, key, each) for each in (value if isinstance(value, list) else [value])]
+
+
+def _text(file: Path, key: str, value: Any) -> str:
+    if isinstance(value, dict) and key in OBJECTS:
+        try:
+            return json.dumps(value)
+        except TypeError:  # a date, for example
+            raise SystemExit(f"{file} has {key}: {value!r}; allowed in it are texts, numbers, lists and objects") from None
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or str(value).startswith("--"):
+        raise SystemExit(f"{file} has {key}: {value!r}; allowed are names, numbers, and lists of them")
+    return str(value)

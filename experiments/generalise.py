@@ -1,0 +1,69 @@
+"""Length generalisation, the papers' way: tiny decoders trained at lengths up to L and tested to 8 L, with every encoding.
+
+    python -m experiments.generalise --processes 2 --output_dir generalisation    # the study of scripts/results, resumable
+    python -m experiments.generalise --tasks copy --encodings t5 alibi none rope+alibi --seeds 0 1 2 --output_dir OUT
+    python -m experiments.generalise --tasks copy lm --length copy=16 lm=128 --steps copy=2000 --output_dir OUT
+    python -m experiments.generalise --encodings none '{"type": "rope", "theta": 500000.0}' --output_dir OUT
+    python -m experiments.generalise --report_only --output_dir OUT
+
+Tasks: copy, reverse and addition of digits (Kazemnejad et al., 2023: https://arxiv.org/abs/2305.19466), and a language model of
+the bytes of Python's help texts (Press et al., 2022: https://arxiv.org/abs/2108.12409). For a seed, all encodings have the same
+host weights and the same rows in the same order. Answers are scored as wholes (exact match, as greedy decoding would get them)
+and by tokens, the language model by its perplexity. At the end a verdict compares the figures with what the papers found.
+
+Each finished run has a file in --output_dir/llama/runs: a command that was killed goes on where it was and takes in more tasks,
+encodings and seeds. generalise.json, .txt and .png are written there when all runs are done.
+"""
+
+import argparse
+import functools
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments import compare
+from experiments.generalisation import figures, report, several, verdict
+from experiments.generalisation.runs import Setup
+from experiments.generalisation.several import Part
+from experiments.generalisation.tasks import TASKS
+from hf_posenc.evaluation import records, terminals
+from hf_posenc.serialization.atomic import write_text
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser, setup = compare.flags_of(__doc__, TASKS), Setup()
+    parser.set_defaults(hosts=[setup.host], multiples=[*setup.multiples], test_rows=setup.test_rows)
+    parser.add_argument("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
+    arguments = compare.parse_arguments(argv, parser)
+    if len(arguments.hosts) > 1:
+        parser.error(f"--hosts {' '.join(arguments.hosts)}: the verdict is of one; compare.py takes several")
+    return arguments
+
+
+def write(page: Path | None, output: Path, parts: list[Part], left_out: dict[str, list[str]], failed: dict[str, str]) -> None:
+    """Tables to the terminal, and all that is shown to files."""
+    (part,) = parts
+    found = verdict.findings(part.results)
+    tables = [several.table(parts), report.learned_table(part.results), several.refused_table(parts)]
+    tables += [report.verdict_table(found)] if any(each.answer != verdict.MISSING for each in found) else []
+    text = io.StringIO()
+    for console in (Console(width=compare.WIDTH), Console(file=text, width=compare.WIDTH)):
+        for table in filter(None, tables):
+            console.print(table)
+        console.print(verdict.summary(found), soft_wrap=True)
+    write_text(output / "generalise.txt", text.getvalue())
+    records.write(output / "generalise.json", report.as_record(part.study, part.results, found, failed))
+    figures.draw_curves(part.study, part.results, output / "generalise.png")
+    if page:
+        report.write_tables(page, records.read(output / "generalise.json"))
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    compare.run(arguments, functools.partial(write, arguments.docs_file))
+
+
+if __name__ == "__main__":
+    terminals.escape_unprintable()
+    main()

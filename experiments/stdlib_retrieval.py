@@ -1,0 +1,54 @@
+"""Retrieval over the standard library's documentation (stdlib_corpus): a module's one-line summary is to find it.
+
+Embeddings are mean-pooled over real tokens.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+import hf_posenc  # noqa: F401  (registers patched models with AutoModel)
+from hf_posenc.evaluation.metrics import Score, score
+from hf_posenc.evaluation.retrieval import cut, embed, lexical_similarity
+from hf_posenc.evaluation.stdlib_corpus import split
+
+
+def evaluate(model: PreTrainedModel, tokenizer: Any, max_seq_length: int, title: str = "documents") -> Score:
+    """The model's score on documents cut at `max_seq_length` tokens."""
+    modules, _ = split()
+    asked = embed(model, tokenizer, [module.summary for module in modules], max_seq_length, f"{title}: queries")
+    found = embed(model, tokenizer, [module.document for module in modules], max_seq_length, f"{title}: documents")
+    return score(asked @ found.T)
+
+
+def bag_of_words(tokenizer: Any, max_seq_length: int) -> Score:
+    """The score of TF-IDF on exactly the text that the models see: the same documents, cut at the same token."""
+    modules, _ = split()
+    documents = [cut(tokenizer, module.document, max_seq_length) for module in modules]
+    return score(lexical_similarity([module.summary for module in modules], documents))
+
+
+def long_documents(tokenizer: Any, least: int, count: int, fewer: bool = False) -> list[tuple[str, str]]:
+    """(summary, documentation) of `count` evaluation modules with at least this many tokens.
+
+    Where there are too few, neighbouring shorter modules are joined into one document with the summary of the first, so that
+    a cut document still begins with the module of its summary. Where that isn't enough either, `fewer` gives those that there
+    are; else it is a SystemExit.
+    """
+    modules, _ = split()
+    sizes = [len(tokenizer(module.document, verbose=False)["input_ids"]) for module in modules]
+    found = [(module.summary, module.document) for module, size in zip(modules, sizes, strict=True) if size >= least]
+    if len(found) >= count:
+        step = len(found) / count
+        return [found[int(i * step)] for i in range(count)]
+    group, total = [], 0
+    for module, size in zip(modules, sizes, strict=True):
+        if size < least and len(found) < count:
+            group.append(module)
+            total += size - tokenizer.num_special_tokens_to_add()
+            if total >= least:
+                found.append((group[0].summary, "\n\n".join(member.document for member in group)))
+                group, total = [], 0
+    if len(found) < count and not fewer:
+        raise SystemExit(f"there are {len(found)} documents of at least {least} tokens, not --documents {count}")
+    return found

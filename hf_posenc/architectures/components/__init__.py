@@ -1,0 +1,24 @@
+"""The kinds of sources of position in hosts. One kind, one file; importing this package registers them all."""
+
+import importlib
+import pkgutil
+
+from hf_posenc.architectures.components.component import Disabled, PositionComponent, UnsupportedModelError
+from hf_posenc.architectures.components.detection import sees_order, signs_of_position
+from hf_posenc.architectures.components.position_parameters import disabled_names
+from hf_posenc.architectures.components.vision import has_windows, patch_projection, tokens_aside
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "UnsupportedModelError",
+    "Disabled",
+    "PositionComponent",
+    "has_windows",
+    "patch_projection",
+    "sees_order",
+    "signs_of_position",
+    "disabled_names",
+    "tokens_aside",
+]

@@ -1,0 +1,144 @@
+"""Positions in a user's own classes, under names and in forms of their own: the user says where they are."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posenc.architectures.components.component import OWN_PAGE, PositionComponent, UnsupportedModelError
+from hf_posenc.architectures.components.position_parameters import PositionParameter
+from hf_posenc.architectures.components.position_tables import PositionTable
+from hf_posenc.architectures.components.vision import tokens_aside
+from hf_posenc.configuration import LENGTH_FIELD
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a user has said of a class.
+
+    cls: of the stack. path: of the module, parameter or buffer, relative to it. silent: what a module answers -> the same
+    without positions.
+    """
+
+    cls: type
+    path: str
+    silent: Callable[[Any], Any] | None
+
+
+DECLARED: dict[tuple[str, str], Declaration] = {}
+"""By the name of a class and a path, so that a notebook's cell can be run again."""
+
+
+def declare(cls: type, path: str, silent: Callable[[Any], Any] | None) -> None:
+    for key, other in [*DECLARED.items()]:  # of a class that a notebook's cell has made again
+        if key[0] == f"{cls.__module__}.{cls.__qualname__}" and other.cls is not cls:
+            del DECLARED[key]
+    DECLARED[f"{cls.__module__}.{cls.__qualname__}", path] = Declaration(cls, path, silent)
+
+
+def declared_in(stack: Any, modules: Mapping[str, nn.Module]) -> dict[str, PositionComponent]:
+    """Path -> source of what was declared of a stack's class. Raises UnsupportedModelError for what isn't there."""
+    mine = [each for each in DECLARED.values() if isinstance(stack, each.cls)]
+    return {each.path: _source(each, stack, modules) for each in mine}
+
+
+def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
+    owner, _, key = each.path.rpartition(".")
+    module, around = modules.get(each.path), modules.get(owner)
+    if isinstance(module, nn.Embedding) and each.silent is None:
+        return RegisteredTable(each.path, module, stack.config)
+    if module is not None and each.silent is not None:
+        return RegisteredModule(each.path, module, each.silent)
+    if around is not None and isinstance(getattr(around, key, None), Tensor) and each.silent is None:
+        return RegisteredParameter(each.path, around, tokens_aside(modules), stack.config)
+    what = "nothing" if module is None else f"a {type(module).__name__}"
+    raise UnsupportedModelError(
+        f"register_positions({each.cls.__name__}, {each.path!r}) names {what} of this {type(stack).__name__}: allowed is an "
+        "nn.Embedding, a parameter or a buffer without silent=…, or another module with it",
+        reason="declared positions that aren't there",
+        remedy=OWN_PAGE,
+    )
+
+
+def _at(cls: type[PositionComponent], path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
+    """As `PositionComponent.at`: a user's class is declared wherever it is imported."""
+    return declared_in(stack, modules)[path]
+
+
+class RegisteredTable(PositionTable):
+    """An `nn.Embedding` that is called with position ids, with as many rows as LENGTH_FIELD says, or a number of its own."""
+
+    def __init__(self, path: str, module: nn.Embedding, config: Any) -> None:
+        super().__init__(path, module)
+        self.follows = module.num_embeddings == getattr(config, LENGTH_FIELD, None)
+
+    at = classmethod(_at)
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Any:
+        return ()
+
+    @classmethod
+    def check_config(cls, config: Any) -> None:
+        return
+
+    def usable_length(self, config: Any) -> int:
+        return (getattr(config, LENGTH_FIELD) if self.follows else self.module.num_embeddings) - self.offset
+
+    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        return super().kept_shapes(rows if self.follows else None)
+
+
+class RegisteredParameter(PositionParameter):
+    """A parameter or buffer of vectors which the host adds, of which one axis may be as long as LENGTH_FIELD says."""
+
+    def __init__(self, path: str, around: nn.Module, aside: tuple[int, int], config: Any) -> None:
+        super().__init__(path, around, aside, (path.rpartition(".")[0], around))
+        length = getattr(config, LENGTH_FIELD, None)
+        self.axis = next((axis for axis, size in enumerate(self.shape[:-1]) if size == length), None)
+
+    at = classmethod(_at)
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Any:
+        return ()
+
+    @property
+    def entrance(self) -> None:
+        # What its module returns may be anything: vectors are added to what enters the first layer.
+        return None
+
+    def usable_length(self, config: Any) -> int | None:
+        return super().usable_length(config) if self.axis is None else getattr(config, LENGTH_FIELD)
+
+    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        kept = super().kept_shapes(rows)
+        if self.axis is None or rows is None:
+            return kept
+        return {path: (*shape[: self.axis], rows, *shape[self.axis + 1 :]) for path, shape in kept.items()}
+
+
+class RegisteredModule(PositionComponent):
+    """A module which answers positions in a form of its own."""
+
+    encoding, verb = "rope", "rotate"
+
+    def __init__(self, path: str, module: nn.Module, silent: Callable[[Any], Any]) -> None:
+        super().__init__(path, module)
+        self.silent = silent
+
+    at = classmethod(_at)
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Any:
+        return ()
+
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        self.module.register_forward_hook(partial(without_positions, self.silent))
+
+
+def without_positions(silent: Callable[[Any], Any], module: nn.Module, args: tuple, answer: Any) -> Any:
+    """Hook of a declared module."""
+    return silent(answer)

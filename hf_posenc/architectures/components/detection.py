@@ -1,0 +1,131 @@
+"""Signs that a host knows positions in a way which no source takes over, and modules that see order by themselves."""
+
+import inspect
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from torch import nn
+
+from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.architectures.components.vision import cuts_patches
+from hf_posenc.signatures import argument_names, attributes_read
+
+WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
+"""Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
+OTHER_SOURCES = "other sources of position"
+OTHER_INPUTS = re.compile(
+    r"(^|\.)([xyhw]_position_embeddings|rel_pos_[xy]_bias|visual_position_embeddings|entity_embeddings\.position_embeddings"
+    r"|bbox_sinusoid_emb|bbox_sinusoid_emb\.[xy]_pos_emb)$"
+)
+"""Paths of tables that know nothing of word order: of the coordinates of boxes on a page, and of inputs beside the tokens."""
+OF_IMAGES = {"LayoutLMv3Model": "pos_embed"}
+"""Class of a stack which reads images beside tokens -> its parameter of positions in them."""
+CONVOLUTIONS = "convolutions, which see the order of their inputs"
+JOINED = "inputs joined to their neighbours"
+STATES = frozenset(["update_conv_state", "update_recurrent_state", "set_linear_cache"])
+"""Methods of caches that keep a state which a layer carries from token to token: linear attention, state spaces."""
+
+
+def sees_order(module: nn.Module) -> bool:
+    """Whether a module tells orders of its inputs apart by itself: it holds a convolution, or carries a state from token to
+    token."""
+    return _carries_state(module) or any(convolves(name, child) for name, child in module.named_children())
+
+
+def _carries_state(module: nn.Module) -> bool:
+    forward = inspect.unwrap(type(module).forward)
+    return not STATES.isdisjoint(getattr(getattr(forward, "__code__", None), "co_names", ()))
+
+
+def convolves(path: str, module: nn.Module) -> bool:
+    """Whether a module is a convolution. One whose stride is its kernel's size cuts patches out, each an input by itself; so
+    does one of patches that overlap."""
+    is_one = isinstance(module, nn.modules.conv._ConvNd) and max(module.kernel_size) > 1 and module.kernel_size != module.stride
+    return is_one and not cuts_patches(path, module)
+
+
+_KEYS = "hands the keys that one of its parts caches to another, which would have to have the encoding, too"
+MIXED = {
+    "DiffusionGemmaModel": _KEYS,
+    "PI0Model": _KEYS,
+    "BridgeTowerModel": "runs the layers of its parts one by one, not the parts themselves",
+}
+"""Models made of several whose parts can't be taken by themselves -> what they do with them."""
+
+
+def mixes_its_parts(module: nn.Module) -> str:
+    """Why no part of a model of Transformers' own can be taken by itself, or ""."""
+    theirs = (kind.__name__ for kind in type(module).__mro__ if is_transformers(kind))
+    return next((MIXED[name] for name in theirs if name in MIXED), "")
+
+
+def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Set[str]) -> Iterator[tuple[str, str]]:
+    """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim.
+
+    A module that nothing calls is none.
+    """
+    unused: list[str] = []
+    read: set[str] | None = None
+    for path, module in modules.items():
+        name = path.rpartition(".")[2]
+        if path.startswith(tuple(f"{outer}." for outer in unused)):
+            continue
+        if isinstance(module, nn.ModuleList) and claimed and all(f"{path}.{child}" in claimed for child in module._modules):
+            continue
+        if _lies_in(path, claimed) or OTHER_INPUTS.search(path):
+            continue
+        if path and not _treats_each_alone(module) and WORDS & {*_words(name), *_words(type(module).__name__)}:
+            read = attributes_read(modules.values()) if read is None else read
+            if not name.isdigit() and name not in read:
+                unused.append(path)
+                continue
+            if not (_is_given_a_table(module) or _holds_what_is_claimed(path, module, claimed)):
+                yield path, OTHER_SOURCES
+        elif type(module).__name__.endswith("Compressor"):
+            yield path, "keys that stand for several tokens"
+        elif "ngram" in type(module).__name__.lower():
+            yield path, JOINED
+        elif convolves(path, module):
+            yield path, CONVOLUTIONS
+        elif _carries_state(module):
+            yield path, "states carried from token to token, which see the order of their inputs"
+        tensors = {**module._parameters, **module._buffers, "position_ids": None}
+        for key in (key for key, tensor in tensors.items() if tensor is not None):
+            if not WORDS & {*_words(key)} or key in (OF_IMAGES.get(cls.__name__) for cls in type(module).__mro__):
+                continue
+            if f"{path}.{key}".lstrip(".") not in claimed:
+                yield f"{path}.{key}".lstrip("."), OTHER_SOURCES
+    if getattr(stack.config, "trigram_input", False):
+        yield "config.trigram_input", JOINED
+
+
+def _lies_in(path: str, claimed: Set[str]) -> bool:
+    """Whether a module, or one that contains it, is claimed."""
+    return not claimed.isdisjoint(itertools.accumulate(path.split("."), "{}.{}".format))
+
+
+def _treats_each_alone(module: nn.Module) -> bool:
+    """Whether a module can't hold positions, whatever it is named after: dropout, or a norm (of the part of keys that is
+    rotated in latent attention)."""
+    return isinstance(module, nn.Dropout) or type(module).__name__.endswith("Norm")
+
+
+def _is_given_a_table(module: nn.Module) -> bool:
+    """Whether a module without tensors of its own works on positions that it is called with: YOLOS interpolates a table, SAM 3
+    has attentions that are called after the rotation they are given."""
+    own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    return not own and bool({"pos_embed", "position_embeddings"} & {*argument_names(module)})
+
+
+def _holds_what_is_claimed(path: str, module: nn.Module, claimed: Set[str]) -> bool:
+    """Whether all that a module has are tensors which sources claim."""
+    tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    return bool(tensors) and all(f"{path}.{name}" in claimed for name in tensors)
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name in snake_case or CamelCase, in lower case: RoPEAttention has rope and attention."""
+    name = re.sub(r"RoPE", "Rope", name)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower().split("_")

@@ -1,0 +1,164 @@
+"""Tables of learned position vectors which the host adds to its inputs: BERT, RoBERTa, GPT-2."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.architectures.components.component import Disabled, PositionComponent, UnsupportedModelError, replace
+from hf_posenc.configuration import LENGTH_FIELD, length_of
+from hf_posenc.encodings import check_size, shown
+from hf_posenc.encodings.context import CURRENT
+from hf_posenc.signatures import reads_tokens
+
+NAMES = ("position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe")
+BESIDE = ("box_position_embeddings",)
+IMAGES = "pixel_values"
+"""The argument of stacks whose tables count the patches of an image, and tokens beside them: no rows of theirs."""
+
+
+class PositionTable(PositionComponent):
+    """An `nn.Embedding` of one of NAMES, called with position ids.
+
+    It has as many rows as LENGTH_FIELD says, or a fixed number where the config has no such field. RoBERTa's ids begin behind
+    its padding_idx, so 514 rows serve 512 tokens.
+    """
+
+    encoding, verb, takes_vectors = "learned", "embed", True
+    module: Any
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
+        from hf_posenc.architectures.components.detection import OTHER_INPUTS
+        from hf_posenc.architectures.components.relative_tables import is_relative
+
+        if not reads_tokens(stack):
+            return  # a table of patches or of stretches of sound (parameters.py)
+        for path, module in modules.items():
+            if path.rpartition(".")[2] not in NAMES or OTHER_INPUTS.search(path) or is_relative(module):
+                continue
+            if any(kind.claims(module) for kind in PositionComponent.kinds):
+                continue
+            rows = getattr(stack.config, LENGTH_FIELD, None)
+            if type(module) is not nn.Embedding or rows not in (None, module.num_embeddings):
+                raise UnsupportedModelError(
+                    f"{type(stack).__name__}.{path} counts its positions in a way of its own ({type(module).__name__}, "
+                    f"{getattr(module, 'num_embeddings', '?')} rows for {LENGTH_FIELD}={rows})",
+                    reason="position ids in a way of its own",
+                )
+            yield cls(path, module)
+
+    @classmethod
+    def check_config(cls, config: Any) -> None:
+        rows, width = length_of(config), getattr(config, "hidden_size", None)
+        if isinstance(rows, int) and isinstance(width, int) and getattr(config, "rope_parameters", None) is None:
+            if rows < 1:
+                raise ValueError(f"{LENGTH_FIELD}={rows}: allowed is an integer above 0")
+            check_size(f"{LENGTH_FIELD}={shown(rows)} at hidden_size={shown(width)}", rows * width)
+
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        replace(stack, self.path, DisabledTable(stack, self.path, self.module, self.offset if adds_vectors else None))
+
+    @property
+    def offset(self) -> int:
+        return 0 if self.module.padding_idx is None else self.module.padding_idx + 1
+
+    @property
+    def width(self) -> int:
+        return self.module.embedding_dim
+
+    def usable_length(self, config: Any) -> int | None:
+        return getattr(config, LENGTH_FIELD, len(self.module.weight)) - self.offset
+
+    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        return {f"{self.path}.weight": (len(self.module.weight) if rows is None else rows, self.width)}
+
+    @property
+    def learned_table(self) -> tuple[str, int] | None:
+        return f"{self.path}.weight", self.offset
+
+    def table(self) -> Tensor | None:
+        return self.module.weight[self.offset :]
+
+
+class SecondStreamTable(PositionTable):
+    """A table of the same positions for a second stream of hidden states, as LiLT's of boxes: no vectors take its place."""
+
+    takes_vectors = False
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
+        for path, module in modules.items():
+            if path.rpartition(".")[2] in BESIDE and isinstance(module, nn.Embedding):
+                yield cls(path, module)
+
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        super().disable(stack, adds_vectors=False)
+
+    @property
+    def width(self) -> None:  # type: ignore[override]
+        return None
+
+    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        return {f"{self.path}.weight": (rows or 0, self.module.embedding_dim)}
+
+    def table(self) -> None:  # type: ignore[override]
+        return None
+
+
+class DisabledTable(Disabled):
+    """Answers the host's position ids with the vectors of the encoding, or with zeros where those are added elsewhere.
+
+    offset: the id of the first token; None: no vectors are added here.
+    """
+
+    def __init__(self, stack: Any, path: str, table: Any, offset: int | None) -> None:
+        super().__init__(stack, path, table)
+        self.offset = offset
+
+    @property
+    def num_embeddings(self) -> int:
+        """The rows of the host's table, by which Whisper counts its frames."""
+        return self.shape[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """In the stack's forward the rows that a host adds without a call (Qwen2-Audio); else as of any silenced table."""
+        (stack,) = self._stack
+        context = CURRENT.context
+        if context is None or context.encoding is not stack.posenc:
+            return super().weight
+        # As many as the input has tokens, at least: CLIP compares them.
+        rows = max(self.shape[0], int(context.past) + context.length + (self.offset or 0))
+        return self.vectors(torch.arange(rows, device=stack.device) - (self.offset or 0))
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        if position_ids.ndim == 2 and position_ids.stride(0) == 0:  # all rows of a batch have the same: computed once
+            position_ids = position_ids[:1]
+        return self.vectors(position_ids - (self.offset or 0))
+
+    def vectors(self, positions: Tensor) -> Tensor:
+        """`[..., L] -> [..., L, D]`, in the dtype of the stack's inputs."""
+        (stack,) = self._stack
+        encoding, dtype = stack.posenc, _dtype(stack)
+        vectors = None
+        if self.offset is not None and "embed" in encoding.acts_by():
+            # Padding has the id before the first (Longformer pads up to whole windows).
+            vectors = encoding("embed", positions.clamp(min=0))
+        if vectors is None:
+            # Not expanded: Kosmos-2.5 adds to it in place.
+            vectors = torch.zeros(*positions.shape, self.width, dtype=dtype, device=positions.device)
+        return vectors.to(dtype)
+
+    @property
+    def width(self) -> int:
+        """The size of the host's vectors."""
+        return self.shape[1]
+
+
+def _dtype(stack: Any) -> torch.dtype:
+    try:
+        return stack.get_input_embeddings().weight.dtype
+    except (NotImplementedError, AttributeError):  # a stack that reads features
+        return stack.dtype

@@ -1,0 +1,42 @@
+"""Vectors of relative positions that a stack hands to its attentions, as in Transformer-XL: XLNet."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.architectures.components.component import PositionComponent, is_one_of
+from hf_posenc.signatures import Call, argument_names
+
+ARGUMENTS = {"XLNetRelativeAttention": "r"}
+"""Class of an attention -> its argument that is the vectors."""
+
+
+class RelativeVectors(PositionComponent):
+    """An argument of an attention's which is a tensor of vectors by distance, of which it makes keys: it becomes zeros.
+
+    The parameters by which keys are made of them stay the attention's own, multiplied by zero.
+    """
+
+    encoding, verb = "transformer_xl", "score_bias"
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
+        for path, module in modules.items():
+            if is_one_of(ARGUMENTS, module):
+                yield cls(path, module)
+
+    def check(self, config: Any) -> None:
+        ARGUMENTS[type(self.module).__name__]
+
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        names, argument = argument_names(self.module), ARGUMENTS[type(self.module).__name__]
+        self.module.register_forward_pre_hook(partial(without_vectors, argument, names), with_kwargs=True)
+
+
+def without_vectors(argument: str, names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of an attention: the vectors are 0."""
+    call = Call(names, args, kwargs)
+    return call.changed(**{argument: torch.zeros_like(call[argument])})

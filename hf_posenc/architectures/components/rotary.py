@@ -1,0 +1,157 @@
+"""Rotary positions which the host computes once for all layers: Llama, Qwen, Gemma, ModernBERT, GPT-NeoX."""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError, replace
+from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.signatures import Call, argument_names
+
+CLASS = re.compile(r"rotary\w*embedding|rope\w*embedding", re.IGNORECASE)
+
+
+class RotaryEmbedding(PositionComponent):
+    """A module of the stack which turns position ids into the angles that its attentions rotate queries and keys by.
+
+    At position 0 every angle is 0. So the module is silenced by giving it zeros for position ids: in whatever format it
+    answers (pairs of cosine and sine, complex numbers, halves or interleaved, one for each type of layer), that is the
+    rotation which changes nothing.
+    """
+
+    encoding, verb, arguments = "rope", "rotate", ("position_embeddings",)
+    follows_rope_parameters = True
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
+        for path, module in modules.items():
+            if CLASS.search(type(module).__name__) and not any(kind.claims(module) for kind in PositionComponent.kinds):
+                if argument_names(module) == ["pixel_values"] and AxialRotaryEmbedding.is_understood(module, stack.config):
+                    yield AxialRotaryEmbedding(path, module)
+                    continue
+                if "position_ids" not in argument_names(module) or not _is_understood(module, stack.config):
+                    raise UnsupportedModelError(
+                        f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't turn position_ids into "
+                        "cosines and sines, or complex numbers, alone",
+                        reason="rotary positions in a format of its own",
+                    )
+                yield cls(path, module)
+
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        self._make_for_the_hosts_length(stack)
+        self.module.register_forward_pre_hook(partial(without_positions, argument_names(self.module)), with_kwargs=True)
+        self.module.register_forward_hook(without_scaling)
+
+    def _make_for_the_hosts_length(self, stack: Any) -> None:
+        """Make the module anew where the config says another length than the host's, by which some rules choose their
+        frequencies: `unpatch` gives the module back as the stock model has it."""
+        host, config = stack.config.position_spec.host, getattr(self.module, "config", None)
+        if host is None or config is None or host.rows in (None, getattr(config, LENGTH_FIELD, None)):
+            return
+        config = copy.copy(config)
+        setattr(config, LENGTH_FIELD, host.rows)
+        self.module = type(self.module)(config)
+        replace(stack, self.path, self.module)
+
+    def usable_length(self, config: Any) -> int | None:
+        length, given = self.trained_length(config), getattr(config, "rope_parameters", None) or {}
+        # Transformers takes the length field for the one of training, from which on it makes other frequencies.
+        grows = [each for each in (given, *given.values()) if isinstance(each, dict) and each.get("rope_type") == "dynamic"]
+        return length if length is None or not grows else round(length * min(each.get("factor", 1) for each in grows))
+
+    def trained_length(self, config: Any) -> int | None:
+        return getattr(config, LENGTH_FIELD, None)
+
+
+class AxialRotaryEmbedding(PositionComponent):
+    """A module which computes angles from the size of an image: DINOv3. It is silenced by what it answers."""
+
+    encoding, verb = "rope", "rotate"
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
+        return iter(())  # Rotary finds it
+
+    @classmethod
+    def is_understood(cls, module: Any, config: Any) -> bool:
+        """Whether it answers an image with a pair of cosines and sines.
+
+        Coordinates of patches lie around 0, so that sines cancel out.
+        """
+        if any(buffer.is_meta for buffer in module.buffers()):
+            return True
+        try:
+            image = torch.zeros(1, getattr(config, "num_channels", 3), *torch.Size([8 * module.config.patch_size] * 2))
+            cos, sin = module(image)
+        except Exception:  # a module of another format may raise anything
+            return False
+        on_circle = torch.allclose(cos**2 + sin**2, torch.ones(()), atol=1e-4)
+        return on_circle and bool(sin.sum(0).abs().max() < 1e-2) and bool((cos - sin).abs().max() > 1e-2)
+
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        self.module.register_forward_hook(without_angles)
+
+
+def without_angles(module: nn.Module, args: tuple, answer: Any) -> Any:
+    """Hook of a module that answers cosines and sines: the rotation by nothing."""
+    cos, sin = answer
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def _is_understood(module: Any, config: Any) -> bool:
+    """Whether the module answers position 0 with the rotation by nothing, and other positions with others.
+
+    A module on the meta device can't be asked; it is of a checkpoint that was patched before.
+    """
+    if any(buffer.is_meta for buffer in module.buffers()):
+        return True
+    if "layer_type" not in argument_names(module):
+        return _is_rotation(module, {})
+    # Kinds of layers that don't rotate have no parameters: linear attention, or None for layers without positions.
+    kinds = getattr(module, "layer_types", None) or getattr(config, "layer_types", None) or ()
+    given = getattr(config, "rope_parameters", None) or {}
+    asked = {kind for kind in kinds if given.get(kind, given) is not None}
+    return bool(asked) and all(_is_rotation(module, {"layer_type": kind}) for kind in asked)
+
+
+def _is_rotation(module: Any, arguments: dict[str, Any]) -> bool:
+    """For one number a token, or two of each patch: its row and column."""
+    return any(_turns(module, axes, arguments) for axes in (1, 2))
+
+
+def _turns(module: Any, axes: int, arguments: dict[str, Any]) -> bool:
+    with torch.no_grad():
+        try:
+            here, there = (
+                _tensors(module(torch.zeros(1, 1, 1), position_ids=torch.tensor([[position] * axes]), **arguments))
+                for position in (0, 1)
+            )
+        except Exception:  # a module of another format may raise anything
+            return False
+    kinds = {complex(value.sgn().flatten()[0]) if value.numel() else None for value in here}
+    rotates = all(value.sgn().eq(value.sgn().flatten()[0]).all() for value in here if value.numel())
+    pairs = kinds == {0j, 1 + 0j} or (kinds == {1 + 0j} and all(value.is_complex() for value in here))
+    return rotates and pairs and any(not torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+def _tensors(answer: Any) -> list[Tensor]:
+    return list(answer) if isinstance(answer, (tuple, list)) else [answer]
+
+
+# Hooks are partials of plain functions, so that a patched model can be copied and pickled.
+
+
+def without_positions(names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of a rotary module: all position ids become 0."""
+    call = Call(names, args, kwargs)
+    return call.changed(position_ids=torch.zeros_like(call["position_ids"]))
+
+
+def without_scaling(module: nn.Module, args: tuple, answer: Any) -> Any:
+    """Hook of a rotary module: takes out the factor by which some rules stretch cosines and sines (YaRN)."""
+    return type(answer)(map(torch.sgn, answer)) if isinstance(answer, (tuple, list)) else torch.sgn(answer)

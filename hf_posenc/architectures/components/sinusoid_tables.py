@@ -1,0 +1,89 @@
+"""Tables of sines and cosines by which attentions rotate their queries and keys themselves: GPT-J, CodeGen,
+RoFormer; or of angles: CLVP.
+
+In each row the sines come first, then the cosines, so that row 0 is the rotation by nothing.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.architectures.components.component import Disabled, PositionComponent, is_one_of, replace
+from hf_posenc.architectures.components.rotary import without_positions
+from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.signatures import argument_names
+
+
+class KnownRotation(PositionComponent):
+    """A rotation by a module that is known by its class."""
+
+    encoding, verb = "rope", "rotate"
+    classes: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
+        yield from (cls(path, module) for path, module in modules.items() if cls.claims(module))
+
+    @classmethod
+    def claims(cls, module: nn.Module) -> bool:
+        return is_one_of(cls.classes, module)
+
+    def usable_length(self, config: Any) -> int | None:
+        return getattr(config, LENGTH_FIELD, None)
+
+
+class SinusoidBuffer(KnownRotation):
+    """A table that an attention has as a buffer `embed_positions`: it gets zeros for position ids."""
+
+    classes = ("GPTJAttention", "CodeGenAttention")
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        super().__init__(f"{path}.embed_positions", module)
+
+    @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
+        owner = path.removesuffix(".embed_positions")
+        return cls(owner, modules[owner])
+
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        self.module.register_forward_pre_hook(partial(without_positions, argument_names(self.module)), with_kwargs=True)
+
+
+class SharedSinusoids(KnownRotation):
+    """A table that a stack has once, as parameters which are never trained."""
+
+    classes = ("RoFormerSinusoidalPositionalEmbedding",)
+    module: nn.Embedding
+
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        replace(stack, self.path, DisabledSines(stack, self.path, self.module))
+
+    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        return {f"{self.path}.weight": (rows or 0, self.module.embedding_dim)}
+
+
+class RotaryAngles(KnownRotation):
+    """A module that answers the angles of all positions: they become 0."""
+
+    classes = ("ClvpRotaryPositionalEmbedding",)
+
+    def disable(self, stack: Any, adds_vectors: bool) -> None:
+        self.module.register_forward_hook(without_angles)
+
+
+def without_angles(module: nn.Module, args: tuple, answer: Tensor) -> Tensor:
+    """Hook of a module that answers angles: all are 0."""
+    return torch.zeros_like(answer)
+
+
+class DisabledSines(Disabled):
+    """Answers sines of 0 and cosines of 1."""
+
+    def forward(self, input_ids_shape: Any, past_key_values_length: int = 0, position_ids: Tensor | None = None) -> Tensor:
+        (stack,) = self._stack
+        like, width = stack.get_input_embeddings().weight, self.shape[1]
+        row = torch.cat([like.new_zeros((width + 1) // 2), like.new_ones(width // 2)])
+        return row.expand(input_ids_shape[1], width)

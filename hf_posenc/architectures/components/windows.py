@@ -1,0 +1,54 @@
+"""Learned relative biases of attentions that see an image, or windows of one: Swin, BEiT."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posenc.architectures.components.component import PositionComponent
+from hf_posenc.architectures.components.position_parameters import PositionParameter
+from hf_posenc.signatures import reads_tokens
+
+BIASES = ("relative_position_bias_table", "rel_pos_h", "rel_pos_w", "relative_coords_table")
+"""Tables of biases by the distance in rows and columns, of vectors for rows and for columns, and of the distances of which a
+network makes biases: of zeros, all of them give every pair of tokens the same."""
+BESIDE = ("relative_position_index", "continuous_position_bias_mlp")
+"""What stays as it is beside them: the rows of a table by pair of tokens, the network."""
+
+
+class WindowBias(PositionParameter):
+    """A table of biases by the distance of two patches in rows and columns."""
+
+    encoding, verb = "t5", "distance_bias"
+
+    @classmethod
+    def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
+        if reads_tokens(stack):
+            return
+        for path, module in modules.items():
+            tables = {**module._parameters, **module._buffers}
+            for key in (key for key in BIASES if isinstance(tables.get(key), Tensor)):
+                yield cls(f"{path}.{key}".lstrip("."), module, (0, 0), (path, module))
+
+    @classmethod
+    def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
+        owner = path.rpartition(".")[0]
+        return cls(path, modules[owner], (0, 0), (owner, modules[owner]))
+
+    @property
+    def claimed(self) -> tuple[str, ...]:
+        return self.path, *(f"{self.path.rpartition('.')[0]}.{name}".lstrip(".") for name in BESIDE)
+
+    @property
+    def entrance(self) -> None:
+        return None
+
+    @property
+    def width(self) -> None:  # type: ignore[override]
+        return None
+
+    def usable_length(self, config: Any) -> None:
+        return None
+
+    def table(self) -> None:
+        return None

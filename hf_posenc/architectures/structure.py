@@ -1,0 +1,427 @@
+"""What a stack is made of, as far as an encoding needs it: found when a stock model is patched (`find`), read from its plan
+when a patched one is built or loaded.
+"""
+
+import copy
+import functools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError
+from hf_posenc.attention import custom
+from hf_posenc.configuration import LENGTH_FIELD, StackPlan
+from hf_posenc.encodings import Geometry
+from hf_posenc.signatures import IS_CAUSAL, argument_names, reads_tokens
+
+CROSS_ATTENTION = re.compile(r"cross_?att|encoder_attn|(enc|encoder)_?(dec|decoder)_?att", re.IGNORECASE)
+"""In the path of an attention to another stack's states: crossattention, cross_attn, encoder_attn, EncDecAttention."""
+CAUSAL_MASKS = frozenset(["create_causal_mask", "create_sliding_window_causal_mask"])
+"""Functions of Transformers by which a stack makes masks. With `config.is_causal=False` they make bidirectional ones."""
+BIDIRECTIONAL_MASK = "create_bidirectional_mask"
+CAUSAL_FLAGS = ("is_decoder", "use_bidirectional_attention")
+"""Other flags of configs by which a stack may choose between causal and bidirectional masks."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The sources and attentions of one stack. Paths are dotted, and relative to it.
+
+    sources: where it has positions of its own.
+    attentions: path -> self-attention. across: path -> attention to another stack's states.
+    others: path -> module of what sees order by itself in its layers, beside their attentions or in place of one (linear
+        attention, state spaces, convolutions). It stays as it is.
+    role: which stack of an encoder and a decoder it is.
+    masks: names of the functions, and of the flags of its config, by which its code makes masks.
+    axes: how many coordinates a token has.
+    aside: the number of tokens before and behind the patches of an image. windows: whether attentions see windows of it.
+    patches: path of the convolution whose outputs are the patches.
+    flattens: whether it takes ids of more dimensions than `[B, L]` as one text in each row.
+    """
+
+    stack: Any
+    sources: tuple[PositionComponent, ...]
+    attentions: Mapping[str, nn.Module]
+    across: Mapping[str, nn.Module] = field(default_factory=dict)
+    others: Mapping[str, nn.Module] = field(default_factory=dict)
+    role: str = "encoder"
+    masks: frozenset[str] = frozenset()
+    axes: int = 1
+    aside: tuple[int, int] = (0, 0)
+    windows: bool = False
+    patches: str | None = None
+    flattens: bool = False
+
+    @classmethod
+    def planned(cls, stack: Any, plan: StackPlan) -> "Structure":
+        """What a plan says of a stock stack. Raises ValueError where it doesn't fit, with the name of the module."""
+        modules = dict(stack.named_modules())
+        kinds = {kind.__name__: kind for kind in PositionComponent.kinds}
+        sources: list[PositionComponent] = []
+        for kind, pattern in plan.components:
+            for path in _found(stack, pattern, modules):
+                try:
+                    sources.append(source := kinds[kind].at(path, stack, modules))
+                    source.check(stack.config)
+                except (KeyError, AttributeError, TypeError) as error:
+                    raise _misfit(stack, path, f"no {kind}") from error
+        named = [{path: modules[path] for path in _all_found(stack, paths, modules)} for paths in plan.paths]
+        attentions, across, others = named
+        for path, module in {**attentions, **across}.items():
+            if not hasattr(module, "config") and custom.row_of(module) is None:
+                raise _misfit(stack, path, "no attention")
+        return cls(
+            stack,
+            tuple(sources),
+            attentions,
+            across,
+            others,
+            role=plan.role,
+            masks=frozenset(plan.masks),
+            axes=plan.axes,
+            aside=plan.extra_tokens,
+            windows=plan.windows,
+            patches=plan.patch_projection,
+            flattens=plan.flattens_ids,
+        )
+
+    @functools.cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """Path -> module of the stack, as it was when it was first asked for: walking it for each layer would take a time that
+        grows with the square of their number."""
+        return dict(self.stack.named_modules())
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The table of token embeddings, if the stack reads tokens."""
+        return tokens_of(self.stack)
+
+    @property
+    def entrances(self) -> tuple[str, ...]:
+        """The paths of modules behind which vectors are added; behind one that holds the layers, too, they would come too late.
+        VideoPrism has two: one for the patches of each frame, one for the frames at each place."""
+        found = dict.fromkeys(source.entrance for source in self.sources if source.entrance is not None)
+        return tuple(path for path in found if not any(each.startswith(f"{path}.") for each in self.attentions))
+
+    @property
+    def offset(self) -> int:
+        """The position id of the first token."""
+        return next((source.offset for source in self.sources if source.offset is not None), 0)
+
+    @property
+    def tellers_of_cells(self) -> tuple[PositionComponent, ...]:
+        """The sources in a model of images that are given the row and column of each patch."""
+        taking = (each for each in self.sources if each.verb == "rotate" and "position_ids" in argument_names(each.module))
+        return tuple(taking) if self.tokens is None else ()
+
+    @property
+    def around_layers(self) -> tuple[nn.Module, ...]:
+        """The modules within the stack that its layers lie in, outermost first, where they are given a mask of their inputs."""
+        rows = rows_of(self.modules, self.attentions)
+        paths = [path for path in self.modules if path and any(row.startswith(f"{path}.") for row in rows)]
+        modules = (self.stack.get_submodule(path) for path in sorted(paths))
+        return tuple(module for module in modules if "attention_mask" in argument_names(module))
+
+    @property
+    def claimed(self) -> set[str]:
+        """The paths of what its sources are made of."""
+        return {path for source in self.sources for path in source.claimed}
+
+    @property
+    def usable_length(self) -> int | None:
+        """The longest input in tokens that the stock host is made for."""
+        return _least(source.usable_length(self.stack.config) for source in self.sources)
+
+    @functools.cached_property
+    def trained_length(self) -> int | None:
+        """The longest input in tokens that the stock host's positions were trained for, whatever length the config of a patched
+        one promises."""
+        config = self.stack.config
+        spec = getattr(config, "position_spec", None)
+        if spec is not None and spec.host is not None and spec.host.rows is not None:
+            config = copy.copy(config)
+            setattr(config, LENGTH_FIELD, spec.host.rows)
+        return _least(source.trained_length(config) for source in self.sources)
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """Path of each attention -> the number of its layer.
+
+        Raises UnsupportedModelError where one lies in no numbered layer.
+        """
+        return {path: int(layer.rpartition(".")[2]) for path, layer in self.layer_paths.items()}
+
+    @property
+    def layer_paths(self) -> dict[str, str]:
+        """Path of each attention -> the path of its layer. Raises UnsupportedModelError where one lies in no numbered layer."""
+        return {path: self._layer(path)[0] for path in self.attentions}
+
+    @property
+    def first_layer(self) -> str:
+        """The path of the layer which the inputs enter, that of an attention or another one in the same row."""
+        first, _ = self._layer(next(iter(self.attentions)))
+        return f"{first.rpartition('.')[0]}.0" if self.others else first
+
+    @property
+    def blocks(self) -> dict[str, str]:
+        """Path of each attention -> the path of its attention block, the layer's child."""
+        return {path: self._layer(path)[1] for path in self.attentions}
+
+    @property
+    def contributions(self) -> dict[str, int]:
+        """Path -> width of the modules whose outputs positions may change on average: the tables that are added to the
+        inputs, and in each layer the last projection of the attention block and that of the feed-forward block, whose outputs
+        enter a residual sum."""
+        modules = self.modules
+        found = {source.path: source.width for source in self.sources if source.takes_vectors and source.width is not None}
+        for block, layer in dict(zip(self.blocks.values(), self.layer_paths.values(), strict=True)).items():
+            inside = [path for path, module in modules.items() if f"{path}.".startswith(f"{layer}.") and self._projects(module)]
+            inside = [path for path in inside if not CROSS_ATTENTION.search(path)]
+            of_attention = [path for path in inside if f"{path}.".startswith(f"{block}.")]
+            others = [path for path in inside if path not in of_attention]
+            found.update((path, self.stack.config.hidden_size) for last in (of_attention, others) for path in last[-1:])
+        return found
+
+    def _projects(self, module: Any) -> bool:
+        """Whether a module is a linear layer onto hidden states; of Transformers' Conv1D the width is `nf`."""
+        width = getattr(module, "out_features", getattr(module, "nf", None))
+        return isinstance(width, int) and width == self.stack.config.hidden_size and hasattr(module, "weight")
+
+    def _layer(self, path: str) -> tuple[str, str]:
+        """The paths of an attention's layer and of its block."""
+        if path not in self._numbered:
+            raise UnsupportedModelError(
+                f"{path} of {type(self.stack).__name__} lies in no numbered layer: use inject='input', and no layers",
+                reason="no numbered layers",
+            )
+        return self._numbered[path]
+
+    @functools.cached_property
+    def _numbered(self) -> dict[str, tuple[str, str]]:
+        return numbered(self.modules, self.attentions)
+
+    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        """Key -> shape of all learned tensors that `unpatch` needs."""
+        return {key: shape for source in self.sources for key, shape in source.kept_shapes(rows).items()}
+
+    def geometry(self, max_length: int | None, inject: str) -> Geometry:
+        """The sizes of what the stack owns. Tables can be narrower than layers (ALBERT, ELECTRA)."""
+        widths = [source.width for source in self.sources if source.width is not None] if inject == "input" else []
+        if self.tokens is None:
+            widths += self.widths[:1]
+        return self._geometry(next(iter(self.attentions.values())), max_length, widths[0] if widths else None)
+
+    @property
+    def widths(self) -> list[int]:
+        """The width of the states that enter each attention, where its projections tell it: those of Swin's stages differ."""
+        layers = ((each for each in module.children() if isinstance(each, nn.Linear)) for module in self.attentions.values())
+        return [first.in_features for each in layers if (first := next(each, None)) is not None]
+
+    def geometry_of(self, attention: nn.Module, max_length: int | None) -> Geometry:
+        """The sizes of one attention."""
+        return self._geometry(attention, max_length, None)
+
+    def _geometry(self, attention: Any, max_length: int | None, width: int | None) -> Geometry:
+        config = self.stack.config
+        heads = getattr(attention, "num_heads", None) or getattr(attention, "num_attention_heads", None)
+        heads = heads if isinstance(heads, int) else config.num_attention_heads
+        names = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head")
+        sizes = (getattr(attention, name, None) for name in names)
+        head_dim = next((size for size in sizes if size), None)
+        of_values = getattr(attention, "v_head_dim", None)  # of latent attention
+        groups = getattr(attention, "num_key_value_groups", None)
+        own_groups = getattr(attention, "num_kv_heads", None)  # Falcon's number of key heads
+        return Geometry(
+            hidden_size=width or config.hidden_size,
+            num_attention_heads=heads,
+            head_dim=head_dim or config.hidden_size // heads,
+            max_length=max_length,
+            is_causal=self._is_causal(attention),
+            num_key_value_heads=heads // groups if groups else own_groups if isinstance(own_groups, int) else heads,
+            trained_length=self.trained_length,
+            value_head_dim=of_values if isinstance(of_values, int) and of_values != head_dim else 0,
+            axes=self.axes,
+        )
+
+    def _is_causal(self, attention: nn.Module) -> bool:
+        """Whether the queries of an attention see no later keys."""
+        return _has_causal_mask(attention) or (self._made_causal(attention) and self.causal_flags.get(IS_CAUSAL, True))
+
+    def _made_causal(self, attention: nn.Module) -> bool:
+        """Whether they see none unless `config.is_causal` is False."""
+        declared = any(getattr(attention, name, False) for name in ("is_causal", "is_decoder"))
+        return declared or custom.is_causal(attention) or self._masks_the_future
+
+    @property
+    def _masks_the_future(self) -> bool:
+        """Whether the stack hides later tokens by the mask that it makes, of which its attentions don't know (CLIP's text
+        model)."""
+        config = self.stack.config
+        if getattr(config, "causal", False) is True:  # XLM, Flaubert
+            return True
+        if "create_causal_mask" not in self.masks:
+            return False
+        if BIDIRECTIONAL_MASK in self.masks:
+            return bool(getattr(config, "is_decoder", False))
+        return not getattr(config, "use_bidirectional_attention", False)
+
+    @property
+    def causal_flags(self) -> dict[str, bool]:
+        """Name -> value of each flag of the config by which the stack chooses, at every forward, between a causal and a
+        bidirectional mask."""
+        config = self.stack.config
+        flags = {name: bool(getattr(config, name)) for name in CAUSAL_FLAGS if name in self.masks and hasattr(config, name)}
+        if CAUSAL_MASKS & self.masks and any(self._made_causal(attention) for attention in self.attentions.values()):
+            flags[IS_CAUSAL] = bool(getattr(config, IS_CAUSAL, True))
+        return flags
+
+
+def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] = ()) -> dict[str, Structure]:
+    """Path -> structure of each stack of a stock model, innermost first, by the plans that its config has.
+
+    A plan is of a class of stacks: it holds for the base model and with any head. Of a model that has fewer stacks than the
+    patched one had (BART's decoder by itself), the others' plans are left out. Stacks that are patched already are passed over.
+
+    where: of a spec; stacks in which nothing acts are left out.
+
+    Raises ValueError where the plans don't fit, with the name of the module.
+    """
+    models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    found: dict[str, Structure] = {}
+    wanted = {"decoder" if name == "cross" else name for name in where}
+    for plan in (plan for plan in plans if not wanted or plan.role in wanted):
+        paths = [path for path, module in models.items() if host_class(module).__name__ == plan.stack and path not in found]
+        paths = [path for path in paths if not is_patched(models[path])]
+        alike = sum(each.stack == plan.stack for each in plans) > 1
+        if alike or len(paths) > 1:
+            last = plan.path.rpartition(".")[2]
+            paths = [path for path in paths if path.rpartition(".")[2] == last] or ([] if alike else paths)
+        found |= {path: Structure.planned(models[path], plan) for path in paths}
+    known = {id(module) for each in found.values() for module in (*each.attentions.values(), *each.across.values())}
+    taken = [module for module in models.values() if is_patched(module)]
+    known |= {id(module) for each in taken for module in each.modules()}
+    classes = {type(module) for each in found.values() for module in each.attentions.values()}
+    left = [path for path, module in model.named_modules() if type(module) in classes and id(module) not in known]
+    if not (found or taken) or (left and not where):
+        place = f"{left[0]!r}" if left else f"a {' or a '.join(sorted({plan.stack for plan in plans}))}"
+        raise ValueError(
+            f"config.position_plan of this {type(model).__name__} {'leaves out' if left else 'describes'} {place}"
+            f"{'' if left else ', which it does not have'}: {REMEDY}"
+        )
+    return {path: found[path] for path in reversed(models) if path in found}
+
+
+REMEDY = "restore the config that was saved with the model, or set its position_plan to None: hf_posenc finds the parts again"
+
+
+def host_class(model: Any) -> type:
+    """The class of a model, of a derived one its host's."""
+    return getattr(type(model), "host_class", type(model))
+
+
+def _all_found(stack: Any, patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    """The paths of the modules that patterns name, in the order of the modules."""
+    wanted = {path for pattern in patterns for path in _found(stack, pattern, modules)}
+    if missing := wanted - modules.keys():
+        raise _misfit(stack, min(missing), "no module")
+    return [path for path in modules if path in wanted]
+
+
+def _found(stack: Any, pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The paths that a pattern names: of modules, or of attributes of modules. Raises ValueError if there is none."""
+    if paths := list(matching(pattern, modules)):
+        return paths
+    raise _misfit(stack, pattern, "nothing")
+
+
+def matching(pattern: str, modules: Iterable[str]) -> Iterator[str]:
+    """The paths that a pattern of a plan names: those of modules, or else of attributes of modules. `*` is any number."""
+    if "*" not in pattern:
+        yield pattern
+        return
+    regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+    found = [path for path in modules if regex.fullmatch(path)]
+    if not found:
+        owner, _, name = pattern.rpartition(".")
+        found = [f"{path}.{name}" for path in matching(owner, modules)] if "*" in owner else []
+    yield from found
+
+
+def _misfit(stack: Any, path: str, there: str) -> ValueError:
+    return ValueError(f"config.position_plan names {path!r}, where this {type(stack).__name__} has {there}: {REMEDY}")
+
+
+def _least(lengths: Iterable[int | None]) -> int | None:
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def numbered(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Path of each attention in a numbered layer -> the paths of its layer and of its attention block, the layer's child.
+
+    The parts of a layer may be numbered themselves: T5 has its first attention in block.0.layer.0.
+    """
+    found = {}
+    for path in attentions:
+        names = path.split(".")
+        levels = [level for level, name in enumerate(names[:-1]) if name.isdigit()]
+        while len(levels) > 1 and _is_list_of_parts(".".join(names[: levels[-1]]), modules, attentions):
+            levels.pop()
+        if levels:
+            end = levels[-1] + 1
+            of_block = 2 if names[end + 1 : end + 2] and names[end + 1].isdigit() else 1
+            found[path] = ".".join(names[:end]), ".".join(names[: end + of_block])
+    return found
+
+
+def _is_list_of_parts(path: str, modules: Mapping[str, nn.Module], attentions: Collection[str]) -> bool:
+    """Whether the children of a list are the parts of one layer, each of a class of its own, and not all with an attention."""
+    kinds = [type(child) for child in modules[path].children()]
+    without = (f"{path}.{key}." for key in modules[path]._modules)
+    return len({*kinds}) == len(kinds) and any(not any(each.startswith(part) for each in attentions) for part in without)
+
+
+def _has_causal_mask(attention: Any) -> bool:
+    """Whether an attention hides later keys by a buffer of its own, whatever mask it is given (GPT-Neo)."""
+    mask = dict(attention.named_buffers(recurse=False)).get("bias")
+    return mask is not None and mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[-1] == mask.shape[-2]
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether a module is a stack with an encoding in it."""
+    return isinstance(module, PreTrainedModel) and "posenc" in module._modules
+
+
+def tokens_of(stack: Any) -> Tensor | None:
+    """The table whose rows the input ids `[B, L]` name, or several ids for each place, `[B, L, N]`, whose rows are added up.
+
+    None for a stack that reads something else. A model of images may call the projection that cuts patches out its input
+    embeddings (CLIP).
+    """
+    try:
+        embeddings = stack.get_input_embeddings()
+    except NotImplementedError:  # GroupViT's text encoder doesn't say it
+        embeddings = None
+    if not isinstance(getattr(embeddings, "weight", None), Tensor) and reads_tokens(stack):
+        rows = getattr(stack.config, "vocab_size", None) or 1
+        parts = stack.children() if embeddings is None else [embeddings]
+        inside = (module for part in parts if not isinstance(part, nn.ModuleList) for module in part.modules())
+        tables = (module for module in inside if isinstance(module, nn.Embedding) and module.num_embeddings >= rows)
+        embeddings = next(tables, None)
+    cuts = isinstance(embeddings, (nn.Linear, nn.modules.conv._ConvNd))
+    weight = getattr(embeddings, "weight", None)
+    return weight if isinstance(weight, Tensor) and not cuts else None
+
+
+def rows_of(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> set[str]:
+    """The paths of the lists of layers that attentions lie in."""
+    return {layer.rpartition(".")[0] for layer, _ in numbered(modules, attentions).values()}
+
+
+def part(model: Any, path: str | None) -> Any:
+    """The model at a dotted path within the base model of one that is made of several; None: the model itself."""
+    return model if path is None else model.base_model.get_submodule(path)

@@ -1,0 +1,1 @@
+"""How rotation and score biases reach an attention function."""

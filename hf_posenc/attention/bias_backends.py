@@ -1,0 +1,491 @@
+"""Which way the bias of an encoding is computed: `select_backend` chooses, `biased_attention` takes it.
+
+- dense: a bias `[1, H, Q, K]`, built once for all layers where it can be, with the attention mask merged into it. It serves
+  all encodings, implementations and masks.
+- toeplitz: where the bias depends on distance alone. SDPA reads it from a view of one row `[H, Q + K - 1]`, keys in reverse.
+- blockwise: where it has gradients, or depends on distance and content (`PositionEncoding.distance_vectors`).
+
+Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_posenc.attention.dispatch import biases
+from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
+from hf_posenc.encodings import PositionContext, PositionEncoding
+
+Way = Literal["dense", "toeplitz", "blocks"]
+Function = Callable[..., tuple[Tensor, Tensor | None]]
+"""An attention function of Transformers': module, query, key, value, mask -> output `[B, Q, H, E]`, probabilities."""
+MIN_KEYS_FOR_BACKEND: dict[Way, int] = {"toeplitz": 256, "blocks": 256}
+"""The number of keys from which a way is faster than the dense one (`scripts/bench.py`)."""
+NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
+"""Arguments of SDPA's function with which it adds a bias of its own, or complains."""
+NEGLIGIBLE_WEIGHT = 2.0**-60
+"""A weight that doesn't count beside 1, however many thousands there are: float32 tells 1 from 1 + 2^-23."""
+CAUSAL_QUERIES = 256
+"""Of a block of a causal attention, which leaves out the keys behind it."""
+
+
+def _by_content(encoding: PositionEncoding) -> bool:
+    """Whether its bias depends on queries or keys."""
+    return "score_bias" in encoding.acts_by() and encoding.reads_content
+
+
+def select_backend(
+    encodings: Sequence[PositionEncoding],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    context: PositionContext,
+    is_causal: bool,
+    dropout: float = 0.0,
+) -> tuple[Way, VisibleSpans | None]:
+    """The way for the biases of these encodings under SDPA, and which keys the queries see, where that way has to know."""
+    keys, seen = key.shape[2], None
+    by_content = [encoding for encoding in encodings if "score_bias" in encoding.acts_by()]
+    way: Way = "toeplitz"
+    # With dropout SDPA computes all scores. Gradient checkpointing runs without gradients first, then with the same dropout.
+    if by_content or dropout or any(encoding.is_trained() for encoding in encodings):
+        way = "blocks"
+    if (
+        not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_transformed())
+        and query.device.type == "cpu"  # whose kernel reads any view as a bias
+        and query.shape[2] > 1
+        and keys >= MIN_KEYS_FOR_BACKEND[way]
+        and query.shape[-1] == value.shape[-1]  # else SDPA computes all scores
+        and context.consecutive
+        and not any(context.aside)
+        and isinstance(context.past, int)
+        and len(by_content) <= 1
+        and all(encoding.tells_vectors() for encoding in by_content)
+    ):
+        seen = _seen(mask, query, keys, context, is_causal)
+    return (way, seen) if seen is not None else ("dense", None)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func (grad, vmap, jvp, …) runs a function, for which blocks have no rules."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@functools.cache
+def _blockwise() -> Any:
+    """The module; None in the code saved with a model whose biases have no gradients, where dropout makes them dense."""
+    try:
+        from hf_posenc.attention import blockwise
+    except ImportError:
+        return None
+    return blockwise
+
+
+def biased_attention(
+    function: Function,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    encodings: Sequence[PositionEncoding],
+    context: PositionContext,
+    is_causal: bool,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The host's attention function with the bias of these encodings.
+
+    is_causal: whether it masks the future by itself where it gets no mask; beside a bias it would not.
+    options: its other arguments.
+    """
+    biasing = [encoding for encoding in encodings if biases(encoding)]
+    if not biasing:
+        return function(module, query, key, value, mask, **options)
+    _check_mask(mask)
+    way: Way = "dense"
+    seen = None
+    scaling = context.scaling
+    plain = all(options.get(name) is None or options[name] is False for name in NOT_IN_BLOCKS)
+    if function is sdpa_attention_forward and isinstance(scaling, float) and plain:
+        way, seen = select_backend(biasing, query, key, value, mask, context, is_causal, options.get("dropout", 0.0))
+    if way == "blocks" and _blockwise() is None:
+        seen = None
+    columns = None if seen is None else _columns(biasing, query, key.shape[2], context, seen)
+    if seen is None or columns is None or not isinstance(scaling, float):
+        mask = biased_mask(biasing, query, key, mask, context, is_causal)
+        return function(module, query, key, value, mask, **options)
+    with contextlib.ExitStack() as outside:
+        if torch.is_autocast_enabled("cpu"):  # it would copy the bias to cast it
+            kind = torch.get_autocast_dtype("cpu")
+            query, key, value = (each if each.dtype == torch.float64 else each.to(kind) for each in (query, key, value))
+            outside.enter_context(torch.autocast("cpu", enabled=False))
+        columns = _with_reach(columns.to(query.dtype), query, key, scaling)
+        if way == "toeplitz" and not (torch.is_grad_enabled() and columns.needs_gradients):
+            return _toeplitz(function, module, query, key, value, columns, seen, options), None
+        if key.shape[1] != query.shape[1]:
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        blockwise = _blockwise()
+        assert blockwise is not None, "code saved with a model whose biases have no gradients"
+        output = blockwise.attention(query, key, value, columns, seen, scaling, options.get("dropout", 0.0))
+        return output.transpose(1, 2).contiguous(), None
+
+
+def _toeplitz(
+    function: Function,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    columns: DistanceTable,
+    seen: VisibleSpans,
+    options: dict[str, Any],
+) -> Tensor:
+    """`[B, Q, H, E]` of the host's function, whose mask is a view of a row."""
+    assert columns.values is not None
+    queries, keys = query.shape[2], key.shape[2]
+    key, value = key.flip(2), value.flip(2)
+    output = None
+    size = CAUSAL_QUERIES if seen.is_causal else queries
+    for rows, block, within in seen.blocks(queries, keys, size, columns.apart):
+        bias = columns.window(block.start + within.start, block.stop - block.start, within.stop - within.start)
+        part, _ = function(module, query[rows, :, block], key[rows, :, within], value[rows, :, within], bias, **options)
+        if part.shape[:2] == (len(query), queries):
+            return part
+        output = part.new_zeros(len(query), queries, *part.shape[2:]) if output is None else output
+        output[rows, block] = part
+    return query.transpose(1, 2) * 0 if output is None else output
+
+
+def _columns(
+    encodings: Sequence[PositionEncoding], query: Tensor, keys: int, context: PositionContext, seen: VisibleSpans
+) -> DistanceTable | None:
+    """What these encodings add, by distance; once for all layers where it needs no gradient and no layer has its own.
+
+    None where one has no vectors after all, so that its `score_bias` has to be asked.
+    """
+
+    def compute() -> DistanceTable | None:
+        heads = query.shape[1]
+        distance = torch.arange(keys - 1, -query.shape[2], -1, device=query.device) - seen.shift
+        columns = DistanceTable(_sum_of_values(encodings, distance, heads))
+        for encoding in encodings:
+            if encoding.tells_vectors():
+                vectors = encoding("distance_vectors", distance)
+                _check_vectors(encoding, vectors, heads, len(distance), query.shape[-1])
+                if vectors == (None, None):
+                    return None
+                columns.for_queries, columns.for_keys = vectors
+                columns.head, columns.tail = _equal_ends(_rows(encoding, distance))
+        if columns.values is not None or seen.is_causal:
+            values = query.new_zeros(heads, len(distance)) if columns.values is None else columns.values
+            values = values.to(torch.promote_types(query.dtype, torch.float32)).expand(heads, -1)
+            if seen.is_causal:
+                values = values.masked_fill(distance > 0, torch.finfo(values.dtype).min)
+            columns.values = values.contiguous()
+        return columns
+
+    if any(encoding.is_trained() or encoding.per_layer for encoding in encodings):
+        return compute()
+    key = ("columns", *map(id, encodings), query.shape[1:3], keys, query.dtype, context.first_key, seen.is_causal)
+    return context.cached(key, compute)
+
+
+def _with_reach(columns: DistanceTable, query: Tensor, key: Tensor, scaling: float) -> DistanceTable:
+    """The same, with `reach` where biases are so steep that some keys may have no weight that counts.
+
+    Scores differ by at most twice the largest product of lengths. Half precision has no weights so small that they slow a CPU.
+    """
+    values = columns.values
+    if values is None or query.element_size() < 4 or columns.for_queries is not None or columns.for_keys is not None:
+        return columns
+    values = values.detach()
+    falls = values < values.amax(-1, keepdim=True) + math.log(NEGLIGIBLE_WEIGHT)
+    if not (falls & (values > torch.finfo(values.dtype).min)).any():
+        return columns
+    with torch.no_grad():
+        longest = [torch.linalg.vector_norm(states, dim=-1).amax((0, 2)) for states in (query, key)]
+        products = longest[0] * longest[1].repeat_interleave(query.shape[1] // key.shape[1])
+        return replace(columns, reach=2 * abs(scaling) * products - math.log(NEGLIGIBLE_WEIGHT))
+
+
+def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
+    """Raises ValueError for a bias other than `[1 or H, ...]`."""
+    if bias.shape[0] not in (1, heads):
+        raise ValueError(
+            f"the {encoding.type!r} encoding has a bias for each of {bias.shape[0]} heads, of which this attention has "
+            f"{heads}: a tensor-parallel plan has split them over processes. Take FSDP or DDP, or an encoding "
+            "that rotates or adds vectors"
+        )
+
+
+def _check_vectors(encoding: PositionEncoding, vectors: Any, heads: int, distances: int, head_dim: int) -> None:
+    """Raises ValueError for anything but what `distance_vectors` is to give."""
+    shapes = ((1, distances, head_dim), (heads, distances, head_dim))
+    pair = isinstance(vectors, tuple) and len(vectors) == 2
+    if not pair or any(each is not None and tuple(each.shape) not in shapes for each in vectors):
+        given = [tuple(each.shape) if isinstance(each, Tensor) else each for each in (vectors if pair else [vectors])]
+        raise ValueError(
+            f"distance_vectors of {encoding.type!r} gave {', '.join(map(str, given))} for {distances} distances: give a pair, "
+            f"(for queries, for keys), each None or of shape {shapes[0]} or, for each head, {shapes[1]}"
+        )
+
+
+def _rows(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
+    """The row of parameters of each distance; None where a subclass has other vectors, but the rows of its base class."""
+    classes = type(encoding).__mro__
+    rows, vectors = (
+        next(place for place, kind in enumerate(classes) if name in vars(kind)) for name in ("rows", "distance_vectors")
+    )
+    return encoding.rows(distance) if rows <= vectors else None
+
+
+def _equal_ends(rows: Tensor | None) -> tuple[int, int]:
+    """The number of columns at either end that one row of parameters serves."""
+    if rows is None:
+        return 1, 1
+    return tuple(int((end == end[0]).long().cumprod(0).sum()) for end in (rows, rows.flip(0)))  # type: ignore[return-value]
+
+
+def _seen(mask: Any, query: Tensor, keys: int, context: PositionContext, is_causal: bool) -> VisibleSpans | None:
+    """Which keys a mask shows, if those are one stretch for each row of the batch: of all queries, or causally."""
+    batch, _, queries, _ = query.shape
+    shift = int(context.past) - context.first_key
+    if mask is None:
+        return VisibleSpans(((0, batch, 0, keys),), is_causal, shift)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[-3:] != (1, queries, keys) or mask.ndim != 4:
+        return None
+    for other, found in (known := context.cached(("seen", shift), list)):
+        if other is mask:
+            return found
+    shown = mask[:, 0, -1]
+    first, count = shown.int().argmax(-1), shown.sum(-1)
+    index = torch.arange(keys, device=mask.device)
+    stretch = (index >= first[:, None]) & (index < (first + count)[:, None])
+    causal = index <= torch.arange(queries, device=mask.device)[:, None] + shift
+    found = None
+    if torch.equal(stretch, shown):
+        whole = stretch[:, None, None]
+        ends = [(begin, begin + number) for begin, number in zip(first.tolist(), count.tolist(), strict=True)]
+        rows = [(row, row + 1, *each) for row, each in enumerate(ends)]
+        if len({*ends}) == 1:
+            rows = [(0, batch, *ends[0])]
+        if torch.equal(whole.expand_as(mask), mask):
+            found = VisibleSpans(tuple(rows), False, shift)
+        elif torch.equal(whole & causal, mask):
+            found = VisibleSpans(tuple(rows), True, shift)
+    known.append((mask, found))
+    return found
+
+
+def _check_mask(mask: Any) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError(
+            f"the attention mask is a {type(mask).__name__}, made for another implementation than this attention runs: its "
+            "name was set in one of several configs of the model; set it by model.set_attn_implementation"
+        )
+
+
+def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
+    """The sum of all that these encodings add to the scaled scores, broadcastable to `[B, H, Q, K]`, or None.
+
+    Keys of grouped-query attention may have fewer heads than queries. Tokens aside have a bias of 0.
+    """
+    total = None
+    query, key = context.of_positions(query), context.of_positions(key)  # type: ignore[assignment]
+    if key.shape[1] != query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    for encoding in encodings:
+        verbs = encoding.acts_by()
+        for term in (
+            _distance_bias(encoding, query.shape[2], key.shape[2], context) if "distance_bias" in verbs else None,
+            encoding("score_bias", query, key, context) if "score_bias" in verbs else None,
+        ):
+            if term is not None:
+                _check_heads(encoding, term[0], query.shape[1])
+                total = term if total is None else total + term
+    if total is not None and any(context.aside):
+        total = context.framed(total.expand(*total.shape[:2], query.shape[2], key.shape[2]), dims=2)
+    return total
+
+
+class BiasByDistance:
+    """What flex attention reads as a bias `[B, H, Q, K]`, one number at a time: from values `[H, N]` by distance, the smallest
+    first."""
+
+    def __init__(self, values: Tensor, queries: int) -> None:
+        self.values, self.last = values, queries - 1
+
+    def __getitem__(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        _, head, query, key = index
+        return self.values[head, key - query + self.last]
+
+
+def flex_bias(
+    encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor, context: PositionContext, own: Tensor | None
+) -> Tensor | BiasByDistance | None:
+    """The bias of these encodings, and the host's own, as flex attention takes it; values by distance where that suffices.
+
+    What needs gradients is a tensor `[B, H, Q, K]`.
+    """
+    biasing = [encoding for encoding in encodings if biases(encoding)]
+    by_distance = all("score_bias" not in encoding.acts_by() and not encoding.is_trained() for encoding in biasing)
+    if biasing and by_distance and own is None and context.consecutive and not any(context.aside):
+        queries, keys = query.shape[2], key.shape[2]
+        values = _sum_of_values(biasing, _distances(queries, keys, context), query.shape[1])
+        if values is not None:
+            return BiasByDistance(values.to(query.dtype).expand(query.shape[1], -1).contiguous(), queries)
+    bias = score_bias(biasing, query, key, context)
+    if bias is None:
+        return own
+    # flex reads position_bias[b, h, q, k] without broadcasting.
+    bias = bias if own is None else bias + own
+    return bias.to(query.dtype).expand(len(query), query.shape[1], query.shape[2], key.shape[2])
+
+
+def _sum_of_values(encodings: Sequence[PositionEncoding], distance: Tensor, heads: int) -> Tensor | None:
+    """Biases `[1 or H, N]` of all these encodings that depend on distance alone."""
+    total = None
+    for encoding in encodings:
+        values = _by_distance(encoding, distance) if "distance_bias" in encoding.acts_by() else None
+        if values is not None:
+            _check_heads(encoding, values, heads)
+            total = values if total is None else total + values
+    return total
+
+
+def _by_distance(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
+    """The bias `[1 or H, N]` of an encoding for distances `[N]`. Raises ValueError for one of another number of axes."""
+    bias = encoding("distance_bias", distance)
+    if bias is not None and bias.ndim < 2:
+        raise ValueError(f"distance_bias of {encoding.type!r} gave {tuple(bias.shape)}: give [H, N], or [1, N] for all heads")
+    return bias
+
+
+def _distances(queries: int, keys: int, context: PositionContext) -> Tensor:
+    """All distances `[N]` between consecutive queries and keys, the smallest first."""
+    return torch.arange(1 - queries, keys, device=context.positions.device) + context.first_key - context.past
+
+
+def _distance_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
+    if context.consecutive:
+        return _toeplitz_bias(encoding, queries, keys, context)
+    return _general_bias(encoding, keys, context)
+
+
+def _toeplitz_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
+    """`[1, H, Q, K]` from one value for each of the Q + K - 1 distances."""
+    distance = _distances(queries, keys, context)
+    bias = _by_distance(encoding, distance)
+    if bias is None:
+        return None
+    if torch.compiler.is_compiling():
+        # unfold takes its length as a plain int, which would make a traced graph one for this length only.
+        index = torch.arange(keys, device=distance.device) - torch.arange(queries, device=distance.device)[:, None]
+        return bias[:, index + (queries - 1)][None]
+    # Contiguous, for SDPA copies a bias that is transposed in every layer, and detached, for one that would need gradients
+    # keeps it from its fast kernel even where none are wanted.
+    bias = bias if torch.is_grad_enabled() else bias.detach()
+    return bias.contiguous().unfold(-1, keys, 1).flip(1)[None]
+
+
+def _general_bias(encoding: PositionEncoding, keys: int, context: PositionContext) -> Tensor | None:
+    """`[1 or B, H, Q, K]` for positions which jump: packed sequences, ids given by hand."""
+    distance = context.distances(keys)
+    bias = _by_distance(encoding, distance.flatten())
+    return None if bias is None else bias.unflatten(-1, distance.shape).movedim(0, 1)
+
+
+def biased_mask(
+    encodings: Sequence[PositionEncoding],
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    context: PositionContext,
+    is_causal: bool,
+) -> Tensor | None:
+    """The additive mask `[1 or B, 1 or H, Q, K]` with the encodings' bias in it; the mask as it was if there is none.
+
+    Without gradients, and where the bias depends on distances alone, it is built once for all layers that share it. With
+    gradients each layer builds its own, inside its own (re)computation, as gradient checkpointing and sharded training
+    expect.
+
+    is_causal: whether the attention masks the future by itself where it gets no mask; beside a bias it would not.
+    """
+    biasing = [encoding for encoding in encodings if biases(encoding)]
+    if not biasing:
+        return mask
+    _check_mask(mask)
+    causal = mask is None and query.shape[2] > 1 and is_causal
+
+    def compute() -> Tensor | None:
+        bias = score_bias(biasing, query, key, context)
+        return mask if bias is None else _merged(bias.to(query.dtype), mask, causal, context)
+
+    if any(encoding.is_trained() or encoding.per_layer or _by_content(encoding) for encoding in biasing):
+        return compute()
+    wanted = (biasing, causal, query.dtype, query.shape[2], key.shape[2], context.first_key)
+    # Masks are compared by identity: hosts hand the same one to all layers of a kind.
+    seen = context.cached("masks", list)
+    for other, built_for, merged in seen:
+        if other is mask and built_for == wanted:
+            return merged
+    merged = compute()
+    seen.append((mask, wanted, merged))
+    return merged
+
+
+def additive_mask(
+    encodings: Sequence[PositionEncoding],
+    query: Tensor,
+    key: Tensor,
+    mask: Any,
+    own: Tensor | None,
+    context: PositionContext,
+    is_causal: bool,
+) -> Tensor:
+    """The mask `[1 or B, 1 or H, Q, K]` for an eager function, with the encodings' bias and the host's own in it, from one that
+    the host has made for any implementation.
+
+    is_causal: whether that implementation masks the future by itself where it gets no mask; an eager function would not.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if isinstance(mask, BlockMask):  # of flex attention
+        seen, (batch, heads, *_) = mask.mask_mod, mask.shape
+        mask = context.cached(
+            ("mask of blocks", id(mask), queries, keys),
+            lambda: create_mask(seen, batch, heads, queries, keys, device=query.device),
+        )
+    merged = biased_mask(encodings, query, key, mask, context, is_causal)
+    if own is None and merged is not None and merged.is_floating_point():
+        return merged
+    bias = query.new_zeros(1, 1, queries, keys) if own is None else own.to(query.dtype)
+    return _merged(bias, merged, merged is None and queries > 1 and is_causal, context)
+
+
+def _merged(bias: Tensor, mask: Tensor | None, causal: bool, context: PositionContext) -> Tensor:
+    lowest = torch.finfo(bias.dtype).min
+    if mask is None and not causal:
+        return bias
+    if mask is None:
+        queries, keys = bias.shape[-2:]
+        index = torch.arange(keys, device=bias.device) - torch.arange(queries, device=bias.device)[:, None]
+        return bias.masked_fill(index + context.first_key > context.past, lowest)
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, lowest)
+    if not mask.is_floating_point():
+        raise ValueError(
+            f"an attention_mask of shape {tuple(mask.shape)} and type {mask.dtype} would be added to the scores as it is: give "
+            "a boolean one (True: seen), a float one (0: seen, -inf: hidden), or a 2-D one of 0 and 1"
+        )
+    # A sum below the lowest number would be -inf, and a row of those is NaN.
+    return (bias + mask.to(bias.dtype)).clamp(min=lowest)

@@ -1,0 +1,330 @@
+"""Attention with a bias by distance, in blocks of queries: no `[H, Q, K]` tensor is made, forward or backward.
+
+Keys are taken in reverse. Then the distance of query i to key n is that of column i + n, wherever they lie, and the bias of a
+block of queries is a view of one row of columns, in which each query's part begins one column later than the one before.
+
+Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 columns, from the largest distance to the smallest;
+r queries of a block, n keys that it sees, w = r + n - 1 columns that these have.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans, toeplitz_view
+
+FORWARD_QUERIES = 128
+"""Of a block in the forward pass, of all heads."""
+FORWARD_ELEMENTS = 2**22
+"""About so many numbers has the bias of such a block, fewer queries where that would be more."""
+BACKWARD_QUERIES = 256
+"""Of a block in the backward pass, one head at a time: its scores then fit a core's cache up to some thousand keys."""
+
+DROPOUT_LEVELS = 2**16
+"""The number of equal chances that the probability of dropping a weight is counted in."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How scores become outputs: softmax(scaling * QKᵀ + bias) V, where each weight is dropped with a probability.
+
+    head, tail, reach: of `DistanceTable`. dropped: that probability, times CHANCES.
+    """
+
+    seen: VisibleSpans
+    scaling: float
+    head: int
+    tail: int
+    reach: Tensor | None = None
+    dropped: int = 0
+    seed: int = 0
+
+    def columns(self, values: Tensor | None, for_queries: Tensor | None, for_keys: Tensor | None) -> DistanceTable:
+        return DistanceTable(values, for_queries, for_keys, self.head, self.tail, self.reach)
+
+    @property
+    def factor(self) -> float:
+        """By which weights that are kept grow."""
+        return DROPOUT_LEVELS / (DROPOUT_LEVELS - self.dropped) if self.dropped < DROPOUT_LEVELS else 0.0
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, columns: DistanceTable, seen: VisibleSpans, scaling: float, dropout: float = 0.0
+) -> Tensor:
+    """Softmax attention of `[B, H, Q, E]` with a bias: `[B, H, Q, E]`, whose gradients reach queries, keys, values and columns.
+
+    Queries that see no key get zeros. What is dropped is drawn from torch's generator, and again in the backward pass. Raises
+    RuntimeError where gradients are to be differentiated once more.
+    """
+    seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
+    settings = Settings(seen, scaling, columns.head, columns.tail, columns.reach, round(dropout * DROPOUT_LEVELS), seed)
+    return _Attention.apply(query, key.flip(2), value.flip(2), *columns.tensors, settings)
+
+
+class _Attention(torch.autograd.Function):
+    """The same, keys and values in reverse already."""
+
+    @staticmethod
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        values: Tensor | None,
+        for_queries: Tensor | None,
+        for_keys: Tensor | None,
+        settings: Settings,
+    ) -> Tensor:
+        batch, heads, queries, _ = query.shape
+        keys, seen, scaling = key.shape[2], settings.seen, settings.scaling
+        columns = settings.columns(values, for_queries, for_keys)
+        # Of this layout hosts make [B, Q, H * E] without a copy.
+        output = query.new_zeros(batch, queries, heads, value.shape[-1]).transpose(1, 2)
+        if settings.dropped:
+            for part in _parts(query, key, columns, settings):
+                its_value = value[part.row, part.head, part.within]
+                output[part.row, part.head, part.block] = part.left.to(value.dtype) @ its_value
+            return output.mul_(settings.factor)
+        alone = for_queries is None and for_keys is None
+        size = max(16, min(FORWARD_QUERIES, FORWARD_ELEMENTS // (batch * heads * keys)))
+        size = queries if alone and not seen.is_causal else min(size, queries)
+        # One piece of memory for all blocks: asking for another each time costs as much as filling it.
+        room = query.new_empty(0 if alone else batch * heads * size * (keys + size - 1))
+        for rows, block, within in seen.blocks(queries, keys, size, columns.apart):
+            its_query, its_key = query[rows, :, block], key[rows, :, within]
+            bias = _bias(columns, its_query, its_key, block.start + within.start, scaling, room)
+            output[rows, :, block] = F.scaled_dot_product_attention(
+                its_query, its_key, value[rows, :, within], attn_mask=bias, scale=scaling
+            )
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.settings = inputs
+        ctx.save_for_backward(*tensors, output)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients of this attention can't be differentiated once more (create_graph=True): call "
+                "model.set_attn_implementation('eager')"
+            )
+        query, key, value, values, for_queries, for_keys, output = ctx.saved_tensors
+        columns = ctx.settings.columns(values, for_queries, for_keys)
+        with torch.autocast(query.device.type, enabled=False):
+            return (*_gradients(query, key, value, columns, output, upstream, ctx.settings), None)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The attention of one row of the batch, head, and block of queries, computed anew.
+
+    weights: `[r, n]`, in at least float32. kept: the same, which of them are not dropped; None if all are kept.
+    """
+
+    row: int
+    head: int
+    block: slice
+    within: slice
+    columns: DistanceTable
+    weights: Tensor
+    kept: Tensor | None
+
+    @property
+    def left(self) -> Tensor:
+        """The weights that are not dropped."""
+        return self.weights if self.kept is None else self.weights * self.kept
+
+    @property
+    def start(self) -> int:
+        """The column of the first query and last key."""
+        return self.block.start + self.within.start
+
+
+def _parts(query: Tensor, key: Tensor, columns: DistanceTable, settings: Settings) -> Iterator[Part]:
+    """All parts, keys in reverse; what is dropped is the same each time."""
+    batch, heads, queries, _ = query.shape
+    keys, exact = key.shape[2], torch.promote_types(query.dtype, torch.float32)
+    generator = torch.Generator("cpu").manual_seed(settings.seed)
+    blocks = [*settings.seen.blocks(queries, keys, BACKWARD_QUERIES, columns.apart)]
+    size = min(BACKWARD_QUERIES, queries)
+    room = query.new_empty(size * (size + keys - 1))
+    for row, head in ((row, head) for row in range(batch) for head in range(heads)):
+        its_values, its_vectors, its_key_vectors, reach = (_of_head(each, head) for each in (*columns.tensors, columns.reach))
+        own = DistanceTable(its_values, its_vectors, its_key_vectors, columns.head, columns.tail, reach)
+        for rows, block, within in blocks:
+            if not rows.start <= row < rows.stop:
+                continue
+            its_query, its_key = query[row, head, block], key[row, head, within]
+            start = block.start + within.start
+            bias = _bias(own, its_query[None, None], its_key[None, None], start, settings.scaling, room)[0, 0]
+            scores = _scores(bias, its_query, its_key, settings.scaling, exact)
+            weights = scores.softmax(-1)
+            if weights[:, 0].isnan().any():  # of queries, in padding, to which a bias of -inf hides all keys
+                weights.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
+            kept = _kept(weights.shape, settings.dropped, generator) if settings.dropped else None
+            yield Part(row, head, block, within, own, weights, kept)
+
+
+def _kept(shape: torch.Size, dropped: int, generator: torch.Generator) -> Tensor:
+    """Which weights are not dropped. Bits are drawn for several at once: torch's own `bernoulli_` costs ten softmaxes."""
+    words = torch.empty(-(-shape.numel() // 4), dtype=torch.long, device="cpu").random_(-(2**63), None, generator=generator)
+    return words.view(torch.int16)[: shape.numel()].view(shape) >= dropped - DROPOUT_LEVELS // 2
+
+
+def _bias(columns: DistanceTable, query: Tensor, key: Tensor, start: int, scaling: float, room: Tensor) -> Tensor:
+    """The bias `[1 or B, H, r, n]` of a block, whose first query and last key have column `start`, written to `room`."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    width = queries + keys - 1
+    if columns.values is not None and columns.for_queries is None and columns.for_keys is None:
+        return columns.window(start, queries, keys)
+    shape = (*query.shape[:-1], width)
+    own = room[: math.prod(shape)].view(shape)
+    if columns.for_queries is None:
+        own.zero_()
+    else:
+        _multiply(query, columns.for_queries, start, columns, out=own)
+    bias = toeplitz_view(own, keys)
+    if columns.for_keys is not None:
+        for tile, vectors in _tiles(columns.for_keys, start, queries, keys):
+            bias[..., tile] += toeplitz_view((key[..., tile, :] @ vectors.mT).contiguous(), queries).mT
+    own *= scaling
+    if columns.values is not None:
+        own += columns.values[:, None, start : start + width]
+    return bias
+
+
+def _ends(columns: DistanceTable, start: int, width: int) -> tuple[int, int]:
+    """Between which of `width` columns from `start` the vectors for queries differ from those at the ends."""
+    assert columns.for_queries is not None
+    first = min(max(columns.head - start, 0), width)
+    return first, min(max(columns.for_queries.shape[-2] - columns.tail - start, first), width)
+
+
+def _multiply(query: Tensor, vectors: Tensor, start: int, columns: DistanceTable, out: Tensor) -> None:
+    """Write products of queries `[..., r, E]` and vectors `[..., N, E]` to `out` `[..., r, w]`, those of equal vectors once."""
+    first, last = _ends(columns, start, out.shape[-1])
+    out[..., :first] = query @ vectors[..., :1, :].mT
+    out[..., first:last] = query @ vectors[..., start + first : start + last, :].mT
+    out[..., last:] = query @ vectors[..., -1:, :].mT
+
+
+def _tiles(vectors: Tensor, start: int, queries: int, keys: int) -> Iterator[tuple[slice, Tensor]]:
+    """Keys of a block, as many at a time as it has queries, and the vectors that those are multiplied by."""
+    for first in range(0, keys, queries):
+        count = min(queries, keys - first)
+        yield slice(first, first + count), vectors[..., start + first : start + first + count + queries - 1, :]
+
+
+def _gradients(
+    query: Tensor, key: Tensor, value: Tensor, columns: DistanceTable, output: Tensor, upstream: Tensor, settings: Settings
+) -> tuple[Tensor | None, ...]:
+    """Of queries, keys, values, and the three tensors of columns."""
+    exact, scaling = torch.promote_types(query.dtype, torch.float32), settings.scaling
+    means = (upstream * output).sum(-1, keepdim=True, dtype=exact)
+    of_query = torch.zeros_like(query)
+    of_key, of_value = (torch.zeros_like(states, dtype=exact) for states in (key, value))
+    of_values, of_vectors, of_key_vectors = (
+        None if tensor is None else torch.zeros_like(tensor, dtype=exact) for tensor in columns.tensors
+    )
+    skewed = query.new_empty(0, dtype=exact)
+    for part in _parts(query, key, columns, settings):
+        row, head, block, within, weights = part.row, part.head, part.block, part.within, part.weights
+        its_query, its_upstream = query[row, head, block], upstream[row, head, block]
+        its_key, its_value = key[row, head, within], value[row, head, within]
+        count, own = len(its_key), part.columns
+        shape = (len(its_query), len(its_query) + count - 1)
+        if skewed.shape != shape:
+            skewed = query.new_zeros(shape, dtype=exact)  # what no query and key have in common stays 0
+        of_scores = toeplitz_view(skewed, count)
+        of_weights = (its_upstream @ its_value.mT).to(exact)
+        if part.kept is not None:
+            of_weights.mul_(part.kept).mul_(settings.factor)
+        torch.mul(of_weights.sub_(means[row, head, block]), weights, out=of_scores)
+        _add_product(of_value[row, head, within], part.left.mT, its_upstream)
+        _add_product(of_key[row, head, within], of_scores.mT, its_query)
+        its_gradient = (of_scores.to(query.dtype) @ its_key).to(exact)
+        if of_values is not None:
+            of_values[head, part.start : part.start + shape[1]] += skewed.sum(0)
+        if own.for_queries is not None:
+            _add_query_gradients(own, skewed, its_query, part.start, its_gradient, _of_head(of_vectors, head)[0])
+        of_query[row, head, block] = its_gradient * scaling
+        if own.for_keys is not None:
+            gradients = _tiles(_of_head(of_key_vectors, head)[0], part.start, *weights.shape)
+            for (tile, vectors), (_, gradient) in zip(
+                _tiles(own.for_keys[0], part.start, *weights.shape), gradients, strict=True
+            ):
+                transposed = query.new_zeros(tile.stop - tile.start, len(vectors), dtype=exact)
+                toeplitz_view(transposed, len(its_query)).copy_(of_scores[:, tile].mT)
+                _add_product(of_key[row, head, within][tile], transposed, vectors)
+                _add_product(gradient, transposed.mT, its_key[tile])
+    of_value *= settings.factor
+    for found in (of_key, of_vectors, of_key_vectors):
+        if found is not None:
+            found *= scaling
+    if of_key_vectors is not None:
+        _gather_ends(of_key_vectors, columns)
+    wanted = zip(columns.tensors, (of_values, of_vectors, of_key_vectors), strict=True)
+    return (
+        of_query,
+        of_key.to(key.dtype),
+        of_value.to(value.dtype),
+        *(None if gradient is None else gradient.to(tensor.dtype) for tensor, gradient in wanted),
+    )
+
+
+def _of_head(tensor: Any, head: int) -> Any:
+    """`[1, ...]`, of one head, a view; all heads may have one in common."""
+    if tensor is None:
+        return None
+    head = head if len(tensor) > 1 else 0
+    return tensor[head : head + 1]
+
+
+def _gather_ends(gradients: Tensor, columns: DistanceTable) -> None:
+    """Sum the gradients of equal vectors at both ends in one of them: types less exact than these would lose them."""
+    for end, place in ((slice(0, columns.head), 0), (slice(gradients.shape[1] - columns.tail, None), -1)):
+        total = gradients[:, end].sum(1)
+        gradients[:, end] = 0
+        gradients[:, place] += total
+
+
+def _scores(bias: Tensor, query: Tensor, key: Tensor, scaling: float, exact: torch.dtype) -> Tensor:
+    """`[r, n]`, in at least float32."""
+    if bias.dtype == query.dtype == exact:
+        return torch.addmm(bias, query, key.mT, alpha=scaling)
+    return torch.add(bias.to(exact), query.to(exact) @ key.to(exact).mT, alpha=scaling)
+
+
+def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right, computed in the type of `right`, to a target that may be more exact."""
+    if target.dtype == right.dtype:
+        target.addmm_(left, right)
+    else:
+        target += left.to(right.dtype) @ right
+
+
+def _add_query_gradients(
+    columns: DistanceTable, skewed: Tensor, query: Tensor, start: int, of_query: Tensor, of_vectors: Tensor
+) -> None:
+    """Add the gradients of a block's queries, before scaling, and of the vectors that they are multiplied by.
+
+    skewed: `[r, w]`, those of scores, by column.
+    """
+    assert columns.for_queries is not None
+    vectors = columns.for_queries[0]
+    first, last = _ends(columns, start, skewed.shape[1])
+    ends = ((0, skewed[:, :first]), (-1, skewed[:, last:]))
+    middle = skewed[:, first:last].to(query.dtype)
+    _add_product(of_query, middle, vectors[start + first : start + last])
+    _add_product(of_vectors[start + first : start + last], middle.mT, query)
+    for place, part in ends:
+        if part.shape[1]:
+            total = part.sum(1, keepdim=True)
+            of_query += total * vectors[place]
+            of_vectors[place] += (total * query).sum(0)

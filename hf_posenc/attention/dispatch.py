@@ -1,0 +1,357 @@
+"""How rotation and bias reach the attention function that the host has chosen.
+
+Transformers' attention modules look their function up by `self.config._attn_implementation`. In a patched model each of
+them has a view of its config in which that name has a prefix. The function registered under the prefixed name applies the
+encoding, then calls the host's. The model's own config is untouched, and with it masks, caches, backends and saving.
+
+Shapes: B batch, Q queries, K keys, H heads, E head_dim.
+"""
+
+import copy
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from hf_posenc.encodings import PositionContext, PositionEncoding
+from hf_posenc.encodings.context import CURRENT, context_for, current
+
+PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
+"""Differs in each copy of this module that was saved with a checkpoint (`remote_code`)."""
+CONTEXT = "position_context"
+"""The keyword argument by which a stack hands its `PositionContext` to its attentions."""
+
+
+TAKE_A_BIAS = ("eager", "sdpa", "flex_attention")
+"""Beginnings of the names of attention implementations which add a mask or bias to the scores."""
+
+
+def checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run gradient checkpointing such that the second run of a layer, in the backward pass, has the context of the first."""
+    return checkpoint(functools.partial(_within, CURRENT.context, function), *args, **kwargs)
+
+
+def _within(context: PositionContext | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with current(context):
+        return function(*args, **kwargs)
+
+
+PARTS = "position_parts"
+"""The attribute of an attention that names the parts of the encoding which act in it."""
+ACROSS = "attends_across"
+"""The attribute of a cross-attention in which an encoding acts."""
+
+
+OWN_EAGER = "posenc_own_eager"
+"""The attribute of a user's own attention that is its eager function."""
+
+
+class NameForBranches(str):
+    """A prefixed name that is looked up by itself, and equals the name without its prefix, too."""
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) or str.__eq__(self.removeprefix(PREFIX), other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+class AttentionConfigView:
+    """A config seen by one attention module: everything of the original, live, but the implementation's name.
+
+    branches: whether the module's forward does something else under some implementations (DeepSeek-V3.2 masks what its
+        indexer didn't choose under "eager" and "sdpa" only).
+    """
+
+    def __init__(self, config: Any, branches: bool = False) -> None:
+        self.__dict__.update(config=config, branches=branches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "config" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["config"], name, value)
+
+    @property
+    def _attn_implementation(self) -> str:
+        # Registered as it is asked for: a parent may have set the name in this config without a call of ours.
+        name = register(self.__dict__["config"]._attn_implementation)
+        return NameForBranches(name) if self.__dict__["branches"] else name
+
+
+class KeyRotatingCache:
+    """A cache as one attention module sees it: keys are rotated by their positions as they enter, once for all steps."""
+
+    def __init__(self, cache: Cache, module: nn.Module, context: PositionContext) -> None:
+        self.cache, self.module, self.context = cache, module, context
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "cache":
+            raise AttributeError(name)
+        return getattr(self.cache, name)
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rotated: Any
+        _, rotated = rotate(self.module, None, key, self.context)
+        try:
+            return self.cache.update(rotated, value, *args, **kwargs)
+        except RuntimeError as error:
+            if rotated.shape[-1] == key.shape[-1]:
+                raise
+            raise ValueError(
+                f"this encoding makes keys of {rotated.shape[-1]} features, and the cache holds some of another size, which "
+                "came from elsewhere (prefix tuning): take an encoding that keeps the size of keys"
+            ) from error
+
+
+def rotating(cache: Any, module: nn.Module, context: PositionContext) -> Any:
+    """The cache, such that new self-attention keys are rotated before they are stored."""
+    if isinstance(cache, EncoderDecoderCache):
+        twin = copy.copy(cache)
+        twin.self_attention_cache = KeyRotatingCache(cache.self_attention_cache, module, context)  # type: ignore[assignment]
+        return twin
+    return KeyRotatingCache(cache, module, context)
+
+
+def acting(module: nn.Module, context: PositionContext) -> list[PositionEncoding]:
+    """The encodings that act in one attention: the stack's, where they act in this layer, and the attention's own."""
+    own = getattr(module, "posenc", None)
+    shared, own = context.encoding.named_parts(), own.named_parts() if own is not None else {}
+    return [
+        *(shared[name] for name in getattr(module, PARTS) if name in shared and name not in own),
+        *(part for name, part in own.items() if name not in shared or name in getattr(module, PARTS)),
+    ]
+
+
+def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
+    """Queries and new keys, rotated by all that acts in this attention; those of tokens aside stay as they are, or, where an
+    encoding changes the width, are as at position 0."""
+    turned = _turned(module, context.of_positions(query), context.of_positions(key), context)
+    given = [(new, old) for new, old in zip(turned, (query, key), strict=True) if new is not None]
+    if any(context.aside) and given and given[0][0].shape[-1] != given[0][1].shape[-1]:
+        length = given[0][1].shape[2]
+        query, key = _turned(module, query, key, context.at_zero(length))
+    return context.put_back(turned[0], query), context.put_back(turned[1], key)
+
+
+def _turned(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
+    for encoding in acting(module, context):
+        if "rotate" in encoding.acts_by():
+            query, key = encoding("rotate", query, key, context)
+    return query, key
+
+
+def rotated(module: nn.Module, query: Any, key: Any, context: PositionContext, keys_are_rotated: bool) -> tuple[Any, Any]:
+    """Queries, and all keys unless those were rotated as they entered the cache, by all that acts in this attention."""
+    if not keys_are_rotated and key.shape[2] == context.length and not hasattr(module, ACROSS):
+        return rotate(module, query, key, context)
+    query, _ = rotate(module, query, None, context)
+    if not keys_are_rotated and any("rotate" in encoding.acts_by() for encoding in acting(module, context)):
+        _, key = rotate(module, None, key, context.for_keys(key.shape[2]))
+    return query, key
+
+
+def register(implementation: str) -> str:
+    """Make an attention implementation of Transformers (eager, sdpa, …) available to patched modules, by the name returned."""
+    name = PREFIX + implementation
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, functools.partial(attend, implementation))
+    return name
+
+
+def biases(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
+    """Whether an encoding adds anything to scores."""
+    return not {"distance_bias", "score_bias"}.isdisjoint(encoding.acts_by())
+
+
+def on_scores(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
+    """Whether an encoding changes scores, or reads the weights that come of them, which some attentions keep to themselves."""
+    return biases(encoding) or "value_bias" in encoding.acts_by()
+
+
+def refusal(implementation: str, encodings: Iterable[PositionEncoding | type[PositionEncoding]]) -> str | None:
+    """Why an attention implementation can't carry encodings, or None."""
+    if not implementation.startswith(TAKE_A_BIAS) and any(map(on_scores, encodings)):
+        return (
+            f"attn_implementation={implementation!r} takes no score bias, so the encoding would be lost: "
+            "use 'sdpa', 'flex_attention' or 'eager'"
+        )
+    return None
+
+
+def attend(
+    implementation: str,
+    module: nn.Module,
+    query: Any,
+    key: Any,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    position_context: PositionContext | None = None,
+    keys_are_rotated: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The host's attention function, with queries and keys rotated and the bias of the encoding in its mask."""
+    position_context = context_for(module, position_context)
+    scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
+    context = position_context.placed(query.shape[2], query.device)
+    if hasattr(module, ACROSS):
+        position_context = context = context.across(key.shape[2])
+    if context is not position_context and key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{type(module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, which are other tokens than "
+            "those, so no distance is known between them: take an encoding that adds vectors, or another host"
+        )
+    context = context.for_attention(scaling, getattr(module, "layer_idx", None))
+    encodings = acting(module, context)
+    paged = kwargs.get("cache") is not None
+    if reason := refusal(implementation, encodings) or (
+        refusal_of_pages(encodings, any(each.rotates_anew(each._options or {}) for each in encodings)) if paged else None
+    ):
+        raise ValueError(reason)
+    width = query.shape[-1]
+    query, key = rotated(module, query, key, context, keys_are_rotated)
+    if query.shape[-1] != width:
+        kwargs["scaling"] = scaling  # else it would be taken from the new width
+    own = kwargs.get("position_bias")
+    if isinstance(own, float):  # the host's own bias, silenced
+        own = kwargs["position_bias"] = None
+    is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]
+    if any(encoding.needs_weights() for encoding in encodings):
+        is_causal = bool(is_causal) and implementation != "flex_attention"  # which masks what its mask says
+        return with_weights(module, query, key, value, attention_mask, encodings, context, is_causal, options=kwargs)
+    function = host_function(module, implementation)
+    if not any(map(biases, encodings)):
+        return function(module, query, key, value, attention_mask, **kwargs)
+    from hf_posenc.attention.bias_backends import biased_attention, flex_bias
+
+    if implementation == "flex_attention":
+        kwargs["position_bias"] = flex_bias(encodings, query, key, context, own)
+        return function(module, query, key, value, attention_mask, **kwargs)
+    return biased_attention(
+        function, module, query, key, value, attention_mask, encodings, context, bool(is_causal), options=kwargs
+    )
+
+
+def with_weights(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    encodings: Sequence[PositionEncoding],
+    context: PositionContext,
+    is_causal: bool,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """The output `[B, Q, H, E]` of the host's eager function, which tells its weights, with what encodings add by them; and
+    these weights `[B, H, Q, K]`."""
+    from hf_posenc.attention.bias_backends import additive_mask
+
+    mask = additive_mask(encodings, query, key, mask, options.pop("position_bias", None), context, is_causal)
+    function = host_function(module, "eager")
+    if function is bert_eager():  # of a host without its own
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    output, weights = function(module, query, key, value, mask, **options)
+    if not isinstance(weights, Tensor) or weights.shape != (*query.shape[:3], key.shape[2]):
+        raise ValueError(
+            f"the eager attention of {type(module).__name__} doesn't give its weights, by which "
+            f"{', '.join(repr(each.type) for each in encodings if each.needs_weights())} acts on its output: take an encoding "
+            "without value vectors"
+        )
+    added = value_bias(encodings, weights, value.shape[-1], context)
+    return output + added.transpose(1, 2).to(output.dtype), weights
+
+
+def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_head_dim: int, context: PositionContext) -> Tensor:
+    """The sum `[B, H, Q, E]` of all that these encodings add to the output of an attention with weights `[B, H, Q, K]`. Tokens
+    aside give and get nothing.
+
+    Raises ValueError for vectors of another size than the values.
+    """
+    weights = cast(Tensor, context.of_positions(context.of_positions(weights), dim=3))
+    wanted = (*weights.shape[:3], value_head_dim)
+    total = weights.new_zeros(())
+    for encoding in encodings:
+        term = encoding("value_bias", weights, context) if encoding.needs_weights() else None
+        if term is not None and term.shape != wanted:
+            raise ValueError(
+                f"value_bias of {encoding.type!r} gave {tuple(term.shape)} for an output {wanted} (batch, heads, queries, size "
+                "of the values): where this host's values have another size than its keys, take an encoding without value "
+                "vectors"
+            )
+        total = total if term is None else total + term
+    return context.framed(total.expand(wanted).mT, dims=1).mT
+
+
+def refusal_of_pages(encodings: Iterable[PositionEncoding | type[PositionEncoding]], rotate_anew: bool) -> str | None:
+    """Why continuous batching can't carry encodings, or None. rotate_anew: whether one rotates all keys at every step."""
+    if rotate_anew:
+        return (
+            "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, rotated, and this "
+            "encoding rotates all of them anew at every step: use model.generate with a padded batch"
+        )
+    if any(map(on_scores, encodings)):
+        return (
+            "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, to which no bias by "
+            "distance can be given: use model.generate with a padded batch"
+        )
+    return None
+
+
+def host_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function which the host itself would have called."""
+    if implementation != "eager":
+        if implementation not in ALL_ATTENTION_FUNCTIONS:
+            raise ValueError(
+                f"attn_implementation={implementation!r} is not known to Transformers: use 'sdpa', 'eager', or register it by "
+                "transformers.AttentionInterface.register"
+            )
+        return ALL_ATTENTION_FUNCTIONS[implementation]
+    if getattr(module, "reorder_and_upcast_attn", False):
+        return _upcast_eager
+    own = getattr(module, OWN_EAGER, None) or getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return bert_eager() if own is None else own
+
+
+def scales_afterwards(module: nn.Module) -> bool:
+    """Whether the host's eager function multiplies its output by a factor that isn't in the weights it gives: that of an
+    attention sink, made from a sum of exponentials (Granite with sliding windows)."""
+    code = getattr(inspect.unwrap(host_function(module, "eager")), "__code__", None)
+    return code is not None and "logsumexp" in code.co_names
+
+
+def bert_eager() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The eager function for hosts that have none of their own."""
+    from transformers.models.bert import modeling_bert
+
+    return modeling_bert.eager_attention_forward
+
+
+def keep_own_eager(module: nn.Module) -> None:
+    """Note the eager function of an attention outside Transformers, which its forward mentions: any name will do there, and a
+    subclass may be in another module than the forward that it inherits."""
+    forward = inspect.unwrap(type(module).forward)
+    scope = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    functions = {name: value for name, value in scope.items() if inspect.isfunction(value)}
+    taking = [value for value in functions.values() if list(inspect.signature(value).parameters)[:1] == ["module"]]
+    own = functions.get("eager_attention_forward") or (taking[0] if len(taking) == 1 else None)
+    if own is not None:
+        setattr(module, OWN_EAGER, own)
+
+
+def _upcast_eager(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """GPT-2's float32 scores, which it picks by comparing the implementation's name with "eager" itself."""
+    return module._upcast_and_reordered_attn(query, key, value, mask)

@@ -1,0 +1,278 @@
+"""The encoding in attentions which multiply queries and keys themselves, not through Transformers' attention interface.
+
+Such an attention runs its host's own forward. While it runs, the product of queries and keys in it is intercepted: both are
+rotated before it, and the bias of the encoding is added to it. What the encoding adds by the weights is added to their product
+with the values, the first one of theirs behind a softmax. What else the host does stays as it is: how it projects and
+splits, its cache, masks, dropout, terms of its own.
+
+Shapes: B batch, Q queries, K keys, H heads, E head_dim.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, linear, multi_head_attention_forward, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import Cache
+
+from hf_posenc.attention import dispatch
+from hf_posenc.attention.bias_backends import additive_mask, biased_mask
+from hf_posenc.attention.custom import CustomAttention, row_of
+from hf_posenc.encodings import PositionContext
+from hf_posenc.signatures import Call, argument_names
+
+SOFTMAX = (torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.special.softmax)
+PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+SUMS_OF_PRODUCTS = (torch.baddbmm, torch.Tensor.baddbmm)
+SHARED = [True, True, False, False]
+"""Which of B, H, Q, K queries and keys share."""
+LAYER = ("layer_idx", "layer_id")
+"""Attributes by which attentions know their layer."""
+
+
+def forward(
+    module: Any, *args: Any, position_context: PositionContext | None = None, keys_are_rotated: bool = False, **kwargs: Any
+) -> Any:
+    """The forward of such an attention, with the encoding in its product of queries and keys."""
+    row = row_of(module)
+    assert row is not None, f"{type(module).__name__} has no row"
+    if row.alone:
+        call = Call(argument_names(module), args, kwargs)
+        if beside := [name for name in row.alone if call[name] is not None]:
+            raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
+    has_cache = any(isinstance(value, (Cache, dispatch.KeyRotatingCache)) for value in (*args, *kwargs.values()))
+    product = InterceptQK(row, module, dispatch.context_for(module, position_context), keys_are_rotated, has_cache)
+    with product:
+        output = type(module).forward(module, *args, **kwargs)
+    if not product.met:
+        raise RuntimeError(f"{type(module).__name__} made no product of queries and keys: the encoding could not act in it")
+    if product.weighing is not None:
+        raise RuntimeError(f"{type(module).__name__} made no product of weights and values: the encoding could not act on it")
+    return output
+
+
+BESIDE = (
+    "inputs beside the tokens (an image, entities, a prompt, memories, targets), whose positions aren't known: leave them out"
+)
+
+
+class InterceptQK(TorchFunctionMode):
+    """Puts the encoding into the first product of queries and keys that is made under it, and into that of weights and values.
+
+    keys_are_rotated: whether the keys were rotated as they entered a cache. has_cache: whether keys may come from one.
+    """
+
+    def __init__(
+        self, row: CustomAttention, module: Any, context: PositionContext, keys_are_rotated: bool, has_cache: bool
+    ) -> None:
+        super().__init__()
+        self.module, self.context, self.keys_are_rotated, self.has_cache = module, context, keys_are_rotated, has_cache
+        self.scaling, self.met = partial(row.scaling, module), False
+        self.weighing: PendingValueTerm | None = None
+        self.others = row.others
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.met:
+            return self._behind(function, args, kwargs) if self.weighing is not None else function(*args, **kwargs)
+        if function in PRODUCTS:
+            return self._product(function, *args, **kwargs)
+        if function in SUMS_OF_PRODUCTS:
+            return self._sum(function, *args, **kwargs)
+        if function is torch.einsum:
+            return self._einsum(*args, **kwargs)
+        if function is scaled_dot_product_attention:
+            return self._whole(*args, **kwargs)
+        if function is multi_head_attention_forward:
+            return self._projected(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def _product(self, function: Any, query: Tensor, key: Tensor) -> Tensor:
+        """`[B, H, Q, E]` by `[B, H, E, K]`, or both with B and H in one."""
+        if query.ndim != key.ndim or query.ndim < 3:
+            return function(query, key)  # a projection
+        query, key, bias, factor = self._encoded(query, key.mT)
+        return _plus(function(query, key.mT), bias, factor)
+
+    def _sum(
+        self, function: Any, there: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
+    ) -> Tensor:
+        """The same, scaled within, plus a tensor."""
+        query, key, bias, factor = self._encoded(batch1, batch2.mT, alpha)
+        return _plus(function(there, query, key.mT, beta=beta, alpha=alpha), bias, factor)
+
+    def _einsum(self, equation: str, *operands: Any) -> Tensor:
+        """Queries and keys in an order of their own, of which the product's `[B, H, Q, K]` tells the meaning."""
+        parts = equation.replace(" ", "").replace("->", ",").split(",")
+        summed = {*parts[0]} & {*parts[1]} - {*parts[-1]}
+        if len(parts) != 3 or len(summed) != 1 or [letter in parts[0] and letter in parts[1] for letter in parts[2]] != SHARED:
+            return torch.einsum(equation, *operands)  # a projection
+        left, right, out = parts
+        batch, head, row, column = [*out]
+        of_query, of_key = (f"{batch}{head}{each}{next(iter(summed))}" for each in (row, column))
+        query, key = torch.einsum(f"{left}->{of_query}", operands[0]), torch.einsum(f"{right}->{of_key}", operands[1])
+        query, key, bias, factor = self._encoded(query, key)
+        return _plus(torch.einsum(f"{of_query},{of_key}->{out}", query, key), bias, factor)
+
+    def _whole(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *, is_causal: bool = False, **kwargs: Any
+    ) -> Tensor:
+        """All of an attention in one call."""
+        scaling = query.shape[-1] ** -0.5 if kwargs.get("scale") is None else kwargs["scale"]
+        context = self._context_of(query, key, scaling)
+        query, key = dispatch.rotated(self.module, query, key, context, self.keys_are_rotated)
+        if self.weighing is not None:
+            merged = additive_mask(dispatch.acting(self.module, context), query, key, attn_mask, None, context, is_causal)
+            weights = dropout((query * scaling @ key.mT + merged).softmax(dim=-1), kwargs.get("dropout_p", 0.0))
+            return self._weighed(weights, value)
+        mask = biased_mask(dispatch.acting(self.module, context), query, key, attn_mask, context, is_causal)
+        causal = is_causal and mask is None
+        kwargs["scale"] = scaling  # an encoding may have changed the width that it would be taken from
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **kwargs)
+
+    def _projected(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        embed_dim_to_check: int,
+        num_heads: int,
+        in_proj_weight: Tensor,
+        in_proj_bias: Tensor,
+        bias_k: None,
+        bias_v: None,
+        add_zero_attn: bool,
+        dropout_p: float,
+        out_proj_weight: Tensor,
+        out_proj_bias: Tensor,
+        training: bool = True,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        *,
+        use_separate_proj_weight: bool,
+        q_proj_weight: Tensor,
+        k_proj_weight: Tensor,
+        v_proj_weight: Tensor,
+        is_causal: bool = False,
+        static_k: None = None,
+        static_v: None = None,
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """All of an attention with its projections in one call, of inputs `[L, B, D]`: outputs `[L, B, D]`, and probabilities
+        `[B, Q, K]`, which are the heads' mean."""
+        inputs = (query, key, value)
+        given = zip(inputs, (q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias.chunk(3), strict=True)
+        # [L, B, D] -> [B, H, L, E]
+        query, key, value = (linear(*each).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for each in given)
+        scaling = query.shape[-1] ** -0.5
+        query, key, bias, factor = self._encoded(query, key, scaling)
+        scores = _plus(query * scaling @ key.mT, bias, factor)
+        if attn_mask is not None:
+            scores = scores + attn_mask.unflatten(0, (-1, num_heads))
+        if key_padding_mask is not None:
+            scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
+        probabilities = dropout(scores.softmax(dim=-1), dropout_p, training)
+        output = probabilities @ value if self.weighing is None else self._weighed(probabilities, value)
+        output = linear(output.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+        return output, probabilities.mean(dim=1)
+
+    def _behind(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """A call behind the product of queries and keys: of weights `[B, H, Q, K]`, or with B and H in one, the product with
+        values is the first one behind a softmax."""
+        weighing = self.weighing
+        assert weighing is not None
+        if function in SOFTMAX:
+            result = function(*args, **kwargs)
+            weighing.is_normalized |= result.shape[-2:] == weighing.shape[-2:]
+            return result
+        if not weighing.is_normalized:
+            return function(*args, **kwargs)
+        if function in PRODUCTS and len(args) == 2 and args[0].shape[-2:] == weighing.shape[-2:]:
+            weights, value = args
+            if weighing.others:
+                weighing.others -= 1
+                return function(weights, value)
+            added = self._added(weights.reshape(weighing.shape), value.shape[-1])
+            output = function(weights, value)
+            return output + added.reshape(output.shape).to(output.dtype)
+        if function is torch.einsum and len(args) == 3:
+            left, right, out = args[0].replace(" ", "").replace("->", ",").split(",")
+            if len(left) == len(out) == 4 and args[1].numel() == math.prod(weighing.shape):
+                query, key = ({*left} & {*out} - {*right}).pop(), ({*left} & {*right} - {*out}).pop()
+                value = ({*out} - {*left}).pop()
+                batch, head = (letter for letter in left if letter not in (query, key))
+                weights = torch.einsum(f"{left}->{batch}{head}{query}{key}", args[1])
+                added = self._added(weights, args[2].shape[right.index(value)])
+                output = torch.einsum(*args)
+                return output + torch.einsum(f"{batch}{head}{query}{value}->{out}", added).to(output.dtype)
+        return function(*args, **kwargs)
+
+    def _weighed(self, weights: Tensor, value: Tensor) -> Tensor:
+        """The product of weights and values, with what the encoding adds."""
+        output = weights @ value
+        return output + self._added(weights, value.shape[-1]).to(output.dtype)
+
+    def _added(self, weights: Tensor, value_head_dim: int) -> Tensor:
+        """What the encoding adds to the output of an attention with weights `[B, H, Q, K]`."""
+        weighing, self.weighing = self.weighing, None
+        assert weighing is not None
+        return dispatch.value_bias(dispatch.acting(self.module, weighing.context), weights, value_head_dim, weighing.context)
+
+    def _encoded(self, query: Tensor, key: Tensor, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None, float]:
+        """Queries and keys, rotated, and what to add to their product: the bias, and the factor that undoes the scaling which
+        comes afterwards.
+
+        within: the factor by which the product itself is scaled.
+        """
+        after = self.scaling(query.shape[-1])
+        joined = query.ndim == 3
+        if joined:
+            heads = getattr(self.module, "num_attention_heads", self.context.encoding.geometry.num_attention_heads)
+            query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
+        context = self._context_of(query, key, after * within)
+        query, key = dispatch.rotated(self.module, query, key, context, self.keys_are_rotated)
+        bias = biased_mask(dispatch.acting(self.module, context), query, key, None, context, is_causal=False)
+        factor = 1 / after if isinstance(after, float) else 1.0
+        if bias is not None:
+            bias = (bias if isinstance(after, float) else bias / after).expand(*query.shape[:3], key.shape[2])
+        if joined:
+            query, key = query.flatten(0, 1), key.flatten(0, 1)
+            bias = bias if bias is None else bias.flatten(0, 1)
+        return query, key, bias, factor
+
+    def _context_of(self, query: Tensor, key: Tensor, scaling: Any) -> PositionContext:
+        """The context of this attention. Raises ValueError for queries or keys which are not those that it has positions of."""
+        self.met = True
+        layer = next((number for name in LAYER if (number := getattr(self.module, name, None)) is not None), None)
+        context = self.context.placed(query.shape[2], query.device).for_attention(scaling, layer)
+        if query.shape[2] != context.length or (key.shape[2] != context.length and not self.has_cache):
+            raise ValueError(
+                f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
+                f"positions of {context.length} new tokens and {context.past} cached ones; it got {BESIDE}"
+            )
+        if any(encoding.needs_weights() for encoding in dispatch.acting(self.module, context)):
+            self.weighing = PendingValueTerm(context, (*query.shape[:3], key.shape[2]), self.others)
+        return context
+
+
+@dataclass
+class PendingValueTerm:
+    """What is known of the weights `[B, H, Q, K]` of an attention between its two products.
+
+    others: the number of products with other values that come first.
+    is_normalized: whether a softmax has been made of them.
+    """
+
+    context: PositionContext
+    shape: tuple[int, ...]
+    others: int
+    is_normalized: bool = False
+
+
+def _plus(product: Tensor, bias: Tensor | None, factor: float) -> Tensor:
+    return product if bias is None else torch.add(product, bias, alpha=factor)

@@ -1,0 +1,165 @@
+"""Transformers' own attentions that don't go through its attention interface, a row each; and modules that keep an encoding out
+of their model, with what to do instead. Importing this module registers the rows.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posenc.attention import custom, intercept
+from hf_posenc.attention.custom import CustomAttention, name_of
+
+
+def unscaled(module: Any, head_dim: int) -> float:
+    """1: queries or keys are scaled before the product, or within it, or never."""
+    return 1.0
+
+
+def imagegpt_scaling(module: Any, head_dim: int) -> float:
+    """Of ImageGPT, which has GPT-2's two settings; in float32 it scales within the product."""
+    if module.reorder_and_upcast_attn:
+        return 1.0
+    scaling = head_dim**-0.5 if module.scale_attn_weights else 1.0
+    return scaling / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scaling
+
+
+def config_scaling(module: Any, head_dim: int) -> float:
+    """A number of the config's (MPT)."""
+    return module.softmax_scale
+
+
+def learned_scaling(module: Any, head_dim: int) -> Tensor:
+    """A learned factor of each head, `[H, 1, 1]`, on cosines (Swin v2)."""
+    return module.logit_scale.clamp(max=math.log(100)).exp()
+
+
+def sparse(module: Any) -> str:
+    """Of attentions that never multiply all queries by all keys."""
+    return "cuts its queries and keys into pieces"
+
+
+_PLAIN, _SCALED_BEFORE, _SPARSE = CustomAttention(), CustomAttention(unscaled), CustomAttention(closed=sparse)
+_COSINES = CustomAttention(learned_scaling)
+_CAUSAL, _CAUSAL_SCALED_BEFORE = CustomAttention(is_causal=True), CustomAttention(unscaled, is_causal=True)
+KNOWN = {
+    "big_bird.BigBirdSelfAttention": _PLAIN,
+    "blip.BlipAttention": _PLAIN,
+    "blip.BlipTextSelfAttention": _PLAIN,
+    "bloom.BloomAttention": _CAUSAL_SCALED_BEFORE,
+    "bros.BrosSelfAttention": _PLAIN,
+    "clap.ClapAudioSelfAttention": _PLAIN,
+    "clvp.ClvpSelfAttention": _SCALED_BEFORE,
+    "codegen.CodeGenAttention": _PLAIN,
+    "data2vec.Data2VecVisionSdpaSelfAttention": _PLAIN,
+    "data2vec.Data2VecVisionSelfAttention": _PLAIN,
+    "deberta.DisentangledSelfAttention": _SCALED_BEFORE,
+    "deberta_v2.DisentangledSelfAttention": _SCALED_BEFORE,
+    "donut.DonutSwinSelfAttention": _PLAIN,
+    "falcon.FalconAttention": _PLAIN,
+    "flaubert.MultiHeadAttention": _SCALED_BEFORE,
+    "flava.FlavaSelfAttention": _PLAIN,
+    "gpt_neo.GPTNeoSelfAttention": _CAUSAL_SCALED_BEFORE,
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": _CAUSAL_SCALED_BEFORE,
+    "gptj.GPTJAttention": _PLAIN,
+    "groupvit.GroupViTAttention": _SCALED_BEFORE,
+    "granite_speech.GraniteSpeechConformerAttention": _PLAIN,
+    "granite_speech_plus.GraniteSpeechPlusConformerAttention": _PLAIN,
+    "ibert.IBertSelfAttention": _PLAIN,
+    "imagegpt.ImageGPTAttention": CustomAttention(imagegpt_scaling, is_causal=True),
+    "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
+    "led.LEDDecoderAttention": _SCALED_BEFORE,
+    "led.LEDEncoderSelfAttention": _SPARSE,
+    "lilt.LiltSelfAttention": CustomAttention(others=1),
+    "longformer.LongformerSelfAttention": _SPARSE,
+    "luke.LukeSelfAttention": CustomAttention(alone=("entity_hidden_states",)),
+    "maskformer.MaskFormerSwinSelfAttention": _PLAIN,
+    "megatron_bert.MegatronBertSelfAttention": _PLAIN,
+    "mgp_str.MgpstrAttention": _PLAIN,
+    "mpnet.MPNetSelfAttention": _PLAIN,
+    "mpt.MptAttention": CustomAttention(config_scaling, is_causal=True),
+    "mvp.MvpAttention": CustomAttention(unscaled, alone=("attn_prompt",)),
+    "openai.Attention": _CAUSAL,
+    "rembert.RemBertSelfAttention": _PLAIN,
+    "roformer.RoFormerSelfAttention": _PLAIN,
+    "sam.SamVisionAttention": _SCALED_BEFORE,
+    "sam.SamVisionSdpaAttention": _SCALED_BEFORE,
+    "sam_hq.SamHQVisionAttention": _SCALED_BEFORE,
+    "sam_hq.SamHQVisionSdpaAttention": _SCALED_BEFORE,
+    "sew_d.DisentangledSelfAttention": _SCALED_BEFORE,
+    "squeezebert.SqueezeBertSelfAttention": CustomAttention(token_axis=2),
+    "swin2sr.Swin2SRSelfAttention": _COSINES,
+    "swinv2.Swinv2SelfAttention": _COSINES,
+    "tapas.TapasSelfAttention": _PLAIN,
+    "timesformer.TimesformerSelfAttention": _PLAIN,
+    "visual_bert.VisualBertSelfAttention": _PLAIN,
+    "wavlm.WavLMAttention": _SCALED_BEFORE,
+    "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
+    "xlm.MultiHeadAttention": _SCALED_BEFORE,
+    "xlnet.XLNetRelativeAttention": CustomAttention(alone=("g",), token_axis=0),
+}
+"""By folder and class. The first product of two activations that is made by each is that of its queries and keys."""
+
+custom.ROWS.update({name: replace(row, forward=intercept.forward) for name, row in KNOWN.items()})
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a module keeps an encoding out of its host, and what its user can do instead."""
+
+    why: str
+    remedy: str
+
+
+_TOGETHER = "take a model of the same size whose attention compares all tokens with each other, as BERT"
+UNSUPPORTED = {
+    "big_bird.BigBirdBlockSparseAttention": Refusal(
+        "gives way to another one as soon as the model reads a short text", "load it with attention_type='original_full'"
+    ),
+    "canine.CanineSelfAttention": Refusal(
+        "attends within stretches of characters, which convolutions join", "take a model of byte-level tokens, as ByT5"
+    ),
+    "convbert.ConvBertSelfAttention": Refusal("joins its answer with that of convolutions, which see order", _TOGETHER),
+    "cpmant.CpmAntAttention": Refusal(
+        "sees a prompt before the tokens, which has no positions of its own", "take a decoder that reads its tokens alone"
+    ),
+    "eomt.EomtForUniversalSegmentation": Refusal(
+        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv2"
+    ),
+    "eomt_dinov3.EomtDinov3ForUniversalSegmentation": Refusal(
+        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv3"
+    ),
+    "fnet.FNetBasicFourierTransform": Refusal("mixes tokens by a Fourier transform, which sees their order", _TOGETHER),
+    "fsmt.Attention": Refusal(
+        "serves an encoder and a decoder whose model doesn't tell one's positions from the other's",
+        "take a translation model with an encoder and a decoder of their own, as Marian",
+    ),
+    "funnel.FunnelRelMultiheadAttention": Refusal("reads means of neighbouring tokens, which see their order", _TOGETHER),
+    "lxmert.LxmertAttention": Refusal(
+        "attends to tokens in one layer and to regions of an image in the next",
+        "take a model whose text encoder can be taken by itself, as CLIP",
+    ),
+    "mra.MraSelfAttention": Refusal("compares means of neighbouring tokens, which see their order", _TOGETHER),
+    "nystromformer.NystromformerSelfAttention": Refusal(
+        "compares means of neighbouring tokens, which see their order", _TOGETHER
+    ),
+    "prophetnet.ProphetNetNgramSelfAttention": Refusal(
+        "predicts several tokens at once, each with relative positions of its own",
+        "take an encoder-decoder that predicts one, as BART",
+    ),
+    "rf_detr.RfDetrDinov2Embeddings": Refusal(
+        "cuts its patches into windows with class tokens, which some of its layers join again",
+        "take a model that reads patches alone, as DINOv2",
+    ),
+    "videomt.VideomtForUniversalSegmentation": Refusal(
+        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv2"
+    ),
+    "yoso.YosoSelfAttention": Refusal("compares hashes of queries and keys, to which nothing can be added", _TOGETHER),
+}
+"""By folder and class: modules in which order stays visible, or which tokens alone don't reach."""
+
+
+def refusal_of(module: nn.Module) -> Refusal | None:
+    """Why a module keeps an encoding out of its host, or None."""
+    return UNSUPPORTED.get(name_of(module))

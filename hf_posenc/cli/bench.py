@@ -1,0 +1,70 @@
+"""hf-posenc bench"""
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from hf_posenc.cli import app
+from hf_posenc.cli.folders import inner_model, load, names_of
+from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.evaluation import throughput
+
+
+@app.command("bench")
+def bench(
+    models: Annotated[
+        list[str], typer.Argument(help="Folders or Hub ids; the others are compared with the first, such as the stock model.")
+    ],
+    length: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of a text; may be repeated.", show_default="128 and 512")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts in a batch.")] = 1,
+    rounds: Annotated[int, typer.Option(min=2, help="How often each model has its turn.")] = 10,
+    device: Annotated[
+        str | None, typer.Option(help="Such as cpu or cuda:0.", show_default="the GPU where there is one")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The speed of models on this machine, by length: forward passes in turns, medians of ratios.
+
+    [bold]hf-posenc bench bert-base-uncased bert-alibi --length 128 --rounds 5[/]
+    """
+    out, names = Output(as_json), names_of(models)
+    place = _device(device)
+    loaded = {name: _placed(load(model), place) for name, model in zip(names, models, strict=True)}
+    found = throughput.speeds(loaded, length or [128, 512], batch_size, rounds)
+    about = f"milliseconds of a pass of {batch_size} on {place}, throughput beside {names[0]} (quartiles)"
+    table = Table("model", title=about)
+    for tokens in found:
+        table.add_column(f"{tokens} tokens", justify="right")
+    for name in names:
+        table.add_row(name, *(_shown(each.get(name)) for each in found.values()))
+    out.result(table)
+    out.document({tokens: {name: asdict(speed) for name, speed in each.items()} for tokens, each in found.items()})
+
+
+def _placed(model: Any, place: torch.device) -> Any:
+    return inner_model(model).to(place)  # type: ignore[arg-type]
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:  # a name that there isn't; a torch without it, or no such device
+        raise ValueError(f"--device {name!r}: {str(error).splitlines()[0]}; cpu is always there") from None
+
+
+def _shown(speed: throughput.Speed | None) -> str:
+    if speed is None:
+        return "reads fewer"
+    shown = f"{speed.milliseconds:.3g}"
+    if speed.ratio is None or speed.quartiles is None:
+        return shown
+    low, high = speed.quartiles
+    return f"{shown}, ×{speed.ratio:.2f} ({low:.2f} to {high:.2f})"

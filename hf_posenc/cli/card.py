@@ -1,0 +1,40 @@
+"""hf-posenc model-card"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import hf_posenc
+from hf_posenc.cli import app, console
+from hf_posenc.hub.cards import replaceable
+from hf_posenc.serialization import atomic
+
+
+@app.command("model-card")
+def card(
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved model.", exists=True, file_okay=False)],
+    repo_id: Annotated[str | None, typer.Option(help="The id to load the model by.", show_default="the folder's name")] = None,
+    figures: Annotated[
+        list[str] | None, typer.Option(help="The name of an image beside the card; may be repeated.", show_default="none")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The file to write, such as README.md.", show_default="standard output")
+    ] = None,
+) -> None:
+    """Generate the model card from the model's config and its evaluation. No weights are read.
+
+    [bold]hf-posenc model-card bert-alibi --repo-id me/bert-alibi --output bert-alibi/README.md[/]
+
+    Its tables show the results in the folder's evaluation.json, which the training scripts write.
+    """
+    atomic.recover(folder)
+    existing = output.read_text(encoding="utf-8") if output and output.exists() else ""
+    if (kept := replaceable(existing)) is None:
+        raise ValueError(f"{output} was written by hand, and stays as it is: choose another --output")
+    text = hf_posenc.model_card(folder, repo_id or folder.resolve().name, figures=figures or (), metadata=kept)
+    if output is None:
+        print(text, end="")
+    else:
+        atomic.write_text(output, text)
+        console.print(f"written to {output}", markup=False)

@@ -1,0 +1,181 @@
+"""hf-posenc convert"""
+
+import copy
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from transformers import AutoModel, PreTrainedModel
+
+import hf_posenc
+from hf_posenc.cli import app
+from hf_posenc.cli.arguments import (
+    Encoding,
+    Layers,
+    MaxLength,
+    Options,
+    OutputDir,
+    Overwrite,
+    Submodel,
+    given_encoding,
+)
+from hf_posenc.cli.folders import Original, check_output_dir, embedder, load, save, write
+from hf_posenc.cli.output import AsJson, Output, by_length
+from hf_posenc.cli.texts import read
+from hf_posenc.encodings import written_value
+from hf_posenc.evaluation import model_comparison
+
+DOCUMENTS = 200
+"""Maximum number of documents in the comparison, which takes far longer than the conversion."""
+
+TEXT_LENGTH = 256
+"""Longest texts in training, in tokens, that the original reads at once; hf_posenc.training.distill's default."""
+
+STDERR = 2
+"""The file descriptor of standard error."""
+
+
+@app.command("convert")
+def convert(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a trained model that isn't patched.")],
+    encoding: Encoding,
+    texts: Annotated[
+        Path,
+        typer.Option(
+            help="24 texts or more of the model's kind: .jsonl, .json, .csv, .parquet, or .txt with one in each line."
+        ),
+    ],
+    output_dir: OutputDir,
+    max_length: MaxLength = None,
+    option: Options = None,
+    layers: Layers = None,
+    submodel: Submodel = None,
+    text_column: Annotated[str, typer.Option(help="The column of --texts.")] = "text",
+    queries: Annotated[
+        Path | None,
+        typer.Option(
+            help="20 rows or more: a `query` and the `document` it should find.", show_default="sentences out of the texts"
+        ),
+    ] = None,
+    train_steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the calibration.")] = 0,
+    compare: Annotated[bool, typer.Option(help="End with what was gained and lost, by length.")] = True,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Give a trained model another position encoding, calibrated on your texts, and say what it costs and gains.
+
+    A folder of sentence-transformers comes back as one, with its modules, pooling and lengths.
+
+    [bold]hf-posenc convert bert-base-uncased relative --texts my.jsonl --max-length 2048 --output-dir bert-2048[/]
+
+    It ends with the original (beyond its length truncated, and chunked), the calibrated and the trained model on the same
+    questions: those of --queries, or sentences taken out of the texts.
+    """
+    check_output_dir(output_dir, overwrite)
+    if train_steps and submodel is not None:
+        raise ValueError("--train-steps distils whole models: leave it out with --submodel, or train the part by itself")
+    rows = [text for (text,) in read(texts, {"--text-column": text_column})]
+    columns = {"query": "query", "document": "document"}
+    pairs = [] if queries is None else [model_comparison.Pair(*row) for row in read(queries, columns)]
+    if queries is not None and len(pairs) < model_comparison.FEWEST:
+        raise ValueError(
+            f"{queries} has {len(pairs)} rows: {model_comparison.FEWEST} are needed to compare; --no-compare leaves it out"
+        )
+    out, original = Output(as_json), Original.load(model)
+    some: dict[str, Any] = {} if layers is None else {"layers": written_value(layers)}
+    some |= {} if submodel is None else {"submodel": submodel}
+    chosen = given_encoding(encoding, option or [])
+    converted = hf_posenc.convert(
+        original.model, chosen, texts=rows, tokenizer=_only_called(original.tokenizer), max_length=max_length, **some
+    )
+    # Before anything is saved: texts that give too few questions are an error.
+    stock = _within(original.model, submodel)
+    asked = _questions(out, stock, original.tokenizer, rows, pairs) if compare else None
+    models = {"calibrated": converted}
+    if train_steps:
+        models["trained"] = _distilled(converted, original, texts, text_column, train_steps, max_length)
+    saved = save(out, [*models.values()][-1], original, output_dir, submodel)
+    if asked:
+        models = {name: _within(model, submodel) for name, model in models.items()}
+        saved["comparison"] = _compare(out, stock, models, original.tokenizer, *asked, max_length)
+    out.document(saved)
+
+
+def _within(model: Any, submodel: str | None) -> Any:
+    """The part of a model that was converted."""
+    return model if submodel is None else model.base_model.get_submodule(submodel)
+
+
+def _only_called(tokenizer: Any) -> Any:
+    """The tokenizer as a function, whose own model_max_length stays: what is saved gets the converted model's."""
+    return None if tokenizer is None else tokenizer.__call__
+
+
+def _distilled(converted: Any, original: Original, texts: Path, column: str, steps: int, max_length: int | None) -> Any:
+    """A copy of the converted model, its body trained by hf_posenc.training.distill, in a process with its own progress bar.
+
+    Raises ValueError if that fails, which it explains itself.
+    """
+    sentences = not isinstance(converted, PreTrainedModel)
+    usable = hf_posenc.inspect(original.model).max_length
+    with tempfile.TemporaryDirectory() as folder:
+        calibrated, made = Path(folder, "calibrated"), Path(folder, "trained")
+        write(converted, original, calibrated)
+        command = [sys.executable, "-m", "hf_posenc.training.distill", "--max_train_steps", str(steps)]
+        command += ["--model_name_or_path", str(calibrated)]
+        # With "=", since a name may begin with a dash.
+        command += [f"--teacher={original.name}", f"--train_file={texts}", f"--text_column={column}"]
+        if usable is not None:
+            command += ["--text_length", str(min(TEXT_LENGTH, usable))]
+            command += ["--long_text_length", str(max_length)] if max_length is not None and max_length > usable else []
+        # Its standard output is no part of this command's, which may be JSON.
+        if subprocess.run([*command, "--output_dir", str(made)], check=False, stdout=STDERR).returncode:
+            raise ValueError("the distillation failed, as it says above; nothing was saved")
+        if sentences:
+            return load(str(made))
+        weights = AutoModel.from_pretrained(made).state_dict()
+    trained = copy.deepcopy(converted)  # the converted model shares its parameters with the original
+    found = trained.base_model.load_state_dict(weights, strict=False)
+    if others := [name for name in (*found.missing_keys, *found.unexpected_keys) if not name.startswith("pooler.")]:
+        raise ValueError(f"the distilled model and the converted one differ in {', '.join(others[:4])}; nothing was saved")
+    return trained
+
+
+def _questions(
+    out: Output, original: Any, tokenizer: Any, texts: list[str], pairs: list[model_comparison.Pair]
+) -> tuple[list[model_comparison.Pair], str] | None:
+    """What the models are compared by, and what it is in words; None, which is said, without a tokenizer.
+
+    Raises ValueError where the texts have too few sentences for questions.
+    """
+    if tokenizer is None:
+        out.message("There is no tokenizer beside the model, so nothing is compared.")
+        return None
+    if pairs:
+        return pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} queries of your own find their documents"
+    # The last ones: calibration takes its texts from the beginning.
+    return model_comparison.own_pairs(embedder(original, tokenizer), texts[-DOCUMENTS:])
+
+
+def _compare(
+    out: Output,
+    original: Any,
+    models: dict[str, Any],
+    tokenizer: Any,
+    pairs: list[model_comparison.Pair],
+    about: str,
+    max_length: int | None,
+) -> dict[str, Any]:
+    """Prints the comparison, and returns it for --json."""
+    embedders = {name: embedder(model, tokenizer) for name, model in {"original": original, **models}.items()}
+    lengths = model_comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
+    found = model_comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
+    last = [*embedders][-1]
+    out.result(by_length(found.rows, f"{about}: MRR, and how much better the {last} model is"))
+    out.result(found.verdict)
+    out.message(model_comparison.REACH)
+    return {"questions": about, **asdict(found)}

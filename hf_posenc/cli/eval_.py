@@ -1,0 +1,140 @@
+"""hf-posenc eval"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hf_posenc import diagnostics
+from hf_posenc.architectures.components import UnsupportedModelError
+from hf_posenc.cli import app
+from hf_posenc.cli.folders import Original, embedder, inner_model, names_of
+from hf_posenc.cli.output import AsJson, Output, by_length
+from hf_posenc.cli.texts import read
+from hf_posenc.diagnostics.length_curves import is_language_model
+from hf_posenc.evaluation import model_comparison
+from hf_posenc.inspection import inspect
+
+LOSS, RETRIEVAL = "their loss", "retrieval"
+"""How models are evaluated: language models, and others."""
+DOCUMENTS = 200
+"""Maximum number of documents that are searched."""
+
+
+@app.command("eval")
+def eval_(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Folders or Hub ids; all of them language models, or none. The first is what others stand beside."),
+    ],
+    texts: Annotated[Path, typer.Option(help="Long texts of the models' kind: .jsonl, .json, .csv, .parquet, or .txt.")],
+    text_column: Annotated[str, typer.Option(help="The column of --texts.")] = "text",
+    queries: Annotated[
+        Path | None,
+        typer.Option(
+            help="For models that embed: 20 rows or more, a `query` and the `document` it should find.",
+            show_default="sentences out of the texts",
+        ),
+    ] = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="In tokens; may be repeated.", show_default="doubling, as texts reach"),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="How many of the texts language models read, from the first.")] = 32,
+    as_json: AsJson = False,
+) -> None:
+    """How well models do on longer and longer texts, side by side.
+
+    Language models by their loss at the same tokens behind more and more text: nats per token, ± the standard error over texts.
+    Others by retrieval among texts that are cut at each length: MRR, and how much better than the first model it is, with its
+    95 % interval; a model that reads fewer tokens is truncated, and chunked.
+
+    [bold]hf-posenc eval bert-base-uncased bert-alibi --texts my.jsonl --length 64 --length 128[/]
+    """
+    names = names_of(models)
+    rows = [text for (text,) in read(texts, {"--text-column": text_column})]
+    pairs = [] if queries is None else read(queries, {"query": "query", "document": "document"})
+    if queries is not None and len(pairs) < model_comparison.FEWEST:
+        raise ValueError(f"{queries} has {len(pairs)} rows: {model_comparison.FEWEST} are needed")
+    loaded = {name: Original.load(model) for name, model in zip(names, models, strict=True)}
+    kinds = {name: _kind(each) for name, each in loaded.items()}
+    if len({*kinds.values()}) > 1:
+        raise ValueError(
+            "the models are evaluated in different ways: "
+            + ", ".join(f"{name} by {kind}" for name, kind in kinds.items())
+            + "; run eval for each kind"
+        )
+    if without := [name for name, each in loaded.items() if each.tokenizer is None]:
+        raise ValueError(f"there is no tokenizer beside {without[0]}: save one there")
+    kind, lengths = kinds[names[0]], sorted({*(length or ())})
+    out = Output(as_json)
+    if kind == RETRIEVAL:
+        asked = [model_comparison.Pair(*row) for row in pairs][:DOCUMENTS]
+        out.document(_retrieval(out, loaded, rows[:DOCUMENTS], asked, lengths))
+    elif queries is not None:
+        raise ValueError(f"--queries {queries}: {names[0]} is a language model, which is evaluated by its loss: leave it out")
+    else:
+        out.document(_losses(out, loaded, rows[:count], lengths))
+
+
+def _kind(given: Original) -> str:
+    language = given.model is inner_model(given.model) and is_language_model(given.model)
+    return LOSS if language else RETRIEVAL
+
+
+def _losses(out: Output, models: dict[str, Original], texts: list[str], lengths: list[int]) -> dict[str, Any]:
+    curves = {}
+    for name, each in models.items():
+        chosen = [length for length in lengths if length <= _usable(each.model, length)] or None
+        if lengths and chosen is None:
+            out.message(f"{name} reads none of these lengths, and is left out.")
+            continue
+        curves[name] = diagnostics.length_curve(each.model, texts, tokenizer=each.tokenizer, lengths=chosen)
+    if not curves:
+        raise ValueError(f"no model reads {lengths[0]} tokens: give smaller lengths")
+    measures = {curve.measure for curve in curves.values()}
+    if len(measures) > 1:
+        raise ValueError(
+            f"the models are measured by {' and '.join(sorted(measures))}, which can't be compared: run each by itself"
+        )
+    columns = sorted({length for curve in curves.values() for length in curve.lengths})
+    table = Table("model", title=f"{measures.pop()}, nats per token, of {len(texts)} texts")
+    for column in columns:
+        table.add_column(f"{column} tokens", justify="right")
+    for name, curve in curves.items():
+        values = dict(zip(curve.lengths, zip(curve.mean, curve.error, strict=True), strict=True))
+        table.add_row(name, *(_shown(*values[column]) if column in values else "" for column in columns))
+    out.result(table)
+    return {name: curve.to_dict() for name, curve in curves.items()}
+
+
+def _retrieval(
+    out: Output, models: dict[str, Original], texts: list[str], pairs: list[model_comparison.Pair], lengths: list[int]
+) -> dict[str, Any]:
+    embedders = {name: embedder(each.model, each.tokenizer) for name, each in models.items()}
+    first = next(iter(embedders.values()))
+    about = f"{len(pairs)} queries of your own"
+    if not pairs:
+        pairs, about = model_comparison.own_pairs(first, texts)
+    if not lengths:
+        lengths = model_comparison.lengths_of(first, [pair.document for pair in pairs], None)
+        out.message(model_comparison.REACH)
+    found = model_comparison.side_by_side(embedders, pairs, lengths)
+    out.result(by_length(found, f"{about}: MRR, and how much better than the first"))
+    return {
+        "questions": about,
+        "rows": {tokens: {name: asdict(row) for name, row in rows.items()} for tokens, rows in found.items()},
+    }
+
+
+def _usable(model: Any, otherwise: int) -> int:
+    try:
+        return inspect(model).max_length or otherwise
+    except UnsupportedModelError:
+        return otherwise
+
+
+def _shown(mean: float, error: float | None) -> str:
+    return f"{mean:.3f}" + ("" if error is None else f" ± {error:.3f}")

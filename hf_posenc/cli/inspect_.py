@@ -1,0 +1,34 @@
+"""hf-posenc inspect"""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+import hf_posenc
+from hf_posenc.cli import app
+from hf_posenc.cli.arguments import Submodel
+from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.serialization import atomic
+from hf_posenc.serialization.saved_files import check_there
+
+
+@app.command("inspect")
+def inspect(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a model, patched or not.")],
+    submodel: Submodel = None,
+    as_json: AsJson = False,
+) -> None:
+    """Report a model's position encoding: where it enters, the usable length, ignored settings.
+
+    Only the config is read, no weights.
+
+    [bold]hf-posenc inspect roberta-base[/]
+
+    [bold]hf-posenc inspect openai/clip-vit-base-patch32 --submodel text_model --json[/]
+    """
+    check_there(model)
+    atomic.recover(model)
+    out, report = Output(as_json), hf_posenc.inspect(model, submodel=submodel)
+    out.result(str(report))
+    out.document(asdict(report))

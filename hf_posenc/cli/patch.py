@@ -1,0 +1,108 @@
+"""hf-posenc patch"""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import hf_posenc
+from hf_posenc.cli import app
+from hf_posenc.cli.arguments import (
+    Encoding,
+    Inject,
+    KeepHost,
+    Layers,
+    MaxLength,
+    Options,
+    OutputDir,
+    Overwrite,
+    Submodel,
+    Where,
+    given_encoding,
+    given_where,
+)
+from hf_posenc.cli.folders import SENTENCE_CLASSES, Original, asks_for_its_own, check_output_dir, load_v4, save
+from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.configuration import lost_within
+from hf_posenc.encodings import written_value
+
+
+@app.command("patch")
+def patch(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a model that isn't patched.")],
+    encoding: Encoding,
+    output_dir: OutputDir,
+    max_length: MaxLength = None,
+    option: Options = None,
+    layers: Layers = None,
+    submodel: Submodel = None,
+    where: Where = None,
+    inject: Inject = "input",
+    keep_original: KeepHost = True,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Replace a model's positions by an encoding, and save it with its tokenizer.
+
+    A folder of sentence-transformers comes back as one, with all its modules, if that package is installed.
+
+    [bold]hf-posenc patch bert-base-uncased alibi --max-length 2048 --output-dir bert-alibi[/]
+
+    A checkpoint of Transformers v4 with relative_key or relative_key_query gets that encoding with its own vectors, which
+    Transformers 5 drops.
+
+    [bold]hf-posenc patch bert-base-uncased sinusoidal+alibi --option sinusoidal__base=5000 --output-dir both[/]
+
+    [bold]hf-posenc patch openai/clip-vit-base-patch32 alibi --submodel text_model --output-dir clip-alibi[/]
+    """
+    check_output_dir(output_dir, overwrite)
+    out, chosen = Output(as_json), given_encoding(encoding, option or [])
+    if asks_for_its_own(model, chosen):
+        others = {"--layers": layers, "--submodel": submodel, "--where": where, "--inject": inject != "input" or None}
+        if meant := [name for name, value in others.items() if value is not None]:
+            raise ValueError(f"{meant[0]} can't be given for the relative positions that {model} has: leave it out")
+        original, with_vectors = load_v4(model, max_length)
+        saved = save(out, with_vectors, original, output_dir)
+        out.message("These are the checkpoint's own vectors of distances: its outputs are those of Transformers v4.")
+        out.document(saved)
+        return
+    some = {} if layers is None else {"layers": written_value(layers)}
+    original = Original.load(model)
+    wrong = lost_within(original.model)
+    patched = hf_posenc.patch(
+        original.model,
+        chosen,
+        max_length=max_length,
+        submodel=submodel,
+        where=None if where is None else given_where(where),
+        inject=inject,
+        keep_original=keep_original,
+        **some,
+    )
+    saved = save(out, patched, original, output_dir, submodel)
+    lost = "A trained model has lost its sense of order now: fine-tune it"
+    if wrong:
+        out.message(
+            f"{lost}. Its original computes wrong under Transformers 5; `hf-posenc patch {model} relative_key` saves one that "
+            "is right, and can teach this one (python -m hf_posenc.training.distill --teacher)."
+        )
+    elif submodel is not None or type(patched).__name__ in SENTENCE_CLASSES[1:]:  # distill takes no others
+        out.message(f"{lost}.")
+    elif Path(model).resolve() != output_dir.resolve():
+        out.message(f"{lost}, or distil it from its original:")
+        out.message(_distillation(model, output_dir))
+    elif keep_original:
+        restored = f"{output_dir}-original"
+        out.message(f"{lost}. This command has replaced the original. To distill from it, restore it first:")
+        out.message(shlex.join(["hf-posenc", "unpatch", str(output_dir), "--output-dir", restored]))
+        out.message(_distillation(restored, output_dir))
+    else:
+        out.message(f"{lost}.")
+    out.document(saved)
+
+
+def _distillation(original: str, patched: Path) -> str:
+    """The command that distils a patched model from its original."""
+    names = ("--model_name_or_path", str(patched), "--teacher", original, "--output_dir", f"{patched}-distilled")
+    return shlex.join(["python", "-m", "hf_posenc.training.distill", *names])

@@ -1,0 +1,114 @@
+"""hf-posenc push"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from huggingface_hub import is_offline_mode
+
+import hf_posenc
+from hf_posenc.cli import app
+from hf_posenc.cli.folders import load_model
+from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.hub.cards import replaceable
+from hf_posenc.hub.eval_results import EVALUATION
+from hf_posenc.hub.push import IMAGES
+from hf_posenc.serialization import atomic
+from hf_posenc.serialization.saved_files import check_there
+from hf_posenc.serialization.tokenizer_files import load_tokenizer
+
+TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vocab")
+"""What configs and tokenizers are loaded from. Weights are checked by being loaded."""
+
+
+@app.command("push")
+def push(
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved model.")],
+    repo_id: Annotated[str, typer.Argument(help="Where to: user/name.")],
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Of a new repository.", show_default="your account's")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="A branch, made from main if there is none.", show_default="main")
+    ] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
+    commit_message: Annotated[
+        str | None, typer.Option(help="The commit's message.", show_default="Upload, with the model's class and encoding")
+    ] = None,
+    save_directory: Annotated[
+        Path | None,
+        typer.Option(help="Keep what is pushed here as well.", show_default="none; offline, the repository's name"),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds of silence after which a request has failed.")] = 60.0,
+    deadline: Annotated[float, typer.Option(help="Seconds for the whole push.")] = 6 * 3600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Push a model, its tokenizer, its evaluation and a model card to the Hub, in one commit.
+
+    The folder's evaluation.json and images are pushed and shown in the card; its other files, and links, are not.
+
+    [bold]hf-posenc push bert-alibi me/bert-alibi --private[/]
+
+    The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN. Offline (HF_HUB_OFFLINE=1) all files are
+    written to a folder, and nothing is sent.
+    """
+    check_there(folder)
+    atomic.recover(folder)
+    if (folder / "modules.json").exists():
+        raise ValueError(
+            f"{folder} is a SentenceTransformer, of which this would push the model without its other modules (pooling): "
+            f"from Python, SentenceTransformer({str(folder)!r}).push_to_hub({repo_id!r})"
+        )
+    out = Output(as_json)
+    _refuse_foreign_links(folder)
+    if is_offline_mode() and save_directory is None and Path(repo_id.rpartition("/")[2]).resolve() == folder.resolve():
+        save_directory = Path(f"{folder}-to-push")
+    model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
+    card, evaluation = folder / "README.md", folder / EVALUATION
+    offered = [path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES or path == evaluation]
+    for path in offered:
+        if path.is_symlink() or not path.is_file():
+            out.message(f"{path} is a link or no file, and isn't pushed: put the file itself into the folder")
+    files = [path for path in offered if path.is_file() and not path.is_symlink()]
+    if card.is_file() and replaceable(card.read_text(encoding="utf-8", errors="replace")) is None:
+        out.message(f"{card} is no card of this package's and isn't pushed. To use it, push it afterwards:")
+        out.message(f"  hf upload {repo_id} {card} README.md")
+    if tokenizer is None:
+        out.message(f"There is no tokenizer in {folder}, so none is pushed.")
+    done = hf_posenc.push_to_hub(
+        model,
+        repo_id,
+        tokenizer=tokenizer,
+        evaluation=evaluation if evaluation in files else None,
+        figures=[path for path in files if path != evaluation],
+        private=private,
+        revision=revision,
+        create_pr=create_pr,
+        commit_message=commit_message,
+        save_directory=save_directory,
+        timeout=timeout,
+        deadline=deadline,
+    )
+    if isinstance(done, Path):  # offline
+        out.result(str(done))
+        out.document({"repo_id": repo_id, "pushed": False, "folder": str(done)})
+        return
+    url = str(done.pr_url or done.repo_url)
+    out.result(url)
+    out.document({"repo_id": repo_id, "pushed": True, "url": url, "commit": done.oid})
+
+
+def _refuse_foreign_links(folder: Path) -> None:
+    """Raises ValueError if a config or a file of the tokenizer, whose text is pushed, is a link to outside the folder.
+
+    In a snapshot of the Hub's cache all files are links to the blobs beside it.
+    """
+    inside = [folder.resolve()]
+    if inside[0].parent.name == "snapshots":
+        inside.append(inside[0].parents[1] / "blobs")
+    for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
+        if path.suffix in TEXTS and path.name != EVALUATION and not any(path.resolve().is_relative_to(root) for root in inside):
+            raise ValueError(
+                f"{path} is a link to {path.resolve()}, outside the folder, and its content would be pushed: if that is meant, "
+                "put the file itself there"
+            )

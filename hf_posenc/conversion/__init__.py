@@ -1,0 +1,1 @@
+"""Changing the positions of a model: patch, unpatch, convert, extend, from_v4."""

@@ -1,0 +1,353 @@
+"""Fits the encodings of a patched model to its original: layer by layer, without training.
+
+The goal is the original's attention. The patched model runs once, over all texts. Each attention that it comes to gets the
+parameters which minimise the mean Kullback-Leibler divergence KL(original ‖ model) of its queries' attention, given the inputs
+that the layers calibrated before it pass on. Then each of the layer's two blocks gets the median difference of what it
+contributes to the residual sum, one vector (of the mean a few tokens, such as [SEP], would make the most: their states are
+far larger than all others). Parameters which several attentions share (`per_layer=False`, ALBERT's layers) are
+fitted to all of them together, in several runs, since the inputs change with them.
+
+Where a bias is one free number for each head and row of distances, model and original give equal attention mass to each row
+at the minimum. Iterative proportional fitting leads there: bias += log(mass in the original / mass in the model), repeated
+(https://doi.org/10.1214/aoms/1177731829). Other parameters are found by L-BFGS.
+
+Shapes: N texts, L tokens, H heads, E head_dim, D hidden_size, R rows of distances.
+"""
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_posenc.architectures.components import UnsupportedModelError
+from hf_posenc.attention.bias_backends import score_bias
+from hf_posenc.attention.dispatch import acting, biases
+from hf_posenc.encodings import PositionContext, PositionEncoding, placed
+
+ROUNDS, STILL = 20, 1e-4
+"""Maximum number of rounds of proportional fitting, and the change of the divergence at which they end."""
+ITERATIONS, BY_GRADIENTS = 30, 8
+"""Maximum number of L-BFGS iterations, and of texts which they run on."""
+RUNS = 5
+"""How often the model is run where attentions share parameters."""
+FARTHEST = 2**24
+"""A distance beyond all that encodings tell apart."""
+LEAST = 1e-6
+"""Mass below which a row of distances counts as unseen."""
+
+
+@dataclass
+class Original:
+    """What the original computes on a batch.
+
+    attentions: path of an attention -> its probabilities in each call, `[N, H, L, L]` in bfloat16.
+    contributions: path of a module -> its outputs for real tokens in each call, `[tokens, D]`.
+    states: the last hidden states, `[N, L, D]`.
+    """
+
+    attentions: dict[str, list[Tensor]]
+    contributions: dict[str, list[Tensor]]
+    states: Tensor
+
+
+@dataclass
+class Call:
+    """One call of an attention of the patched model.
+
+    goal: the original's probabilities, `[N, H, L, L]`. shown: which tokens are real, `[N, L]`.
+    """
+
+    encodings: list[PositionEncoding]
+    query: Tensor
+    key: Tensor
+    context: PositionContext
+    goal: Tensor
+    shown: Tensor
+
+    def texts(self) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+        """By text: the original's probabilities `[H, Q, L]` of its real queries, and a function for the model's logarithms."""
+        for i, shown in enumerate(self.shown):
+            goal = self.goal[i][:, shown].float()
+            yield goal, partial(self._log_probabilities, slice(i, i + 1), shown, self.seen[shown] & shown)
+
+    @functools.cached_property
+    def seen(self) -> Tensor:
+        """Which keys each query's place sees, `[L, L]`: those with a probability in any head of any text. Single ones may be
+        rounded to 0, as those below 6e-8 are in float16."""
+        return ((self.goal.amax(1) > 0) & self.shown[:, :, None]).any(0)
+
+    def numbered(self) -> Iterator[tuple[tuple[Tensor, Callable[[], Tensor]], Tensor]]:
+        """`texts`, each with which of its tokens are real."""
+        return zip(self.texts(), self.shown, strict=True)
+
+    def _log_probabilities(self, text: slice, shown: Tensor, seen: Tensor) -> Tensor:
+        """Keys that the original doesn't see are hidden from the model, too: padding, the future, what is beyond a window."""
+        own = {
+            name: value if value is None or len(value) == 1 else value[text]
+            for name in ("positions", "start", "keys")
+            for value in (getattr(self.context, name),)
+        }
+        query, key = self.query[text].float(), self.key[text].float()
+        bias = score_bias(self.encodings, query, key, replace(self.context, computed={}, **own))
+        scores = query @ key.transpose(2, 3) * self.context.scaling
+        scores = (scores if bias is None else scores + bias)[0, :, shown]
+        return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).log_softmax(-1)
+
+    @property
+    def queries(self) -> int:
+        return int(self.shown.sum()) * self.goal.shape[1]
+
+
+def shown_in(batch: Mapping[str, Tensor]) -> Tensor:
+    """Which tokens of a batch are real, `[N, L]`."""
+    mask = batch.get("attention_mask")
+    return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+
+
+def states(stack: Any, batch: Mapping[str, Tensor], **asked: bool) -> Tensor:
+    """Run a stack on a batch, whatever its config says of outputs and caches. Returns the last hidden states, `[N, L, D]`."""
+    return stack(**batch, use_cache=False, return_dict=True, **asked).last_hidden_state
+
+
+def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str], batch: Mapping[str, Tensor]) -> Original:
+    """Run an original stack, whose attention implementation is "eager", on a batch. Paths are relative to it."""
+    original, shown = Original(defaultdict(list), defaultdict(list), torch.empty(0)), shown_in(batch)
+    square = (batch["input_ids"].shape[1],) * 2
+
+    def attended(path: str, module: nn.Module, args: tuple, output: Any) -> None:
+        tensors = [each for each in output if isinstance(each, Tensor)]
+        found = next((each for each in tensors if each.ndim == 4 and each.shape[-2:] == square), None)
+        if found is None:
+            raise UnsupportedModelError(
+                f"{type(stack).__name__}.{path} doesn't give out its probabilities, to which an encoding could be fitted",
+                reason="an attention that hides its probabilities",
+                remedy="patch it, then distil (python -m hf_posenc.training.distill)",
+            )
+        original.attentions[path].append(found.bfloat16())
+
+    def contributed(path: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        if output.shape[:-1] in (shown.shape, (1, *shown.shape[1:])):  # not of an expert, which gets some of the tokens
+            original.contributions[path].append(_of_tokens(output, shown))
+
+    with _hooked(stack, dict.fromkeys(attentions, attended)), _hooked(stack, dict.fromkeys(contributions, contributed)):
+        original.states = states(stack, batch, output_attentions=True)
+    return original
+
+
+def calibrate(
+    stack: Any, original: Original, batch: Mapping[str, Tensor], progress: Callable[[], Any]
+) -> list[tuple[float, float]]:
+    """Fit the encodings and Offsets of a patched stack. `progress` is called after each attention of each run.
+
+    Returns the divergence of each attention's calls, before and after.
+    """
+    return _Calibration(stack, original, shown_in(batch), progress).run(batch)
+
+
+def runs(original: Original, stack: Any) -> int:
+    """How often `calibrate` runs the model: once, or several times and one more to measure where parameters are shared."""
+    shared = any(map(trained, stack.posenc.named_parts().values()))
+    return RUNS + 1 if shared or any(len(calls) > 1 for calls in original.attentions.values()) else 1
+
+
+class _Calibration:
+    count: Counter[str]
+    calls: list[Call]
+    gaps: dict[str, list[Tensor]]
+
+    def __init__(self, stack: Any, original: Original, shown: Tensor, progress: Callable[[], Any]) -> None:
+        self.stack, self.original, self.shown, self.progress = stack, original, shown, progress
+        self.before: dict[tuple[str, int], float] = {}
+        self.after: dict[tuple[str, int], float] = {}
+        self.runs = runs(original, stack)
+
+    @torch.no_grad()
+    def run(self, batch: Mapping[str, Tensor]) -> list[tuple[float, float]]:
+        with self._watching():
+            for number in range(self.runs):
+                self.is_last = number == self.runs - 1
+                self.count, self.calls, self.gaps = Counter(), [], defaultdict(list)
+                states(self.stack, batch)
+                if not self.is_last:
+                    fit(self.calls)
+                    for path, gaps in self.gaps.items():
+                        self.stack.get_submodule(path).posenc.weight += torch.cat(gaps).median(0).values
+        return [(self.before[call], self.after[call]) for call in self.before]
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Calls `attended` for each attention before its bias is computed, and `contributed` with what is contributed."""
+        modules = {path: self.stack.get_submodule(path) for path in self.original.attentions}
+        own = {path: getattr(module, "posenc", None) for path, module in modules.items()}
+        for path, module in modules.items():
+            module.posenc = _Watched(own[path], partial(self.attended, path, module))
+        try:
+            with _hooked(self.stack, dict.fromkeys(self.original.contributions, self.contributed)):
+                yield
+        finally:
+            for path, module in modules.items():
+                del module.posenc
+                if own[path] is not None:
+                    module.posenc = own[path]
+
+    def attended(self, path: str, module: nn.Module, query: Tensor, key: Tensor, context: PositionContext) -> None:
+        number = self.count[path]
+        self.count[path] += 1
+        encodings = [encoding for encoding in acting(module, context) if not isinstance(encoding, _Watched)]
+        goals = self.original.attentions[path]
+        if number == len(goals):
+            raise UnsupportedModelError(
+                f"{type(self.stack).__name__}.{path} attends several times and gives out fewer probabilities, to which its "
+                "encoding could be fitted",
+                reason="an attention that hides its probabilities",
+                remedy="patch it, then distil (python -m hf_posenc.training.distill)",
+            )
+        call = Call(encodings, query, key, context, goals[number], self.shown)
+        if (path, number) not in self.before:
+            self.before[path, number] = divergence([call])
+        if self.runs == 1:
+            fit([call])
+        elif not self.is_last:
+            self.calls.append(call)
+        if self.is_last:
+            self.after[path, number] = divergence([call])
+        self.progress()
+
+    def contributed(self, path: str, module: Any, args: tuple, output: Tensor) -> Tensor:
+        number = self.count[f"{path} contributed"]
+        self.count[f"{path} contributed"] += 1
+        calls = self.original.contributions[path]
+        gaps = calls[number].float() - _of_tokens(output, self.shown).float()
+        if len(calls) > 1:
+            self.gaps[path].append(gaps)
+            return output
+        gap = gaps.median(0).values
+        module.posenc.weight += gap
+        return output + gap.to(output.dtype)
+
+
+class _Watched(PositionEncoding):
+    """Stands in an attention beside its own encodings, and sees each call before their biases are computed."""
+
+    def __init__(self, own: PositionEncoding | None, watch: Callable[[Tensor, Tensor, PositionContext], None]) -> None:
+        nn.Module.__init__(self)
+        self.own, self.watch = own, watch
+
+    def named_parts(self) -> dict[str, PositionEncoding]:
+        return {"watch": self, **(self.own.named_parts() if self.own is not None else {})}
+
+    def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> None:
+        self.watch(query, key, context)
+
+
+def trained(encoding: PositionEncoding) -> list[nn.Parameter]:
+    """The parameters of a bias."""
+    return [parameter for parameter in encoding.parameters() if parameter.requires_grad] if biases(encoding) else []
+
+
+def fit(calls: Sequence[Call]) -> None:
+    """Minimise the divergence over these calls by the parameters of all encodings that act in them."""
+    encodings = [e for e in dict.fromkeys(e for call in calls for e in call.encodings) if trained(e)]
+    dtypes = [next(encoding.parameters()).dtype for encoding in encodings]
+    for encoding in encodings:
+        placed(encoding, next(encoding.parameters()).device, torch.float32)
+    if encodings and not _fit_in_proportion(encodings, calls):
+        _fit_by_gradients(encodings, calls)
+    for encoding, dtype in zip(encodings, dtypes, strict=True):
+        placed(encoding, next(encoding.parameters()).device, dtype)
+
+
+def divergence(calls: Sequence[Call]) -> float:
+    """KL(original ‖ model) in nats, the mean over heads and real queries."""
+    return sum(float(_divergence(*text)) for call in calls for text in call.texts()) / sum(call.queries for call in calls)
+
+
+def _divergence(goal: Tensor, log_probabilities: Callable[[], Tensor]) -> Tensor:
+    return F.kl_div(log_probabilities(), goal, reduction="sum")
+
+
+def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[Call]) -> bool:
+    """Iterative proportional fitting. Returns False where a bias isn't one free number for each head and row."""
+    length = calls[0].goal.shape[-1]
+    distance = torch.arange(1 - length, length, device=calls[0].query.device)
+    rows = [
+        (encoding, encoding.rows(distance), [call for call in calls if encoding in call.encodings]) for encoding in encodings
+    ]
+    wanted = [_total(_mass(goal, shown) for call in acted for (goal, _), shown in call.numbered()) for _, _, acted in rows]
+    for _ in range(ROUNDS):
+        change = 0.0
+        for (encoding, row, acted), goal in zip(rows, wanted, strict=True):
+            if row is None:
+                return False
+            given = _total(_mass(log().exp(), shown) for call in acted for (_, log), shown in call.numbered())
+            masses = (mass.new_zeros(len(mass), row_count(encoding)).index_add_(1, row, mass) for mass in (goal, given))
+            before, now = (mass.clamp(min=LEAST) for mass in masses)
+            if not encoding.raise_bias((before / now).log()):
+                return False
+            change = max(change, float((before - now).abs().sum() / before.sum()))
+        if change < STILL:
+            break
+    return True
+
+
+def _total(masses: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, masses)
+
+
+def row_count(encoding: PositionEncoding) -> int:
+    """How many rows of parameters an encoding has for distances; 0 for none."""
+    ends = encoding.rows(torch.tensor([-FARTHEST, 0, 1, FARTHEST]))
+    return 0 if ends is None else int(ends.max()) + 1
+
+
+def _mass(probabilities: Tensor, shown: Tensor) -> Tensor:
+    """Probabilities `[H, Q, L]` of the shown queries, summed by distance: `[H, 2L - 1]`."""
+    heads, _, length = probabilities.shape
+    if not shown.all():
+        whole = probabilities.new_zeros(heads, length, length)
+        whole[:, shown] = probabilities
+        probabilities = whole
+    # Row i of L is shifted by L - 1 - i places, so that each column is one distance.
+    padded = F.pad(probabilities.flip(1), (0, length))
+    return padded.flatten(1)[:, :-length].unflatten(1, (length, -1)).sum(1)
+
+
+def _fit_by_gradients(encodings: Sequence[PositionEncoding], calls: Sequence[Call]) -> None:
+    parameters = [parameter for encoding in encodings for parameter in trained(encoding)]
+    optimizer = torch.optim.LBFGS(parameters, max_iter=ITERATIONS, tolerance_change=STILL, line_search_fn="strong_wolfe")
+
+    def loss() -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for text in (text for call in calls for text in islice(call.texts(), BY_GRADIENTS)):
+            with torch.enable_grad():
+                part = _divergence(*text) / (len(calls) * text[0].shape[:2].numel())
+            part.backward(inputs=parameters)
+            total += part.item()
+        return total
+
+    optimizer.step(loss)
+    optimizer.zero_grad()
+
+
+def _of_tokens(output: Tensor, shown: Tensor) -> Tensor:
+    """Of hidden states `[1 or N, L, D]` those of real tokens, `[tokens, D]`."""
+    return output.expand(*shown.shape, -1)[shown]
+
+
+@contextmanager
+def _hooked(stack: nn.Module, hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    handles = [stack.get_submodule(path).register_forward_hook(partial(hook, path)) for path, hook in hooks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

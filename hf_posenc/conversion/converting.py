@@ -1,0 +1,348 @@
+"""`convert`: a trained model gets another encoding and keeps what it has learned. Calibration, no training loop."""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
+
+from hf_posenc import configuration as specs
+from hf_posenc.architectures import find, structure
+from hf_posenc.architectures.components import UnsupportedModelError
+from hf_posenc.configuration import Calibration
+from hf_posenc.conversion import calibration
+from hf_posenc.conversion.patching import patch, refuse
+from hf_posenc.encodings import PositionEncoding, encoding_class, mark, shown
+from hf_posenc.inspection import inspect
+from hf_posenc.modeling import offsets
+from hf_posenc.modeling.derived import PosEncModelMixin
+from hf_posenc.modeling.parameter_sharing import twin_of
+from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
+from hf_posenc.serialization.tokenizer_files import check_ids, check_known, required_tokenizer
+from hf_posenc.signatures import reads_tokens
+
+M = TypeVar("M", bound=nn.Module)
+TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
+"""Texts to calibrate on and their length in tokens; texts to measure on; texts of which the longest are chosen."""
+READ_FROM_BATCHES = ("input_ids", "token_type_ids")
+ENOUGH = 32
+"""Least number of pairs of tokens for each row of distances."""
+
+
+def convert(
+    model: M,
+    encoding: str | dict[str, Any],
+    *,
+    texts: Iterable[str] | Iterable[Mapping[str, Tensor]],
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    **options: Any,
+) -> M:
+    """A trained model with another position encoding, calibrated against its original: seconds, and no training.
+
+    As `patch`, and then: the encoding's biases are fitted layer by layer to the original's attention, and where the host's
+    positions contributed a vector on average, the model gets one of its own (`hf_posenc.conversion.calibration`). The host's
+    parameters are shared and untouched, so `unpatch` is bit-equal. How close it came is in `inspect(model).calibration`.
+
+    What has no parameters (ALiBi's fixed slopes, RoPE's frequencies) can't be fitted; only the vectors are then. Encodings
+    that bias are built with `per_layer=True` unless it is given: fitted layer by layer, they come much closer.
+
+    Args:
+        model: as for `patch`: a trained model that isn't patched, or a SentenceTransformer.
+        texts: strings, of the kind that the model is used for; or tokenised batches (`input_ids` `[N, L]`, `attention_mask`).
+            Of the first 256 texts the 24 longest count, cut to 256 tokens (longer where `max_distance` asks for it); 8
+            others are held out to measure the agreement (where there are none, it is measured on the same texts, and the
+            report says so). Fewer are taken as long as each distance has pairs of tokens.
+        tokenizer: a tokenizer, or its name or path; default: the one beside the model, where it was loaded from. Its
+            model_max_length is raised to the converted model's usable length, with a UserWarning.
+        max_length, **options: as for `patch`, `submodel` among them.
+
+    Raises:
+        ValueError: as `patch`; no texts, or too short or too few for the distances asked for; an encoding that doesn't act
+            in attention; a model that is patched already.
+        UnsupportedModelError: as `patch`; an attention whose probabilities calibration can't reproduce.
+    """
+    if is_sentence_transformer(model):
+        # As a function: the twin has a tokenizer of its own, and this one stays as it is.
+        own: Any = model.tokenizer
+        own = own.__call__ if tokenizer is None else tokenizer
+        change = functools.partial(convert, encoding=encoding, texts=texts, tokenizer=own, max_length=max_length, **options)
+        return apply_to_sentence_transformer(model, change)
+    refuse(model, "convert")
+    if isinstance(model, PosEncModelMixin):
+        held = model.config.position_spec
+        way = "hf_posenc.convert(hf_posenc.unpatch(model), …), or `hf-posenc unpatch` first"
+        if held.host is None:
+            way = (
+                "it has no other positions to go back to (it was made from scratch, or by from_v4). Patch the checkpoint that "
+                "from_v4 read, and let hf_posenc.training.distill train it with this model as --teacher"
+            )
+        raise ValueError(f"this model has the {held.type!r} encoding already, so it is no original: {way}")
+    specs.refuse_lost(model, "it is no original to calibrate against")
+    # What is made in inference mode could not be trained, and tensors here lie beside the model's or on the CPU.
+    device: Any = model.device
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.device("cpu"):
+        return _converted(model, encoding, texts, tokenizer, max_length, options)
+
+
+def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length: int | None, options: dict[str, Any]) -> Any:
+    patched: Any = patch(model, encoding, max_length=max_length, **_with_own_layers(encoding, options))
+    spec = patched.config.position_spec
+    if {*spec.encoding.acts_by()} == {"embed"}:
+        raise ValueError(
+            f"{spec.type!r} acts by vectors that are added to the inputs alone, and calibration fits what acts in attention: "
+            "take an encoding that biases, or patch and train (python -m hf_posenc.training.distill)"
+        )
+    original = _twin(model)
+    stacks = find.find_all(original if spec.submodel is None else find.submodel(original, spec.submodel))
+    if len(stacks) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {len(stacks)} stacks of layers with positions of their own, and calibration fits one",
+            reason="several stacks",
+            remedy="patch it, then train",
+        )
+    found = next(iter(stacks.values()))
+    if not reads_tokens(found.stack):
+        raise UnsupportedModelError(
+            f"{type(found.stack).__name__} reads no tokens, and calibration runs it on texts",
+            reason="no tokens to calibrate on",
+            remedy="patch it, then train",
+        )
+    stack = next(module for module in patched.modules() if structure.is_patched(module))
+    _refuse_odd_attentions(found)
+    chosen, held_out = _batches(texts, _tokenizer(model, tokenizer), _wanted_length(spec, found), model.device)
+    for batch in filter(None, (chosen, held_out)):
+        check_ids(batch["input_ids"], found.stack.get_input_embeddings(), "texts")
+    _check_coverage(stack, chosen)
+    report = _calibrated(stack, found, chosen, held_out)
+    specs.write(patched.config, replace(spec, calibration=report))
+    if spec.submodel is not None:
+        inner = find.submodel(patched, spec.submodel)
+        for part in (each for each in inner.modules() if isinstance(each, PosEncModelMixin)):
+            specs.write(part.config, replace(part.config.position_spec, calibration=report))
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        _raise_length(tokenizer, inspect(patched).model_max_length)
+    return patched
+
+
+def _with_own_layers(encoding: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with `per_layer=True` of all parts that have it, unless it is given."""
+    kind = encoding_class(encoding["type"] if isinstance(encoding, dict) and "type" in encoding else encoding)
+    parts, given = kind.component_classes(), {**(encoding if isinstance(encoding, dict) else {}), **options}
+    added = {}
+    for part, cls in parts.items():
+        name = "per_layer" if kind is cls else f"{part}__per_layer"
+        of_part: dict[str, Any] = next((given[each] for each in (part, *cls.aliases) if isinstance(given.get(each), dict)), {})
+        called = {f"{each}__per_layer" for each in (part, *cls.aliases)} | {name}
+        if "per_layer" in cls.option_types() and "per_layer" not in of_part and not called & given.keys():
+            added[name] = True
+    return {**options, **added}
+
+
+def _twin(model: Any) -> Any:
+    """The model with the same parameters, ready to give out its attention, so that the given one isn't touched."""
+    twin = twin_of(model)
+    twin.set_attn_implementation("eager")
+    return twin.eval()
+
+
+def _refuse_odd_attentions(found: structure.Structure) -> None:
+    """Raises UnsupportedModelError for attentions whose probabilities aren't softmax(scores + bias)."""
+    config = found.stack.config
+    for path, module in found.attentions.items():
+        for odd in ("attn_logit_softcapping", "sinks"):
+            if getattr(config if odd.startswith("attn") else module, odd, None) is not None:
+                raise UnsupportedModelError(
+                    f"{type(found.stack).__name__}.{path} changes its scores after the bias is added ({odd}), which "
+                    "calibration can't reproduce",
+                    reason="scores changed after the bias",
+                    remedy="patch it, then distil (python -m hf_posenc.training.distill)",
+                )
+
+
+def _wanted_length(spec: Any, found: structure.Structure) -> int:
+    """In tokens: twice the greatest distance that has a number of its own, within what original and model read."""
+    parts = spec.encoding.by_part(dict(spec.options)).values()
+    reach = max(options.get("max_distance", 0) for options in parts)
+    limits = [limit for limit in (found.usable_length, spec.max_length) if limit is not None]
+    return min([max(LENGTH, 2 * reach), *limits])
+
+
+def _tokenizer(model: Any, given: Any) -> Any:
+    if isinstance(given, PreTrainedTokenizerBase) or (callable(given) and not isinstance(given, str)):
+        return given
+    name = given or model.config.name_or_path
+    if not name:
+        return None
+    try:
+        return required_tokenizer(str(name))
+    except (OSError, ValueError) as error:
+        if given:
+            raise ValueError(f"tokenizer={given!r}: no tokenizer could be loaded from there: {error}") from error
+        return None
+
+
+def _batches(texts: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The batch to calibrate on, and the one to measure on, which may be empty."""
+    if isinstance(texts, (str, Mapping)) or not (hasattr(texts, "__iter__") or hasattr(texts, "__getitem__")):
+        raise ValueError(
+            f"texts={shown(texts)[:100]}: allowed is an iterable of strings, or of tokenised batches; of a data set, "
+            "(row['text'] for row in dataset); a file is read by `hf-posenc convert --texts` alone"
+        )
+    rows = list(itertools.islice(_rows(texts, tokenizer, length), READ))
+    if not rows:
+        raise ValueError("texts has none: give some 32 texts of the kind that the model is used for, 256 tokens or more each")
+    check_known(tokenizer, (row["input_ids"] for row in rows))
+    rows.sort(key=lambda row: -len(row["input_ids"]))
+    chosen = rows[:TEXTS]
+    others = [row for row in rows[TEXTS:] if not any(torch.equal(row["input_ids"], known["input_ids"]) for known in chosen)]
+    held_out = others[:HELD_OUT]
+    return _padded(chosen, device), _padded(held_out, device)
+
+
+def _rows(texts: Any, tokenizer: Any, length: int) -> Any:
+    """Each text as name -> 1-D tensor, without padding; texts without a token are passed over."""
+    for given in texts:
+        if isinstance(given, str):
+            if tokenizer is None:
+                raise ValueError(
+                    "no tokenizer with a vocabulary was found in the model's folder: give one (tokenizer=…), or tokenized "
+                    "batches"
+                )
+            encoded = tokenizer(given, truncation=True, max_length=length, return_attention_mask=False)
+            rows = [{name: torch.tensor(values) for name, values in encoded.items() if name in READ_FROM_BATCHES}]
+        elif _is_batch(given):
+            names = [name for name in READ_FROM_BATCHES if given.get(name) is not None]
+            rows = [{name: given[name][i][kept].cpu() for name in names} for i, kept in enumerate(calibration.shown_in(given))]
+        else:
+            raise ValueError(
+                f"texts holds {shown(given)[:100]}: allowed are strings (of a data set, (row['text'] for row in dataset)), or "
+                "batches of tensors of one shape [N, L], input_ids and, if need be, attention_mask and token_type_ids "
+                "(tokenizer(texts, padding=True, return_tensors='pt'))"
+            )
+        yield from ({name: values[:length] for name, values in row.items()} for row in rows if len(row["input_ids"]))
+
+
+def _is_batch(given: Any) -> bool:
+    if not isinstance(given, Mapping):
+        return False
+    ids, *others = [given.get(name) for name in (*READ_FROM_BATCHES, "attention_mask")]
+    return (
+        isinstance(ids, Tensor)
+        and ids.ndim == 2
+        and not ids.is_floating_point()
+        and all(other is None or (isinstance(other, Tensor) and other.shape == ids.shape) for other in others)
+    )
+
+
+def _padded(rows: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    """Rows without token types, among others that have some, are of type 0."""
+    if not rows:
+        return {}
+    batch = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name, torch.zeros_like(row["input_ids"])) for row in rows]
+        batch[name] = nn.utils.rnn.pad_sequence(values, batch_first=True)
+    sizes = torch.tensor([len(row["input_ids"]) for row in rows])
+    if (sizes < sizes.max()).any():
+        batch["attention_mask"] = (torch.arange(int(sizes.max())) < sizes[:, None]).long()
+    return {name: values.to(device) for name, values in batch.items()}
+
+
+def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where an encoding has rows for distances that hardly any pair of tokens has."""
+    sizes = calibration.shown_in(batch).sum(1)
+    length = int(sizes.max())
+    distance = torch.arange(1 - length, length)
+    pairs = (sizes[:, None].cpu() - distance.abs()).clamp(min=0).sum(0)
+    for encoding in (each for each in stack.modules() if isinstance(each, PositionEncoding)):
+        last = 0 if encoding.geometry.is_causal else calibration.FARTHEST
+        needed = encoding.rows(torch.tensor([-calibration.FARTHEST, last]))
+        if needed is None or not calibration.trained(encoding):
+            continue
+        rows: Any = encoding.rows(distance[distance <= last])
+        found = torch.zeros(calibration.row_count(encoding), dtype=torch.long).index_add_(0, rows, pairs[distance <= last])
+        # The rows of distances that no pair of these texts has are the outermost.
+        least, row = min((int(found[row]), int(row)) for row in (*needed, *rows.unique()))
+        if least < ENOUGH:
+            every = torch.arange(-calibration.FARTHEST, last + 1)
+            nearest = int(every[encoding.rows(every) == row].abs().min())
+            raise ValueError(
+                f"texts are too short or too few for {encoding.type!r}: of {len(sizes)} texts of up to {length} tokens (what "
+                f"original and max_length allow), {least} pairs of tokens are at the distances from {nearest} on, and {ENOUGH} "
+                "are needed: give longer texts, a greater max_length, or a smaller max_distance"
+            )
+
+
+def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor], held_out: dict[str, Tensor]) -> Calibration:
+    measured = held_out or batch
+    with torch.no_grad():
+        original = calibration.observed(found.stack, tuple(found.attentions), tuple(found.contributions), batch)
+        states = calibration.states(found.stack, measured) if held_out else original.states
+    if not original.states[calibration.shown_in(batch)].isfinite().all():
+        raise ValueError(
+            "the original's own states of these texts hold NaN or infinite numbers, to which nothing can be fitted: look at "
+            "its weights (isfinite), and convert it in float32 if its own type is too narrow"
+        )
+    # Those of modules which don't give out states of all tokens stay 0: a model that is loaded has them all.
+    _install_offsets(stack, found.contributions)
+    is_training = {module: module.training for module in stack.modules()}
+    implementation = stack.config._attn_implementation
+    stack.set_attn_implementation("eager")
+    stack.eval()
+    try:
+        before = _agreement(stack, measured, states)
+        total = sum(map(len, original.attentions.values())) * calibration.runs(original, stack)
+        with tqdm(total=total, desc="calibrating", unit="attention", leave=False) as bar:
+            divergences = calibration.calibrate(stack, original, batch, bar.update)
+        after = _agreement(stack, measured, states)
+    finally:
+        stack.set_attn_implementation(implementation)
+        for module, training in is_training.items():
+            module.training = training
+    real = calibration.shown_in(batch).sum(1)
+    return Calibration(
+        texts=len(real),
+        tokens=int(real.sum()),
+        length=int(real.max()),
+        kl_before=tuple(round(first, 4) for first, _ in divergences),
+        kl_after=tuple(round(last, 4) for _, last in divergences),
+        agreement_before=round(before, 4),
+        agreement=round(after, 4),
+        held_out=len(held_out["input_ids"]) if held_out else 0,
+    )
+
+
+@torch.no_grad()
+def _agreement(stack: Any, batch: Mapping[str, Tensor], states: Tensor) -> float:
+    """The mean cosine of token states with the original's."""
+    ours = calibration.states(stack, batch)
+    cosine = torch.nn.functional.cosine_similarity(ours.float(), states.float(), dim=-1)
+    return float(cosine[calibration.shown_in(batch)].mean())
+
+
+def _install_offsets(stack: Any, widths: dict[str, int]) -> None:
+    """Install Offsets of the model's device and type, marked as having their values."""
+    offsets.install(stack, widths.items())
+    like = next(stack.parameters())
+    for path in widths:
+        module = stack.get_submodule(path)
+        module.posenc.to(like.device, like.dtype).train(module.training)
+        mark(module.posenc)
+
+
+def _raise_length(tokenizer: PreTrainedTokenizerBase, usable: int) -> None:
+    if tokenizer.model_max_length < usable:
+        now = f"{usable} now" if usable < VERY_LARGE_INTEGER else "no limit now (give a max_length to have one)"
+        warnings.warn(
+            f"the tokenizer's model_max_length was {tokenizer.model_max_length}, and is {now}, as the converted model's is",
+            stacklevel=3,
+        )
+        tokenizer.model_max_length = usable

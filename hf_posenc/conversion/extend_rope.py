@@ -1,0 +1,163 @@
+"""Stock models whose rotary positions get other rules."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.architectures.components import UnsupportedModelError
+from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.conversion.extend_target import Host
+from hf_posenc.conversion.patching import patch
+from hf_posenc.encodings import Geometry, encoding_class, listed
+from hf_posenc.encodings.frequency_rules import ALL, EXTENDING, ORIGINAL, extended
+from hf_posenc.encodings.interpolation import DYNAMIC, GROUPED
+from hf_posenc.modeling.parameter_sharing import share, shell, twin_of
+
+ROPE = "rope_parameters"
+"""The config field of rotary positions: one rule's parameters, or those of each type of layer by its name."""
+NEARBY = ("sliding", "chunked")
+"""How the types of layers begin whose tokens see few others, and need no longer positions."""
+ROTARY = (*EXTENDING, GROUPED)
+"""The methods for rotary positions."""
+FEW = 8
+"""Tokens by which two ways of computing rotations are compared."""
+SAME = 1e-3
+"""The part of what positions change at all by which two ways of computing them may differ in float32."""
+
+
+def with_other_rotations(host: Host) -> Any:
+    """A model of the same class whose config has other parameters of its rotations; a patched one with `rope` where no config
+    says them, or where tokens far away are to be grouped. Raises ValueError, UnsupportedModelError."""
+    name, asked = type(host.model).__name__, host.asked
+    if asked.method not in ROTARY:
+        raise ValueError(
+            f"method={asked.method!r} is one of learned tables, and {name} has rotary positions: allowed is {listed(ROTARY)}"
+        )
+    given = getattr(host.inner.config, ROPE, None)
+    modules = {
+        f"{path}.{source.path}".lstrip("."): source.module
+        for path, found in host.stacks.items()
+        for source in found.sources
+        if source.follows_rope_parameters and found.stack.config is host.inner.config
+    }
+    if asked.method != GROUPED and given and len(modules) == len(host.stacks):
+        return _with_other_parameters(host, given, modules)
+    if asked.method == GROUPED:
+        encoding = _as_it_turns(host, _by_type_of_layer(host, given))
+    else:
+        own, rope = _as_it_turns(host, {"rope": _options(host.inner.config, given)}), encoding_class("rope")
+        options = rope.checked_options({name: value for name, value in own.items() if name != "type"})
+        encoding = {"type": "rope", **(rope.extended(options, asked, host.geometry) or {})}
+    return patch(host.model, encoding, max_length=asked.after, submodel=host.submodel)
+
+
+def _with_other_parameters(host: Host, given: dict[str, Any], modules: Mapping[str, nn.Module]) -> Any:
+    asked, rotary = host.asked, next(iter(modules.values()))
+    config, own = host.config()
+    if _by_layer(given):
+        turning = [kind for kind, each in given.items() if each is not None and hasattr(rotary, f"{kind}_inv_freq")]
+        far = [kind for kind in turning if not kind.startswith(NEARBY)] or turning
+        longer = {kind: _checked(given[kind], host, _rotated(rotary, f"{kind}_")) for kind in far}
+        setattr(own, ROPE, {**given, **longer})
+    else:
+        setattr(own, ROPE, _checked(given, host, _rotated(rotary, "")))
+    if asked.method != DYNAMIC:  # which starts from the length that the config says
+        setattr(own, LENGTH_FIELD, asked.after)
+    try:
+        if hasattr(own, "validate"):
+            own.validate()
+        twin = shell(type(host.model), config, like=host.model)
+    except Exception as error:  # a host that doesn't have this rule may raise anything
+        raise UnsupportedModelError(
+            f"{type(host.model).__name__} can't be made with {ROPE}={getattr(own, ROPE)}: {' '.join(str(error).split())}",
+            reason="a rule that this host doesn't have",
+            remedy=f"take another of {listed(ROTARY)}",
+        ) from error
+    share(host.model, twin, anew=modules)
+    return twin
+
+
+def _checked(given: dict[str, Any], host: Host, rotated: int) -> dict[str, Any]:
+    """`rope_parameters` for longer inputs. Raises ValueError for settings that `rope` would refuse as well."""
+    longer, rope = extended(given, host.asked, rotated), encoding_class("rope")
+    options = {name: longer[name] for name in ALL[longer["rope_type"]] if longer.get(name) is not None}
+    options = rope.checked_options({"rope_type": longer["rope_type"], "theta": longer["rope_theta"], **options})
+    rope(Geometry(rotated, 1, rotated, trained_length=host.asked.before), **options)
+    if longer["rope_type"] == DYNAMIC:  # Transformers takes the length that the config says, and warns of another
+        longer.pop(ORIGINAL)
+    checked = {name: options[name] for name in host.asked.settings if name in options}
+    return {**longer, **{name: [*value] if isinstance(value, tuple) else value for name, value in checked.items()}}
+
+
+def _by_layer(parameters: dict[str, Any]) -> bool:
+    """Whether `rope_parameters` are those of each type of layer."""
+    return all(isinstance(each, dict) or each is None for each in parameters.values())
+
+
+def _rotated(rotary: Any, prefix: str) -> int:
+    """How many features of each head a rotary module turns."""
+    return 2 * len(getattr(rotary, f"{prefix}inv_freq"))
+
+
+Parts = dict[str, dict[str, Any] | None]
+"""Encoding -> its options, of those that turn the layers of a model together; None where no option says what a config does."""
+
+
+def _options(config: Any, given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The options of `rope` for one rule's parameters, or for a config without them; None for parameters that it hasn't."""
+    if given is None:  # GPT-J, CodeGen
+        size = getattr(config, "rotary_dim", None)
+        return {"partial_rotary_factor": size / (config.hidden_size // config.num_attention_heads)} if size else {}
+    known = {"rope_type", "rope_theta", "partial_rotary_factor", *(name for names in ALL.values() for name in names)}
+    if not {*given} <= known:
+        return None
+    rule = given.get("rope_type", "default")
+    options = {"rope_type": rule, **{name: given[name] for name in ALL.get(rule, ()) if given.get(name) is not None}}
+    return {**options, "theta": given.get("rope_theta"), "partial_rotary_factor": given.get("partial_rotary_factor", 1.0)}
+
+
+def _by_type_of_layer(host: Host, given: dict[str, Any] | None) -> Parts:
+    """SelfExtend for the layers whose tokens see all others, and `rope` for those that see nearby ones."""
+    config = host.inner.config
+    if given is None or not _by_layer(given):
+        turning = [layer for layer, turns in enumerate(getattr(config, "no_rope_layers", None) or ()) if turns]  # SmolLM3
+        return {"self_extend": _grouped(host, _options(config, given), {"layers": turning} if turning else {})}
+    parts: Parts = {}
+    for kind, parameters in given.items():
+        layers = {"layers": [layer for layer, each in enumerate(config.layer_types) if each == kind]}
+        if parameters is None or not layers["layers"]:
+            continue
+        name = "rope" if kind.startswith(NEARBY) else "self_extend"
+        options = None if name in parts else _options(config, parameters)  # two rotations of one kind are none of ours
+        parts[name] = {**options, **layers} if name == "rope" and options is not None else _grouped(host, options, layers)
+    return parts
+
+
+def _grouped(host: Host, options: dict[str, Any] | None, layers: dict[str, Any]) -> dict[str, Any] | None:
+    longer = None if options is None else encoding_class("self_extend").extended(options, host.asked, host.geometry)
+    return None if longer is None else {**longer, **layers}
+
+
+def _as_it_turns(host: Host, parts: Parts) -> dict[str, Any]:
+    """The encoding, with the layout of pairs, by which a model gives for a few tokens what it gives by itself: both are asked.
+
+    Raises UnsupportedModelError where there is none.
+    """
+    if parts and None not in parts.values():
+        without = patch(host.model, "none", submodel=host.submodel)
+        expected = host.answer(twin_of(host.model), FEW)
+        changed = (host.answer(without, FEW) - expected).abs().max()
+        tolerance = max(SAME, 16 * torch.finfo(expected.dtype).eps)
+        for layout in ("half", "interleaved"):
+            each = {name: {**(options or {}), "layout": layout} for name, options in parts.items()}
+            encoding = {"type": "+".join(each), **(each if len(each) > 1 else next(iter(each.values())))}
+            answer = host.answer(patch(host.model, encoding, submodel=host.submodel), FEW)
+            if (answer - expected).abs().max() < tolerance * changed:
+                return encoding
+    raise UnsupportedModelError(
+        f"no options of {listed([*parts])} turn queries and keys as {type(host.model).__name__} does in all its layers",
+        reason="rotations of its own kind",
+        remedy=f"take one of {listed(EXTENDING)} where its config has {ROPE}",
+    )

@@ -1,0 +1,116 @@
+"""Stock models whose learned tables of positions are made longer."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc import configuration as specs
+from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
+from hf_posenc.architectures.structure import is_patched
+from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.conversion.extend_target import Host
+from hf_posenc.conversion.patching import patch
+from hf_posenc.encodings import listed
+from hf_posenc.encodings.interpolation import DYNAMIC, STATIC
+from hf_posenc.modeling.parameter_sharing import share, shell, twin_of
+
+NO_FIELD = "a table whose length no config says"
+BESIDE = "positions beside a table"
+"""Reasons of refusals."""
+SAME = 1e-3
+"""The part of the spread of token states by which two ways of adding biases may differ."""
+BIASES = "t5"
+"""The encoding of biases that can stand beside a table (MPNet)."""
+
+
+def with_longer_tables(host: Host) -> Any:
+    """A model of the same class with longer tables. Raises ValueError, UnsupportedModelError."""
+    name, asked = type(host.model).__name__, host.asked
+    if asked.method not in STATIC:
+        raise ValueError(
+            f"method={asked.method!r} is one of rotary positions, and {name} has a learned table: allowed is "
+            f"{listed((*STATIC, DYNAMIC))}"
+        )
+    longer = dict[str, nn.Parameter]()
+    for path, found in host.stacks.items():
+        for source in found.sources:
+            if source.verb == "score_bias":  # their buckets may follow the length
+                raise UnsupportedModelError(
+                    f"{name} has {source.encoding!r} positions beside its table, which follow its length",
+                    reason=BESIDE,
+                    remedy="hf_posenc.patch(model, 'alibi') has none that end",
+                )
+            if source.learned_table is not None:
+                key, first = source.learned_table
+                old = found.stack.get_parameter(key)
+                rows = torch.cat([old.detach()[:first], asked.stretched(old.detach()[first : first + asked.before])])
+                longer[f"{path}.{key}".lstrip(".")] = nn.Parameter(rows, requires_grad=old.requires_grad)
+    config, own = host.config()
+    if specs.length_of(own) is not None:
+        setattr(own, LENGTH_FIELD, getattr(own, LENGTH_FIELD) + asked.after - asked.before)
+    twin = shell(type(host.model), config, like=host.model)
+    for path, there in twin.named_parameters():
+        if (given := longer.get(path, host.model.get_parameter(path))).shape != there.shape:
+            raise UnsupportedModelError(
+                f"{path} of {name} would have the shape {[*given.shape]}, and by its config it has {[*there.shape]}",
+                reason=NO_FIELD,
+                remedy="hf_posenc.patch(model, 'alibi') has no table",
+            )
+    for path, parameter in longer.items():
+        module, _, key = path.rpartition(".")
+        twin.get_submodule(module)._parameters[key] = parameter
+    share(host.model, twin, anew={path.rpartition(".")[0] for path in longer})
+    return twin
+
+
+def stretched_by_length(host: Host) -> Any:
+    """A patched model whose `learned` encoding has the host's table, over which it stretches longer texts; biases of the host's
+    beside it go on as `t5`."""
+    asked = host.asked
+    asked.refuse_other_settings()
+    if any(found.geometry(asked.after, "input").is_causal for found in host.stacks.values()):
+        raise UnsupportedModelError(
+            f"method={DYNAMIC!r}: tokens of {type(host.inner).__name__} see earlier ones alone, and what is computed of them "
+            "had its positions before the text got its length",
+            reason="causal attention",
+            remedy="take a static method, such as 'keep_first'",
+        )
+    learned = {"init": "host", "trained_rows": asked.before}
+    encoding = {"type": "learned", **learned}
+    if beside := [source for found in host.stacks.values() for source in found.sources if not source.takes_vectors]:
+        if any(source.encoding != BIASES for source in beside):
+            raise _would_be_lost(host, beside)
+        rows = {len(source.module.get_parameter("weight")) for source in beside}
+        encoding = {"type": f"learned+{BIASES}", "learned": learned, BIASES: {"num_buckets": max(rows)}}
+    where = "encoder" if getattr(host.inner.config, "is_encoder_decoder", False) else None
+    patched = patch(host.model, encoding, max_length=asked.after, where=where, submodel=host.submodel)
+    for path, found in host.stacks.items():
+        stack: Any = patched.get_submodule(path)
+        if is_patched(stack):
+            key, _ = next(source.learned_table for source in found.sources if source.learned_table)
+            part = stack.posenc.get_submodule("learned") if beside else stack.posenc
+            part.requires_grad_(found.stack.get_parameter(key).requires_grad)
+            for source in found.sources:
+                if source in beside:
+                    _take_over(source.module.get_parameter("weight"), stack.posenc.get_submodule(BIASES))
+    if beside:
+        expected = host.answer(twin_of(host.model), asked.before)
+        if not torch.allclose(host.answer(patched, asked.before), expected, atol=SAME * float(expected.std())):
+            raise _would_be_lost(host, beside)
+    return patched
+
+
+def _take_over(weight: nn.Parameter, biases: nn.Module) -> None:
+    with torch.no_grad():
+        biases.get_parameter("weight").copy_(weight)
+    biases.requires_grad_(weight.requires_grad)
+
+
+def _would_be_lost(host: Host, beside: list[PositionComponent]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(host.model).__name__} has positions beside its table, {beside[0].path}, which method={DYNAMIC!r} would take "
+        "out",
+        reason=BESIDE,
+        remedy="take a static method, such as 'linear'",
+    )

@@ -1,0 +1,108 @@
+"""What `extend` needs to know of a stock model."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.architectures import find
+from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
+from hf_posenc.architectures.structure import Structure
+from hf_posenc.encodings import Geometry, listed
+from hf_posenc.encodings.interpolation import DYNAMIC, Extension
+
+
+@dataclass(frozen=True)
+class Host:
+    """A stock model that is to be made longer, and what was asked of it.
+
+    model: the whole. inner: the model within it whose positions are meant, or the whole; path, submodel: where that is, in
+        the model and in its base model.
+    stacks: path in the whole -> structure, of the stacks whose positions are to go on.
+    """
+
+    model: Any
+    inner: Any
+    path: str
+    submodel: str | None
+    stacks: Mapping[str, Structure]
+    asked: Extension
+
+    @classmethod
+    def find(cls, model: Any, max_length: int, method: str, settings: dict[str, Any], submodel: str | None) -> "Host":
+        """Raises ValueError for a shorter length, UnsupportedModelError for positions without an end."""
+        inner = model if submodel is None else find.submodel(model, submodel)
+        path = next(name for name, module in model.named_modules() if module is inner)
+        stacks = {f"{path}.{name}".strip("."): found for name, found in find.find_all(inner).items()}
+        if method == DYNAMIC and getattr(inner.config, "is_encoder_decoder", False):
+            stacks = {name: found for name, found in stacks.items() if found.role == "encoder"}
+        lengths = [found.usable_length for found in stacks.values() if found.usable_length is not None]
+        if not lengths:
+            raise UnsupportedModelError(
+                f"the positions of {type(inner).__name__} have no end, so there are none to add",
+                reason="positions without an end",
+                remedy="give it longer inputs as it is",
+            )
+        if max_length < min(lengths):
+            raise ValueError(
+                f"max_length={max_length} would make the longest input shorter: give {min(lengths)} or more; what cuts texts "
+                "before is a tokenizer's model_max_length or a SentenceTransformer's max_seq_length"
+            )
+        return cls(model, inner, path, submodel, stacks, Extension(method, min(lengths), max_length, settings))
+
+    @property
+    def limiting(self) -> list[PositionComponent]:
+        """The sources of positions that end."""
+        sources = ((source, found) for found in self.stacks.values() for source in found.sources)
+        return [source for source, found in sources if source.usable_length(found.stack.config) is not None]
+
+    def refuse_other_sources(self) -> None:
+        kinds = listed(sorted({source.encoding for source in self.limiting}))
+        raise UnsupportedModelError(
+            f"{type(self.inner).__name__} has neither a learned table of the positions of tokens nor rotations alone ({kinds})",
+            reason="positions that no method makes longer",
+            remedy="computed positions go on by hf_posenc.patch(model, 'sinusoidal'); images of other sizes are the host's own "
+            "interpolate_pos_encoding=True",
+        )
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the stacks, which are alike, for the new length."""
+        (geometry,) = {found.geometry(self.asked.after, "input") for found in self.stacks.values()}
+        return geometry
+
+    def answer(self, model: Any, count: int) -> Tensor:
+        """The states `[1, L, D]` that a model of this kind, or the one within it, has for so many tokens, without dropout."""
+        inner = model.get_submodule(self.path).base_model
+        modes = {module: module.training for module in inner.modules()}
+        padding = getattr(inner.config, "pad_token_id", None)
+        tokens = [each for each in range(1, inner.config.vocab_size) if each != padding]
+        ids = torch.tensor((tokens * count)[:count], device=inner.device)
+        try:
+            with torch.no_grad():
+                return inner.eval()(input_ids=ids[None])[0]
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+    def config(self) -> tuple[Any, Any]:
+        """A copy of the model's config, and in it that of the inner model. Raises UnsupportedModelError if there is none."""
+        whole = copy.deepcopy(self.model.config)
+        return whole, _same_place(self.model.config, whole, self.inner.config, self.path)
+
+
+def _same_place(config: Any, copied: Any, wanted: Any, path: str) -> Any:
+    """The config in a copy which is where the wanted one is in the original."""
+    if config is wanted:
+        return copied
+    for name in config.sub_configs:
+        if getattr(config, name, None) is wanted:
+            return getattr(copied, name)
+    raise UnsupportedModelError(
+        f"the config of {path} isn't one of those in {type(config).__name__}",
+        reason="a part whose config is made anew",
+        remedy=f"extend it before they are put together: hf_posenc.extend(model.{path}, …)",
+    )

@@ -1,0 +1,275 @@
+"""extend: a model for longer inputs, with everything that it has learned."""
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hf_posenc import configuration as specs
+from hf_posenc.architectures.structure import is_patched
+from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.conversion.extend_rope import ROTARY, with_other_rotations
+from hf_posenc.conversion.extend_tables import stretched_by_length, with_longer_tables
+from hf_posenc.conversion.extend_target import Host
+from hf_posenc.conversion.patching import refuse
+from hf_posenc.encodings import (
+    Geometry,
+    PositionEncoding,
+    checked_max_length,
+    encoding_class,
+    listed,
+    marked_as_loaded,
+    meant,
+    options_of,
+    refill,
+    shown,
+)
+from hf_posenc.encodings.interpolation import DYNAMIC, STATIC, Extension
+from hf_posenc.modeling.derived import PosEncModelMixin
+from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding
+from hf_posenc.modeling.parameter_sharing import refuse_wrapped, share, shell
+from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
+
+M = TypeVar("M", bound=nn.Module)
+METHODS = tuple(dict.fromkeys((*STATIC, DYNAMIC, *ROTARY)))
+"""The methods of `extend`."""
+TABLES = (*STATIC, DYNAMIC)
+CHOICE = f"for learned tables {listed(TABLES)}; for rotary positions {listed(ROTARY)}"
+
+
+def extend(model: M, max_length: int | None, method: str | None = None, *, submodel: str | None = None, **settings: Any) -> M:
+    """The same model for inputs of up to `max_length` tokens; all other parameters are shared with `model`, as in `patch`.
+
+    `model` itself stays usable and unchanged. Its tokenizer has to follow: `tokenizer.model_max_length = max_length` (the
+    command `hf-posenc extend` sees to it, and so does a SentenceTransformer).
+
+    Without a method it is a promise: for a patched model whose encoding is defined at every position, so that `max_length` is
+    no size. The config's length field follows, and `unpatch` works as before. With a method positions change:
+
+    Learned tables, of a stock model (BERT, RoBERTa, GPT-2, OPT, BART; the result is a model of the same class, which loads
+    without this package), or of the `learned` encoding:
+        "linear"      both ends stay, all between are interpolated.
+        "cubic"       the same by cubic convolution.
+        "tiled"       copies of the table behind one another; "recurrent" is another name for it.
+        "grouped"     neighbours share a row.
+        "keep_first"  the first `keep` rows (20) stay, the others are stretched (Long-CLIP).
+        "dynamic"     inputs up to the old length keep their positions bit-exactly, longer ones are stretched to their own
+                      length: a rule in the config, so that a stock model is patched with `learned`. Positions are counted from
+                      the attention mask, as in every patched model. Of an encoder and a decoder the encoder gets it; a decoder
+                      can't have it.
+
+    Rotary positions, of a stock model whose config has `rope_parameters` (the result is a stock model with others; without
+    them it is patched with `rope`), or of the `rope` encoding:
+        "linear"      position interpolation.
+        "ntk"         a larger theta. It leaves no mark: extend the model as it was before, not a second time.
+        "dynamic"     the same by the length of the text; in a stock model by that of the longest yet, as Transformers has it.
+        "yarn", "longrope", "llama3": Transformers' rules of these names. "longrope" needs its lists of factors.
+        "grouped"     SelfExtend, a rule in the config: inputs up to the old length as before, in longer ones tokens that are
+                      `window` (a quarter of the old length) or more apart are told apart by groups of `group` positions. A
+                      stock model is patched with `self_extend`; its second scores take the memory of `[B, H, Q, K]`.
+    The factor is max_length / the old length unless it is given. Layers of sliding windows that have rotations of their own
+    keep them.
+
+    Args:
+        model: a model of Transformers, patched or not, a SentenceTransformer with one, a `PositionEmbedding` or a
+            `TokenPositionEmbedding`.
+        max_length: the new longest input in tokens, no shorter than before; None, without a method: no limit.
+        method: see above.
+        submodel: of a stock model made of several (CLIP) the one to extend, as `patch` takes it.
+        **settings: of the method: `keep` of "keep_first", `window` and `group` of "grouped", parameters of a rotary rule by
+            Transformers' names.
+
+    Raises:
+        ValueError: positions that need a method, or don't know this one; a shorter length; a wrong setting.
+        UnsupportedModelError: a ValueError for a stock model whose positions can't be made longer.
+    """
+    _check(max_length, method, settings)
+    if is_sentence_transformer(model):
+        change = functools.partial(extend, max_length=max_length, method=method, submodel=submodel, **settings)
+        return apply_to_sentence_transformer(model, change, longer=True)
+    if isinstance(model, TokenPositionEmbedding):
+        twin = copy.copy(model)
+        twin._modules = {**model._modules, "positions": extend(model.positions, max_length, method, **settings)}
+        return twin
+    if isinstance(model, PositionEmbedding):
+        refuse_wrapped(model, "extend")
+        return _extended_layer(model, max_length, method, settings)
+    refuse(model, "extend")
+    if submodel is not None and (isinstance(model, PosEncModelMixin) or method is None):
+        raise ValueError(
+            f"submodel={shown(submodel)} names a part of a stock model that a method makes longer: leave it out for a patched "
+            "one, whose encoding is where it is"
+        )
+    if isinstance(model, PosEncModelMixin):
+        return _extended_model(model, max_length, method, settings)
+    specs.refuse_lost(model, "it has no positions that could be made longer")
+    host = None if max_length is None else Host.find(model, max_length, method or STATIC[0], settings, submodel)
+    if method is None or host is None:
+        raise ValueError(
+            f"{type(model).__name__} is not patched, and its own positions need a method to go on, {CHOICE}: docs/longer.md "
+            f"says which; others go on by themselves: hf_posenc.patch(model, 'alibi', max_length={max_length})"
+        )
+    return _extended_host(host)
+
+
+def _extended_host(host: Host) -> Any:
+    reads_tokens = all(found.tokens is not None for found in host.stacks.values())
+    if reads_tokens and all(source.learned_table is not None for source in host.limiting):
+        return stretched_by_length(host) if host.asked.method == DYNAMIC else with_longer_tables(host)
+    if not reads_tokens or any(source.encoding != "rope" for source in host.limiting):
+        host.refuse_other_sources()
+    return with_other_rotations(host)
+
+
+def _check(max_length: int | None, method: str | None, settings: dict[str, Any]) -> None:
+    checked_max_length(max_length)
+    if method is not None and (not isinstance(method, str) or method not in METHODS):
+        raise ValueError(f"method={shown(method)}{meant(method, METHODS)}: allowed is {CHOICE}")
+    if method is not None and max_length is None:
+        raise ValueError(f"max_length=None with method={method!r}: give the new longest input in tokens")
+    for name, value in settings.items() if method is None else ():
+        raise ValueError(f"{name}={shown(value)}: settings belong to a method; allowed is {CHOICE}")
+
+
+def _extended_layer(layer: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
+    config, geometry = copy.deepcopy(layer.config), layer.posenc.geometry
+    kind, options = config.position_encoding["type"], options_of(config.position_encoding)
+    asked = _asked([(kind, options)], geometry, config.max_length, max_length, method, settings)
+    config.max_length = max_length
+    config.position_encoding = {"type": kind, **(_longer(kind, options, asked, geometry) or options)}
+    return _rebuilt(layer, config, asked)
+
+
+def _extended_model(model: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
+    spec, stack = specs.read(model.config), next(filter(is_patched, model.modules()))
+    geometry = stack.posenc.geometry
+    kinds = [(each.type, dict(each.options)) for each in spec.every]
+    asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings, spec.host is not None)
+    config = copy.deepcopy(model.config)
+    # The length field of a model made from scratch is the only thing that tells its trained length, and changes below.
+    options = dict(spec.options) if spec.host else spec.encoding.settled(geometry, dict(spec.options))
+    options = _longer(spec.type, options, asked, geometry) or options
+    others = {name: _longer_spec(each, asked, geometry) for name, each in spec.others.items()}
+    specs.write(config, replace(spec, max_length=max_length, options=options, others=others))
+    rows = getattr(config, LENGTH_FIELD, None)
+    if rows is not None and spec.replaces_all:  # as patch has it: the promise in the host's count, or the host's own length
+        host = spec.host.rows if spec.host else rows
+        setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack._posenc_pass.offset)
+        config.check_size()
+    return _rebuilt(model, config, asked)
+
+
+def _asked(
+    kinds: Sequence[tuple[str, dict[str, Any]]],
+    geometry: Geometry,
+    before: int | None,
+    after: int | None,
+    method: str | None,
+    settings: dict[str, Any],
+    of_stock: bool = False,
+) -> Extension | None:
+    """What is asked of these encodings, types and options; None for a promise alone. of_stock: `unpatch` gives a stock model.
+
+    Raises ValueError where it is no promise but a size, where none of them has this method, and for a shorter length.
+    """
+    before = geometry.trained_length if before is None and method is not None else before
+    if method is not None and before is None:
+        raise ValueError(
+            f"method={method!r} starts from the length that positions were trained for, which nothing tells here: patch with "
+            "max_length, or give the rule to the encoding"
+        )
+    if after is not None and before is None:
+        raise ValueError(f"max_length={after} would make the longest input shorter: this model has no limit; leave it so")
+    if after is not None and before is not None and after < before:
+        endless = "" if method else ", or None for no limit"
+        raise ValueError(f"max_length={after} would make the longest input shorter: give {before} or more{endless}")
+    asked = None if method is None or before is None or after is None else Extension(method, before, after, settings)
+    for kind, options in kinds:
+        for name, part in encoding_class(kind).component_classes().items():
+            given = encoding_class(kind).by_part(options)[name]
+            if part.needs_max_length(geometry) and (asked is None or part.extended(given, asked, geometry) is None):
+                suited = [each for each in TABLES if part.extended(given, Extension(each, 1, 1), geometry) is not None]
+                if suited and method is not None:
+                    others = "; the host's own go on by others, hf_posenc.unpatch(model)" if of_stock else ""
+                    raise ValueError(
+                        f"method={method!r}: {name!r} has positions of its own making here, {shown(given)}, which go on by "
+                        f"{listed(suited)} alone{others}"
+                    )
+                raise _made_for_its_length(name, suited)
+    if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds):
+        named = " or ".join(repr(kind) for kind, _ in kinds)
+        others = "; a stock model may take others, hf_posenc.unpatch(model)" if of_stock else ""
+        raise ValueError(
+            f"method={method!r} changes nothing in {named}: leave it out, hf_posenc.extend(model, {after}), where positions go "
+            f"on by themselves; the methods are {CHOICE}{others}"
+        )
+    return asked
+
+
+def _longer(kind: str, options: dict[str, Any], asked: Extension | None, geometry: Geometry) -> dict[str, Any] | None:
+    """Options of an encoding as they were asked for; None where it has no such method."""
+    return None if asked is None else encoding_class(kind).extended(options, asked, geometry)
+
+
+def _longer_spec(spec: specs.PositionSpec, asked: Extension | None, geometry: Geometry) -> specs.PositionSpec:
+    options = _longer(spec.type, dict(spec.options), asked, geometry)
+    return spec if options is None else replace(spec, options=options)
+
+
+def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
+    """A twin of the model with this config, built anew; its parameters and buffers are the model's own, but for those that have
+    another size now.
+
+    Raises ValueError where an encoding doesn't say what these hold.
+    """
+    twin = shell(type(model), config, like=model)
+    ours, theirs = _within_encodings(twin), _within_encodings(model)
+    sizes, before = ({path: _sizes(each) for path, each in found.items()} for found in (ours, theirs))
+    if asked is None and sizes != before:
+        raise _made_for_its_length(config.position_encoding["type"])
+    share(model, twin)
+    shared: list[torch.Tensor] = []
+    for path in ours.keys() & theirs.keys():
+        module, other = ours[path], theirs[path]
+        own = _sizes(module)
+        same = {name for name, size in _sizes(other).items() if own.get(name) == size}
+        module._parameters.update({name: value for name, value in other._parameters.items() if name in same})
+        for key, buffer in other._buffers.items():
+            # What isn't saved is computed anew, as it will be when the model is loaded: it may depend on max_length.
+            computed = buffer is not None and key in other._non_persistent_buffers_set
+            if key in same or buffer is None:
+                module._buffers[key] = torch.empty_like(buffer) if computed else buffer
+                shared += [] if computed or buffer is None else [buffer]
+        if asked is not None and isinstance(module, PositionEncoding):
+            module.lengthen(other, asked)
+        shared += [parameter for parameter in module._parameters.values() if parameter is not None]
+    left = (parameter for module in ours.values() for parameter in module._parameters.values())
+    if any(parameter is not None and parameter.is_meta for parameter in left):
+        raise _made_for_its_length(config.position_encoding["type"])
+    with marked_as_loaded(shared):
+        refill(module for module in twin.modules() if isinstance(module, PositionEncoding))
+    return twin
+
+
+def _within_encodings(model: nn.Module) -> dict[str, Any]:
+    """Path -> module of all encodings in a model, and of their parts."""
+    return {path: module for path, module in model.named_modules() if "posenc" in path.split(".")}
+
+
+def _sizes(module: nn.Module) -> dict[str, torch.Size]:
+    """Name -> shape of a module's own parameters and buffers."""
+    held = {**module._parameters, **module._buffers}
+    return {name: tensor.shape for name, tensor in held.items() if tensor is not None}
+
+
+def _made_for_its_length(kind: str, methods: Sequence[str] = ()) -> ValueError:
+    """methods: those by which its table can be made longer."""
+    anew = "more of them have to be trained anew: hf_posenc.patch(hf_posenc.unpatch(model), …, max_length=…)"
+    more = f"give a method by which a table is made longer, {listed(methods)}" if methods else anew
+    return ValueError(
+        f"the positions of {kind!r} are made for its max_length: {more}; or take an encoding without a limit of its own"
+    )

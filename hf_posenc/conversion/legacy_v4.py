@@ -1,0 +1,245 @@
+"""`from_v4`: checkpoints with relative positions of Transformers v4, which Transformers 5 loads without their positions.
+
+v4 adds q_i · w[i - j + M - 1] to the product of query i and key j before it is scaled (relative_key), and
+k_j · w[i - j + M - 1] as well (relative_key_query). M is max_position_embeddings, w `[2M - 1, head_dim]` the
+`distance_embedding.weight` of an attention. The encoding of the same names here counts j - i, so it has the rows of w in
+reverse.
+"""
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import auto_factory
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, has_file
+
+from hf_posenc import configuration as specs
+from hf_posenc.architectures import find
+from hf_posenc.architectures.components import UnsupportedModelError
+from hf_posenc.configuration import LENGTH_FIELD, V4_RELATIVE, PositionSpec
+from hf_posenc.encodings import encoding_class, shown
+from hf_posenc.modeling import parameter_sharing
+from hf_posenc.modeling.derived import derive
+from hf_posenc.serialization.mixins import EncodingModelMixin
+from hf_posenc.serialization.saved_files import load_config, read_config
+
+TABLE = "distance_embedding.weight"
+SERVED = (
+    *(
+        "albert",
+        "bert",
+        "bert-generation",
+        "bros",
+        "camembert",
+        "data2vec-text",
+        "dpr",
+        "electra",
+        "ernie",
+        "esm",
+        "megatron-bert",
+    ),
+    *("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+"""Model types whose outputs and gradients are compared with those of Transformers 4.57 (tools/v4_checkpoints.py)."""
+ABSOLUTE_TOO = ("bert-generation",)
+"""Those of which v4 adds the absolute positions as well; of all others it doesn't use their table."""
+AFTER_SCALING = ("albert",)
+"""Those of which v4 adds the products to scores that are scaled already, so that ours have vectors sqrt(head_dim) as long."""
+NATIVE = ("seamless_m4t_v2", "wav2vec2-bert")
+"""Have a distance_embedding in Transformers 5 as they had it in v4."""
+
+
+def from_v4(
+    path_or_id: str | os.PathLike[str],
+    auto_class: Any = AutoModel,
+    *,
+    max_length: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    device_map: Any = None,
+    attn_implementation: str | None = None,
+    revision: str = "main",
+    subfolder: str = "",
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> Any:
+    """A Transformers v4 model with position_embedding_type "relative_key" or "relative_key_query", with v4's outputs.
+
+    Transformers 5 ignores that setting, drops the checkpoint's vectors of distances and computes something else. Here they
+    become the encoding of the same name, in a model of class `PosEnc<HostClass>`, which trains, saves and reloads as any
+    patched model. `unpatch` has nothing to bring back: v4 didn't use the absolute positions that are in such a checkpoint.
+
+    Args:
+        path_or_id: folder or Hub id of a checkpoint with safetensors.
+        auto_class: an Auto class (AutoModelForMaskedLM) or a model class (BertForMaskedLM).
+        max_length: the longest input in tokens, checked on every forward. None: what the model was made for. In longer inputs,
+            distances beyond the last vector get that one; v4 refused them.
+        dtype, device_map, attn_implementation, revision, subfolder, token, cache_dir, local_files_only: as of
+            `auto_class.from_pretrained`.
+
+    Raises:
+        ValueError: no such checkpoint: absolute positions, tables that are missing or of other sizes, pickles instead of
+            safetensors, a class for other models.
+        UnsupportedModelError: a ValueError for a model type of which the outputs aren't proven to be v4's.
+    """
+    if not isinstance(path_or_id, (str, os.PathLike)):
+        raise ValueError(
+            f"from_v4 takes a folder or a Hub id, not a {type(path_or_id).__name__}: a model that Transformers 5 has loaded "
+            "has lost its vectors of distances"
+        )
+    source: dict[str, Any] = {
+        "revision": revision,
+        "token": token,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+    }
+    kind = _checked_kind(path_or_id, read_config(path_or_id, subfolder=subfolder, **source))
+    files = [os.path.join(subfolder, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
+    if not any(has_file(path_or_id, file, **source) for file in files):
+        raise ValueError(
+            f"{path_or_id} has no {SAFE_WEIGHTS_NAME}, and other weights are pickles, which can run any code: convert it with "
+            "Transformers v4, by from_pretrained and save_pretrained (Transformers 5 would drop the vectors of distances)"
+        )
+    config = load_config(path_or_id, subfolder=subfolder, **source)
+    host = _model_class(auto_class, config)
+    cls = derive(host)
+    _make_absolute(config)
+    spec = _spec(kind, config, host, max_length)
+    config.__class__ = cls.config_class
+    specs.write(config, spec)
+    given = {"dtype": dtype, "device_map": device_map, "attn_implementation": attn_implementation}
+    # Not the derived class's own from_pretrained, which takes a stock checkpoint for one to be patched. Its refusal of pickles
+    # acts here, too.
+    model, info = super(EncodingModelMixin, cls).from_pretrained(
+        path_or_id,
+        config=config,
+        key_mapping=_renamed(kind, spec),
+        ignore_mismatched_sizes=True,  # reported below
+        output_loading_info=True,
+        use_safetensors=True,
+        subfolder=subfolder,
+        **source,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    vars(model).pop("_weight_conversions", None)  # else it would be saved under the old names
+    _check_loaded(path_or_id, kind, info)
+    _as_ours(model, kind)
+    return model
+
+
+def _make_absolute(config: Any) -> None:
+    """Take out the setting that Transformers 5 ignores."""
+    del config.position_embedding_type
+    if hasattr(type(config), "position_embedding_type"):  # ESM's, which has rotary positions by this name, too
+        config.position_embedding_type = "absolute"
+
+
+def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
+    """The kind of relative positions that a config.json asks for."""
+    if not saved:
+        raise ValueError(f"{path} has no {CONFIG_NAME}: give the folder or Hub id of a saved model, or subfolder=… in it")
+    if "position_encoding" in saved:
+        raise ValueError(f"{path} has an encoding of this package already: load it with AutoModel.from_pretrained")
+    kind, model_type = saved.get("position_embedding_type", "absolute"), saved.get("model_type")
+    if model_type in NATIVE:
+        raise ValueError(f"{path}: Transformers 5 has {model_type!r} with its relative positions: load it with from_pretrained")
+    parts = {name: part.get("position_embedding_type") for name, part in saved.items() if isinstance(part, dict)}
+    if part := next((name for name, inner in parts.items() if inner in V4_RELATIVE), None):
+        raise UnsupportedModelError(
+            f"{path} has position_embedding_type={parts[part]!r} in its {part}, and models made of several aren't compared "
+            "with v4's outputs (docs/v4.md): run it with Transformers 4.57"
+        )
+    if kind not in V4_RELATIVE:
+        raise ValueError(
+            f"{path} has position_embedding_type={shown(kind)}, and from_v4 is for {' and '.join(map(repr, V4_RELATIVE))}: "
+            "load it with from_pretrained"
+        )
+    if model_type not in SERVED:
+        raise UnsupportedModelError(
+            f"{path} is a {shown(model_type)} model, and relative positions of v4 are compared with v4's outputs for "
+            f"{', '.join(SERVED)} alone (docs/v4.md): run it with Transformers 4.57"
+        )
+    if (model_type, kind) == ("esm", "relative_key_query"):
+        raise UnsupportedModelError(
+            f"{path}: v4 scales an ESM's queries before it adds the vectors of distances, and its keys not, so its {kind} is "
+            "another formula than all others': run it with Transformers 4.57"
+        )
+    return str(kind)
+
+
+def _model_class(auto_class: Any, config: PreTrainedConfig) -> Any:
+    """The stock class that an Auto class loads for a config, or the class itself."""
+    if isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel):
+        auto_class = getattr(auto_class, "host_class", auto_class)
+        if auto_class.config_class is type(config):
+            return auto_class
+        raise ValueError(
+            f"{auto_class.__name__} is not for a {config.model_type!r} model: give a class that is, or an Auto class"
+        )
+    mapping = getattr(auto_class, "_model_mapping", None)
+    if mapping is None:
+        raise ValueError(f"auto_class={auto_class!r}: give an Auto class, as AutoModelForMaskedLM, or a model class")
+    if type(config) not in mapping:
+        raise ValueError(
+            f"{auto_class.__name__} has no class for a {config.model_type!r} model: give another, or a model class"
+        )
+    return auto_factory._get_model_class(config, mapping)
+
+
+def _spec(kind: str, config: Any, host: Any, max_length: int | None) -> PositionSpec:
+    """The encoding that has the vectors of a checkpoint."""
+    rows = getattr(config, LENGTH_FIELD)
+    usable = next(iter(find.find_all(parameter_sharing.shell(host, config)).values())).usable_length
+    if config.model_type not in ABSOLUTE_TOO:
+        length = usable if max_length is None else max_length
+        return PositionSpec.parse({"type": kind, "max_distance": rows - 1, "max_length": length})
+    if max_length not in (None, usable):
+        raise ValueError(
+            f"max_length={max_length}: a {config.model_type!r} model has vectors for {usable} positions, too: leave it out"
+        )
+    return PositionSpec.parse({"type": f"absolute+{kind}", f"{kind}__max_distance": rows - 1, "max_length": usable})
+
+
+def _renamed(kind: str, spec: PositionSpec) -> dict[str, str]:
+    """What the weights are called in a checkpoint of v4 -> in ours."""
+    relative, absolute = encoding_class(kind).type, encoding_class("absolute").type
+    if spec.type == relative:
+        return {TABLE: "posenc.weight"}
+    return {TABLE: f"posenc.{relative}.weight", "embeddings.position_embeddings.weight": f"posenc.{absolute}.weight"}
+
+
+def _check_loaded(path: Any, kind: str, info: Any) -> None:
+    """Raises ValueError where the vectors in a checkpoint aren't those that its config describes."""
+    if wrong := sorted(info["mismatched_keys"]):
+        name, found, wanted = wrong[0]
+        raise ValueError(
+            f"{path}: {_in_v4(name)} has the shape {tuple(found)}, and its config describes {tuple(wanted)} (v4 has vectors "
+            "for 2 * max_position_embeddings - 1 distances): restore the config.json that was saved with it"
+        )
+    if missing := sorted(name for name in info["missing_keys"] if "posenc." in name):
+        raise ValueError(
+            f"{path} has no {_in_v4(missing[0])}, though its config says {kind!r}: Transformers 5 loses it where it loads and "
+            "saves such a model; take the checkpoint that v4 saved"
+        )
+    if more := sorted(name for name in info["unexpected_keys"] if "posenc." in name):
+        raise ValueError(
+            f"{path} has {_in_v4(more[0])}, and the model that its config describes has no self-attention of that name (v4 "
+            "gave some models' attention to an encoder's states relative positions, too): run it with Transformers 4.57"
+        )
+
+
+def _in_v4(name: str) -> str:
+    path, found, _ = name.partition("posenc.")
+    return path + TABLE if found else name
+
+
+def _as_ours(model: Any, kind: str) -> None:
+    """Make the vectors that were loaded those of our encoding, which counts in the other direction."""
+    after_scaling = type(model.config).host_class.model_type in AFTER_SCALING
+    tables: list[Any] = [module.weight for module in model.modules() if type(module) is encoding_class(kind)]
+    with torch.no_grad():
+        for table in tables:
+            if table.is_meta:
+                raise ValueError("device_map leaves weights on disk: load the model, save it, then load that with device_map")
+            table.copy_(table.flip(0) * (table.shape[-1] ** 0.5 if after_scaling else 1))

@@ -1,0 +1,156 @@
+"""patch and unpatch: the same model between its host's class and the derived one, with shared parameters."""
+
+import functools
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from hf_posenc.architectures.components import UnsupportedModelError
+from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.architectures.structure import is_patched
+from hf_posenc.configuration import PLACEMENT, PositionSpec
+from hf_posenc.modeling.derived import PosEncModelMixin, derive
+from hf_posenc.modeling.parameter_sharing import refuse_wrapped, to_derived, to_stock
+from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def patch(
+    model: M,
+    encoding: str | dict[str, Any],
+    *,
+    max_length: int | None = None,
+    submodel: str | None = None,
+    where: str | list[str] | dict[str, Any] | None = None,
+    inject: str = "input",
+    keep_original: bool = True,
+    **options: Any,
+) -> M:
+    """The same model with another position encoding, of class `PosEnc<HostClass>`.
+
+    Parameter objects are shared with `model`, not copied: training, freezing or moving one moves the other. `model`
+    itself stays usable and unchanged. Mode, requires_grad, dtype, device, tied weights and generation_config carry over;
+    hooks stay with `model`.
+
+    New parameters are drawn by the state of torch's generator, which stays as it is: two patches in a row start alike, unless
+    something is drawn, or torch.manual_seed called, in between.
+
+    Args:
+        model: any Transformers model in which all sources of position can be taken over; or a SentenceTransformer with
+            one, which comes back as a SentenceTransformer. Its max_seq_length is then the model's usable length.
+        encoding: a name or alias (`hf_posenc.list_encodings()`), a composition of several (`"sinusoidal+alibi"`), or
+            `{"type": name, **options}`.
+        max_length: the longest input in tokens, checked on every forward and written to the config's length field.
+            None: no limit for computed encodings, the host's own length for tables.
+        submodel: of a model made of several (CLIP, LLaVA, an EncoderDecoderModel) the one to patch, as a dotted path within
+            its base model ("text_model", "language_model", "decoder"); the error for such a model without it names them.
+        where: in a model of an encoder and a decoder where the encoding acts, one or more of "encoder", "decoder" (their
+            self-attention; both by default) and "cross" (the decoder's attention to the encoder's states, where the distance of
+            two tokens is that of their positions). What isn't named keeps the host's own positions. A dict gives each an
+            encoding of its own, or other options: {"encoder": "alibi", "decoder": {"type": "rope", "theta": 5e5}}.
+        inject: where the vectors of an encoding which embeds are added: to the "input" (where the host adds its own, else
+            to the hidden state that enters the first layer), to the hidden state that enters "every_layer", or to what
+            leaves each layer's attention block ("after_attention").
+        keep_original: keep the host's position table as non-trained buffers `posenc.original.*`, for `unpatch`.
+        **options: of the encoding (`rope` has theta and layout, `sinusoidal` has base, …); of a composition's part as
+            `part__option`. `layers` is an option of all encodings that act in attention: where they act, a slice as text
+            ("3::4") or a list of layer indices.
+
+    Raises:
+        ValueError: unknown encoding or option, a wrong value; `model` is untouched.
+        UnsupportedModelError: a ValueError for a host in which not all sources of position can be taken over.
+    """
+    if is_sentence_transformer(model):
+        change = functools.partial(
+            patch,
+            encoding=encoding,
+            max_length=max_length,
+            submodel=submodel,
+            where=where,
+            inject=inject,
+            keep_original=keep_original,
+            **options,
+        )
+        return apply_to_sentence_transformer(model, change)
+    refuse(model, "patch")
+    if isinstance(model, PosEncModelMixin):
+        held = model.config.position_spec
+        inner = "" if held.submodel is None else f", in its {held.submodel}, and only one of its models can have one"
+        way = "hf_posenc.patch(hf_posenc.unpatch(model), …)"
+        if held.host is None:
+            way = "it has no other positions to go back to; begin with what it was made from (by from_v4: with that checkpoint)"
+        raise ValueError(f"this model has the {held.type!r} encoding already{inner}: {way}")
+    if not is_transformers(type(model)):
+        refuse_own_config(model)
+    if taken := sorted({"type", *PLACEMENT} & set(options)):
+        raise ValueError(
+            f"{taken[0]}={options[taken[0]]!r} is no option of an encoding; the encoding is patch's second argument"
+        )
+    given = {"type": encoding} if isinstance(encoding, str) else encoding
+    if isinstance(given, dict):
+        placement = {"max_length": max_length, "submodel": submodel, "where": where}
+        placement = {name: value for name, value in placement.items() if value is not None}
+        given = {**given, **options, **placement, **({} if inject == "input" else {"inject": inject})}
+    spec = PositionSpec.parse(given, in_code=True)
+    try:
+        return to_derived(model, derive(type(model)), spec, keep_original)
+    except UnsupportedModelError as refused:
+        if is_transformers(type(model)):
+            raise
+        raise refused.of_own_class() from None
+
+
+def unpatch(model: M) -> M:
+    """The host's own class with its own positions again; parameter objects are shared, as in `patch`.
+
+    Bit-equal to the model that was patched, unless it was trained in between: then it is the trained body with the old
+    positions, and a UserWarning says so.
+
+    Raises:
+        ValueError: the model isn't patched, or its positions were not kept (the error names the base model).
+    """
+    if is_sentence_transformer(model):
+        return apply_to_sentence_transformer(model, unpatch)
+    refuse(model, "unpatch")
+    if not isinstance(model, PosEncModelMixin):
+        raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
+    return to_stock(model, type(model).host_class)
+
+
+def refuse_own_config(model: Any) -> None:
+    """Raises ValueError for a user's own model whose config doesn't say enough to load it again and to size an encoding."""
+    kind, name = type(model.config), type(model).__name__
+    if is_transformers(kind) or kind.model_type in ("", *CONFIG_MAPPING_NAMES):
+        raise ValueError(
+            f"{name} is a class of your own, and its config a {kind.__name__} of model type {kind.model_type!r}, by which the "
+            "Auto classes would load another model: give it a config class of its own with a model_type of its own"
+        )
+    missing = [
+        size for size in ("hidden_size", "num_attention_heads") if not isinstance(getattr(model.config, size, None), int)
+    ]
+    if missing:
+        raise ValueError(
+            f"{kind.__name__} has no {' and no '.join(missing)}, by which an encoding is sized: rename it, or add the name to "
+            f'its attribute_map ({{"{missing[0]}": "its name there"}})'
+        )
+
+
+def refuse(model: Any, call: str) -> None:
+    """Raises ValueError for a model that this call can't take: wrapped, run by code of its own, with patched models within."""
+    refuse_wrapped(model, call)
+    if isinstance(model, PosEncModelMixin):
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, PosEncModelMixin) and is_patched(module):
+            raise ValueError(
+                f"{path} of this {type(model).__name__} was patched by itself ({module.config.position_spec.type!r}) and "
+                f"reloads as it is: {call} that one, or take its encoding out first, "
+                f"model.{path} = hf_posenc.unpatch(model.{path})"
+            )
+    if any(map(is_patched, model.modules())):
+        raise ValueError(
+            f"{type(model).__name__} is patched, but runs the code that came with its checkpoint (trust_remote_code): "
+            "import hf_posenc first, then load it again"
+        )

@@ -1,0 +1,217 @@
+"""The encoding that is measured: built from its name or taken as it is, and what it does to all positions of a text.
+
+Shapes: L positions, Q queries, H heads, D hidden_size, E head_dim, P probes (pairs of a query and a key).
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from hf_posenc.encodings import (
+    Above,
+    Geometry,
+    PositionContext,
+    PositionEncoding,
+    build,
+    canonical,
+    checked_value,
+    encoding_class,
+    exclusively,
+    listed,
+    placed,
+)
+from hf_posenc.modeling.embedding import PositionEmbedding
+
+Quantity = Literal["vectors", "scores"]
+"""What an encoding gives: vectors that are added to inputs, or what it does to the scores of attention."""
+ON_SCORES = {"rotate", "distance_bias", "score_bias"}
+EXACT = torch.float64
+OF_ATTENTIONS = "of an encoding that each attention has for itself (per_layer) give that of one attention"
+POSITIVE, SEVERAL = Annotated[int, Above(0)], Annotated[int, Above(1)]
+POSITIVES = tuple[Annotated[int, Above(0)], ...]
+
+
+class Sizes(TypedDict, total=False):
+    """The sizes for which an encoding given by name is built, as keywords.
+
+    hidden_size: 768. num_attention_heads: 12. max_length: 512, or the measured length where that is more. causal: whether
+    queries see no later keys; by default True for encodings that are for decoders alone. seed: 0, of what is drawn at random.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    max_length: int
+    causal: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An encoding, in float64 on the CPU, of which the first `length` positions are measured."""
+
+    encoding: Any
+    length: int
+
+    @property
+    def name(self) -> str:
+        return self.encoding.type
+
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        return self.encoding.acts_by(self.encoding._options)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.encoding.geometry.is_causal
+
+    def quantity(self, asked: Quantity | None) -> Quantity:
+        """What is measured of this encoding. Raises ValueError where it doesn't act so, in both ways and none is asked for, or
+        where a part that acts so isn't in this module."""
+        known = _ways(self.verbs)
+        if not self.encoding.type:
+            raise ValueError(f"this module does nothing to positions: {OF_ATTENTIONS}")
+        if asked is not None and asked not in known:
+            acts = f"acts by {', '.join(self.verbs)}" if self.verbs else "does nothing to positions"
+            raise ValueError(f"quantity={asked!r}: {self.name!r} {acts}, of which {listed(known) or 'nothing'} can be measured")
+        if not known:
+            raise ValueError(
+                f"{self.name!r} acts by {', '.join(self.verbs) or 'nothing'}: there are neither vectors nor scores to measure; "
+                f"{OF_ATTENTIONS}"
+            )
+        if len(known) > 1 and asked is None:
+            raise ValueError(f"{self.name!r} acts by vectors and in attention: say which, quantity='vectors' or 'scores'")
+        quantity = asked or known[0]
+        if lacking := [name for name, verbs in self._elsewhere().items() if quantity in _ways(verbs)]:
+            here = list(self.encoding.named_parts())
+            raise ValueError(
+                f"this module has of {self.name!r} the part {', '.join(here)}, and not {', '.join(lacking)}: the stack's has "
+                "what all layers share, each attention's what is its own; give one part, as "
+                f"module.get_submodule({here[0]!r}), or the encoding by its name"
+            )
+        return quantity
+
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        """Part -> its verbs, of the parts of a composition that this module doesn't have."""
+        classes, here = type(self.encoding).component_classes(), self.encoding.named_parts()
+        if len(classes) < 2:
+            return {}
+        return {name: cls.acts_by(self.encoding._options[name]) for name, cls in classes.items() if name not in here}
+
+    @torch.no_grad()
+    def vectors(self, dtype: torch.dtype = EXACT) -> Tensor:
+        """What is added at each position, `[L, D]`, float64, rounded to `dtype` before."""
+        added = self._of(dtype)("embed", torch.arange(self.length))
+        return added.to(dtype).to(EXACT)
+
+    def ones(self) -> tuple[Tensor, Tensor]:
+        """One query and one key, `[1, H, E]`, whose features are all 1: their product after turning is what a random query with
+        features of variance 1 has with itself on average."""
+        one = torch.ones(1, max(1, self.encoding.geometry.num_attention_heads), self._head_dim, dtype=EXACT)
+        return one, one
+
+    def drawn(self, probes: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Queries and keys from N(0, 1), `[P, H, E]`."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (2, probes, max(1, self.encoding.geometry.num_attention_heads), self._head_dim)
+        query, key = torch.randn(shape, generator=generator, dtype=EXACT)
+        return query, key
+
+    @torch.no_grad()
+    def turned(self, query: Tensor, key: Tensor, dtype: torch.dtype = EXACT) -> tuple[Tensor, Tensor]:
+        """The same query and key `[P, H, E]` at every position, rotated: `[P, H, L, E]`, in `dtype`."""
+        states = [each.to(dtype)[:, :, None].expand(-1, -1, self.length, -1) for each in (query, key)]
+        return self._of(dtype)("rotate", *states, self._context())
+
+    @torch.no_grad()
+    def scores(self, query: Tensor, key: Tensor, rows: Sequence[int] | None = None, dtype: torch.dtype = EXACT) -> Tensor:
+        """What the encoding does to the scores of the same query and key `[P, H, E]` at every position: `[P, H, Q, L]`,
+        float64, computed in `dtype`; Q the positions in `rows`, by default all. NaN where a query doesn't see a key.
+
+        The scaled score where the encoding rotates (without, it would be the same everywhere), and the biases.
+        """
+        encoding, context, index = self._of(dtype), self._context(), torch.arange(self.length)
+        queries = index if rows is None else torch.tensor(rows)
+        distance = index - queries[:, None]
+        query, key = self.turned(query, key, dtype)
+        total = torch.zeros(len(query), query.shape[1], len(queries), self.length, dtype=dtype)
+        if "rotate" in self.verbs:
+            total = query[:, :, queries] @ key.mT * context.scaling
+        if (bias := encoding("distance_bias", torch.arange(1 - self.length, self.length))) is not None:
+            total = total + bias.to(dtype)[:, distance + (self.length - 1)]
+        if "score_bias" in self.verbs and (bias := encoding("score_bias", query, key, context)) is not None:
+            total = total + bias.to(dtype).expand(*query.shape[:3], -1)[:, :, queries]
+        return total.to(EXACT).masked_fill(distance > 0, torch.nan) if self.is_causal else total.to(EXACT)
+
+    @property
+    def _head_dim(self) -> int:
+        return self.encoding.geometry.head_dim or 1
+
+    def _context(self) -> PositionContext:
+        positions = torch.arange(self.length)[None]
+        return PositionContext(self.encoding, positions, 0, torch.zeros(1, 1, dtype=torch.long), scaling=self._head_dim**-0.5)
+
+    def _of(self, dtype: torch.dtype) -> Any:
+        """The encoding with its parameters in a dtype."""
+        if dtype == EXACT:
+            return self.encoding
+        return placed(copy.deepcopy(self.encoding), torch.device("cpu"), dtype)
+
+
+def _ways(verbs: Sequence[str]) -> list[Quantity]:
+    """What can be measured of an encoding that acts by these verbs."""
+    ways: dict[Quantity, bool] = {"vectors": "embed" in verbs, "scores": not ON_SCORES.isdisjoint(verbs)}
+    return [quantity for quantity, acts in ways.items() if acts]
+
+
+def subject(encoding: Any, length: int, sizes: Sizes) -> Subject:
+    """The encoding that is meant by a name, a dict, a module or a `PositionEmbedding`; a module is copied.
+
+    Raises ValueError for anything else, a wrong size, sizes beside a module that has its own, and more positions than it has.
+    """
+    checked_value("length", length, SEVERAL)
+    if unknown := sorted({*sizes} - {*Sizes.__annotations__}):
+        names = ", ".join(Sizes.__annotations__)
+        raise ValueError(f"{unknown[0]} is no size: sizes are {names}; options go into a dict, {{'type': name, …}}")
+    module = encoding.posenc if isinstance(encoding, PositionEmbedding) else encoding
+    if not isinstance(module, PositionEncoding):
+        if isinstance(module, torch.nn.Module):
+            raise ValueError(f"{type(module).__name__} is no encoding: give its name, a dict, or the module, as model.posenc")
+        built = _built(canonical(module, in_code=True), length, **sizes)
+    else:
+        if sizes:
+            raise ValueError(f"{next(iter(sizes))} was given beside a module, which has sizes of its own: leave it out")
+        built = copy.deepcopy(module)
+    limit = built.geometry.max_length
+    if limit is not None and length > limit:
+        raise ValueError(f"length={length}: this {built.type!r} encoding has {limit} positions: give a smaller length")
+    return Subject(placed(built.requires_grad_(False).eval(), torch.device("cpu"), EXACT), length)
+
+
+def _built(
+    encoding: dict[str, Any],
+    length: int,
+    hidden_size: int = 768,
+    num_attention_heads: int = 12,
+    max_length: int | None = None,
+    causal: bool | None = None,
+    seed: int = 0,
+) -> PositionEncoding:
+    for name, value in (("hidden_size", hidden_size), ("num_attention_heads", num_attention_heads)):
+        checked_value(name, value, POSITIVE)
+    if hidden_size % num_attention_heads:
+        raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={num_attention_heads}")
+    parts = encoding_class(encoding["type"]).component_classes().values()
+    geometry = Geometry(
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        head_dim=hidden_size // num_attention_heads,
+        max_length=max(512, length) if max_length is None else max_length,
+        is_causal=any(part.causal_only for part in parts) if causal is None else causal,
+    )
+    with exclusively(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return build(encoding, geometry)

@@ -1,0 +1,180 @@
+"""The model that is measured, and the texts that it reads.
+
+The model is a copy of the given one that shares its tensors: nothing is set on the given one, which other threads may run.
+
+Shapes: L tokens, H heads, D hidden_size.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posenc.encodings import Above, checked_value, shown
+from hf_posenc.inspection import inspect
+from hf_posenc.modeling.sentence_transformers import is_sentence_transformer
+from hf_posenc.serialization.tokenizer_files import check_ids, check_known
+from hf_posenc.signatures import argument_names, reads_tokens
+
+FROM_BATCHES, MASK = ("input_ids", "token_type_ids"), "attention_mask"
+INTEGERS = (torch.int64, torch.int32)
+"""The dtypes that embeddings take."""
+Texts = Iterable[str] | Mapping[str, Tensor] | Tensor
+"""Texts to tokenise; or a batch of tensors `[N, L]`, input_ids and, if need be, attention_mask and token_type_ids; or
+input_ids."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A model in eval mode that gives out its attention, as a copy that shares the tensors of the given one.
+
+    name: the class of the given one. tokenizer: None where none is known. usable: the longest input in tokens; None: no limit,
+    or an unknown one.
+    """
+
+    model: Any
+    name: str
+    tokenizer: Any
+    usable: int | None
+
+    @property
+    def stack(self) -> Any:
+        """The model without its head."""
+        return self.model.base_model
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.embedding.weight)
+
+    @property
+    def embedding(self) -> Any:
+        """The module that embeds tokens. Raises ValueError for a model without one (CANINE)."""
+        try:
+            return self.stack.get_input_embeddings()
+        except NotImplementedError:
+            raise ValueError(f"{self.name} has no one embedding of its tokens: it can't be measured on texts") from None
+
+    @property
+    def still(self) -> float:
+        """The difference of log-odds, in nats, that rounding makes in the model's dtype."""
+        return max(1e-4, 4 * torch.finfo(self.model.dtype).eps)
+
+    def read(self, texts: Texts, length: int | None, least: int = 2) -> list[dict[str, Tensor]]:
+        """Each text as name -> `[1, L]`, without padding, cut to `length` tokens and to what the model reads; whole with None.
+
+        Raises ValueError for texts of fewer than `least` tokens, ids that the model has no embedding of, and a batch of other
+        inputs.
+        """
+        if length is not None:
+            checked_value("length", length, Annotated[int, Above(least - 1)])
+            length = length if self.usable is None else min(length, self.usable)
+        rows = list(self._rows(texts, length))
+        if not rows:
+            raise ValueError("texts has none: give some texts, or a batch of input_ids")
+        check_known(self.tokenizer, (row["input_ids"] for row in rows))
+        for place, row in enumerate(rows):
+            ids = row["input_ids"]
+            if ids.shape[1] < least:
+                raise ValueError(f"text {place} has {ids.shape[1]} tokens, and {least} are needed: give longer texts")
+            check_ids(ids, self.embedding, f"text {place}")
+        return [{name: values.to(self.model.device) for name, values in row.items()} for row in rows]
+
+    def _rows(self, texts: Any, length: int | None) -> Iterable[dict[str, Tensor]]:
+        if isinstance(texts, Tensor):
+            texts = {"input_ids": texts}
+        if isinstance(texts, Mapping):
+            ids = texts.get("input_ids")
+            taken = {*argument_names(self.stack)} - {*FROM_BATCHES, MASK}
+            if other := [name for name in texts if name in taken and texts[name] is not None]:
+                allowed = ", ".join((*FROM_BATCHES, MASK))
+                raise ValueError(f"texts has {other[0]!r}, which wouldn't be read: allowed are {allowed}; leave it out")
+            if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in INTEGERS:
+                raise ValueError("texts is a batch without input_ids: give these, a tensor of integers [N, L]")
+            names = [name for name in FROM_BATCHES if texts.get(name) is not None]
+            for name in (*names, MASK):
+                given = texts.get(name)
+                if given is not None and (not isinstance(given, Tensor) or given.shape != ids.shape):
+                    form = f"has shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"is a {type(given).__name__}"
+                    raise ValueError(f"{name} {form}: expected a tensor of {tuple(ids.shape)}, as input_ids")
+            mask = texts.get(MASK)
+            shown_tokens = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+            for row, kept in enumerate(shown_tokens):
+                yield {name: texts[name][row][kept][None, :length] for name in names}
+            return
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise ValueError(f"texts={shown(texts)[:100]}: allowed are several strings, or a batch of input_ids")
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"texts holds {shown(text)[:100]}: allowed are strings, or one batch of input_ids")
+            given = self.asked_tokenizer()(text, truncation=length is not None, max_length=length)
+            yield {name: torch.tensor([given[name]]) for name in FROM_BATCHES if name in given}
+
+    def asked_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ValueError("texts are strings, and no tokenizer was given: tokenizer=…, or give input_ids")
+        return self.tokenizer
+
+    @torch.no_grad()
+    def attentions(self, row: Mapping[str, Tensor]) -> Tensor:
+        """The attention weights of one text, `[layers, H, L, L]`, float64, on the CPU.
+
+        Raises ValueError for a model that doesn't give them out, or gives out its scores as such (SqueezeBERT).
+        """
+        output = self.stack(**row, use_cache=False, return_dict=True, output_attentions=True)
+        size = (row["input_ids"].shape[1],) * 2
+        given = getattr(output, "attentions", None) or ()
+        found = [each[0] for each in given if isinstance(each, Tensor) and each.ndim == 4 and each.shape[-2:] == size]
+        if not found:
+            raise ValueError(
+                f"{self.name} gives out no attention weights of all its tokens: measure what doesn't need them, as "
+                "receptive_field or order_sensitivity"
+            )
+        if len({len(each) for each in found}) > 1:
+            raise ValueError(f"the layers of {self.name} have different numbers of heads, which no one table can hold")
+        weights = torch.stack(found).double().cpu()
+        if weights.min() < 0 or weights.sum(-1).max() > 1.1:  # rounding in bfloat16 adds less; a sink leaves less than 1
+            raise ValueError(
+                f"{self.name} gives out something else as its attention weights (from {weights.min():.3g} to "
+                f"{weights.max():.3g}): measure what doesn't need them, as receptive_field or order_sensitivity"
+            )
+        return weights
+
+    def states(self, row: Mapping[str, Tensor]) -> Tensor:
+        """The last hidden states of one text, `[L, D]`."""
+        return self.stack(**row, use_cache=False, return_dict=True).last_hidden_state[0]
+
+
+def reader(model: Any, tokenizer: Any = None) -> Reader:
+    """The model that is meant: of Transformers, patched or stock, or a SentenceTransformer with one.
+
+    Raises ValueError for anything else, for a model of an encoder and a decoder, and for one that reads no tokens.
+    """
+    if is_sentence_transformer(model):
+        tokenizer, model = tokenizer or model.tokenizer, model[0].model
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"{type(model).__name__} is no model of Transformers: give the model itself, not what is wrapped around it"
+        )
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False) and model.get_encoder() is not model:
+        raise ValueError(f"{name} has an encoder and a decoder: give its encoder, model.get_encoder()")
+    if tokenizer is not None and not (isinstance(tokenizer, PreTrainedTokenizerBase) or callable(tokenizer)):
+        raise ValueError(f"tokenizer={shown(tokenizer)[:100]}: allowed is a tokenizer of Transformers")
+    if not reads_tokens(model.base_model):
+        raise ValueError(f"{name} reads no tokens: give the part of it that reads text, as model.text_model")
+    # Found in the memo, tensors are taken as they are; modules, hooks and the config are copied.
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin: Any = copy.deepcopy(model, shared)
+    twin.eval().set_attn_implementation("eager")
+    return Reader(twin, name, tokenizer, _usable(model))
+
+
+def _usable(model: Any) -> int | None:
+    try:
+        return inspect(model).max_length
+    except ValueError:  # of a host that can't be patched nothing is known
+        return None

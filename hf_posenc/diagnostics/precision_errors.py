@@ -1,0 +1,168 @@
+"""Which positions an encoding tells apart: in float64, and in the dtypes of models."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.diagnostics.encoding_input import Quantity, Sizes, Subject, subject
+from hf_posenc.diagnostics.result import Result
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+PROBES = 8
+"""Number of drawn pairs of a query and a key."""
+
+
+@dataclass(frozen=True, eq=False)
+class Uniqueness(Result):
+    """The result of `uniqueness`.
+
+    quantity: "vectors": of each position the vector; "scores": of each key the scores that one query gives it in all heads,
+        where all queries and keys have the same content.
+    length: number of positions. distinct: how many of them differ from all before. least: the least distance (Euclidean)
+        between two of them; nearest: which two. relative: `least` divided by the mean distance of neighbours.
+    """
+
+    encoding: str
+    quantity: Quantity
+    length: int
+    distinct: int
+    least: float
+    nearest: tuple[int, int]
+    relative: float
+
+    def lines(self) -> Iterator[str]:
+        first, second = self.nearest
+        yield f"{self.encoding}: {self.quantity} of {self.length} positions, {self.distinct} distinct"
+        yield f"  nearest: {first} and {second}, {self.least:.3g} apart, {self.relative:.3g} of a step"
+
+
+@dataclass(frozen=True, eq=False)
+class Precision(Result):
+    """The result of `precision`, by dtype.
+
+    error: the largest difference from float64, relative to the largest value.
+    told_apart: number of positions before the first that is the same as its neighbour, counted from 0 (from the query of
+        "scores"); `length` where all neighbours differ.
+    distinct: number of positions that differ from all before.
+    """
+
+    encoding: str
+    quantity: Quantity
+    length: int
+    dtypes: tuple[str, ...]
+    error: tuple[float, ...]
+    told_apart: tuple[int, ...]
+    distinct: tuple[int, ...]
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.encoding}: {self.quantity} of {self.length} positions"
+        for dtype, error, apart, distinct in zip(self.dtypes, self.error, self.told_apart, self.distinct, strict=True):
+            yield f"  {dtype}: error {error:.2g}; neighbours told apart for {apart} positions, {distinct} distinct"
+
+
+def uniqueness(encoding: Any, length: int = 512, *, quantity: Quantity | None = None, **sizes: "Unpack[Sizes]") -> Uniqueness:
+    """Whether each position is another one to the encoding.
+
+    Of vectors all are compared. In attention one query, of the position in the middle (in a causal stack of the last), compares
+    all keys, by the scores of PROBES drawn queries and keys: a bias that is symmetric gives those on its two sides the same.
+
+    Args, and what is raised: as of `similarity`.
+    """
+    measured = subject(encoding, length, sizes)
+    kind = measured.quantity(quantity)
+    middle = length - 1 if measured.is_causal else length // 2
+    found = _features(measured, kind, middle, torch.float64, sizes.get("seed", 0))
+    apart = _apart(found)
+    steps = apart.diagonal(1)
+    apart = apart.masked_fill(apart <= _still(found), 0.0).fill_diagonal_(torch.inf)
+    least, place = apart.flatten().min(0)
+    step = float(steps[steps.isfinite()].mean())
+    nearest = divmod(int(place), length)
+    relative = float(least) / step if step else 0.0
+    return Uniqueness(measured.name, kind, length, _distinct(_same(found)), float(least), nearest, relative)
+
+
+def precision(
+    encoding: Any,
+    length: int = 512,
+    *,
+    quantity: Quantity | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    **sizes: "Unpack[Sizes]",
+) -> Precision:
+    """What is left of an encoding in the dtypes of models: its error, and up to where neighbours are told apart.
+
+    Parameters, vectors, queries and keys, their products and biases are in the dtype, as in a model without autocast. In
+    attention one query looks at keys farther and farther away: that of position 0, in a causal stack the last.
+
+    Args, and what is raised: as of `similarity`; dtypes: those of torch that are floating-point numbers.
+    """
+    if odd := [dtype for dtype in dtypes if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)]:
+        raise ValueError(f"dtypes has {odd[0]!r}: allowed are floating-point dtypes, as torch.bfloat16")
+    measured = subject(encoding, length, sizes)
+    kind = measured.quantity(quantity)
+    query = length - 1 if measured.is_causal else 0
+
+    def features(dtype: torch.dtype) -> Tensor:
+        found = _features(measured, kind, query, dtype, sizes.get("seed", 0))
+        return found.flip(0) if measured.is_causal and kind == "scores" else found
+
+    exact = features(torch.float64)
+    largest = exact[exact.isfinite()].abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+    rounded = [features(dtype) for dtype in dtypes]
+    # What is the same in float64 isn't told apart by the rounding of another dtype.
+    same = [_same(each) | _same(exact) for each in rounded]
+    return Precision(
+        measured.name,
+        kind,
+        length,
+        tuple(str(dtype).removeprefix("torch.") for dtype in dtypes),
+        tuple(float((each - exact).where(each != exact, 0.0).abs().max() / largest) for each in rounded),
+        tuple(map(_told_apart, same)),
+        tuple(map(_distinct, same)),
+    )
+
+
+def _features(measured: Subject, kind: Quantity, query: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """By position what distinguishes it, `[L, F]`: its vector, or its scores in all heads with all probes."""
+    if kind == "vectors":
+        return measured.vectors(dtype)
+    return measured.scores(*measured.drawn(PROBES, seed), rows=[query], dtype=dtype)[:, :, 0].flatten(0, 1).T
+
+
+def _same(features: Tensor) -> Tensor:
+    """Whether two positions are the same, `[L, L]`, but for the rounding of float64."""
+    return _apart(features) <= _still(features)
+
+
+def _apart(features: Tensor) -> Tensor:
+    """The Euclidean distances of all positions, `[L, L]`: infinite where one feature alone is so, and features that are
+    infinite in both don't count."""
+    finite = features.isfinite()
+    # What isn't finite is compared as a number of its own, so that -inf and -inf don't make NaN of the other features.
+    kinds = torch.where(finite, 0.0, torch.where(features.isnan(), 2.0, features.sign())).to(features)
+    apart, other = (
+        torch.cdist(each, each, compute_mode="donot_use_mm_for_euclid_dist") for each in (features.where(finite, 0.0), kinds)
+    )
+    return apart.masked_fill(other > 0, torch.inf)
+
+
+def _still(features: Tensor) -> float:
+    """The Euclidean distance up to which two positions are the same."""
+    return 1e-13 * float(features[features.isfinite()].abs().max()) * features.shape[1] ** 0.5
+
+
+def _distinct(same: Tensor) -> int:
+    """Number of positions that differ from all before."""
+    return int((same.tril(-1).sum(1) == 0).sum())
+
+
+def _told_apart(same: Tensor) -> int:
+    """Number of positions before the first that is the same as its neighbour."""
+    found = same.diagonal(1).nonzero()
+    return int(found[0]) + 1 if len(found) else len(same)

@@ -1,0 +1,139 @@
+"""The effective receptive field: how far away the tokens are on which a state depends (Chi et al., 2023,
+https://aclanthology.org/2023.acl-long.756)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hf_posenc.diagnostics.encoding_input import POSITIVE
+from hf_posenc.diagnostics.model_input import Reader, Texts, reader
+from hf_posenc.diagnostics.result import Result
+from hf_posenc.encodings import checked_value
+
+
+@dataclass(frozen=True, eq=False)
+class ReceptiveField(Result):
+    """The result of `receptive_field`.
+
+    model: its class. texts: how many were read. query: which token's state, "middle" or "last".
+    distances: of the input token from the query, in tokens, N of them; up to 0 in decoders.
+    share: `[N]`, the norm of the state's gradient by the input's embedding, as part of the sum over the text; mean over texts.
+    cumulative: `[R]`, the share of the tokens up to r = 0, 1, … tokens away.
+    shares: cumulative shares; radius: the least r at which each is reached.
+    """
+
+    model: str
+    texts: int
+    query: Literal["middle", "last"]
+    distances: tuple[int, ...]
+    share: Tensor
+    cumulative: Tensor
+    shares: tuple[float, ...]
+    radius: tuple[int, ...]
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.model}: gradient of the {self.query} token's state by the inputs, {self.texts} texts"
+        for share, radius in zip(self.shares, self.radius, strict=True):
+            yield f"  {share:.0%} of it within {radius} tokens"
+
+
+def receptive_field(
+    model: Any,
+    texts: Texts,
+    *,
+    tokenizer: Any = None,
+    length: int = 256,
+    query: Literal["middle", "last"] | None = None,
+    shares: Sequence[float] = (0.5, 0.9, 0.99),
+    probes: int = 4,
+    seed: int = 0,
+) -> ReceptiveField:
+    """How far away the inputs are on which a token's last state depends: by gradients, through all layers.
+
+    Chi et al. take the norm of the gradient by each token's embedding, as part of the sum over the text, and call what holds
+    99% of it the empirical receptive field. Theirs is the gradient of the last token's prediction; here it is that of `probes`
+    random projections of the state, whose root mean square estimates the norm of the whole Jacobian, so that models without a
+    head have one, too.
+
+    Args:
+        model, texts, tokenizer, length: as of `attention_by_distance`.
+        query: the token whose state is looked at; by default the middle one, or the last where no state sees later tokens.
+        shares: above 0, up to 1, for which `radius` is given.
+        probes: number of projections. seed: of these.
+
+    Raises:
+        ValueError: texts of fewer than two tokens, ids that the model doesn't know, a wrong share.
+    """
+    if query not in (None, "middle", "last"):
+        raise ValueError(f"query={query!r}: allowed is 'middle', 'last', or None")
+    if odd := [share for share in checked_value("shares", shares, tuple[float, ...]) if not 0 < share <= 1]:
+        raise ValueError(f"shares has {odd[0]!r}: allowed are numbers above 0, up to 1")
+    checked_value("probes", probes, POSITIVE)
+    read = reader(model, tokenizer)
+    rows = read.read(texts, length)
+    if query is None:
+        query = "middle" if sees_later(read, rows[0]) else "last"
+    found = []
+    for row in rows:
+        size = row["input_ids"].shape[1]
+        place = size // 2 if query == "middle" else size - 1
+        norms = _norms(read, row, place, probes, seed)
+        found.append((norms / norms.sum(), torch.arange(size) - place))
+    farthest = max(int(distance.abs().max()) for _, distance in found)
+    total, count = (torch.zeros(2 * farthest + 1, dtype=torch.float64) for _ in range(2))
+    cumulative = torch.zeros(farthest + 1, dtype=torch.float64)
+    for share, distance in found:
+        total[distance + farthest] += share
+        count[distance + farthest] += 1
+        by_radius = torch.zeros(farthest + 1, dtype=torch.float64).index_add_(0, distance.abs(), share)
+        cumulative += by_radius.cumsum(0) / len(found)
+    seen = (count > 0) & ((torch.arange(2 * farthest + 1) <= farthest) | (total > 0))
+    kept = slice(int(seen.nonzero()[0]), int(seen.nonzero()[-1]) + 1)
+    return ReceptiveField(
+        read.name,
+        len(rows),
+        query,
+        tuple(range(-farthest, farthest + 1))[kept],
+        (total / count)[kept],
+        cumulative,
+        tuple(shares),
+        tuple(int((cumulative < share - 1e-9).sum()) for share in shares),
+    )
+
+
+def sees_later(read: Reader, row: Mapping[str, Tensor]) -> bool:
+    """Whether the first token's state depends on any other."""
+    return bool((_norms(read, row, 0, 1, 0)[1:] > 0).any())
+
+
+def _norms(read: Reader, row: Mapping[str, Tensor], place: int, probes: int, seed: int) -> Tensor:
+    """By token, the norm of the gradient of the state at `place` by its embedding, times √probes: `[L]`, float64."""
+    inputs: list[Tensor] = []
+
+    generator, size = torch.Generator().manual_seed(seed), row["input_ids"].shape[1]
+
+    def leaf(module: Any, args: Any, output: Any) -> Tensor:
+        if not isinstance(output, Tensor) or output.shape[:2] != (1, size):  # quantised (I-BERT), padded (Longformer)
+            raise ValueError(
+                f"{read.name} embeds its tokens in another way than by one vector each, and gives no gradients by them: "
+                "measure what needs none, as order_sensitivity"
+            )
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1].clone()  # some hosts (CTRL) scale it in place
+
+    with torch.inference_mode(False), torch.enable_grad():
+        row = {name: values.clone() for name, values in row.items()}  # autograd keeps no tensors of inference mode
+        handle = read.embedding.register_forward_hook(leaf)  # of the copy
+        try:
+            state = read.states(row)[place]
+        finally:
+            handle.remove()
+        squares = torch.zeros(size, dtype=torch.float64)
+        for probe in range(probes):
+            signs = torch.randint(0, 2, state.shape, generator=generator).mul(2).sub(1).to(state)
+            (gradient,) = torch.autograd.grad((state * signs).sum(), inputs[0], retain_graph=probe < probes - 1)
+            squares += gradient[0].double().square().sum(-1).cpu()
+    return squares.sqrt()

@@ -1,0 +1,76 @@
+"""How far an encoding's vectors are from being shifted by a linear map: p(t + k) = M_k p(t)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.diagnostics.encoding_input import POSITIVES, SEVERAL, Sizes, subject
+from hf_posenc.diagnostics.result import Result
+from hf_posenc.encodings import checked_value
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+
+@dataclass(frozen=True, eq=False)
+class ShiftError(Result):
+    """The result of `shift_error`.
+
+    offsets: k, in tokens.
+    error: for each k ‖p(t + k) - M_k p(t)‖ over the positions t that M_k was not fitted to, divided by the distance of these
+        p(t + k) from their mean: 0 is exact, 1 as good as always giving the mean.
+    length: number of positions.
+    """
+
+    encoding: str
+    length: int
+    offsets: tuple[int, ...]
+    error: tuple[float, ...]
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.encoding}: error of the best linear map p(t) -> p(t + k), {self.length} positions"
+        for offset, error in zip(self.offsets, self.error, strict=True):
+            yield f"  k = {offset}: {error:.3g}"
+
+
+def shift_error(
+    encoding: Any, length: int = 256, *, offsets: Sequence[int] | None = None, **sizes: "Unpack[Sizes]"
+) -> ShiftError:
+    """How well one linear map takes each position's vector to that of k positions on: exactly for `sinusoidal`, whose map is
+    its `shift_matrix`, not for vectors that were learned (Vaswani et al., 2017, section 3.5).
+
+    M_k is fitted by least squares to the even positions t, and measured on the odd ones: with as many features as positions a
+    map fits anything.
+
+    Args:
+        encoding: a name or dict as for `patch`, a `PositionEncoding`, or a `PositionEmbedding`; one that embeds.
+        length: number of positions.
+        offsets: k, in tokens, above 0 and up to a half of `length`; by default 1, 2, 4, … up to a quarter.
+        **sizes: `Sizes`, of an encoding given by name: hidden_size, num_attention_heads, max_length, causal, seed.
+
+    Raises:
+        ValueError: an encoding that adds no vectors, a wrong offset or size.
+    """
+    checked_value("length", length, SEVERAL)
+    if offsets is None:
+        offsets = [2**power for power in range(max(1, (length // 4).bit_length()))]
+    for offset in checked_value("offsets", offsets, POSITIVES):
+        if offset > length // 2:
+            raise ValueError(f"offsets={offset}: allowed is up to a half of length={length}")
+        if offset > length - 4:  # two positions to fit to, two to measure on
+            raise ValueError(f"offsets={offset}: length={length} is too short for it, give {offset + 4} positions or more")
+    measured = subject(encoding, length, sizes)
+    measured.quantity("vectors")
+    vectors = measured.vectors()
+    return ShiftError(measured.name, length, tuple(offsets), tuple(_residual(vectors, offset) for offset in offsets))
+
+
+def _residual(vectors: Tensor, offset: int) -> float:
+    before, after = vectors[:-offset], vectors[offset:]
+    mapping = torch.linalg.lstsq(before[::2], after[::2], rcond=1e-10, driver="gelsd").solution
+    wanted = after[1::2]
+    spread = (wanted - wanted.mean(0)).norm()
+    return float((wanted - before[1::2] @ mapping).norm() / spread)

@@ -1,0 +1,58 @@
+"""The wavelengths of an encoding made of sines: `sinusoidal`, `rope` and their rules."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hf_posenc.diagnostics.encoding_input import Sizes, subject
+from hf_posenc.diagnostics.result import Result, ranged
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+
+@dataclass(frozen=True, eq=False)
+class Wavelengths(Result):
+    """The result of `wavelengths`; by pair of features, R pairs.
+
+    length: of the text, in tokens; some rules turn slower in longer ones.
+    frequencies: `[R]`, radians per token. wavelengths: `[R]`, tokens per turn, 2π / frequency; infinite for pairs that don't
+        turn.
+    turns: `[R]`, length / wavelength.
+    """
+
+    encoding: str
+    length: int
+    frequencies: Tensor
+    wavelengths: Tensor
+    turns: Tensor
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.encoding}: {len(self.turns)} pairs of features, wavelengths of {ranged(self.wavelengths)} tokens"
+        yield f"  {int((self.turns >= 1).sum())} of them turn once or more in {self.length} tokens"
+
+
+def wavelengths(encoding: Any, length: int = 512, **sizes: "Unpack[Sizes]") -> Wavelengths:
+    """How fast the sines of an encoding turn, by pair of features.
+
+    Args:
+        encoding: a name or dict as for `patch`, a `PositionEncoding`, or a `PositionEmbedding`: `sinusoidal`, `fourier`, `rope`
+            with any rule, `xpos`, `fope`, `pope`, or one of your own that tells its `angular_frequencies`.
+        length: of the text, in tokens.
+        **sizes: `Sizes`, of an encoding given by name: hidden_size, num_attention_heads, max_length, causal, seed.
+
+    Raises:
+        ValueError: an encoding that isn't made of sines, or a composition of two that are; a wrong size.
+    """
+    measured = subject(encoding, length, sizes)
+    parts = {name: part.angular_frequencies(length) for name, part in measured.encoding.named_parts().items()}
+    found = {name: frequencies.detach() for name, frequencies in parts.items() if frequencies is not None}
+    if len(found) != 1:
+        why = f"has several parts made of sines, {', '.join(found)}: give one of them" if found else "isn't made of sines"
+        raise ValueError(f"{measured.name!r} {why}")
+    ((name, frequencies),) = found.items()
+    turns = frequencies.abs() * length / math.tau
+    return Wavelengths(name, length, frequencies, math.tau / frequencies.abs(), turns)

@@ -1,0 +1,159 @@
+"""What the tables of encodings say: made from the classes alone, for `hf-posenc list` and docs/encodings.md."""
+
+import itertools
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import torch
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.construction import with_values
+from hf_posenc.encodings.options import described
+from hf_posenc.encodings.registry import encoding_class, list_encodings
+
+BERT_BASE = Geometry(768, 12, 64, max_length=512, trained_length=512)
+"""The sizes for which parameters are counted."""
+ARXIV = "https://arxiv.org/abs/"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One encoding.
+
+    options: name -> its default, if it has one, and what is allowed.
+    learned: whether it has trained parameters: "yes", "no", or the options by which it gets some, as `slopes='learned'`.
+    relative: whether only the distances of tokens count.
+    any_length: whether it is defined at all positions: "yes", "no" (`max_length` of them) or "in encoders".
+    stacks: "all", "decoders" for what is defined for attention to earlier tokens alone, "images" for what takes their patches'
+        rows and columns.
+    parameters: their number at BERT-base's size (512 positions) by default; per_layer: in each layer.
+    """
+
+    title: str
+    aliases: dict[str, dict[str, Any]]
+    acts_by: tuple[str, ...]
+    options: dict[str, dict[str, Any]]
+    learned: str
+    relative: bool
+    any_length: str
+    stacks: str
+    parameters: int
+    per_layer: bool
+    papers: tuple[str, ...]
+
+    def facts(self) -> dict[str, str]:
+        """What a table says in words, by the heading of the column."""
+        count = f"{self.parameters:,}"
+        return {
+            "acts by": ", ".join(self.acts_by) or "–",
+            "learned": self.learned,
+            "relative": "yes" if self.relative else "no",
+            "any length": self.any_length,
+            "stacks": self.stacks,
+            "parameters": f"{count} a layer" if self.parameters and self.per_layer else count,
+        }
+
+
+def entry(kind: type[PositionEncoding]) -> Entry:
+    geometry = _fitting(kind)
+    default = _parameters(kind, geometry, {})
+    bounded = [kind.needs_max_length(replace(geometry, is_causal=causal)) for causal in (False, True)]
+    return Entry(
+        title=kind.title,
+        aliases=kind.aliases,
+        acts_by=kind.acts_by(),
+        options={
+            option: ({"default": getattr(kind, option)} if hasattr(kind, option) else {}) | {"allowed": described(annotation)}
+            for option, annotation in kind.option_types().items()
+        },
+        learned="yes" if default else " or ".join(_ways_to_learn(kind, geometry)) or "no",
+        relative=kind.is_relative(),
+        any_length="no" if all(bounded) else "in encoders" if any(bounded) else "yes",
+        stacks="decoders" if kind.causal_only else "images" if kind.axes > 1 else "all",
+        parameters=default or 0,
+        per_layer=kind.per_layer,
+        papers=kind.paper,
+    )
+
+
+def entries() -> dict[str, Entry]:
+    """All registered encodings, by name."""
+    return {name: entry(kind) for name, kind in list_encodings().items()}
+
+
+def conflicts(names: Collection[str]) -> dict[tuple[str, str], str]:
+    """The pairs of these encodings that can't act in one layer, with the reason."""
+    found = {}
+    for one, other in itertools.combinations(names, 2):
+        kinds = encoding_class(one), encoding_class(other)
+        if why := kinds[0].conflict(kinds[1]) or kinds[1].conflict(kinds[0]):
+            found[one, other] = why
+    return found
+
+
+def as_markdown() -> str:
+    """The tables of docs/encodings.md, of the encodings that come with this package."""
+    own = {name: entry(kind) for name, kind in list_encodings().items() if kind.__module__.startswith("hf_posenc.")}
+    headings = ["name", *next(iter(own.values())).facts(), "options", "paper"]
+    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+    for name, row in own.items():
+        names = ", ".join(f"`{each}`" for each in (name, *row.aliases))
+        options = "; ".join(f"`{_written(option, said)}`" for option, said in row.options.items())
+        papers = ", ".join(
+            f"[{paper.removeprefix('https://').removeprefix('arxiv.org/abs/')}]({paper})" for paper in row.papers
+        )
+        facts = [f"`{fact}`" if "=" in fact else fact for fact in row.facts().values()]
+        lines.append(f"| {' | '.join([f'{names}: {row.title}', *facts, options or '–', papers or '–'])} |")
+    refused, pairs = conflicts(own), math.comb(len(own), 2)
+    lines += ["", f'Any two can act in one layer (`patch(model, "rope+alibi")`), but for {len(refused)} of {pairs} pairs:', ""]
+    lines += ["| refused | because |", "|---|---|", *(f"| `{one}+{other}` | {why} |" for (one, other), why in refused.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _written(option: str, said: dict[str, Any]) -> str:
+    return option if said.get("default") is None else f"{option}={said['default']!r}"
+
+
+def _ways_to_learn(kind: type[PositionEncoding], geometry: Geometry) -> list[str]:
+    """The options, one by one, by which an encoding without parameters gets some."""
+    return [
+        f"{option}={value!r}"
+        for option, annotation in kind.option_types().items()
+        for value in named_values(annotation)
+        if _parameters(kind, geometry, {option: value})
+    ]
+
+
+def _fitting(kind: type[PositionEncoding]) -> Geometry:
+    return replace(BERT_BASE, is_causal=kind.causal_only, axes=kind.axes)
+
+
+def named_values(annotation: Any) -> list[Any]:
+    """The values that an annotation names one by one."""
+    if get_origin(annotation) is Annotated:
+        return named_values(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    if annotation is bool:
+        return [False, True]
+    return [value for inner in get_args(annotation) for value in named_values(inner)]
+
+
+def _parameters(kind: type[PositionEncoding], geometry: Geometry, options: dict[str, Any]) -> int | None:
+    """How many an encoding with these options trains; None where they need others beside them."""
+
+    def built() -> list[PositionEncoding | None]:
+        return [kind(geometry, **kind.checked_options(options))]
+
+    try:
+        try:
+            with torch.device("meta"):
+                (made,) = built()
+        except (RuntimeError, NotImplementedError):  # of a class that reads values of tensors
+            (made,) = with_values(built)
+    except ValueError:
+        return None
+    assert made is not None
+    return sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)

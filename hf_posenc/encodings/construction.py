@@ -1,0 +1,226 @@
+"""Builds encodings: within limits of memory, with the values that their classes give them, and without drawing from torch's
+generator, so that a model made from scratch has the same weights with every encoding."""
+
+import contextlib
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_posenc.encodings.base import Geometry, PositionEncoding
+from hf_posenc.encodings.options import check_size
+from hf_posenc.encodings.registry import encoding_class, options_of
+
+Encodings = list[PositionEncoding | None]
+LOADED = "_is_hf_initialized"
+"""Transformers' mark on tensors and modules that need no initial value."""
+_GLOBALS = threading.RLock()
+_HERE = threading.local()
+"""Whether models that this thread makes get no values."""
+EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
+
+
+@contextlib.contextmanager
+def exclusively() -> Iterator[None]:
+    """One thread at a time: for changes of torch's generator, default type or functions, which all threads share."""
+    with _GLOBALS:
+        yield
+
+
+def build(encoding: dict[str, Any], geometry: Geometry) -> PositionEncoding:
+    """One module with all parameters of a canonical dict. Raises ValueError for one beyond MAX_VALUES."""
+    kind = encoding["type"]
+    (module,) = build_within_limits(kind, lambda: [encoding_class(kind)(geometry, **options_of(encoding))])
+    assert module is not None
+    return module
+
+
+def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
+    """The modules returned by `make`, on the device and in the dtype of the surrounding context.
+
+    `make` runs on the meta device first, where tensors take no memory, to measure them. Then it runs on the CPU, whatever the
+    context: when Transformers loads a model all else is on the meta device, but what `__init__` computes needs values.
+
+    Raises ValueError if they have more than MAX_VALUES elements together, hold uninitialised memory, or anything that would
+    be another one in the model when it is loaded.
+    """
+    try:
+        with torch.device("meta"):
+            trial = make()
+    except (RuntimeError, NotImplementedError):  # of a class that reads values of tensors
+        trial = []
+    for module in trial:
+        _refuse_odd(module)
+    _check_size(kind, trial)
+    device, dtype = torch.empty(0).device, torch.get_default_dtype()
+    if device.type == "meta" and trial and all(map(_is_of_library, trial)) and all(map(_holds_all, trial)):
+        return [module if module is None else placed(module, device, dtype) for module in trial]  # type: ignore[misc]
+    built = with_values(make)
+    _check_size(kind, built)
+    if not all(map(_is_of_library, built)):
+        from hf_posenc.encodings.determinism import differing
+
+        name = differing(built, trial) and differing(built, with_values(make, draw=1))
+    else:
+        name = None
+    if name:
+        raise ValueError(
+            f"{name} of the {kind!r} encoding isn't saved, and is another one each time that it is built: make it a parameter "
+            "or a persistent buffer, or draw it from a generator with a seed of its own"
+        )
+    for module in built:
+        if module is not None and (device.type != "cpu" or dtype != torch.float32):
+            placed(module, device, dtype)
+        for tensor in _tensors(module).values():
+            if not tensor.is_meta:
+                mark(tensor)
+    return built
+
+
+def _is_of_library(encoding: nn.Module | None) -> bool:
+    """Whether an encoding is one of this library's: of the code saved with a checkpoint, any one."""
+    parts = (part for part in encoding.modules() if isinstance(part, PositionEncoding)) if encoding is not None else ()
+    return all(type(part).__module__.rpartition(".")[0] == __name__.rpartition(".")[0] for part in parts)
+
+
+def _holds_all(encoding: nn.Module | None) -> bool:
+    """Whether all tensors of an encoding are saved with it, so that loading gives values to each."""
+    modules = encoding.modules() if encoding is not None else ()
+    return not any(
+        module._non_persistent_buffers_set or any(isinstance(value, Tensor) for value in vars(module).values())
+        for module in modules
+    )
+
+
+def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Like `Module.to`, which would make complex numbers real."""
+    return module._apply(lambda each: each.to(device, dtype if each.is_floating_point() else each.dtype))
+
+
+def mark(thing: Tensor | nn.Module) -> None:
+    """Mark a tensor, or a module with all it has, as loaded: Transformers' initialisation leaves it alone."""
+    setattr(thing, LOADED, True)
+
+
+def is_marked(thing: Tensor | nn.Module) -> bool:
+    return getattr(thing, LOADED, False)
+
+
+def refill(encodings: Iterable[PositionEncoding]) -> None:
+    """Give tensors that were allocated anew the values that their classes give them. Those marked as loaded are left alone."""
+    encodings = list(encodings)
+    for encoding in encodings if getattr(_HERE, "values", True) else ():
+        encoding.check_values()
+    # An encoding within another is filled first, since the other may have changed it.
+    waiting = [e for e in reversed(encodings) if not all(map(is_marked, _tensors(e).values()))]
+    with torch.no_grad():
+        for encoding, fresh in zip(waiting, with_values(lambda: [each.anew() for each in waiting]), strict=True):
+            values = _tensors(fresh)
+            for name, tensor in _tensors(encoding).items():
+                if name in values and not is_marked(tensor):
+                    tensor.copy_(values[name])
+                mark(tensor)
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Models made meanwhile are only looked at, so that values which can't be made may be missing."""
+    before, _HERE.values = getattr(_HERE, "values", True), False
+    try:
+        yield
+    finally:
+        _HERE.values = before
+
+
+@contextlib.contextmanager
+def marked_as_loaded(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Marks tensors for a while, so that Transformers' initialisation leaves them alone."""
+    marked = [tensor for tensor in tensors if not is_marked(tensor)]
+    for tensor in marked:
+        mark(tensor)
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            delattr(tensor, LOADED)
+
+
+class _Poisoned(TorchFunctionMode):
+    """Fills uninitialised memory with NaN."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.fill_(math.nan) if func in EMPTY and made.is_floating_point() else made
+
+
+@exclusively()
+def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
+    """What `make` returns, with values, on the CPU and in float32.
+
+    draw: another number gives other random values. They depend on the state of torch's generator, which stays as it is.
+    """
+    seed = hashlib.sha256(torch.get_rng_state().numpy().tobytes() + bytes([draw])).digest()[:8]
+    dtype = torch.get_default_dtype()
+    if dtype != torch.float32:
+        torch.set_default_dtype(torch.float32)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), _Poisoned():
+            torch.default_generator.manual_seed(int.from_bytes(seed, "little"))  # torch.manual_seed seeds GPUs, too
+            built = make()
+            for module in built:
+                _refuse_odd(module)
+                for encoding in module.modules() if module is not None else ():
+                    if isinstance(encoding, PositionEncoding) and (_empty(encoding) or not _resets(type(encoding))):
+                        with torch.no_grad():
+                            encoding.reset_parameters()
+                if name := _empty(module):
+                    raise ValueError(
+                        f"{type(module).__name__}.{name} holds uninitialised memory: fill it in __init__ or reset_parameters"
+                    )
+    finally:
+        if dtype != torch.float32:
+            torch.set_default_dtype(dtype)
+    return built
+
+
+def _resets(cls: type) -> bool:
+    """Whether an `__init__` of a class calls reset_parameters."""
+    makers = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    return any("reset_parameters" in getattr(getattr(maker, "__code__", None), "co_names", ()) for maker in makers)
+
+
+def _refuse_odd(module: nn.Module | None) -> None:
+    """Raises ValueError for tensors that a checkpoint can't hold as they are."""
+    if module is None:
+        return
+    names: dict[int, str] = {}
+    for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+        place = f"{type(module).__name__}.{name}"
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ValueError(f"{place} has no shape before it is called: give its sizes in __init__ (self.geometry has them)")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ValueError(f"{place} is a sparse or quantised tensor: make it a dense one")
+        if names.setdefault(id(tensor), name) != name:
+            raise ValueError(f"{place} and {names[id(tensor)]} are one tensor: register it once, and use it from there")
+
+
+def _tensors(module: nn.Module | None) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {} if module is None else {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _empty(module: nn.Module | None) -> str | None:
+    """The name of a tensor that holds uninitialised memory."""
+    valued = {name: tensor for name, tensor in _tensors(module).items() if tensor.is_floating_point() and not tensor.is_meta}
+    return next((name for name, tensor in valued.items() if tensor.isnan().any()), None)
+
+
+def _check_size(kind: str, modules: Encodings) -> None:
+    tensors = [tensor for module in modules for tensor in _tensors(module).values()]
+    largest = max((tensor.shape for tensor in tensors), key=math.prod, default=())
+    check_size(f"the {kind!r} encoding, with tables of up to {tuple(largest)},", sum(map(Tensor.numel, tensors)))

@@ -1,0 +1,215 @@
+"""Retrieval with sentence embeddings: texts embedded by a model, and the ways to use it on long documents.
+
+    original, converted = Embedder(teacher, tokenizer), Embedder(student, tokenizer)
+    ways = [*methods("original", original, 2048), *methods("converted", converted, 2048)]
+    ranks = {way.name: scores.ranked(way.similarity(queries, documents, way.name)) for way in ways}
+    print(scores.paired(ranks["converted"], ranks["original, truncated at 512"]).shown())
+
+Shapes: N queries, M documents, C chunks, B texts in a batch, L tokens, D hidden_size, E size of an embedding.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from hf_posenc.inspection import inspect
+from hf_posenc.serialization.tokenizer_files import check_ids, check_known
+
+BATCH_TOKENS = 16 * 512
+"""Tokens in a batch, padding included; a longer text is a batch of its own."""
+
+Pool = Callable[[Tensor, dict[str, Tensor]], Tensor]
+"""Hidden states `[B, L, D]` and the batch that they belong to -> embeddings `[B, E]`."""
+
+
+def mean(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over the real tokens."""
+    mask = batch["attention_mask"].to(hidden.dtype)
+    return (hidden * (mask / mask.sum(1, keepdim=True))[..., None]).sum(1)
+
+
+def pooling(sentences: Any, device: torch.device | None = None) -> Pool:
+    """All modules of a SentenceTransformer but the first, as one function, on the device; `mean` without one."""
+    if sentences is None:
+        return mean
+    modules = [module if device is None else module.to(device) for module in list(sentences)[1:]]
+
+    def pool(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        features = {**batch, "token_embeddings": hidden}
+        for module in modules:
+            features = module(features)
+        return features["sentence_embedding"]
+
+    return pool
+
+
+@torch.no_grad()
+def embed(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: Sequence[str],
+    max_seq_length: int | None = None,
+    title: str = "texts",
+    pool: Pool = mean,
+) -> Tensor:
+    """Embeddings of length 1, `[N, E]`, in the order of the texts; longer texts are cut at `max_seq_length` tokens.
+
+    Texts are sorted by their number of tokens, and a batch has at most BATCH_TOKENS.
+    """
+    if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{title}: texts is {str(texts)[:60]!r}. Pass a list of one or more strings.")
+    options = {"truncation": max_seq_length is not None, "max_length": max_seq_length, "verbose": False}
+    rows = tokenizer(list(texts), **options)["input_ids"]
+    sizes = [len(ids) for ids in rows]
+    if not min(sizes):
+        raise ValueError(f"{title}: texts[{sizes.index(0)}] has no tokens, so it has no embedding. Leave it out.")
+    check_known(tokenizer, rows)
+    check_ids(torch.tensor([*itertools.chain(*rows)]), model.get_input_embeddings(), title)
+    batches: list[list[int]] = [[]]
+    for number in sorted(range(len(texts)), key=sizes.__getitem__):
+        if batches[-1] and (len(batches[-1]) + 1) * sizes[number] > BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(number)
+    parts, training = [], model.training
+    model.eval()
+    try:
+        with tqdm(total=sum(sizes), desc=title, unit="token", unit_scale=True, leave=False) as bar:
+            for chosen in batches:
+                padded = tokenizer([texts[i] for i in chosen], padding=True, return_tensors="pt", **options)
+                batch = dict(padded.to(model.device))
+                pooled = pool(model(**batch).last_hidden_state, batch)
+                parts.append(torch.nn.functional.normalize(pooled.float(), dim=-1).cpu())
+                bar.update(sum(sizes[i] for i in chosen))
+    finally:
+        model.train(training)
+    return torch.cat(parts)[torch.tensor(list(itertools.chain(*batches))).argsort()]
+
+
+class Embedder:
+    """A model with its tokenizer and pooling, which embeds each text once; longer texts are truncated at the model's limit.
+
+    limit: the model's usable length in tokens; None: no limit.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, pool: Pool = mean) -> None:
+        if not tokenizer.is_fast:
+            raise ValueError(f"{type(tokenizer).__name__} doesn't tell where a token begins: a fast tokenizer is needed")
+        self.model, self.tokenizer, self.pool = model, tokenizer, pool
+        self.limit = inspect(model).max_length
+        self.kept: dict[str, Tensor] = {}
+
+    def __call__(self, texts: Sequence[str], title: str = "texts") -> Tensor:
+        """`[N, E]`, in the order of the texts."""
+        if isinstance(texts, str):
+            raise ValueError(f"{title}: texts is the string {texts[:60]!r}. Pass a list of strings.")
+        new = [text for text in dict.fromkeys(texts) if text not in self.kept]
+        if new:
+            embeddings = embed(self.model, self.tokenizer, new, self.limit, title, self.pool)
+            self.kept.update(zip(new, embeddings, strict=True))
+        return torch.stack([self.kept[text] for text in texts])
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to compare queries with documents: texts `[N]`, texts `[M]`, title of a progress bar -> similarities `[N, M]`."""
+
+    name: str
+    similarity: Callable[[Sequence[str], Sequence[str], str], Tensor]
+
+
+def methods(name: str, embedder: Embedder, longest: int, window: int | None = None) -> list[Method]:
+    """The ways to use a model on documents of up to `longest` tokens.
+
+    A model whose limit is lower is truncated, and chunked: into even pieces that fit, whose embeddings are averaged ("mean"),
+    or compared each, the best counting ("max"). Another model is used as it is; with `window`, also truncated and chunked.
+    """
+    limit, tokenizer = embedder.limit, embedder.tokenizer
+    whole = limit is None or limit >= longest
+    if window is not None and limit is not None and window > limit:
+        raise ValueError(f"window={window} for {name}, which takes {limit} tokens: give at most {limit}")
+    size = window or (None if whole else limit)
+
+    def as_it_is(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
+        return embedder(queries, title) @ embedder(documents, title).T
+
+    found = [Method(name, as_it_is)] if whole else []
+    if size is None:
+        return found
+
+    def truncated(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
+        return as_it_is(queries, [cut(tokenizer, text, size) for text in documents], title)
+
+    def chunked(documents: Sequence[str], title: str) -> list[Tensor]:
+        """For each document the embeddings of its chunks, `[C, E]`."""
+        chunks = [chunk(tokenizer, text, size) for text in documents]
+        return list(embedder([piece for pieces in chunks for piece in pieces], title).split([len(pieces) for pieces in chunks]))
+
+    def average(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
+        means = torch.stack([part.mean(0) for part in chunked(documents, title)])
+        return embedder(queries, title) @ torch.nn.functional.normalize(means, dim=-1).T
+
+    def best(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
+        asked = embedder(queries, title)
+        return torch.stack([(asked @ part.T).amax(1) for part in chunked(documents, title)], dim=1)
+
+    return [
+        *found,
+        Method(f"{name}, truncated at {size}", truncated),
+        Method(f"{name}, chunked by {size}, mean", average),
+        Method(f"{name}, chunked by {size}, max", best),
+    ]
+
+
+def lexical_similarity(queries: Sequence[str], documents: Sequence[str], title: str = "") -> Tensor:
+    """The cosine of TF-IDF vectors, `[N, M]`, with 1 + log tf. It needs scikit-learn, of the extra `train`."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    vectorizer = TfidfVectorizer(sublinear_tf=True)
+    found = vectorizer.fit_transform(documents)
+    return torch.from_numpy((vectorizer.transform(queries) @ found.T).toarray()).float()
+
+
+def offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    """The characters at which each token of a text begins and ends."""
+    return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+
+
+def room(tokenizer: Any, length: int) -> int:
+    """The tokens of a text that fit `length` beside the special tokens. Raises ValueError where there is no room."""
+    special = tokenizer.num_special_tokens_to_add()
+    if length <= special:
+        raise ValueError(f"{length} tokens leave no room for text beside {special} special ones: give {special + 1} or more")
+    return length - special
+
+
+def cut(tokenizer: Any, text: str, length: int) -> str:
+    """The beginning of a text that fits `length` tokens, special ones included."""
+    places, size = offsets(tokenizer, text), room(tokenizer, length)
+    return text if len(places) <= size else text[: places[size - 1][1]]
+
+
+def chunk(tokenizer: Any, text: str, window: int) -> list[str]:
+    """A text divided into pieces that fit `window` tokens each, special ones included; joined, they are the text.
+
+    There are as few pieces as fit, of about equal length; they begin with a word, unless the word is longer than a quarter of
+    the window.
+    """
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    places, words, size = encoded["offset_mapping"], encoded.word_ids(), room(tokenizer, window)
+    for pieces in itertools.count(max(1, math.ceil(len(places) / size))):
+        edges = [0]
+        for i in range(1, pieces):
+            wanted = round(i * len(places) / pieces)
+            nearest = (j for j in range(wanted, max(0, wanted - size // 4) - 1, -1) if j == 0 or words[j] != words[j - 1])
+            edges.append(next(nearest, wanted))
+        if max(high - low for low, high in itertools.pairwise([*edges, len(places)])) <= size:
+            break
+    starts = [0, *(places[edge - 1][1] for edge in sorted({*edges} - {0}))]
+    return [text[low:high] for low, high in itertools.pairwise([*starts, len(text)])]

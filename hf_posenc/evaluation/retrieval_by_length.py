@@ -1,0 +1,181 @@
+"""Retrieval at several lengths: by title, by a sentence from behind the first 512 tokens, and of one fact."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from hf_posenc.evaluation.cloze_queries import Question, plain, sentence_spans, taken_out
+from hf_posenc.evaluation.metrics import Difference, Ranks, Score, joined, paired, ranked, score
+from hf_posenc.evaluation.needles import BOUNDARY, grid, seen
+from hf_posenc.evaluation.retrieval import Embedder, Method, cut, lexical_similarity, methods
+
+BAG = "bag of words"
+METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
+"""Task -> the metric that its tables and figures show."""
+
+Texts = list[tuple[str, str]]
+"""Questions by title, and their documents."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A document, its title, and by length a sentence taken out of it, behind the first BOUNDARY tokens and within it."""
+
+    title: str
+    document: str
+    deep: dict[int, Question] = field(default_factory=dict)
+
+    def at(self, tokenizer: Any, length: int) -> str:
+        """The document that is embedded at a length, without the sentence that `question` gives."""
+        question = self.question(length)
+        return cut(tokenizer, question.document if question else self.document, length)
+
+    def question(self, length: int) -> Question | None:
+        """Where the length ends before the boundary, the longest length's: about text that no method sees."""
+        return self.deep.get(length) or (self.deep[max(self.deep)] if self.deep else None)
+
+
+@dataclass
+class Found:
+    """What was measured: ranks by task, length and method, and the heat map's by method, length and depth."""
+
+    ranks: dict[str, dict[int, dict[str, Ranks]]] = field(default_factory=dict)
+    cells: dict[str, dict[int, list[tuple[float, Ranks]]]] = field(default_factory=dict)
+    """Method -> length -> for each depth the mean number of tokens before the fact, and the ranks."""
+
+    def add(self, task: str, length: int, method: str, ranks: Ranks) -> None:
+        self.ranks.setdefault(task, {}).setdefault(length, {})[method] = ranks
+
+    def scores(self) -> dict[str, dict[int, dict[str, Score]]]:
+        return {
+            task: {length: {name: score(ranks) for name, ranks in by_name.items()} for length, by_name in by_length.items()}
+            for task, by_length in self.ranks.items()
+        }
+
+    def differences(self, baseline: str) -> dict[str, dict[int, dict[str, Difference]]]:
+        """How much better each method is than the baseline, by the metric of the task."""
+        return {
+            task: {
+                length: {
+                    name: paired(ranks, by_name[baseline], METRICS[task]) for name, ranks in by_name.items() if name != baseline
+                }
+                for length, by_name in by_length.items()
+            }
+            for task, by_length in self.ranks.items()
+        }
+
+    def heat(self) -> dict[str, dict[int, list[dict[str, Any]]]]:
+        """Method -> length -> for each depth the mean number of tokens before the fact, and the score."""
+        return {
+            name: {
+                length: [{"tokens_before": depth, "score": score(ranks)} for depth, ranks in parts]
+                for length, parts in by_length.items()
+            }
+            for name, by_length in self.cells.items()
+        }
+
+
+def cases(tokenizer: Any, texts: Texts, lengths: Sequence[int], count: int, seed: int, deep: bool = True) -> list[Case]:
+    """Up to `count` documents of the longest length or more, drawn at random.
+
+    With `deep`, those that have a sentence to take out for each length beyond BOUNDARY; no sentence that is in two documents
+    is a question.
+    """
+    drawn = random.Random(seed).sample(texts, len(texts))
+    times = Counter(key for _, text in texts for key in {plain(text[start:end]) for start, end in sentence_spans(text)})
+    shared = {key for key, number in times.items() if number > 1}
+    found: list[Case] = []
+    beyond = [length for length in lengths if length > BOUNDARY] if deep else []
+    with tqdm(total=count, desc="choosing documents", unit="document", leave=False) as bar:
+        for number, (title, text) in enumerate(drawn):
+            if len(found) == count:
+                break
+            if len(tokenizer(text, verbose=False)["input_ids"]) < max(lengths):
+                continue
+            asked = {
+                length: taken_out(tokenizer, text, random.Random(f"{seed} {number} {length}"), BOUNDARY, length, shared)
+                for length in beyond
+            }
+            questions = {length: question for length, question in asked.items() if question is not None}
+            if len(questions) == len(beyond):
+                found.append(Case(title, text, questions))
+                bar.update()
+    return found
+
+
+def ways(embedders: dict[str, Embedder], longest: int, window: int | None = None) -> list[Method]:
+    """A bag of words, and all methods of all models."""
+    by_model = [way for name, embedder in embedders.items() for way in methods(name, embedder, longest, window)]
+    return [Method(BAG, lexical_similarity), *by_model]
+
+
+def baseline_of(found: Sequence[Method], wanted: str | None) -> str:
+    """The name of the baseline: the first model truncated, or as it is where it isn't. Raises SystemExit for an unknown one."""
+    names = [way.name for way in found]
+    if wanted is None:
+        first, second = [*names[1:], ""][:2]  # right behind the bag of words: the first model truncated, or as it is
+        return second if second.startswith(f"{first}, truncated at ") else first
+    if wanted not in names:
+        raise SystemExit(f"--baseline {wanted!r} is none of the methods: {', '.join(map(repr, names))}")
+    return wanted
+
+
+def evaluate(
+    found: Found,
+    compared: Sequence[Method],
+    tokenizer: Any,
+    documents: Sequence[Case],
+    lengths: Sequence[int],
+    tasks: Sequence[str],
+) -> None:
+    """Add the ranks of the tasks "title" and "deep"."""
+    with tqdm(total=len(lengths) * len(compared), desc="questions", unit="method") as bar:
+        for length in lengths:
+            texts = [case.at(tokenizer, length) for case in documents]
+            asked = {"title": [case.title for case in documents]}
+            if all(case.deep for case in documents):
+                asked["deep"] = [question.query for case in documents if (question := case.question(length))]
+            for way in compared:
+                for task in asked.keys() & {*tasks}:
+                    similarity = way.similarity(asked[task], texts, f"{way.name} at {length}")
+                    found.add(task, length, way.name, ranked(similarity))
+                bar.update()
+
+
+def evaluate_needles(
+    found: Found,
+    compared: Sequence[Method],
+    tokenizer: Any,
+    haystacks: Sequence[Case],
+    lengths: Sequence[int],
+    depths: int,
+    candidates: int,
+    seed: int,
+) -> None:
+    """Add the ranks of the tasks "needle" and "needle beyond" (facts behind the first BOUNDARY tokens), and the heat map."""
+    boundary = seen(tokenizer)
+    with tqdm(total=len(lengths) * len(compared), desc="needles", unit="method") as bar:
+        for length in lengths:
+            parts = grid(tokenizer, [case.document for case in haystacks], length, depths, candidates, seed)
+            flat = [needle for groups in parts for group in groups for needle in group]
+            for way in compared:
+                title = f"{way.name} at {length}"
+                everything = way.similarity([each.question for each in flat], [each.document for each in flat], title)
+                start, sides = 0, dict[str, list[Ranks]]({"needle": [], "needle beyond": []})
+                for groups in parts:
+                    here = []
+                    for number, group in enumerate(groups):
+                        block = everything[start : start + candidates, start : start + candidates]
+                        here.append(ranked(block, groups=[number] * candidates))
+                        sides["needle" if group[0].depth < boundary else "needle beyond"].append(here[-1])
+                        start += candidates
+                    before = sum(group[0].depth for group in groups) / len(groups)
+                    found.cells.setdefault(way.name, {}).setdefault(length, []).append((before, joined(here)))
+                for task, blocks in sides.items():
+                    if blocks:
+                        found.add(task, length, way.name, joined(blocks))
+                bar.update()

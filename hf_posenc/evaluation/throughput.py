@@ -1,0 +1,105 @@
+"""The speed of models beside each other, by length: forward passes in turns, so that what else a machine does meets all alike.
+
+Shapes: B texts of a batch, L tokens.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.benchmark import Timer
+from tqdm.auto import tqdm
+
+from hf_posenc.architectures.components import UnsupportedModelError
+from hf_posenc.inspection import inspect
+from hf_posenc.signatures import reads_tokens
+
+LEAST = 0.05
+"""Seconds of a round at least, of as many passes as it takes."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one model at one length.
+
+    milliseconds: of a pass, the median over rounds. tokens_per_second: B · L of them in a pass.
+    ratio: throughput beside the first model's in the same round, the median over rounds; above 1 is faster. None of the first
+    model, and where that one doesn't read so many tokens. quartiles: of the ratios.
+    """
+
+    milliseconds: float
+    tokens_per_second: float
+    ratio: float | None
+    quartiles: tuple[float, float] | None
+
+
+@torch.inference_mode()
+def speeds(
+    models: Mapping[str, Any], lengths: Sequence[int], batch_size: int = 1, rounds: int = 10, seed: int = 0
+) -> dict[int, dict[str, Speed]]:
+    """Length -> name -> speed, of the models that read so many tokens, on the devices where they are.
+
+    A pass has drawn input_ids `[B, L]` without padding and makes no cache; of an encoder and a decoder it is the encoder's.
+
+    Raises ValueError for a model that reads no tokens, and for a length that no model reads.
+    """
+    found: dict[int, dict[str, Speed]] = {}
+    reading = {name: _reader(name, model) for name, model in models.items()}
+    with tqdm(total=len(lengths) * rounds, desc="rounds", leave=False) as bar:
+        for length in lengths:
+            timers = {
+                name: _timer(model, length, batch_size, seed)
+                for name, (model, usable) in reading.items()
+                if usable is None or length <= usable
+            }
+            if not timers:
+                raise ValueError(f"length={length}: {', '.join(models)} read fewer tokens: give a smaller length")
+            passes = {name: _passes(timer) for name, timer in timers.items()}
+            taken: dict[str, list[float]] = {name: [] for name in timers}
+            for _ in range(rounds):
+                for name, timer in timers.items():
+                    taken[name].append(timer.timeit(passes[name]).mean)
+                bar.update()
+            base = taken.get(next(iter(models)))
+            found[length] = {
+                name: _speed(seconds, batch_size * length, None if seconds is base else base) for name, seconds in taken.items()
+            }
+    return found
+
+
+def _reader(name: str, model: Any) -> tuple[Any, int | None]:
+    """The stack that reads, in eval mode, and its longest input in tokens."""
+    model = model.base_model
+    model = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
+    if not reads_tokens(model):
+        raise ValueError(f"{name} reads no tokens: give a model of text")
+    try:
+        return model.eval(), inspect(model).max_length
+    except UnsupportedModelError:  # nothing is known of its length
+        return model.eval(), None
+
+
+def _timer(model: Any, length: int, batch_size: int, seed: int) -> Timer:
+    size = len(model.get_input_embeddings().weight)
+    ids = torch.randint(size, (batch_size, length), generator=torch.Generator().manual_seed(seed)).to(model.device)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if hasattr(model.config, "use_cache"):
+        inputs["use_cache"] = False
+    return Timer("model(**inputs)", globals={"model": model, "inputs": inputs}, num_threads=torch.get_num_threads())
+
+
+def _passes(timer: Timer) -> int:
+    """How many passes a round has; the first pass, which may be slower, isn't counted."""
+    timer.timeit(1)
+    return max(1, round(LEAST / timer.timeit(1).mean))
+
+
+def _speed(seconds: list[float], tokens: int, base: list[float] | None) -> Speed:
+    median = statistics.median(seconds)
+    if base is None:
+        return Speed(1000 * median, tokens / median, None, None)
+    ratios = [theirs / ours for theirs, ours in zip(base, seconds, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Speed(1000 * median, tokens / median, middle, (low, high))

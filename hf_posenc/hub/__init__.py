@@ -1,0 +1,1 @@
+"""Publishing on the Hugging Face Hub: pushes, model cards, results of evaluations."""

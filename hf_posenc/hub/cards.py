@@ -1,0 +1,321 @@
+"""Generates the model card from a model's config and its evaluation."""
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import quote
+
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub.utils import validate_repo_id
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+
+from hf_posenc.architectures.structure import is_patched
+from hf_posenc.configuration import HUB_ID
+from hf_posenc.encodings import encoding_class
+from hf_posenc.evaluation.metrics import UNCORRECTED
+from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, metric_name, shown_length, table_key
+from hf_posenc.inspection import Report, inspect
+from hf_posenc.modeling import derived
+from hf_posenc.serialization.saved_files import explained, load_config, read_json
+from hf_posenc.serialization.user_code import is_ours
+
+TASKS = {
+    "AutoModel": ("MODEL_MAPPING", "feature-extraction"),
+    "AutoModelForSeq2SeqLM": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "text2text-generation"),
+    "AutoModelForMaskedLM": ("MODEL_FOR_MASKED_LM_MAPPING", "fill-mask"),
+    "AutoModelForCausalLM": ("MODEL_FOR_CAUSAL_LM_MAPPING", "text-generation"),
+    "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "text-classification"),
+    "AutoModelForTokenClassification": ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", "token-classification"),
+    "AutoModelForQuestionAnswering": ("MODEL_FOR_QUESTION_ANSWERING_MAPPING", "question-answering"),
+}
+"""Auto class -> the name of its mapping in Transformers, and the Hub's name of its task (for text input)."""
+SIGNATURE = "<!-- hf_posenc.push_to_hub {}: edit this card, and later pushes leave it as it is -->\n"
+INHERITED = ("language", "license", "license_name", "license_link")
+"""Metadata copied from the base model's card."""
+GENERATED = ("base_model", "base_model_relation", "datasets", "library_name", "metrics", "model-index", "pipeline_tag", "tags")
+"""Metadata generated for every card; all other entries of an existing card are kept."""
+NO_LENGTH = ("", 0)
+"""The column of results without a length."""
+
+
+def model_card(
+    model: PreTrainedModel | str | os.PathLike[str],
+    repo_id: str,
+    *,
+    evaluation: dict[str, Any] | None = None,
+    figures: Sequence[str] = (),
+    metadata: dict[str, Any] | None = None,
+) -> str:
+    """The text of a model's README.md.
+
+    Args:
+        model: patched or not, a `PositionEmbedding`, or the folder or Hub id of one (its config is read, no weights).
+        repo_id: "name" or "namespace/name" from which the model will be loaded.
+        evaluation: the content of evaluation.json; None: the file in the model's folder, if there is one.
+        figures: names of images in the same folder as the card.
+        metadata: further entries of the card's YAML header, such as license and language; and `base_model`, the id of the
+            model that this one was made from. Default: the host in the config, if it is of the form "namespace/name".
+
+    Raises:
+        ValueError: a malformed repo_id, evaluation or figure; a model without a known source of position.
+    """
+    validate_repo_id(repo_id)
+    for figure in figures:
+        if PurePosixPath(figure).is_absolute() or ".." in PurePosixPath(figure).parts:
+            raise ValueError(f"the figure {figure!r} is outside the model's folder: give the name of an image beside the card")
+    if given := sorted(({*GENERATED, "model_name", "eval_results"} - {"base_model"}) & (metadata or {}).keys()):
+        raise ValueError(f"metadata has {', '.join(given)}, which the card finds for itself: leave that out")
+    if not isinstance(model, PreTrainedModel):
+        if not isinstance(model, (str, os.PathLike)):
+            raise ValueError(f"model is a {type(model).__name__}. Pass a Transformers model, or the path or Hub ID of one.")
+        file = Path(model, EVALUATION)
+        if evaluation is None and file.is_file():
+            evaluation = read_json(file)
+        model = _without_weights(model)
+    measured, report = checked_evaluation(evaluation or {}), inspect(model)
+    auto = _auto_class(model)
+    name = repo_id.rpartition("/")[2]
+    metadata = {"base_model": _base_model(model), **(metadata or {})}
+    if metadata["base_model"]:
+        metadata = {"base_model_relation": "finetune", **metadata}
+    own = sorted((result for result in measured["results"] if result["this"]), key=lambda result: result["length"] or 0)
+    data = ModelCardData(
+        **metadata,
+        library_name="transformers",
+        pipeline_tag=TASKS[auto][1] if auto and model.main_input_name == "input_ids" else None,
+        tags=["hf-posenc", *dict.fromkeys(report.encoding.split("+"))],
+        datasets=[dataset["id"] for dataset in measured["training"]["datasets"] if dataset["id"]] or None,
+        metrics=list(dict.fromkeys(result["metric"] for result in own)) or None,
+        model_name=name if own else None,
+        eval_results=[_eval_result(result) for result in own] or None,
+    )
+    parts = [
+        [f"# {name}", "", f"`{report.model_class}` with", "", *_positions(model, report)],
+        [f"![{PurePosixPath(figure).stem}]({quote(figure)})" for figure in figures],
+        _results(measured),
+        _training(measured),
+        _loading(model, report, auto, repo_id, metadata["base_model"]),
+    ]
+    body = "\n\n".join("\n".join(part) for part in parts if part)
+    return _signed(f"---\n{data.to_yaml()}\n---\n\n{body}\n\n")
+
+
+def _without_weights(folder: str | os.PathLike[str]) -> PreTrainedModel:
+    """A model on the meta device, with the head that its config names."""
+    config = load_config(folder)
+    cls: Any = architecture(config)
+    with torch.device("meta"), explained(f"the model of {folder}"):
+        return cls._from_config(config) if cls else AutoModel.from_config(config)
+
+
+def architecture(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that a config names in `architectures`, ours or Transformers'. None if there is none of that name."""
+    name = (config.architectures or [""])[0]
+    cls = getattr(derived if hasattr(config, "position_encoding") else transformers, name, None) if name else None
+    return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
+
+
+def user_classes(encoding: str) -> list[type]:
+    """The classes of an encoding that are defined outside this package."""
+    return [cls for cls in encoding_class(encoding).component_classes().values() if not is_ours(cls.__module__)]
+
+
+def host_name(model: PreTrainedModel) -> str | None:
+    """The name or path from which a patched model's host was loaded."""
+    spec = getattr(model.config, "position_spec", None)
+    return (spec and spec.host and spec.host.name_or_path) or None
+
+
+def _base_model(model: PreTrainedModel) -> str | None:
+    """The host's id, unless its name could be that of a local folder."""
+    name = host_name(model)
+    return name if name and HUB_ID.fullmatch(name) else None
+
+
+def _auto_class(model: PreTrainedModel) -> str | None:
+    """The Auto class that loads a model with its head."""
+    name = type(model).__name__
+    # A model loaded with trust_remote_code has a class of its own: take ours of the same name.
+    cls: Any = getattr(derived, name) if name.startswith(derived.PREFIX) else type(model)
+    for auto, (mapping, _) in TASKS.items():
+        if getattr(transformers, mapping).get(cls.config_class or type(model.config), None) is cls:
+            return auto
+    return None
+
+
+def _remote_auto_class(model: PreTrainedModel) -> str | None:
+    """The Auto class that loads a model with trust_remote_code; None if its code isn't saved with it."""
+    auto_map = getattr(model.config, "auto_map", None) or {}
+    found = [auto for auto, name in auto_map.items() if str(name).rpartition(".")[2] == type(model).__name__]
+    return min(found, key=lambda auto: auto not in TASKS, default=None)
+
+
+def _unit(model: PreTrainedModel) -> str:
+    """What the stack with the encoding counts as positions."""
+    stack: Any = next(filter(is_patched, model.modules()), model)
+    names = {"input_ids": "tokens", "inputs_embeds": "tokens", "pixel_values": "patches"}
+    return names.get(stack.main_input_name, "positions")
+
+
+def _positions(model: PreTrainedModel, report: Report) -> list[str]:
+    lines, encodings = [], encoding_class(report.encoding).component_classes()
+    for name, encoding in encodings.items():
+        options = report.options if len(encodings) == 1 else report.options.get(name, {})
+        said = [f"`{key}={value!r}`" for key, value in options.items()] + [f"<{paper}>" for paper in encoding.paper]
+        if user_classes(encoding.type):
+            there = " with the package; the code that comes with the model has it" if _remote_auto_class(model) else ""
+            said.append(f"its class `{encoding.__name__}` is not part of hf-posenc: import or define it before loading{there}")
+        if name in report.layers:
+            said.append(f"in layer{'s' * (len(report.layers[name]) > 1)} {', '.join(map(str, report.layers[name]))}")
+        lines.append(f"- position encoding `{name}`" + (f": {', '.join(said)}" if said else ""))
+    for verb, paths in report.locations.items():
+        lines.append(f"- `{verb}` at `{paths[0]}`" + (f" and {len(paths) - 1} more" if paths[1:] else ""))
+    if report.where:
+        lines.append(f"- acts in: {', '.join(f'`{name}` (`{kind}`)' for name, kind in report.where.items())}")
+    spec = getattr(model.config, "position_spec", None)
+    if spec is not None and spec.submodel:
+        lines.append(f"- only in the submodel `{spec.submodel}`")
+    longest = "no limit" if report.max_length is None else f"{report.max_length} {_unit(model)}"
+    lines.append(f"- longest input: {longest}")
+    return lines + [f"- ignored: {note}" for note in report.ignored]
+
+
+def _loading(model: PreTrainedModel, report: Report, auto: str | None, repo_id: str, base: str | None) -> list[str]:
+    call = f'{auto or report.model_class}.from_pretrained("{repo_id}"'
+    stock = f"from transformers import {auto or report.model_class}"
+    if not hasattr(model.config, "position_encoding"):
+        return ["## How to load it", "", *_fenced("python", stock, "", f"model = {call})")]
+    lines = ["## How to load it", "", "With the package:", "", *_fenced("bash", "pip install hf-posenc"), ""]
+    if auto:
+        users = [cls.__name__ for cls in user_classes(report.encoding)]
+        also = f", beside what defines {', '.join(users)}" if users else ""
+        lines += _fenced(
+            "python", f"import hf_posenc  # Transformers then knows its models{also}", stock, "", f"model = {call})"
+        )
+    else:
+        lines += _fenced("python", f"from hf_posenc import {report.model_class}", "", f"model = {call})")
+    if remote := _remote_auto_class(model):
+        lines += ["", "Without it: the code comes with the model, and needs torch and transformers alone.", ""]
+        lines += _fenced(
+            "python",
+            f"from transformers import {remote}",
+            "",
+            f'model = {remote}.from_pretrained("{repo_id}", trust_remote_code=True)',
+        )
+    host, spec = report.model_class.removeprefix(derived.PREFIX), getattr(model.config, "position_spec", None)
+    if report.host_kept:
+        lines += ["", f"As a stock `{host}`: these weights, with the positions that the model had before it was patched.", ""]
+        lines += _fenced("python", "import hf_posenc", "", "model = hf_posenc.unpatch(model)")
+    elif base and spec is not None and spec.host is not None:
+        lines += ["", "As the stock model: the base model's own positions are not kept here, so that is the base itself.", ""]
+        lines += _fenced("python", stock, "", f'model = {auto or host}.from_pretrained("{base}")')
+    return lines
+
+
+def _fenced(language: str, *lines: str) -> list[str]:
+    fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", "".join(lines)))])
+    return [fence + language, *lines, fence]
+
+
+def _results(evaluation: dict[str, Any]) -> list[str]:
+    """The section of results: per task, dataset and metric a table of models by input length."""
+    groups: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
+    for result in evaluation["results"]:
+        groups.setdefault(table_key(result), {}).setdefault(result["metric"], []).append(result)
+    lines = ["## Measured"] if groups else []
+    for by_metric in groups.values():
+        first = next(iter(by_metric.values()))[0]
+        lines += ["", f"### {_dataset_link(first['dataset'])}"]
+        for metric, results in by_metric.items():
+            lines += ["", f"{_cell(first['task'])}, {_cell(metric)}{_counts(results)}:", "", *_rows(results)]
+    explained = {"interval": f"In brackets: {UNCORRECTED}.", "this": "In bold: the model of this card."}
+    legend = " ".join(words for key, words in explained.items() if any(result[key] for result in evaluation["results"]))
+    return lines + [line for note in (legend, *evaluation["notes"]) if note for line in ("", _cell(note))]
+
+
+def _dataset_link(dataset: dict[str, Any]) -> str:
+    url = dataset["url"] or (f"https://huggingface.co/datasets/{dataset['id']}" if dataset["id"] else None)
+    name = f"[{_cell(dataset['name'])}]({quote(url, safe=':/?&=#%')})" if url else _cell(dataset["name"])
+    part = ", ".join(_cell(dataset[key]) for key in ("config", "split") if dataset[key])
+    return f"{name} ({part})" if part else name
+
+
+def _counts(results: list[dict[str, Any]]) -> str:
+    counts = sorted({result["count"] for result in results if result["count"]})
+    return f", n = {' to '.join(f'{count:,}' for count in (counts[0], counts[-1])[: len(counts)])}" if counts else ""
+
+
+def _rows(results: list[dict[str, Any]]) -> list[str]:
+    lengths = {(result["unit"], result["length"]): shown_length(result) for result in results if result["length"]}
+    lengths = {NO_LENGTH: "value"} | lengths if any(not result["length"] for result in results) else lengths
+    found: dict[str, dict[tuple[str, int], str]] = {}
+    for result in results:
+        seeds = f" (mean of seeds {', '.join(map(str, result['seeds']))})" if result["seeds"] else ""
+        name = f"**{_cell(result['model'])}**{seeds}" if result["this"] else _cell(result["model"]) + seeds
+        interval = f" [{', '.join(map(_number, result['interval']))}]" if result["interval"] else ""
+        key = (result["unit"], result["length"]) if result["length"] else NO_LENGTH
+        found.setdefault(name, {})[key] = _number(result["value"]) + interval
+    head = ["model", *(lengths[key] for key in sorted(lengths))]
+    rows = [[name, *(row.get(key, "") for key in sorted(lengths))] for name, row in found.items()]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---", *["--:"] * len(lengths)], *rows)]
+
+
+def _number(value: float) -> str:
+    value = value or 0  # -0.0
+    return f"{value:.3f}" if value == 0 or 0.001 <= abs(value) < 1e9 else f"{value:.2e}"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"([|<])", r"\\\1", " ".join(text.split()))
+
+
+def _training(evaluation: dict[str, Any]) -> list[str]:
+    datasets, steps = map(evaluation["training"].get, ("datasets", "steps"))
+    details = [f"on {', '.join(map(_dataset_link, datasets))}"] if datasets else []
+    details += [f"for {steps:,} steps"] if steps else []
+    lines = [f"Trained {' '.join(details)}." if details else ""] + (
+        ["", *_fenced("bash", *evaluation["command"].splitlines())] if evaluation["command"] else []
+    )
+    return ["## Training", *([""] if details else []), *lines] if any(lines) else []
+
+
+def _eval_result(result: dict[str, Any]) -> EvalResult:
+    dataset, about = result["dataset"], {key: result[key] for key in ("length", "interval", "count", "seeds")}
+    return EvalResult(
+        task_type=result["task"],
+        # model-index requires an id. Without one, sentence-transformers derives it from the name, too.
+        dataset_type=dataset["id"] or re.sub(r"\W+", "-", dataset["name"].lower()).strip("-"),
+        dataset_name=dataset["name"],
+        dataset_config=dataset["config"],
+        dataset_split=dataset["split"],
+        dataset_revision=dataset["revision"],
+        metric_type=result["metric"],
+        metric_name=metric_name(result),
+        metric_value=result["value"],
+        metric_args={key: value for key, value in about.items() if value is not None} or None,
+    )
+
+
+def replaceable(card: str) -> dict[str, Any] | None:
+    """The metadata to keep if a card may be overwritten: it is empty, unedited since we generated it, or has metadata alone.
+    None for a card that was written or edited by hand, or whose metadata can't be read or kept."""
+    own = card == _signed(card.rpartition("<!--")[0])
+    if not own and REGEX_YAML_BLOCK.sub("", card, count=1).strip():
+        return None
+    try:
+        metadata = ModelCard(card).data.to_dict() if card else {}
+        kept = {key: value for key, value in metadata.items() if key not in GENERATED}
+        ModelCardData(**kept).to_yaml().encode()
+    except Exception:  # YAML of anybody's: malformed, nested too deeply, keys that are no texts, …
+        return None
+    return kept if own or (kept == metadata and not {"model_name", "eval_results"} & kept.keys()) else None
+
+
+def _signed(card: str) -> str:
+    return card + SIGNATURE.format(hashlib.sha256(card.encode()).hexdigest()[:16])

@@ -1,0 +1,248 @@
+"""push_to_hub: weights, config, code, tokenizer, card, evaluation and figures in one commit."""
+
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    ModelInfo,
+    get_token,
+    is_offline_mode,
+)
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posenc.hub import secret_scan
+from hf_posenc.hub.cards import SIGNATURE, model_card, user_classes
+from hf_posenc.hub.commit import Api, Change, commit_id
+from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_files
+from hf_posenc.hub.repository import base_metadata, earlier_push, ensure_branch, merged
+from hf_posenc.hub.requests import Requests
+from hf_posenc.inspection import inspect
+from hf_posenc.serialization import atomic
+from hf_posenc.serialization.saved_files import read_json
+from hf_posenc.serialization.tokenizer_files import copied
+
+IMAGES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
+logger = logging.getLogger(__name__)
+
+
+def push_to_hub(
+    model: PreTrainedModel,
+    repo_id: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    evaluation: dict[str, Any] | str | os.PathLike[str] | None = None,
+    figures: Sequence[str | os.PathLike[str]] = (),
+    private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    save_directory: str | os.PathLike[str] | None = None,
+    token: str | None = None,
+    timeout: float = 60.0,
+    deadline: float = 6 * 3600.0,
+) -> CommitInfo | Path:
+    """Upload a model, patched or not, or a `PositionEmbedding`, with all its files and a card, in one commit.
+
+    Requests are retried with exponential backoff on silence, unreadable answers, 429 and 5xx. A README.md that was written or
+    edited by hand is kept. Files of an earlier push (shards, code, figures, evaluation) that this one lacks are deleted. If
+    nothing has changed, no commit is made.
+
+    Offline (HF_HUB_OFFLINE=1) nothing is sent: the files are written to a folder, and a log line says how to push it.
+
+    Args:
+        repo_id: "name" or "namespace/name"; created if it doesn't exist.
+        tokenizer: uploaded with `model_max_length` set to the model's usable length; the object itself isn't changed.
+        evaluation: the content of evaluation.json, or the path of such a file: shown in the card, and uploaded as
+            evaluation.json and .eval_results.
+        figures: images, uploaded beside the card under their file names.
+        private: whether a new repo is private; None: the namespace's default.
+        revision: the branch, created from main if it doesn't exist; None: main. "refs/pr/N" adds to a pull request.
+        create_pr: open a pull request against `revision` instead. An open one with the same content is returned.
+        save_directory: folder that gets a copy of the files. Offline, None is the repo's name in the current directory.
+        token: None: that of `hf auth login` or HF_TOKEN.
+        timeout: seconds of silence after which a request has failed: while connecting, sending or receiving. A slow upload is
+            not silent.
+        deadline: seconds for the whole push, with retries and pauses.
+
+    Returns:
+        The commit, or the head if nothing has changed. Offline: the folder.
+
+    Raises:
+        ValueError: before anything is sent: an incomplete model, not a tokenizer, a malformed evaluation, figure, repo_id, time
+            limit or commit message, no token; an access token or a path of this machine in what would be pushed; a
+            save_directory with other content. Before any file is sent: `private` differs from the existing repo; `revision` is
+            a tag or a commit; the Hub refuses the card's metadata.
+        huggingface_hub.errors.HfHubHTTPError: the Hub refused, or somebody else pushed in between; nothing was committed.
+        ConnectionError: the Hub can't be reached, or doesn't answer as a Hub does.
+        TimeoutError: the deadline has passed. The same push again goes on, and makes no second commit.
+        OSError: a local file can't be read or written. (The three above are OSErrors, too.)
+    """
+    _refuse_unless_whole(model)
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(f"a tokenizer of Transformers is needed, not {tokenizer!r}: AutoTokenizer.from_pretrained loads one")
+    evaluation_file = evaluation
+    if evaluation is not None:
+        evaluation = checked_evaluation(evaluation if isinstance(evaluation, dict) else read_json(Path(evaluation)))
+    images = _images(figures)
+    validate_repo_id("" if repo_id is None else repo_id)
+    requests = Requests(timeout, deadline)
+    offline, token = is_offline_mode(), _checked_token(token or get_token())
+    if not (token or offline):
+        raise ValueError("there is no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=…")
+    report = inspect(model)
+    if not isinstance(commit_message, str | None):
+        raise ValueError(f"commit_message is {commit_message!r:.80}: give a text")
+    message = commit_message or f"Upload {report.model_class} ({report.encoding})"
+    card = partial(model_card, model, evaluation=evaluation, figures=[image.name for image in images])
+    keep_in = Path(save_directory or repo_id.rpartition("/")[2])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            model.save_pretrained(folder)
+        except SafetensorError as error:  # what safetensors makes of a full disk
+            raise OSError(f"the model can't be saved in {folder}: {error}") from error
+        if tokenizer is not None:
+            tokenizer = copied(tokenizer)
+            tokenizer.model_max_length = report.model_max_length
+            tokenizer.save_pretrained(folder)
+        texts = {} if evaluation is None else {EVALUATION: json.dumps(evaluation, indent=2), **result_files(evaluation)}
+        for path, text in texts.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+        for image in images:
+            shutil.copyfile(image, folder / image.name)
+        refuse_leaks = partial(secret_scan.refuse, token=token, folders=_folders(model, tokenizer, evaluation_file, images))
+        texts_sent = secret_scan.texts(folder, _files(folder))
+        refuse_leaks({**texts_sent, "README.md": card(repo_id).encode(), "commit_message": message.encode()})
+        if offline or save_directory is not None:
+            _keep(folder, keep_in, partial(card, repo_id), base_metadata(model))
+        if offline:
+            modules = sorted({cls.__module__ for cls in user_classes(report.encoding)})
+            commands = _commands(modules, keep_in, repo_id, private, revision, create_pr)
+            logger.warning(
+                "offline, nothing was sent: %s is ready in %s. To push it later:\n  %s\n  %s", repo_id, keep_in, *commands
+            )
+            return keep_in
+        api = Api(token=token)
+        repo_id = requests.send(partial(api.create_repo, repo_id, private=private, exist_ok=True)).repo_id
+        ensure_branch(api, requests, repo_id, revision, create_pr)
+
+        def head_and_files() -> tuple[ModelInfo, str, set[str]]:
+            head = api.model_info(repo_id, revision=revision)
+            return head, commit_id(head.sha), {str(file.rfilename) for file in head.siblings or ()}
+
+        head, sha, present = requests.send(head_and_files)
+        if private is not None and private != head.private:
+            raise ValueError(
+                f"{repo_id} exists and is {'private' if head.private else 'public'}: leave private={private} out, or change "
+                f"the repo first, huggingface_hub.HfApi().update_repo_settings({repo_id!r}, private={private})"
+            )
+
+        def read(path: str) -> str:
+            file = requests.send(partial(api.hf_hub_download, repo_id, path, revision=sha))
+            return Path(file).read_text(encoding="utf-8", errors="replace")
+
+        kept, stale = earlier_push(present, read, [*_files(folder), "README.md"])
+        if kept is None:
+            logger.warning("%s: its README.md was written by hand and stays as it is", repo_id)
+            (folder / "README.md").unlink(missing_ok=True)
+        else:
+            text = card(repo_id, metadata=merged(base_metadata(model, api, requests), kept))
+            refuse_leaks({"README.md": text.encode()})
+            (folder / "README.md").write_text(text, encoding="utf-8")
+        additions = [CommitOperationAdd(path, folder / path) for path in _files(folder)]
+        deletions = [CommitOperationDelete(path) for path in stale]
+        return Change(api, requests, repo_id, additions, deletions, message, revision, create_pr, sha).commit()
+
+
+def _refuse_unless_whole(model: Any) -> None:
+    for wrapped in ("_orig_mod", "module"):
+        if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel) and wrapped in model._modules:
+            raise ValueError(f"the model is wrapped in {type(model).__name__}: push what is inside, model.{wrapped}")
+    if isinstance(model, nn.Module) and getattr(model, "peft_config", None):
+        raise ValueError("the model has PEFT adapters in it: push model.merge_and_unload(), or the adapters alone with peft")
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"a PreTrainedModel of Transformers is needed, not {model!r:.80}")
+
+
+def _images(figures: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    images = [Path(figure) for figure in figures]
+    for image in images:
+        if image.suffix.lower() not in IMAGES or not re.fullmatch(r"[\w.-]+", image.name, re.ASCII) or not image.is_file():
+            raise ValueError(
+                f"figures: {str(image)!r} must be the path of an image ({', '.join(IMAGES)}), its name of a-z, digits, _.-"
+            )
+    if len({image.name for image in images}) < len(images):
+        raise ValueError(f"figures: two of {', '.join(map(str, images))} have the same name, and they go into one folder")
+    return images
+
+
+def _checked_token(token: str | None) -> str | None:
+    # The client's own error would contain the token.
+    if token and not re.fullmatch("[!-~]+", token):
+        raise ValueError("the token has a blank or a character beyond ASCII in it: copy it anew from your account's settings")
+    return token
+
+
+def _folders(model: Any, tokenizer: Any, evaluation: Any, images: Iterable[Path]) -> list[str]:
+    """The folders on this machine from which the parts of a push were loaded."""
+    loaded = [str(part.name_or_path) for part in (model, tokenizer) if getattr(part, "name_or_path", None)]
+    files = [Path(file) for file in (*images, *([] if isinstance(evaluation, dict | None) else [evaluation]))]
+    return [folder for folder in (*loaded, *(str(file.parent) for file in files)) if os.path.isdir(folder)]
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _keep(folder: Path, keep_in: Path, card: Callable[..., str], base: dict[str, Any]) -> None:
+    """Copies the folder, with a card, to `keep_in`."""
+    if keep_in.exists() and not keep_in.is_dir():
+        raise ValueError(f"{keep_in} is a file: choose another save_directory")
+
+    def read(path: str) -> str:
+        return (keep_in / path).read_text(encoding="utf-8", errors="replace")
+
+    present = [path for path in _files(keep_in) if not path.startswith(atomic.PREFIX)]
+    new = [*_files(folder), "README.md"]
+    kept, stale = earlier_push(present, read, new)
+    ours = "README.md" in present and SIGNATURE.partition("{")[0] in read("README.md")
+    if others := sorted(set(present).difference(new if ours else (), stale if ours else ())):
+        raise ValueError(
+            f"{keep_in} has something else in it than an earlier push has left there ({', '.join(others[:3])}): choose another "
+            "save_directory, or empty it"
+        )
+    if kept is None:
+        logger.warning("%s was written by hand and stays as it is", keep_in / "README.md")
+    else:
+        (folder / "README.md").write_text(card(metadata=merged(base, kept)), encoding="utf-8")
+    with atomic.replaced(keep_in, lambda *_: stale) as near:
+        shutil.copytree(folder, near, dirs_exist_ok=True)
+
+
+def _commands(
+    modules: list[str], folder: Path, repo_id: str, private: bool | None, revision: str | None, create_pr: bool
+) -> tuple[str, str]:
+    """Commands that push the folder later: with this package (which generates a new card), and unchanged."""
+    options = [f"--revision={revision}"] * (revision is not None) + ["--create-pr"] * create_pr
+    ours = ["--private" if private else "--public"] * (private is not None) + options
+    theirs = ["--private"] * bool(private) + options
+    return (
+        shlex.join(["hf-posenc", *(f"--import={name}" for name in modules), "push", str(folder), repo_id, *ours]),
+        shlex.join(["hf", "upload", repo_id, str(folder), ".", *theirs]),
+    )

@@ -1,0 +1,94 @@
+"""What the repository of a push has already, and its base model: branches, an earlier push's files, metadata of cards."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import REGEX_COMMIT_OID
+from huggingface_hub.errors import DisabledRepoError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+from transformers import PreTrainedModel
+
+from hf_posenc.hub.cards import INHERITED, host_name, replaceable
+from hf_posenc.hub.commit import Api
+from hf_posenc.hub.eval_results import EVALUATION, result_files
+from hf_posenc.hub.requests import Requests
+from hf_posenc.serialization.saved_files import parsed_json
+
+WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")
+"""Files deleted if the new push lacks them: an old model.safetensors would be loaded instead of new shards."""
+
+
+def base_metadata(model: PreTrainedModel, api: Api | None = None, requests: Requests | None = None) -> dict[str, Any]:
+    """The card's metadata about the host: its id, licence and language.
+
+    The id is None unless the Hub (offline: the cache) knows it, since a local folder may have a name of the same form.
+    """
+    name = host_name(model)
+    if not name or not (api and requests or isinstance(try_to_load_from_cache(name, "config.json"), str)):
+        return {"base_model": None}
+    inherited: dict[str, Any] = {}
+    if api and requests:
+        try:
+            inherited = requests.send(partial(_inherited, api, name))
+        except (GatedRepoError, DisabledRepoError):
+            pass
+        except (HFValidationError, RepositoryNotFoundError):
+            return {"base_model": None}
+    return {"base_model": name, **inherited}
+
+
+def _inherited(api: Api, name: str) -> dict[str, Any]:
+    """The metadata that a card takes from the base model's: texts and lists of texts, whatever else is there."""
+    card = api.model_info(name).card_data
+    found = {key: card.get(key) for key in INHERITED if card}
+    lists = {key: value if isinstance(value, list) else [value] for key, value in found.items()}
+    return {key: found[key] for key, values in lists.items() if all(isinstance(value, str) and value for value in values)}
+
+
+def merged(base: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """The host's metadata, overridden by that kept from an earlier card. The licence is taken whole from one of them."""
+    inherited = {key: value for key, value in base.items() if not ("license" in kept and key.startswith("license"))}
+    return {**inherited, **kept}
+
+
+def earlier_push(
+    present: Iterable[str], read: Callable[[str], str], new: Iterable[str]
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """The metadata to keep of the existing card (None if it was written by hand), and the files to delete: those that an
+    earlier push wrote and the new one lacks."""
+    present = set(present)
+    written = {path for path in present if WRITTEN.fullmatch(path)}
+    try:
+        card = read("README.md") if "README.md" in present else ""
+        measured = read(EVALUATION) if EVALUATION in present else "null"
+    except GatedRepoError:  # write access doesn't imply read access
+        return None, sorted(written.difference(new))
+    if (kept := replaceable(card)) is not None:
+        written.update(re.findall(r"!\[[^]]*\]\(([\w.-]+)\)", card))
+    with contextlib.suppress(ValueError):  # an evaluation.json of another origin
+        written |= {EVALUATION, *result_files(parsed_json(measured))}
+    return kept, sorted((written & present).difference(new))
+
+
+def ensure_branch(api: Api, requests: Requests, repo_id: str, revision: str | None, create_pr: bool) -> None:
+    if revision is None or revision == "main" or revision.startswith("refs/pr/"):
+        return
+
+    def names() -> tuple[set[str], set[str]]:
+        refs = api.list_repo_refs(repo_id)
+        return {str(ref.name) for ref in refs.branches}, {str(ref.name) for ref in refs.tags}
+
+    branches, tags = requests.send(names)
+    if revision in branches:
+        return
+    if revision in tags or REGEX_COMMIT_OID.fullmatch(revision):
+        kind = "tag" if revision in tags else "commit"
+        raise ValueError(
+            f"revision {revision!r} is a {kind}, which stays as it is: name a branch ({', '.join(sorted(branches))})"
+        )
+    if create_pr:
+        raise ValueError(f"{repo_id} has no branch {revision!r} to open a pull request against: {', '.join(sorted(branches))}")
+    requests.send(partial(api.create_branch, repo_id, branch=revision, exist_ok=True))

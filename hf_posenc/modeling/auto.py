@@ -1,0 +1,49 @@
+"""The names of all derived classes, told to Transformers' Auto classes. A checkpoint names its own classes in `auto_map`."""
+
+from typing import Any
+
+from hf_posenc.modeling import derived as derived_classes
+from hf_posenc.modeling.derived import PREFIX, TYPE_PREFIX, derive, prefixed
+
+
+def register_auto_classes() -> None:
+    """Tell the Auto classes the names of all derived classes. Builds and imports none of them.
+
+    The mappings' own name tables are private to Transformers; this is the only place that writes to them.
+    """
+    from transformers.models.auto import auto_factory, configuration_auto, modeling_auto, tokenization_auto
+
+    configs = configuration_auto.CONFIG_MAPPING_NAMES
+    derived = {TYPE_PREFIX + kind: PREFIX + name for kind, name in configs.items() if not kind.startswith(TYPE_PREFIX)}
+    modules = {configuration_auto.model_type_to_module_name(kind): derived_classes for kind in derived}
+    derived["posenc-embedding"] = "PositionEmbeddingConfig"
+    modules["posenc_embedding"] = derived_classes
+    modeling_auto.MODEL_MAPPING_NAMES["posenc-embedding"] = "PositionEmbedding"
+    configs.update(derived)
+    configuration_auto.CONFIG_MAPPING._modules.update(modules)
+    mappings = [m for m in vars(modeling_auto).values() if isinstance(m, auto_factory._LazyAutoMapping)]
+    for mapping in [*mappings, tokenization_auto.TOKENIZER_MAPPING]:
+        names = mapping._model_mapping
+        prefix = "" if mapping is tokenization_auto.TOKENIZER_MAPPING else PREFIX
+        for kind in [kind for kind in names if TYPE_PREFIX + kind in derived]:
+            names[TYPE_PREFIX + kind] = prefixed(names[kind], prefix)
+        mapping._reverse_config_mapping.update({name: kind for kind, name in derived.items()})
+        mapping._modules.update(modules)
+    each: Any
+    for each in (configuration_auto.CONFIG_MAPPING, *mappings):
+        each._extra_content = Registered(each._extra_content)
+
+
+class Registered(dict):
+    """What users have registered with an Auto class, and the derived classes of these, made when they are asked for."""
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(key) or super().__contains__(_host_of(key))
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if super().__contains__(key) else derive(super().__getitem__(_host_of(key)))
+
+
+def _host_of(key: Any) -> Any:
+    """What a user has registered, a model type or a config class, of which this is derived."""
+    return key.removeprefix(TYPE_PREFIX) if isinstance(key, str) else getattr(key, "host_class", key)

@@ -1,0 +1,485 @@
+"""Derived config and model classes, made when they are first asked for.
+
+`PosEnc<HostClass>` is a subclass of the host's class which puts a position encoding into every stack in it. The module's
+`__getattr__` makes these classes by name; the Auto classes know the names only.
+"""
+
+import contextlib
+import copy
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from hf_posenc import configuration as specs
+from hf_posenc.architectures import structure
+from hf_posenc.architectures.components.component import PositionComponent, is_transformers
+from hf_posenc.attention import dispatch
+from hf_posenc.encodings import PositionEncoding, check_size, meant, registry
+from hf_posenc.modeling import hooks, offsets
+from hf_posenc.modeling.install import acting_in, install, install_across
+from hf_posenc.modeling.position_ids import asking
+from hf_posenc.serialization.copies import IS_COPY
+from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
+from hf_posenc.signatures import Call
+
+PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
+
+
+class PosEncConfigMixin(EncodingConfigMixin):
+    """Adds `position_encoding`, checked and canonical, to a host's config class."""
+
+    if TYPE_CHECKING:
+        position_encoding: Any
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.position_encoding is not None:
+            specs.write(self, specs.PositionSpec.parse(self.position_encoding))
+            self.check_size()
+
+    @property
+    def position_spec(self) -> specs.PositionSpec:
+        """`position_encoding`, parsed."""
+        return specs.read(self)
+
+    def check_size(self) -> None:
+        """Raises ValueError for a host whose own positions would take memory beyond all bounds, patched or not."""
+        for kind in PositionComponent.kinds:
+            kind.check_config(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        written = super().to_dict()
+        written.pop(specs.PARSED, None)
+        if written.get(specs.PLAN) is None:
+            written.pop(specs.PLAN, None)
+        if self.position_encoding is not None and self.position_spec.submodel is not None:
+            # The submodel's config is written as the host has it: `position_encoding` of this one says the rest.
+            stock = copy.deepcopy(self)
+            specs.make_stock(stock)
+            written.update({name: value for name, value in stock.to_dict().items() if name in self.sub_configs})
+        return written
+
+    @classmethod
+    def _from_code(cls, encoding: Any) -> dict[str, Any]:
+        return specs.PositionSpec.parse(encoding, in_code=True).to_dict()
+
+    def complete(self) -> None:
+        if getattr(self, specs.PLAN) or self._not_saved():
+            return
+        from hf_posenc.architectures import find
+        from hf_posenc.modeling.parameter_sharing import shell, stock_config
+
+        name, spec = auto_classes(self.model_type).get("AutoModel", ""), self.position_spec
+        with contextlib.suppress(ValueError, AttributeError):  # a config of which no model can be made
+            host = getattr(sys.modules[__name__], name).host_class
+            model = shell(host, stock_config(self, host))
+            inner = model if spec.submodel is None else find.submodel(model, spec.submodel)
+            setattr(self, specs.PLAN, [plan.to_dict() for plan in find.plan_of(find.find_all(inner, spec.where))])
+
+    def _auto_classes(self) -> dict[str, str]:
+        return {"AutoConfig": type(self).__name__, **auto_classes(self.model_type)}
+
+    def _not_saved(self) -> str:
+        host = type(self).host_class  # type: ignore[attr-defined]
+        if is_transformers(host):
+            return ""
+        return (
+            f"this model is one of {host.__module__}, which is not saved with it: pip install hf-posenc, import hf_posenc and "
+            f"{host.__module__}, then load it by the Auto class that its stock class is registered with, or by "
+            f"hf_posenc.{PREFIX}<its stock class>.from_pretrained"
+        )
+
+
+class HostState(nn.Module):
+    """The host's own learned positions, kept as buffers under their original keys, for `unpatch`."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        check_size("the host's own positions, position_encoding['host'],", sum(map(math.prod, shapes.values())))
+        for key, shape in shapes.items():
+            *path, name = key.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_buffer(name, torch.empty(shape))
+
+    def reset_parameters(self) -> None:
+        """BERT's own initialisation: a model made from scratch has no trained positions to keep."""
+        for table in self.buffers():
+            nn.init.normal_(table, std=0.02)
+
+
+class PosEncModelMixin(EncodingModelMixin):
+    """Puts an encoding into each stack of a host's class when it is built."""
+
+    host_class: type[PreTrainedModel]
+    _posenc_reader: tuple[Any, ...] = ()
+    """The stack that reads the tokens of this model, around it. In a tuple, so that it is no child of this one."""
+    initialized_whole = (PositionEncoding, HostState, offsets.Offset)
+    config: Any
+
+    def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(config, PosEncConfigMixin) and config.sub_configs:
+            # The configs within become derived ones in this model, and may be of another, with another encoding.
+            config = copy.deepcopy(config)
+            specs.make_parts_stock(config)
+        super().__init__(config, *args, **kwargs)
+
+    def post_init(self) -> None:
+        if (calls := vars(self).get(POSTPONED)) is not None:
+            calls.append(self)
+            return
+        # Before the host's post_init, so that new parameters are initialised, tied and counted with the others.
+        self._install_encoding()
+        super().post_init()
+
+    def _install_encoding(self) -> None:
+        """Put the encoding into all stacks of this model, which its host's code has built with stock models within it."""
+        if self.config.position_encoding is None:
+            raise ValueError(
+                f"{type(self).__name__} needs config.position_encoding, a name or a dict; "
+                "to give a pretrained model another encoding, load it and call hf_posenc.patch(model, encoding)"
+            )
+        spec = self.config.position_spec
+        inner = structure.part(self, spec.submodel)
+        stacks = {id(found.stack): found for found in self._stacks(inner, spec).values()}
+        within = {id(module) for module in inner.modules()}
+        models: list[Any] = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
+        for module in reversed(models):
+            # Models around the submodel are derived ones as far as they have this one's config, as the base model has.
+            ours = id(module) in within or type(module.config) is type(self.config)
+            if ours and any(id(part) in stacks for part in module.modules()):
+                if id(module) in within and module is not self:
+                    module.config.__class__ = derive(type(module.config))
+                    specs.write(module.config, replace(spec, submodel=None))
+                module.__class__ = derive(type(module))
+                _CAN_RECORD_REGISTRY[module] = module._can_record_outputs  # by class: what its __init__ has said of the host's
+                if id(module) in stacks:
+                    _install(stacks[id(module)], module.config.position_spec)
+                module._posenc_reader = () if id(module) in stacks else _reader(module, stacks.values())
+                if module is not self:
+                    module.host_class.post_init(module)
+        self._check_attention()
+
+    def _stacks(self, inner: Any, spec: specs.PositionSpec) -> dict[str, structure.Structure]:
+        """By the plan of the config, or found, if it has none: it gets one when it is saved."""
+        if plans := specs.plans_of(self.config):
+            return structure.planned_in(inner, plans, spec.where)
+        from hf_posenc.architectures import find
+        from hf_posenc.modeling import supported
+
+        stacks = find.find_all(inner if spec.submodel is None else find.submodel(self, spec.submodel), spec.where)
+        supported.check(stacks.values(), spec)
+        return stacks
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (HostState, offsets.Offset)):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a patched checkpoint; or a stock one with `position_encoding=…`, the same as `patch` after loading.
+
+        The encoding may stand in a `config`, too, which is then a derived one.
+        """
+        if IS_COPY:  # of a checkpoint, for which alone the class is
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        from hf_posenc.modeling import loading
+
+        kwargs, spec = loading.resolved(cls, pretrained_model_name_or_path, kwargs)
+        if spec is None:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        kwargs.setdefault("use_safetensors", True)
+        loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
+        from hf_posenc.modeling import parameter_sharing
+
+        parameter_sharing.refuse_wrapped(model)
+        patched = parameter_sharing.to_derived(model, cls, spec)
+        return (patched, *info) if info else patched
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        super()._set_gradient_checkpointing(*args, **kwargs)
+        hooks.carry_positions(self)
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        configs = {id(module.config): module.config for module in self.modules() if isinstance(module, PreTrainedModel)}
+        before = {key: config._attn_implementation for key, config in configs.items()}
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+        try:
+            self._check_attention()
+        except ValueError:
+            for key, config in configs.items():
+                config._attn_implementation_internal = before[key]
+            raise
+
+    def _check_attention(self) -> None:
+        for module in self.modules():
+            if structure.is_patched(module):
+                encodings = [part for spec in module.config.position_spec.every for part in spec.parts.values()]
+                if reason := dispatch.refusal(module.config._attn_implementation, encodings):
+                    raise ValueError(reason)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As of Transformers. Raises ValueError for encodings that bias, whose distances a paged cache can't tell, or that
+        rotate all keys anew."""
+        every = self.config.position_spec.every
+        if reason := dispatch.refusal_of_pages(
+            (part for spec in every for part in spec.parts.values()),
+            any(spec.encoding.rotates_anew(dict(spec.options)) for spec in every),
+        ):
+            raise ValueError(reason)
+        return super().init_continuous_batching(*args, **kwargs)
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: dict[str, Any]) -> Any:
+        """The ids that `generate` makes where the user gives none, counted as the host counts them: RoBERTa's from 2 on."""
+        if self.config.position_spec.submodel is not None and not self._posenc_reader:
+            return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+        stack: Any = next(filter(structure.is_patched, self.modules()))
+        # Not the host's own, which may make places in images of them.
+        ids = GenerationMixin._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)  # type: ignore[arg-type]
+        return ids + stack._posenc_pass.offset
+
+    def create_masks_for_generate(
+        self, config: Any, inputs_embeds: Any, attention_mask: Tensor | None, past_key_values: Any, **kwargs: Any
+    ) -> Any:
+        """As of the host. Where its forward takes no position_ids (T5, BART), the 2-D mask, as long as the static cache.
+
+        A 4-D mask, which `generate` makes for static caches, doesn't distinguish padding from tokens hidden for another reason,
+        so the positions of a padded target would count the padding.
+        """
+        if attention_mask is not None and attention_mask.ndim == 2 and kwargs.get("position_ids") is None:
+            return F.pad(attention_mask, (0, max(0, past_key_values.get_max_length() - attention_mask.shape[1])))
+        make = getattr(super(), "create_masks_for_generate", masking_utils.create_masks_for_generate)
+        return make(config, inputs_embeds, attention_mask, past_key_values, **kwargs)
+
+    def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the host, by its model type: Transformers puts `decoder_start_token_id` before the prompts of every model but
+        Whisper and Donut."""
+        config, twin = copy.copy(self.config), copy.copy(self)
+        vars(config)["model_type"] = self.host_class.config_class.model_type  # type: ignore[attr-defined]
+        twin.config = config
+        return super(PosEncModelMixin, twin)._prepare_decoder_input_ids_for_generation(*args, **kwargs)  # type: ignore[misc]
+
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """Raises ValueError: the host's table, which this would make anew, isn't used."""
+        raise ValueError(
+            f"{type(self).__name__} has the {self.config.position_spec.type!r} encoding instead of a position table: raise its "
+            f"length with hf_posenc.extend(model, max_length={new_num_position_embeddings}), or resize the stock model, then "
+            "patch it"
+        )
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # Of custom code, modules without tensors of their own are passed over on loading, some of which fill those of others
+        # that aren't saved (FalconH1). Encodings are initialised by `_initialize_weights` of ours, which looks at each tensor.
+        return cls.host_class.is_custom_code()
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # Judged by the source of the host's module, which this class is not in.
+        return cls.host_class._can_set_attn_implementation()
+
+
+def __getattr__(name: str) -> Any:
+    """`PosEnc<HostClass>` for any config or model class of Transformers, made once and then an ordinary attribute; or for a
+    class of a user's that is imported."""
+    if name in ("PositionEmbedding", "PositionEmbeddingConfig"):  # the Auto classes look them up here
+        from hf_posenc.modeling import embedding
+
+        return getattr(embedding, name)
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    registry.import_all()
+    called = name.removeprefix(PREFIX)
+    host = getattr(transformers, called, None)
+    if isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel)):
+        return derive(host)
+    owns = {
+        cls.__module__: cls for base in (PreTrainedConfig, PreTrainedModel) for cls in _users(base) if cls.__name__ == called
+    }
+    if len(owns) == 1:
+        return derive(next(iter(owns.values())))
+    if owns:
+        raise AttributeError(f"{called} is defined in {' and in '.join(sorted(owns))}: take the class of a patched model")
+    near = meant(called, dir(transformers))
+    raise AttributeError(
+        f"there is no class {called!r}{near} in Transformers to derive {name!r} from, nor one of your own that is imported"
+    )
+
+
+def _users(base: Any) -> Iterator[Any]:
+    """All classes derived from one of Transformers' that are not its own, nor ours."""
+    for cls in base.__subclasses__():
+        yield from _users(cls)
+        if not is_transformers(cls) and not hasattr(cls, "host_class"):
+            yield cls
+
+
+OWN: dict[type, Any] = {}
+"""Class of a user's -> its derived class. Two of one name may be in different modules."""
+
+
+def derive(host: Any) -> Any:
+    """The derived class of a host's config or model class, published here under its name so that it can be pickled.
+
+    A derived class is its own.
+    """
+    if issubclass(host, (PosEncConfigMixin, PosEncModelMixin)):
+        return host
+    name = PREFIX + host.__name__
+    make = _derive_config if issubclass(host, PreTrainedConfig) else _derive_model
+    if not is_transformers(host):
+        if host not in OWN:
+            OWN[host] = make(name, host)
+            # Else saving would copy this module.
+            OWN[host]._auto_class, OWN[host].__reduce_ex__ = None, _reduced
+        return OWN[host]
+    if name not in globals():
+        globals()[name] = make(name, host)
+    return globals()[name]
+
+
+def _reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """Of an object whose class is derived from a user's: copies and pickles name that one, which imports its module."""
+    _, (_, *arguments), *state = super(type(self), self).__reduce_ex__(protocol)
+    return _empty, (type(self).host_class, *arguments), *state
+
+
+def _empty(host: type, *arguments: Any) -> Any:
+    cls = derive(host)
+    return cls.__new__(cls, *arguments)
+
+
+def _derive_config(name: str, host: type[PreTrainedConfig]) -> type:
+    body = {
+        "__module__": __name__,
+        "__doc__": f"{host.__name__} with `position_encoding`: a name, or a dict of its type and options.",
+        "__annotations__": {"position_encoding": Any, specs.PLAN: Any},
+        "position_encoding": None,
+        specs.PLAN: None,
+        "model_type": TYPE_PREFIX + host.model_type,
+        "host_class": host,
+    }
+    return type(name, (PosEncConfigMixin, host), body)
+
+
+def _derive_model(name: str, host: type[PreTrainedModel]) -> type:
+    body = {
+        "__module__": __name__,
+        "__doc__": f"{host.__name__} with the position encoding of its config (see `hf_posenc.patch`).",
+        "__init__": _init_of(host) if is_transformers(host) else _with_one_post_init(host),
+        "forward": _with_positions(host),
+        "config_class": derive(host.config_class),
+        "host_class": host,
+    }
+    return type(name, (PosEncModelMixin, host), body)
+
+
+def _init_of(host: type[PreTrainedModel]) -> Callable[..., None]:
+    """The `__init__` of a derived class, with the signature of its host's."""
+
+    @functools.wraps(host.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        PosEncModelMixin.__init__(self, *args, **kwargs)
+
+    return __init__
+
+
+POSTPONED = "_posenc_postponed"
+"""The attribute of a model of a user's class that is being built: the calls of post_init that were put off."""
+
+
+def _with_one_post_init(host: type[PreTrainedModel]) -> Callable[..., None]:
+    """The `__init__` of a class derived from a user's, with post_init at its end alone: a subclass of a model which calls it
+    may go on to replace modules, and call it again."""
+
+    @functools.wraps(host.__init__)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        vars(self)[POSTPONED] = []
+        PosEncModelMixin.__init__(self, config, *args, **kwargs)
+        if not vars(self).pop(POSTPONED):
+            raise ValueError(
+                f"{host.__name__}.__init__ doesn't end with self.post_init(), as it has to in every PreTrainedModel: there the "
+                "encoding is put in"
+            )
+        self.post_init()
+
+    return __init__
+
+
+def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
+    """Put an encoding into one stack, with what calibration and `unpatch` need."""
+    own, across, geometry = acting_in(found, spec)
+    if own is not None:
+        install(found, own, geometry)
+    if across is not None:
+        install_across(found, across, geometry)
+    if own is None:
+        return
+    if spec.calibration is not None:
+        offsets.install(found.stack, found.contributions.items())
+    if spec.host and spec.host.kept and (kept := found.kept_shapes(spec.host.rows)):
+        found.stack.posenc.original = HostState(kept)
+
+
+def _reader(model: Any, stacks: Iterable[structure.Structure]) -> tuple[Any, ...]:
+    """The stack, or none, which reads the tokens that a model made of several is given."""
+    tokens = structure.tokens_of(model)
+    if tokens is None or model.config.is_encoder_decoder:
+        return ()
+    return tuple(found.stack for found in stacks if found.tokens is tokens)[:1]
+
+
+def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
+    """The host's `forward`, which in a stack gets the positions. Not a hook: some tools call `model.forward` itself."""
+
+    names = list(signature(host.forward).parameters)[1:]
+
+    @functools.wraps(host.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "posenc" not in self._modules:
+            if not self._posenc_reader:
+                return host.forward(self, *args, **kwargs)
+            with asking(self._posenc_reader[0], Call(names, args, kwargs)):
+                return host.forward(self, *args, **kwargs)
+        args, kwargs, context = self._posenc_pass.begin(self, args, kwargs)
+        with dispatch.current(context):
+            output = host.forward(self, *args, **kwargs)
+        self._posenc_pass.end(args, kwargs, context, output)
+        return output
+
+    return forward
+
+
+def auto_classes(model_type: str) -> dict[str, str]:
+    """Auto class -> the derived class it loads for a derived model type. The second place that reads those tables."""
+    from transformers.models.auto import auto_factory, modeling_auto
+
+    host = model_type.removeprefix(TYPE_PREFIX)
+    found: dict[str, Any] = {}
+    for auto in vars(modeling_auto).values():
+        if isinstance(auto, type) and issubclass(auto, auto_factory._BaseAutoModelClass) and auto._model_mapping is not None:
+            name = auto._model_mapping._model_mapping.get(host)
+            if name is not None:
+                found[auto.__name__] = prefixed(name[0] if isinstance(name, tuple) else name, PREFIX)
+    return found
+
+
+def prefixed(name: Any, prefix: str) -> Any:
+    return tuple(prefixed(part, prefix) for part in name) if isinstance(name, tuple) else name and prefix + name

@@ -1,0 +1,80 @@
+"""Vectors of an encoding that are added to hidden states, by hooks of a host's layers.
+
+Shapes: B batch, L tokens, D hidden_size. Hooks are partials of plain functions, so that a patched model can be copied and
+pickled.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from hf_posenc.attention import dispatch
+from hf_posenc.signatures import Call, argument_names
+
+CHECKPOINT = "_gradient_checkpointing_func"
+
+
+def before(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
+    """Add the vectors of these parts to the hidden state that enters a layer."""
+    hook = partial(add_to_input, parts, argument_names(module), token_axis)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def after(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
+    """Add the vectors of these parts to the output of an attention block."""
+    module.register_forward_hook(partial(add_to_output, parts, token_axis), with_kwargs=True)
+
+
+def add_to_input(
+    parts: tuple[str, ...], names: list[str], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Pre-hook of a layer, whose first argument is the hidden state."""
+    call = Call(names, args, kwargs)
+    hidden = call[names[0]]
+    return call.changed(**{names[0]: hidden + _vectors(parts, token_axis, module, kwargs, hidden)})
+
+
+def add_to_output(
+    parts: tuple[str, ...], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+) -> Any:
+    """Hook of an attention block or of embeddings, which give out the hidden state, alone or first of several."""
+    if isinstance(output, ModelOutput):
+        name, hidden = next(iter(output.items()))
+        return type(output)(**{**output, name: hidden + _vectors(parts, token_axis, module, kwargs, hidden)})
+    hidden, *others = output if isinstance(output, tuple) else (output,)
+    hidden = hidden + _vectors(parts, token_axis, module, kwargs, hidden)
+    return (hidden, *others) if isinstance(output, tuple) else hidden
+
+
+def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
+    """`[1 or B, L, D]`, or with L on another axis, computed once in a forward pass unless they are trained; of the shape of
+    the hidden state where that keeps its tokens by row and column, or has no batch. Zeros for tokens aside."""
+    if token_axis != 1:
+        length = hidden.shape[token_axis]
+    else:
+        length = math.prod(hidden.shape[1:-1] if hidden.ndim > 2 else hidden.shape[:1])
+    context = dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).placed(length, hidden.device)
+    here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
+
+    def compute() -> Tensor:
+        terms = (encoding("embed", context.coordinates(encoding.axes)) for encoding in here)
+        total: Any = sum(vectors for vectors in terms if vectors is not None)
+        vectors = total.to(hidden.dtype)
+        if any(context.aside):
+            vectors = context.framed(vectors.transpose(-1, -2), dims=1).transpose(-1, -2)
+        return vectors.movedim(1, token_axis)
+
+    trained = any(encoding.is_trained() for encoding in here)
+    vectors = compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)
+    return vectors if hidden.ndim == 3 else vectors.reshape(*(hidden.shape if hidden.ndim == 2 else (-1, *hidden.shape[1:])))
+
+
+def carry_positions(model: nn.Module) -> None:
+    """Let gradient checkpointing run a model's layers with the positions of their forward pass, the second time, too."""
+    for module in model.modules():
+        checkpoint = vars(module).get(CHECKPOINT)
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not dispatch.checkpointed:
+            setattr(module, CHECKPOINT, partial(dispatch.checkpointed, checkpoint))

@@ -1,0 +1,231 @@
+"""Puts an encoding into a stack: silences the host's sources, gives each attention what acts in it, adds vectors."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers.cache_utils import Cache
+
+from hf_posenc.architectures.components.component import UnsupportedModelError, is_transformers
+from hf_posenc.architectures.structure import Structure
+from hf_posenc.attention import custom, dispatch
+from hf_posenc.configuration import PositionSpec
+from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
+from hf_posenc.modeling import hooks
+from hf_posenc.modeling.position_ids import ForwardPass, follow_masking, see_frames, see_images, see_patches
+from hf_posenc.signatures import Call, argument_names
+
+Parts = Mapping[str, tuple[str, ...]]
+"""Path of an attention -> the parts of the encoding that act in it."""
+
+
+def acting_in(structure: Structure, spec: PositionSpec) -> tuple[PositionSpec | None, PositionSpec | None, Geometry]:
+    """What acts in a stack, and between it and another one; and the sizes for it."""
+    own = spec.acting(structure.role) if spec.where else spec
+    across = spec.acting("cross") if structure.role == "decoder" else None
+    geometry = structure.geometry(spec.max_length, spec.inject)
+    if own is not None and geometry.max_length is None and own.encoding.needs_max_length(geometry):
+        geometry = replace(geometry, max_length=structure.usable_length)
+    return own, across, geometry
+
+
+def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> None:
+    """Build an encoding into a stack: as `posenc` of the stack and of its attentions.
+
+    Raises UnsupportedModelError, ValueError; the stack is then not to be used.
+    """
+    stack, encoding, options = structure.stack, spec.encoding, dict(spec.options)
+    parts = parts_by_attention(structure, spec)
+    own = {path: structure.geometry_of(module, geometry.max_length) for path, module in structure.attentions.items()}
+    unlike = unlike_attentions(structure, spec, parts, geometry)
+    stack.posenc, *owned = build_within_limits(
+        encoding.type,
+        lambda: [
+            encoding.for_stack(geometry, **options),
+            *(
+                encoding(own[path], **options) if path in unlike else encoding.for_attention(own[path], parts[path], **options)
+                for path in parts
+            ),
+        ],
+    )
+    at_input = spec.inject == "input"
+    store_rotated = _cached_keys_are_final(structure) and not encoding.rotates_anew(options)
+    rotated = _acted_in(spec, parts, "rotate")
+    for source in structure.sources:
+        source.disable(stack, adds_vectors=at_input)
+    for (path, module), posenc in zip(structure.attentions.items(), owned, strict=True):
+        setattr(module, dispatch.PARTS, parts[path])
+        if posenc is not None:
+            module.posenc = posenc
+        if custom.closed(module):
+            continue
+        if custom.row_of(module):
+            custom.install(module)
+        else:
+            branches = _branches_by_implementation(module)
+            if not is_transformers(type(module)):
+                dispatch.keep_own_eager(module)
+            module.config = dispatch.AttentionConfigView(module.config, branches)  # type: ignore[assignment]
+        # An attention that is written out counts on keys of its own size where it takes them from a cache.
+        widened = custom.row_of(module) and any(spec.parts[part].widens for part in parts[path])
+        if store_rotated and path in rotated and not widened:
+            module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
+    entrances = {
+        verb: _add_vectors(structure, spec, parts) if verb == "embed" else _acted_in(spec, parts, verb)
+        for verb in encoding.acts_by(options)
+    }
+    stack._posenc_spec, stack._posenc_entrances = spec, entrances
+    stack._posenc_pass = ForwardPass(
+        names=argument_names(stack),
+        hands_down=any(a.kind is a.VAR_KEYWORD for a in inspect.signature(type(stack).forward).parameters.values()),
+        offset=structure.offset,
+        refused=tuple(name for source in structure.sources for name in source.arguments),
+        # BERT cuts missing token types from a buffer as long as its old table, so they are made from shapes instead.
+        needs_token_types=any(name.endswith("token_type_ids") for name, _ in stack.named_buffers()),
+        aside=structure.aside,
+        windows=structure.windows or len(structure.entrances) > 1,
+        flattens=structure.flattens,
+        causal_flags=structure.causal_flags,
+    )
+    if structure.tokens is None:
+        if structure.patches is not None:
+            stack.get_submodule(structure.patches).register_forward_hook(see_patches)
+        for source in structure.tellers_of_cells:
+            see = partial(see_images, argument_names(source.module))
+            source.module.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
+        for module in structure.around_layers:
+            module.register_forward_pre_hook(partial(see_frames, argument_names(module)), with_kwargs=True, prepend=True)
+    for module in stack.modules():
+        if hasattr(module, "random_masking"):
+            module.random_masking = partial(follow_masking, module.random_masking)
+
+
+def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry) -> None:
+    """Build an encoding into the cross-attentions of a decoder: as `posenc.cross` of the stack, where all share it, and as
+    `posenc` of those that have their own. A decoder whose own positions stay gets a `posenc` that does nothing.
+
+    Raises UnsupportedModelError, ValueError; the stack is then not to be used.
+    """
+    stack, encoding, options, across = structure.stack, spec.encoding, dict(spec.options), structure.across
+    if "posenc" not in stack._modules:
+        stack.posenc = PositionEncoding(geometry)
+        stack._posenc_spec, stack._posenc_entrances = spec, {}
+        names = argument_names(stack)
+        stack._posenc_pass = ForwardPass(
+            names, False, structure.offset, (), needs_token_types=False, replaces=False, flattens=structure.flattens
+        )
+    looking = replace(structure, attentions=across)
+    parts = parts_by_attention(looking, spec)
+    sizes = {
+        path: replace(structure.geometry_of(module, geometry.max_length), is_causal=False) for path, module in across.items()
+    }
+    shared, *owned = build_within_limits(
+        encoding.type,
+        lambda: [
+            encoding.for_stack(next(iter(sizes.values())), **options),
+            *(encoding.for_attention(sizes[path], parts[path], **options) for path in parts),
+        ],
+    )
+    stack.posenc.cross = shared
+    for (path, module), posenc in zip(across.items(), owned, strict=True):
+        setattr(module, dispatch.PARTS, parts[path])
+        setattr(module, dispatch.ACROSS, True)
+        if posenc is not None:
+            module.posenc = posenc
+        module.config = dispatch.AttentionConfigView(module.config, _branches_by_implementation(module))  # type: ignore[assignment]
+    for verb in encoding.acts_by(options):
+        here = (*stack._posenc_entrances.get(verb, ()), *_acted_in(spec, parts, verb))
+        stack._posenc_entrances = {**stack._posenc_entrances, verb: here}
+
+
+def parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
+    if not spec.layers:
+        return dict.fromkeys(structure.attentions, tuple(spec.parts))
+    numbers, count = structure.layers, structure.stack.config.num_hidden_layers
+    own = sorted(numbers.values())
+    if not {*own} <= {*range(count)} or len({*own}) < len(own) or (len(own) < count and not structure.others):
+        raise UnsupportedModelError(
+            f"{type(structure.stack).__name__} counts {count} layers, but its attentions lie in layers "
+            f"{sorted(numbers.values())}: none is one layer's own",
+            reason="no attention for each layer",
+            remedy="leave layers out",
+        )
+    by_layer = spec.parts_by_layer(count, own)
+    return {path: by_layer[number] for path, number in numbers.items()}
+
+
+def _acted_in(spec: PositionSpec, parts: Parts, verb: str) -> tuple[str, ...]:
+    """The paths of the attentions in which a part of the encoding has this verb."""
+    return tuple(path for path in parts if any(verb in spec.acts_by(part) for part in parts[path]))
+
+
+def shared_parts(spec: PositionSpec) -> set[str]:
+    """The parts which act in attentions, and whose parameters all of them share."""
+    acting = {part for part, kind in spec.parts.items() if {*kind.acts_by()} - {"embed"}}
+    return acting - spec.encoding.per_layer_parts(dict(spec.options))
+
+
+def unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> set[str]:
+    """The paths of attentions of other sizes than the first, as in Swin's stages, which get an encoding of their own where it
+    has no weights (`supported.check`)."""
+    unlike: set[str] = set()
+    shared = shared_parts(spec)
+    for path, module in structure.attentions.items():
+        its = replace(structure.geometry_of(module, geometry.max_length), hidden_size=geometry.hidden_size)
+        if not shared & {*parts[path]} or its == geometry:
+            continue
+        unlike.add(path)
+    return unlike
+
+
+def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tuple[str, ...]:
+    """Where the encoding's vectors are added: paths of tables, layers or attention blocks."""
+    stack = structure.stack
+    tables = tuple(source.path for source in structure.sources if source.takes_vectors)
+    if spec.inject == "input" and tables:
+        return tables
+    blocks = structure.blocks
+    layers = structure.layer_paths
+    embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
+    token_axis = custom.token_axis(next(iter(structure.attentions.values())))
+    if spec.inject == "input" and structure.entrances:
+        for path in structure.entrances:
+            hooks.after(stack.get_submodule(path), embedding[next(iter(layers))], token_axis)
+        return structure.entrances
+    if spec.inject == "input":  # no table to replace: add them to the first layer's input
+        hooks.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))], token_axis)
+        return (structure.first_layer,)
+    places = {(layers if spec.inject == "every_layer" else blocks)[path]: here for path, here in embedding.items() if here}
+    add = hooks.before if spec.inject == "every_layer" else hooks.after
+    for path, here in places.items():
+        add(stack.get_submodule(path), here, token_axis)
+    return tuple(places)
+
+
+def _cached_keys_are_final(structure: Structure) -> bool:
+    """Whether what each attention stores in a cache are the keys that it, and no other attention, multiplies queries by.
+
+    Latent attention stores what keys are made from. Layers that share keys may be rotated by different parts.
+    """
+    modules = structure.attentions.values()
+    return not any(hasattr(module, "expand_kv") or getattr(module, "is_kv_shared_layer", False) for module in modules)
+
+
+def _branches_by_implementation(module: nn.Module) -> bool:
+    """Whether an attention's forward compares the name of its implementation with several."""
+    constants = inspect.unwrap(type(module).forward).__code__.co_consts
+    return any(isinstance(value, (tuple, frozenset)) and "sdpa" in value for value in constants)
+
+
+def rotate_into_cache(names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of an attention: new keys are rotated as they are stored, not all keys at every step."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    name = next((name for name, value in given.items() if isinstance(value, Cache)), None)
+    if name is None:
+        return None
+    context = dispatch.context_for(module, kwargs.get(dispatch.CONTEXT))
+    cache = dispatch.rotating(given[name], module, context)
+    return Call(names, args, kwargs).changed(**{name: cache}, keys_are_rotated=True)

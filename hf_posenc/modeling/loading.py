@@ -1,0 +1,125 @@
+"""What `from_pretrained` of a derived class is asked for: a patched checkpoint as it is, or a stock one to be patched."""
+
+import copy
+import os
+from dataclasses import replace
+from typing import Any
+
+from hf_posenc import configuration as specs
+from hf_posenc.configuration import PositionSpec
+from hf_posenc.encodings import shown
+from hf_posenc.serialization.saved_files import read_config
+
+HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "_commit_hash")
+"""Arguments of `from_pretrained` that say where a config is read from."""
+
+
+def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], PositionSpec | None]:
+    """The keyword arguments for loading, and the encoding to patch a stock checkpoint with; None for a patched one.
+
+    Raises ValueError where the checkpoint, `config` and `position_encoding` don't go together.
+    """
+    config, encoding = kwargs.get("config"), kwargs.get("position_encoding")
+    source = {name: kwargs[name] for name in HUB if name in kwargs}
+    saved = _described(cls, path, source)
+    patched = _is_patched(cls, saved)
+    if isinstance(config, (str, os.PathLike)):
+        if _is_patched(cls, _described(cls, config, source)):
+            if patched:
+                return kwargs, None  # Transformers reads it
+            config = cls.config_class.from_pretrained(config, **source)
+    elif config is not None and not isinstance(config, cls.host_class.config_class):
+        raise ValueError(
+            f"config={shown(config) if isinstance(config, dict) else type(config).__name__} is not for {cls.__name__}: allowed "
+            f"is a {cls.config_class.__name__}, a {cls.host_class.config_class.__name__} or a path; single settings are "
+            "keywords of from_pretrained"
+        )
+    derived = isinstance(config, cls.config_class)
+    if patched:
+        if config is None:
+            return kwargs, None  # the class itself reads it, and merges what is given
+        if not derived:
+            raise ValueError(
+                f"{path} was saved with an encoding, and this config says nothing of it: leave config out, or give "
+                f"hf_posenc.{cls.config_class.__name__}.from_pretrained({str(path)!r}, …)"
+            )
+        given = [each for each in (saved.get("position_encoding"), config.position_encoding, encoding) if each is not None]
+        if given and (merged := _as_saved(*given)) != config.position_encoding:
+            config = copy.deepcopy(config)
+            specs.write(config, PositionSpec.parse(merged, in_code=True))
+        return _with(kwargs, config), None
+    if derived:
+        if not saved and encoding is None:
+            return kwargs, None  # a state_dict alone: its config says what it is
+        from hf_posenc.modeling.parameter_sharing import stock_config
+
+        spec, config = _agreed(encoding, config.position_encoding), stock_config(config, cls.host_class)
+    else:
+        spec = None if encoding is None else PositionSpec.parse(encoding, in_code=True)
+    if spec is None:
+        if not saved and config is None:
+            return kwargs, None  # Transformers says what is missing
+        raise ValueError(
+            f"{path} is a stock model, and {cls.__name__} needs an encoding for it: give position_encoding=…, or load it with "
+            "its own class and call hf_posenc.patch(model, encoding)"
+        )
+    return _with(kwargs, config), spec
+
+
+def _described(cls: Any, path: Any, source: dict[str, Any]) -> dict[str, Any]:
+    """The part of a checkpoint's config.json that a derived class loads; empty where there is no such file.
+
+    Raises ValueError for a checkpoint of another type, whose weights the class would not find.
+    """
+    if path is None:
+        return {}
+    saved = read_config(path, **source)
+    stock = cls.host_class.config_class
+    encoding = saved.get("position_encoding")
+    if isinstance(encoding, dict) and encoding.get("submodel") and not _is_patched(cls, saved):
+        raise ValueError(
+            f"{path} is a patched model of several, {shown(saved.get('model_type'))}, and {cls.__name__} is not its class: "
+            f"load it with AutoModel.from_pretrained, and take a part of it, as model.{encoding['submodel']}"
+        )
+    if stock.base_config_key and isinstance(saved.get(stock.base_config_key), dict):
+        return saved[stock.base_config_key]
+    kind = saved.get("model_type", stock.model_type)
+    for part in (saved, *(value for value in saved.values() if isinstance(value, dict))):
+        if part.get("model_type", kind) in (stock.model_type, cls.config_class.model_type):
+            return part
+    raise ValueError(
+        f"{path} is a {kind!r} model, and {cls.__name__} is for {stock.model_type!r}, stock or patched: load it with the Auto "
+        "class, then hf_posenc.patch"
+    )
+
+
+def _is_patched(cls: Any, saved: dict[str, Any]) -> bool:
+    return saved.get("model_type") == cls.config_class.model_type
+
+
+def _as_saved(saved: Any, *given: Any) -> Any:
+    """The encoding as saved, with what is given on loading. Raises ValueError for another type than was saved."""
+    encoding = saved
+    for each in given:
+        encoding = specs.merged(encoding, each)
+    host = saved.get("host") if isinstance(saved, dict) else None
+    return encoding if encoding.get("host") else {**encoding, "host": host}
+
+
+def _agreed(encoding: Any, in_config: Any) -> PositionSpec | None:
+    """The encoding that is given in one place, or in two alike."""
+    given = None if encoding is None else PositionSpec.parse(encoding, in_code=True)
+    configured = None if in_config is None else PositionSpec.parse(in_config)
+    if given is None or configured is None:
+        return configured if given is None else given
+    if replace(given, host=None) != replace(configured, host=None):
+        raise ValueError(
+            f"position_encoding={shown(encoding)}, but config.position_encoding is {shown(in_config)}: give one of them"
+        )
+    return given
+
+
+def _with(kwargs: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The keyword arguments with this config, and without an encoding beside it."""
+    others = {name: value for name, value in kwargs.items() if name not in ("config", "position_encoding")}
+    return others if config is None else {**others, "config": config}

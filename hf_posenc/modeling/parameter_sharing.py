@@ -1,0 +1,345 @@
+"""Moves a model between its host's class and the derived one. Parameter objects are shared, not copied."""
+
+import copy
+import hashlib
+import inspect
+import itertools
+import os
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
+from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+from transformers import PreTrainedModel
+from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
+from transformers.modeling_utils import local_torch_dtype
+
+from hf_posenc import configuration as specs
+from hf_posenc.architectures import find, structure
+from hf_posenc.architectures.components import Disabled, UnsupportedModelError, disabled_names
+from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
+from hf_posenc.encodings import PositionEncoding, encoding_class, exclusively, mark, marked_as_loaded, placed, refill
+from hf_posenc.modeling import hooks, supported
+
+
+def refuse_wrapped(model: Any, call: str = "patch") -> None:
+    """Raises ValueError for anything but a plain PreTrainedModel with its weights in one place.
+
+    call: what was to be done with it.
+    """
+    order = f"{call} first, then wrap"
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError(f"the model is wrapped by torch.compile: {order}")
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        raise ValueError(f"a PreTrainedModel of Transformers is needed, but this is a {type(model).__name__}: {order}")
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"a PreTrainedModel of Transformers (or a SentenceTransformer) is needed, not {model!r}: "
+            "AutoModel.from_pretrained loads one"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(f"the model is quantised, so its parameters can't be shared: {call} it first, then quantise")
+    if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in name for name, _ in model.named_modules()):
+        raise ValueError(f"the model has PEFT adapters in it: {order}")
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(
+            f"the model is spread by Accelerate's hooks (device_map, offload): load it on one device, {call} first"
+        )
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise ValueError("the model has parameters on the meta device: load its weights first")
+
+
+def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool = True) -> Any:
+    """A stock model with an encoding, of the class `derived`. `model` is left as it is, and nothing is calibrated.
+
+    Raises ValueError (UnsupportedModelError) where the encoding can't be put into it.
+    """
+    inner = model if spec.submodel is None else find.submodel(model, spec.submodel)
+    try:
+        found = find.find_all(inner, spec.where)
+    except UnsupportedModelError as refused:
+        if refused.reason == find.UNKNOWN:  # ESM's, without its vectors
+            specs.refuse_lost(inner, "it has no positions to replace")
+        raise
+    stacks = list(found.values())
+    _refuse_lost(stacks, spec)
+    if spec.max_length is None:
+        acting = [(found, spec.acting(found.role) if spec.where else spec) for found in stacks]
+        sized = [found for found, own in acting if own and own.encoding.needs_max_length(found.geometry(None, own.inject))]
+        lengths = {found.usable_length for found in sized}
+        # Stacks of several lengths have each its own.
+        spec = replace(spec, max_length=lengths.pop() if len(lengths) == 1 else None)
+    rows = specs.length_of(inner.config)
+    kept = keep_original or not any(found.kept_shapes(rows) for found in stacks)
+    host = HostSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(stacks))
+    config = copy.deepcopy(model.config)
+    specs.change_class(config, derived.config_class)
+    specs.write(config, replace(spec, host=host, calibration=None))
+    setattr(config, specs.PLAN, [plan.to_dict() for plan in find.plan_of(found)])
+    if spec.max_length is not None and rows is not None and spec.replaces_all:
+        setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
+        config.check_size()
+    supported.check(stacks, spec)
+    patched = shell(derived, config, like=model)
+    share(model, patched)
+    like = next(next(iter(stacks[0].attentions.values())).parameters())
+    for owner in patched.modules():
+        if isinstance(vars(owner)["_modules"].get("posenc"), PositionEncoding):
+            placed(owner.posenc.to_empty(device=like.device), like.device, like.dtype).train(owner.training)
+    refill(module for module in patched.modules() if isinstance(module, PositionEncoding))
+    of_stock = {id(found.stack): found for found in stacks}
+    for name, stack in patched.named_modules():
+        if structure.is_patched(stack):
+            _copy_positions(of_stock[id(model.get_submodule(name))], stack)
+    return patched
+
+
+def _refuse_lost(stacks: Iterable[structure.Structure], spec: PositionSpec) -> None:
+    """Raises ValueError for the encoding that a model had in Transformers v4: its vectors would be random ones now."""
+    for found in stacks:
+        kind = specs.lost_in_v5(found.stack.config)
+        if kind and any(part is encoding_class(kind) for each in spec.every for part in each.parts.values()):
+            raise ValueError(
+                f"this model's config has position_embedding_type={kind!r} of Transformers v4, and Transformers 5 dropped the "
+                "vectors that its checkpoint has for that, so new ones would be random: load it with "
+                "hf_posenc.from_v4(path_or_id, auto_class); if it has none, del config.position_embedding_type"
+            )
+
+
+def _copy_positions(found: structure.Structure, stack: Any) -> None:
+    """The host's learned positions: into what keeps them, and into an encoding that starts from them."""
+    table = next((table for source in found.sources if (table := source.table()) is not None), None)
+    with torch.no_grad():
+        stack.posenc.adopt(table)
+        if "cross" in stack.posenc._modules:
+            stack.posenc.cross.adopt(None)
+        if "original" in stack.posenc._modules:
+            for key, kept in stack.posenc.original.named_buffers():
+                kept.copy_(found.stack.get_parameter(key))
+
+
+def to_stock(model: Any, stock: Any) -> Any:
+    """A patched model as one of the class `stock`, its host's, with its own positions again.
+
+    Raises ValueError where they were not kept. Warns where the weights are no longer those which were patched.
+    """
+    spec = specs.read(model.config)
+    host, submodel, where = spec.host, spec.submodel, spec.where
+    if host is None:
+        raise ValueError(
+            "this model was made from scratch with its encoding, or by from_v4, not patched (its config has no 'host'), so "
+            "there are no positions of the host's to go back to: "
+            f"make a {stock.__name__} instead"
+        )
+    if not host.kept:
+        base = repr(host.name_or_path) if host.name_or_path else "the model it was made from"
+        raise ValueError(
+            f"the host's own positions were not kept in this model: take them from {base}, or patch with keep_original=True"
+        )
+    unpatched = shell(stock, stock_config(model.config, stock), model.dtype, model)
+    share(model, unpatched)
+    frozen = not any(parameter.requires_grad for parameter in unpatched.parameters() if not parameter.is_meta)
+    for name, stack in model.named_modules():
+        if structure.is_patched(stack) and "original" in stack.posenc._modules:
+            for key, kept in stack.posenc.original.named_buffers():
+                path, _, parameter = key.rpartition(".")
+                owner = unpatched.get_submodule(name).get_submodule(path)
+                trained = owner.get_parameter(parameter).requires_grad if parameter in owner._parameters else True
+                owner.register_parameter(parameter, nn.Parameter(kept.clone(), requires_grad=trained and not frozen))
+    inner = unpatched if submodel is None else find.submodel(unpatched, submodel)
+    if fingerprint(find.find_all(inner, where).values()) != host.fingerprint:
+        warnings.warn(
+            "the weights are no longer those which were patched (trained, or cast to another dtype): this is the "
+            "present body with the host's old positions, and its outputs are not those of the original",
+            stacklevel=3,
+        )
+    return unpatched
+
+
+def stock_config(config: Any, stock: Any) -> Any:
+    """The config of a model of the class `stock` with this derived config."""
+    config = copy.deepcopy(config)
+    specs.make_stock(config)
+    specs.change_class(config, stock.config_class)
+    return config
+
+
+def fingerprint(stacks: Iterable[structure.Structure]) -> str:
+    """A short hash of up to 64 values of each parameter of the body, which is what all heads have in common: the parts
+    that hold a source of positions or an attention, and the input embeddings. Another hash means a changed body."""
+    digest = hashlib.sha256()
+    for found in stacks:
+        parts = {path.partition(".")[0] for path in (*(source.path for source in found.sources), *found.attentions)}
+        embeddings = found.tokens
+        for name, parameter in sorted(found.stack.named_parameters()):
+            if name.partition(".")[0] in parts or parameter is embeddings:
+                flat = parameter.detach().flatten()
+                sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+                digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _public_name(name_or_path: str) -> str:
+    """A "namespace/name" that the Hub's cache has, and "" for anything else.
+
+    Transformers doesn't say whether a model came from the Hub, and a folder's relative path may look like an id, even when the
+    current folder has changed and it isn't there any more.
+    """
+    if not HUB_ID.fullmatch(name_or_path) or os.path.exists(name_or_path):
+        return ""
+    cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name_or_path, repo_type="model"), "snapshots")
+    return name_or_path if cached.is_dir() else ""
+
+
+def shell(cls: Any, config: Any, dtype: torch.dtype | None = None, like: nn.Module | None = None) -> Any:
+    """A model without memory: all of it is on the meta device, as Transformers builds models that it loads.
+
+    dtype: of what names none, such as sinusoids in buffers; None for torch's default.
+    like: a model of which this is to have all parts. Those that its `__init__` was told to leave out or to add, and its config
+        doesn't tell (`add_pooling_layer=False`), are found by trying. If no arguments fit, the model is made without any.
+    """
+    default = nullcontext() if dtype is None else local_torch_dtype(dtype)
+    with exclusively(), default, torch.device("meta"), meta_device_safe_creation_ops():
+        built = cls(config)
+        for arguments in _arguments(cls) if like is not None and difference(like, built) else ():
+            other = cls(config, **arguments)
+            if not difference(like, other):  # type: ignore[arg-type]
+                return other
+    return built
+
+
+def _arguments(cls: Any) -> Iterator[dict[str, bool]]:
+    """Arguments for the `__init__` of a class, beside its config, that say which parts a model has: those that are True or
+    False, few changed ones first."""
+    init = getattr(cls, "host_class", cls).__init__
+    known = [each for each in list(inspect.signature(init).parameters.values())[2:] if isinstance(each.default, bool)]
+    for number in range(1, len(known) + 1):
+        for changed in itertools.combinations(known, number):
+            yield {each.name: not each.default for each in changed}
+
+
+def twin_of(model: PreTrainedModel) -> Any:
+    """The model again, made of its own class and config, with the same parameters: what is set on one isn't on the other."""
+    twin = shell(type(model), copy.deepcopy(model.config), like=model)
+    share(model, twin)
+    return twin
+
+
+def difference(source: nn.Module, target: nn.Module, anew: Collection[str] = ()) -> str | None:
+    """The first part that one of two models has and the other doesn't, whatever encodings are in them.
+
+    anew: the paths of modules that may differ.
+    """
+    theirs, ours = (dict(each.named_modules(remove_duplicate=False)) for each in (source, target))
+    for name, module in _in_common(ours, theirs):
+        other = theirs.get(name)
+        if name in anew:
+            continue
+        if other is None or _class_name(module) != _class_name(other):
+            return f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}"
+        silent = {*disabled_names(module), *disabled_names(other)}
+        described, given = ({key for key, each in one._parameters.items() if each is not None} for one in (module, other))
+        if differing := sorted((described ^ given) - silent):
+            key = f"{name}.{differing[0]}".lstrip(".")
+            return f"this model has {'no ' if differing[0] in described else ''}{key}, unlike what its config describes"
+    added = (name for name, module in _in_common(theirs, ours) if name not in ours and [*module.parameters()])
+    return next((f"this model has {name}, unlike what its config describes" for name in added), None)
+
+
+def _in_common(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of one of two models that aren't encodings, nor positions of the host's that were silenced in either."""
+    silenced = {name for each in (modules, others) for name, module in each.items() if isinstance(module, Disabled)}
+    inside = tuple(f"{name}." for name in silenced)
+    for name, module in modules.items():
+        if name not in silenced and not name.startswith(inside) and "posenc" not in name.split("."):
+            yield name, module
+
+
+def share(source: PreTrainedModel, target: PreTrainedModel, anew: Collection[str] = ()) -> None:
+    """Give all parameters and buffers that the two have in common to `target`, with what can be set on a module.
+
+    anew: the paths of modules that stay as the target's config makes them, with parameters that it may have already. Where
+        there are any, numbers that follow the config (a scaling by the factor of rotary positions) stay the target's, too.
+
+    Raises ValueError where `source` is no longer what its config describes.
+    """
+    if found := difference(source, target, anew):
+        raise ValueError(
+            f"{found}: a model whose parts were replaced can't be rebuilt from its config, so it was left as it is. Take the "
+            "model as its class makes it, patch that, and replace its parts afterwards"
+        )
+    theirs = dict(source.named_modules(remove_duplicate=False))
+    lengths = specs.length_of(source.config), specs.length_of(target.config)
+    before = dict(shell(type(source), source.config, source.dtype, source).named_modules()) if anew else {}
+    for name, module in target.named_modules():
+        if name in theirs:
+            module.training = theirs[name].training
+    for name, module in _in_common(dict(target.named_modules()), theirs):
+        if name in anew:
+            continue
+        other = theirs[name]
+        silent = {*disabled_names(module), *disabled_names(other)}
+        for key, parameter in other._parameters.items():
+            if key in silent:
+                continue
+            there = module._parameters.get(key)
+            if parameter is not None and there is not None and parameter.shape != there.shape:
+                raise ValueError(
+                    f"{name}.{key} has another shape than the config of this model describes: bring the config in line "
+                    "with it (resize_token_embeddings does), then patch"
+                )
+            module._parameters[key] = parameter
+        for key, buffer in other._buffers.items():
+            # Id buffers as long as the old table are the only ones that differ.
+            if buffer is not None and key in module._buffers and buffer.shape == module._buffers[key].shape:
+                module._buffers[key] = buffer
+        for key, value in vars(other).items():
+            # Settings of users: dropout probabilities, mode, checkpointing. Names with _ are private to Transformers. A
+            # number in a tensor is the longest length yet of rotary positions, for which their buffers were computed.
+            number = type(value) in (bool, int, float, str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+            # A length that follows the config's stays the target's.
+            by_length = type(value) is int and (value, getattr(module, key, None)) == lengths
+            by_length |= name in before and _differs(getattr(before[name], key, None), getattr(module, key, None))
+            if key == hooks.CHECKPOINT or (number and key[0] != "_" and not by_length):
+                setattr(module, key, value)
+    if any(map(structure.is_patched, target.modules())):
+        hooks.carry_positions(target)
+    for module in target.modules():
+        mark(module)  # else a model that is made of this one draws its weights anew
+    for module in reversed(list(target.modules())):  # a model within another initialises its own
+        if isinstance(module, PreTrainedModel):
+            _compute_buffers(module, source.device)
+    if hasattr(source, "generation_config"):
+        target.generation_config = copy.deepcopy(source.generation_config)
+    target.name_or_path = source.name_or_path
+
+
+def _differs(before: Any, after: Any) -> bool:
+    """Whether a number is another one by one config than by another."""
+    return type(before) in (int, float) and type(after) in (int, float) and before != after
+
+
+def _class_name(module: nn.Module) -> tuple[str, str]:
+    """The module and name of a module's class, of a derived one its host's. A subclass of another name may store its weights
+    in another way, as 8-bit layers do. A parametrised module (weight norm) has a class of its own."""
+    cls = type_before_parametrizations(module)
+    cls = getattr(cls, "host_class", cls)
+    return cls.__module__, cls.__qualname__
+
+
+def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Give the buffers that are left on the meta device their values, as Transformers does for a model that it loads."""
+    for name, module in model.named_modules():
+        left = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if left and "posenc" not in name.split("."):
+            for key in left:
+                module._buffers[key] = torch.empty_like(module._buffers[key], device=device)  # type: ignore[arg-type]
+            with exclusively(), torch.no_grad(), guard_torch_init_functions(), marked_as_loaded(module.parameters()):
+                model._init_weights(module)

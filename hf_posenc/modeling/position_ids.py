@@ -1,0 +1,489 @@
+"""The positions of one forward pass: made from the arguments of a stack, handed down in one keyword argument.
+
+Shapes: B batch, L tokens, D hidden_size.
+"""
+
+import contextlib
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_posenc.attention import dispatch
+from hf_posenc.encodings import PositionContext, counted, length_of, positions_of
+from hf_posenc.encodings.context import CURRENT
+from hf_posenc.modeling import cache_positions
+from hf_posenc.signatures import IS_CAUSAL, TOKENS, Call
+
+TEXT_AND_GRID = 4
+"""Rows of M-RoPE's position ids where positions in the text stand before those in time, height and width."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a model made of several was called with, whose tokens one stack in it reads.
+
+    padding: its attention mask `[B, K]`, if that is one. It may hand another down, which doesn't tell padding apart.
+    by_hand: whether it was given position_ids. Otherwise those that reach the stack are its own.
+    """
+
+    stack: Any
+    padding: Tensor | None
+    by_hand: bool
+
+
+class _Asking(threading.local):
+    def __init__(self) -> None:
+        self.asked: Asked | None = None
+
+
+ASKING = _Asking()
+"""What the outermost model that this thread is in was called with."""
+
+
+@contextlib.contextmanager
+def asking(stack: Any, call: Call) -> Iterator[None]:
+    """Keep what the model around a stack is called with until its forward ends."""
+    before, mask = ASKING.asked, call["attention_mask"]
+    if before is None or before.stack is not stack:
+        padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        ASKING.asked = Asked(stack, padding, call["position_ids"] is not None)
+    try:
+        yield
+    finally:
+        ASKING.asked = before
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """Makes the `PositionContext` of a patched stack before its host's forward, and keeps what its cache needs after it.
+
+    names: the arguments of that forward, in order.
+    hands_down: whether it takes further keyword arguments.
+    offset: the id of the first token.
+    refused: arguments by which the host's own positions would be given by hand.
+    needs_token_types: whether the host cuts missing token types from a buffer as long as its old table (BERT).
+    aside, windows: of the context of a stack that makes its tokens itself.
+    replaces: whether the host's own positions were taken out; else nothing that it is called with changes.
+    flattens: whether a stack takes input ids of more dimensions, `[B, choices, L]`, as one text in each row of L.
+    causal_flags: name -> value of the flags of the config by which the stack makes its masks, when the encoding was built.
+    """
+
+    names: list[str]
+    hands_down: bool
+    offset: int
+    refused: tuple[str, ...]
+    needs_token_types: bool
+    aside: tuple[int, int] = (0, 0)
+    windows: bool = False
+    replaces: bool = True
+    flattens: bool = False
+    causal_flags: Mapping[str, bool] = field(default_factory=dict)
+
+    def begin(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
+        """The arguments with the `PositionContext` of this forward pass in them, if the host passes it on, and that context.
+
+        Explicit `position_ids`, counted as the host counts them, win; else they come from the attention mask: in decoders,
+        and behind cached keys, by counting what it shows (`counted`), elsewhere by index from the first that it shows
+        (`positions_of`).
+        """
+        call = Call(self.names, args, kwargs)
+        self._check_causal_flags(stack, call)
+        for name in self.refused if self.replaces else ():
+            if call[name] is not None:
+                raise ValueError(
+                    f"{name} given by hand are the positions of the stock {type(stack).host_class.__name__}, which this model "
+                    f"doesn't use: leave them out, or give position_ids"
+                )
+        tokens, call = self._by_text(call)
+        args, kwargs, ids = call.args, call.kwargs, call["position_ids"]
+        if tokens is None and ids is None and not self._lacks_tokens(stack, call):
+            return self._changed(call, self._of_unknown_number(stack, call))
+        known = ids if tokens is None else tokens
+        if known is None:
+            return args, kwargs, None  # the host says what is missing
+        if ids is None and call["cu_seq_lens_q"] is not None:
+            raise ValueError(
+                "cu_seq_lens_q says where packed texts end, but not where their tokens are: give position_ids which begin anew "
+                "with each text, as DataCollatorWithFlattening does"
+            )
+        shape, device = torch.atleast_2d(known).shape, known.device
+        length = shape[-1]
+        # The mask of a sound counts its samples or features, not the tokens that are made of them.
+        cache, mask = call.of_type(Cache), None if tokens is None else _mask_of(call, length)
+        past = _length_of(cache)
+        cache_positions.refuse_uncounted(cache, past)
+        padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        if (asked := ASKING.asked) is not None and asked.stack is stack:
+            padding = _padding_of(asked, shape, past) if padding is None else padding
+            ids = ids if asked.by_hand or ids is None else _counted_anew(ids, padding, past, length)
+        given = ids
+        if ids is not None:
+            ids = self._from_zero(stack, ids, length, mask)
+        if self.replaces:
+            _check_length(stack, length, past, cache, ids)
+        positions, start, keys = _positions(ids, padding, cache, past, shape, device, stack.posenc.geometry.is_causal)
+        context = PositionContext(
+            stack.posenc,
+            positions=positions,
+            past=past,
+            start=start,
+            keys=keys,
+            first_keys=_first_keys(cache, length, getattr(stack.config, "layer_types", None)),
+            other=stack.posenc._modules.get("cross"),
+            other_mask=call["encoder_attention_mask"],
+        )
+        if not self.replaces:
+            return args, kwargs, context
+        changes: dict[str, Any] = {}
+        if "position_ids" in self.names:
+            # One row for each text: XLM asserts its shape, and others see by the first of several whether texts are packed.
+            rows = (shape[0], -1) if given is None or given.ndim < 3 else given.shape
+            changes["position_ids"] = (positions + self.offset).expand(rows)
+        if call["logits_to_keep"] is not None:
+            # Gemma 4 would drop all other queries in its last layers. Its head takes what it needs of all outputs.
+            changes["logits_to_keep"] = 0
+        if self.needs_token_types and call["token_type_ids"] is None:
+            changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
+        return self._changed(call, context, **changes)
+
+    def _by_text(self, call: Call) -> tuple[Tensor | None, Call]:
+        """One number for each token, `[B, L]`, or `[L]`, and the call with a mask and position_ids of as many rows. None where
+        the stack makes its tokens itself.
+
+        Raises ValueError for inputs of other shapes.
+        """
+        embeds = call["inputs_embeds"]
+        tokens = call["input_ids"] if embeds is None else embeds
+        if tokens is None or tokens.ndim < 3:
+            return tokens, call
+        if embeds is None and self.flattens:
+            by_row = {name: call[name] for name in ("attention_mask", "position_ids")}
+            by_row = {name: given.flatten(0, -2) for name, given in by_row.items() if given is not None and given.ndim == 3}
+            call = Call(self.names, *call.changed(**by_row))
+            tokens, mask = tokens.flatten(0, -2), call["attention_mask"]
+            if mask is not None and len(mask) != len(tokens):
+                raise ValueError(
+                    f"attention_mask has {len(mask)} rows for {len(tokens)} texts: give it the shape of input_ids, or one row "
+                    "for each text"
+                )
+            return tokens, call
+        if tokens.ndim > 3:
+            raise ValueError(
+                f"inputs_embeds have shape {tuple(tokens.shape)}: give [batch, length, hidden_size], each choice as a row"
+            )
+        return tokens[..., 0], call  # Vectors, or several ids for each place.
+
+    def _check_causal_flags(self, stack: Any, call: Call) -> None:
+        """Raises ValueError if the stack would make other masks than those that its encoding was built for. It makes none where
+        it is given one that is ready, as in continuous batching."""
+        mask = call["attention_mask"]
+        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim < 4):
+            return
+        for name, before in self.causal_flags.items():
+            now, given = getattr(stack.config, name, before), call[IS_CAUSAL] if name == IS_CAUSAL else None
+            if bool(now if given is None else given) != before:
+                raise ValueError(
+                    f"{name}={now if given is None else given!r} changes which tokens see each other, and the "
+                    f"{stack._posenc_spec.type!r} encoding of this model was built for {name}={before}: set it in the config "
+                    "before the model is built and patched; from_pretrained takes a config"
+                )
+
+    def _lacks_tokens(self, stack: Any, call: Call) -> bool:
+        """Whether a stack that reads tokens was given none, nor anything else that it makes them of."""
+        return not TOKENS.isdisjoint(self.names) and call[stack.main_input_name] is None
+
+    def _of_unknown_number(self, stack: Any, call: Call) -> PositionContext:
+        """The context of a stack that makes its tokens itself, of an image or a sound."""
+        unknown, cache = torch.empty(0, 0, dtype=torch.long), call.of_type(Cache)
+        return PositionContext(
+            stack.posenc,
+            positions=unknown,
+            past=_length_of(cache),
+            start=unknown,
+            # Where a sliding window begins doesn't depend on the number of new tokens.
+            first_keys=_first_keys(cache, 1, getattr(stack.config, "layer_types", None)),
+            aside=self.aside,
+            images=_images(call),
+            chosen=_chosen(call),
+            cells=_cells(call),
+            windows=self.windows,
+        )
+
+    def _changed(self, call: Call, context: PositionContext, **changes: Any) -> tuple[tuple, dict[str, Any], PositionContext]:
+        # Hosts which take position_ids hand further arguments down to their layers. For the others the context is the current
+        # one of the thread.
+        if "position_ids" in self.names and self.hands_down:
+            changes[dispatch.CONTEXT] = context
+        return *call.changed(**changes), context
+
+    def _from_zero(self, stack: Any, ids: Tensor, length: int, mask: Any) -> Tensor | None:
+        """Positions `[1 or B, L]` from ids in the host's own count, whose first token has the id `offset`, and padding the one
+        before.
+
+        Of M-RoPE's rows (time, height, width) a position in one dimension has no use. Where another row of positions in the
+        text stands before them, as in `generate`, it is taken; else tokens are to be counted: None.
+        """
+        if ids.shape[-1] != length:
+            raise ValueError(f"position_ids have shape {tuple(ids.shape)}, but the input has {length} tokens: give each one")
+        if ids.ndim == 3 and len(ids) == TEXT_AND_GRID:
+            ids = ids[0]
+        elif ids.ndim == 3 and len(ids) < TEXT_AND_GRID and not _restarts(ids[0], mask):
+            return None
+        if ids.ndim > 2:
+            raise ValueError(
+                f"position_ids have shape {tuple(ids.shape)}, but the {stack._posenc_spec.type!r} encoding has one "
+                "position for each token: give [batch, length]; or, for several texts in one row of a model of images, "
+                "[4, batch, length], the positions in each text before those in time, height and width"
+            )
+        ids = ids.reshape(-1, length).long()
+        if self.offset == 0:
+            return ids
+        # Worth reading values even on a GPU: ids from 0 would be silently wrong, and ids given by hand are rare here.
+        if not torch.compiler.is_compiling() and ids.numel() and ids.min() < self.offset - 1:
+            raise ValueError(
+                f"position_ids begin at {int(ids.min())}, but {type(stack).__name__} counts its first token as {self.offset} "
+                f"and padding as {self.offset - 1}, patched or not: add {self.offset} to ids that count from 0"
+            )
+        return (ids - self.offset).clamp(min=0)
+
+    def end(self, args: tuple, kwargs: dict[str, Any], context: PositionContext | None, output: Any) -> None:
+        """Keep the positions of all keys with the cache that the host's forward has filled, where it wouldn't tell them."""
+        call = Call(self.names, args, kwargs)
+        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+        cache = call.of_type(Cache)
+        if cache is None:
+            cache = next((value for value in values if isinstance(value, Cache)), None)
+        tokens, _ = self._by_text(call)
+        if context is not None and cache is not None and tokens is not None and not torch.compiler.is_exporting():
+            cache_positions.remember(cache, len(tokens), context)
+
+
+def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
+    """Hook of the convolution that cuts an image into patches: tells the context of this forward pass how they lie.
+
+    Where each patch comes as an input by itself, the output has one place, and tells nothing.
+    """
+    grid = tuple(output.shape[2:])
+    if CURRENT.context is not None and math.prod(grid) > 1:
+        CURRENT.context.grid, CURRENT.context.cut = grid, len(output)
+
+
+def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Pre-hook of a rotary module of rows and columns, `[L, 2]`: where both are 0, an image begins that is packed with others
+    in one row of tokens. Those of a window, or of the only image, say nothing of where the tokens lie among all."""
+    ids, context = Call(names, args, kwargs)["position_ids"], CURRENT.context
+    if context is None or ids.ndim != 2 or ids.shape[-1] != 2:
+        return
+    if not context.images:
+        first = (ids == 0).all(-1).nonzero()[:, 0].tolist()
+        if first[:1] == [0]:
+            context.images = tuple(end - start for start, end in itertools.pairwise([*first, len(ids)]))
+    if not context.windows and not (context.grid and context.images == (math.prod(context.grid),)):
+        context.cells = ids[None]
+
+
+def see_frames(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Pre-hook of a module that the layers of a stack of sounds lie in: tells the context of this forward pass which frames are
+    padding. The mask that the stack is called with is one of samples or features."""
+    mask, context = Call(names, args, kwargs)["attention_mask"], CURRENT.context
+    if context is not None and isinstance(mask, Tensor) and mask.ndim == 2:
+        context.shown = mask
+
+
+def _mask_of(call: Call, length: int) -> Any:
+    """The mask that a stack of tokens is called with, also as XLNet's `input_mask`, 1 for padding, or XLM's `lengths`."""
+    if (mask := call["attention_mask"]) is not None:
+        return mask
+    if isinstance(padding := call["input_mask"], Tensor):
+        return (padding == 0).long()
+    if isinstance(lengths := call["lengths"], Tensor) and lengths.ndim == 1:
+        return (torch.arange(length, device=lengths.device) < lengths[:, None]).long()
+    return None
+
+
+def _images(call: Call) -> tuple[int, ...]:
+    """The number of patches of each image, or frame of a video, that are packed in one row of tokens."""
+    given = (call[name] for name in ("grid_thw", "image_grid_hw", "target_sizes"))
+    grids = next((grids for grids in given if grids is not None), None)
+    return () if grids is None else tuple(h * w for *frames, h, w in grids.tolist() for _ in range(*(frames or [1])))
+
+
+def _chosen(call: Call) -> Tensor | None:
+    """`[B, L]`, the positions of patches in a batch of images of several sizes: each image's own are counted row by row."""
+    shown = call["patch_attention_mask"]
+    return None if shown is None else counted(shown.flatten(1)).clamp(min=0)
+
+
+def _cells(call: Call) -> Tensor | None:
+    """`[1, L, 2]`, the row and column of each patch in such a batch: smaller images are padded on the right and below."""
+    shown = call["patch_attention_mask"]
+    return None if shown is None else torch.ones_like(shown[0]).nonzero()[None]
+
+
+def follow_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A host's own `random_masking`, which takes patches out: tells the context of this forward pass which ones are left."""
+    left, *others = mask(*args, **kwargs)
+    if CURRENT.context is not None:
+        CURRENT.context.chosen = others[-1].argsort(dim=1)[:, : left.shape[1]]
+    return (left, *others)
+
+
+def _restarts(times: Tensor, mask: Any) -> bool:
+    """Whether positions in time `[B, L]` fall behind one another, as those of several texts in one row; padding aside."""
+    if torch.compiler.is_compiling() or times.shape[-1] < 2:
+        return False
+    falls = times.diff(dim=-1) < 0
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        shown = mask[:, -times.shape[-1] :] != 0
+        falls = falls & shown[:, 1:] & shown[:, :-1]
+    return bool(falls.any())
+
+
+def _length_of(cache: Cache | None) -> int | Tensor:
+    """The number of cached keys."""
+    past = 0 if cache is None else cache.get_seq_length()
+    # A static cache counts in place, and its first layer would change this number.
+    return past.clone() if isinstance(past, Tensor) else past
+
+
+def _padding_of(asked: Asked, shape: Sequence[int], past: int | Tensor) -> Tensor | None:
+    """The mask of the model around a stack, where it has a column for each token of the stack: some put tokens before."""
+    mask = asked.padding
+    if mask is None or len(mask) != shape[0]:
+        return None
+    fits = mask.shape[1] >= shape[1] if isinstance(past, Tensor) else mask.shape[1] == past + shape[1]
+    return mask if fits else None
+
+
+def _behind_shown(keys: Tensor, shown: Tensor) -> Tensor:
+    """Positions of keys `[B, K]`, those of padding between shown keys being that of the shown one before it."""
+    index = torch.arange(keys.shape[1], device=keys.device)
+    last = torch.where(shown.to(keys.device), index, -1).cummax(-1).values
+    return torch.where(last < 0, keys, keys.gather(1, last.clamp(min=0)))
+
+
+def _counted_anew(ids: Tensor, padding: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
+    """Ids that a model has made for the stack in it, `[1 or B, L]`, such that they count what its mask shows.
+
+    Models that count on from the cache, padding or not, begin at 0, or at 1 (PaliGemma). Qwen2-VL makes ids of all cached
+    tokens, too, behind an image: None, and the new ones are counted.
+    """
+    if ids.shape[-1] != length:
+        return None
+    if padding is None or ids.ndim > 2:
+        return ids
+    index = (torch.arange(length, device=ids.device) + past)[None]
+    ids = ids.reshape(-1, length)
+    first = ids[:, :1] - index[:, :1]
+    counts_on = ((ids == index + first) & (first >= 0)).all()
+    return torch.where(counts_on, counted(padding).to(ids.device)[:, index[0].clamp(max=padding.shape[1] - 1)] + first, ids)
+
+
+def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:
+    """By layer, the index of the first key that a cache gives out next: above 0 where a sliding window has dropped keys.
+
+    kinds: of the layers. One that the cache holds nothing of reuses the keys of the last one of its kind that it holds.
+    """
+    if cache is None or not any(cache.is_sliding):
+        return ()
+    first: list[int] = []
+    by_kind: dict[Any, int] = {}
+    for layer, holds_keys in enumerate(cache_positions.holds_keys(cache)):
+        kind = kinds[layer] if kinds else None
+        if holds_keys:
+            by_kind[kind] = cache.get_mask_sizes(length, layer)[1]
+        first.append(by_kind.get(kind, 0))
+    return tuple(first)
+
+
+def _positions(
+    ids: Tensor | None,
+    mask: Tensor | None,
+    cache: Cache | None,
+    past: int | Tensor,
+    shape: Sequence[int],
+    device: torch.device,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a `PositionContext` has as positions, start and keys.
+
+    ids: positions given by hand, `[1 or B, L]`. mask: `[B, K]`. shape: B and L.
+    """
+    batch, length = shape
+    if cache is None and ids is None and not is_causal:
+        return *positions_of(length, 0, mask, device), None
+    remembered = None if cache is None else cache_positions.recall(cache, batch, past)
+    index = (torch.arange(length, device=device) + past)[None]
+    room = cache_positions.room(cache)
+    if ids is None and mask is None and remembered is None and room is None:
+        return index, index.new_zeros(1, 1), None
+    seen = None if mask is None else counted(mask)
+    if seen is not None and room is None and seen.shape[1] < past + length:
+        raise ValueError(
+            f"attention_mask has {seen.shape[1]} columns for {past} cached and {length} new tokens: give one for each of them"
+        )
+    new = index if seen is None else seen[:, index[0].clamp(max=seen.shape[1] - 1)]
+    new = new if ids is None else ids
+    if cache is None:
+        keys = new
+    elif room is not None:
+        there = torch.arange(room, device=device)[None] if remembered is None else remembered.to(device)
+        keys = there.expand(batch, -1).index_copy(1, index[0], new.expand(batch, -1))
+        return new.clamp(min=0), index.new_zeros(1, 1), keys
+    else:
+        there = torch.arange(int(past), device=device)[None] if seen is None else seen[:, :past]
+        there = there if remembered is None else remembered.to(device)
+        keys = torch.cat([there.expand(batch, -1), new.expand(batch, -1)], dim=1)
+        if ids is not None and mask is not None and mask.shape[1] >= keys.shape[1]:
+            keys = _behind_shown(keys, mask[:, : keys.shape[1]] != 0)
+    # Ids given by hand hold for padding, too: `generate` begins behind the padding of a right-padded prompt.
+    start, rises = _rising(keys, None if mask is None or ids is not None else mask[:, : keys.shape[1]] != 0)
+    return new.clamp(min=0), start, None if rises else keys
+
+
+def _rising(keys: Tensor, shown: Tensor | None) -> tuple[Tensor, bool]:
+    """The index at which position 0 would be, `[1 or B, 1]`, and whether the positions of all shown keys rise by one from
+    there. In a traced graph, where values can't be read, they are taken to jump."""
+    offset = torch.arange(keys.shape[1], device=keys.device) - keys
+    if torch.compiler.is_compiling():
+        return offset[:, -1:], False
+    if shown is None:
+        start = offset[:, -1:]
+        return start, bool((offset == start).all())
+    offset = offset.expand(len(shown), -1)
+    last = shown.shape[1] - 1 - shown.int().flip(-1).argmax(dim=-1, keepdim=True)
+    start = offset.gather(1, last)
+    return start, bool(((offset == start) | ~shown).all())
+
+
+def _check_length(stack: Any, length: int, past: Any, cache: Any, ids: Tensor | None) -> None:
+    """Raises ValueError for positions from max_length on. Explicit ones count, not tokens: several texts may be in one row."""
+    limit = stack.posenc.geometry.max_length
+    if limit is None:
+        return
+    if cache is not None and cache.is_compileable:
+        # A static cache counts on its device; its size is known without asking.
+        total = cache.get_max_length()
+        what = f"a static cache of {total} tokens is longer than"
+    else:
+        total = length_of(past + length, ids, limit)
+        what = f"an input {'' if cache is None else 'with its cache '}of {past + length} tokens is longer than"
+        if ids is not None and total != past + length:
+            what = f"position_ids up to {total - 1 + stack._posenc_pass.offset} don't fit"
+    if total > limit:
+        spec = stack._posenc_spec
+        if spec.encoding.needs_max_length(stack.posenc.geometry):
+            longer = "; it has no positions beyond: hf_posenc.extend(model, max_length, method=…) makes a table longer"
+        else:
+            longer = ", or raise the promise: hf_posenc.extend(model, max_length=…)"
+        raise ValueError(
+            f"{what} max_length={limit} of this model's {spec.type!r} encoding: truncate the "
+            f"input (tokenizer: truncation=True, max_length=…){longer}"
+        )

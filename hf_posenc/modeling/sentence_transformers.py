@@ -1,0 +1,65 @@
+"""The model inside a SentenceTransformer: found, and replaced in a twin."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
+
+from hf_posenc import configuration as specs
+from hf_posenc.architectures.find import find_all
+from hf_posenc.architectures.find import submodel as submodel_of
+from hf_posenc.architectures.structure import is_patched
+from hf_posenc.modeling.derived import PosEncModelMixin
+from hf_posenc.serialization.tokenizer_files import copied
+
+
+def is_sentence_transformer(model: Any) -> bool:
+    """Whether this is a SentenceTransformer: a sequence of modules of which the first holds a Transformers model."""
+    return isinstance(model, nn.Sequential) and len(model) > 0 and isinstance(getattr(model[0], "model", None), PreTrainedModel)
+
+
+def apply_to_sentence_transformer(
+    outer: Any, change: Callable[[PreTrainedModel], PreTrainedModel], longer: bool = False
+) -> Any:
+    """A twin of a SentenceTransformer with its model changed and a tokenizer of its own; it shares all else.
+
+    Its max_seq_length, which is its tokenizer's model_max_length, becomes the patched model's usable length: without a limit
+    Transformers' VERY_LARGE_INTEGER, so that no text is cut. The one before is kept with the model, and `unpatch` brings it
+    back; a model patched without one gets its own usable length at most. A stock model that was made longer sets it to that.
+    """
+    first = outer[0]
+    model = change(first.model)
+    twin, holder = copy.copy(outer), copy.copy(first)
+    holder._modules = {**first._modules, "model": model}
+    twin._modules = {**outer._modules, next(iter(outer._modules)): holder}
+    holder.processor = copied(first.processor)
+    if isinstance(model, PosEncModelMixin):
+        usable = next(stack.posenc.geometry.max_length for stack in model.modules() if is_patched(stack))
+        holder.max_seq_length = VERY_LARGE_INTEGER if usable is None else usable
+        # Without this key sentence-transformers loads the tokenizer's length cut down to config.max_position_embeddings,
+        # which stays the host's if the encoding has no limit.
+        holder.config_keys = [*type(first).config_keys, "max_seq_length"]
+        spec = model.config.position_spec
+        if spec.host is not None and not isinstance(first.model, PosEncModelMixin):
+            specs.write(model.config, replace(spec, host=replace(spec.host, max_seq_length=first.max_seq_length)))
+    else:
+        vars(holder).pop("config_keys", None)
+        spec = first.model.config.position_spec if isinstance(first.model, PosEncModelMixin) else None
+        stacks = find_all(model if spec is None or spec.submodel is None else submodel_of(model, spec.submodel)).values()
+        lengths = [found.usable_length for found in stacks if found.usable_length]
+        before = spec.host.max_seq_length if spec is not None and spec.host is not None else None
+        if before is not None:
+            holder.max_seq_length = before
+        else:
+            holder.max_seq_length = min(lengths if longer else [first.max_seq_length, *lengths])
+        if longer:  # Transformers' dynamic rotation leaves config.max_position_embeddings at the trained length
+            holder.config_keys = [*type(first).config_keys, "max_seq_length"]
+    # As sentence-transformers' own merge does: the given model's card doesn't describe this one.
+    twin._model_card_text = None
+    twin.model_card_data = twin.model_card_data_class(local_files_only=True)
+    twin.model_card_data.register_model(twin)
+    return twin

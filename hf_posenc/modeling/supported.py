@@ -1,0 +1,103 @@
+"""Whether an encoding can act in the stacks of a stock model: checked when it is patched, or made without a plan."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from hf_posenc.architectures.components.component import UnsupportedModelError
+from hf_posenc.architectures.structure import Structure
+from hf_posenc.attention import custom, dispatch
+from hf_posenc.configuration import PositionSpec
+from hf_posenc.encodings import Geometry, build_within_limits
+from hf_posenc.modeling.install import Parts, acting_in, parts_by_attention, shared_parts, unlike_attentions
+
+STREAMS = re.compile(r"HyperConnection|AltUp|GatedResidual")
+"""In class names of modules that mix several streams of hidden states, so that a layer's input is not `[B, L, D]`."""
+
+
+def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
+    """Raises UnsupportedModelError for an encoding that can't act where it should, ValueError for layers that don't exist."""
+    for structure in stacks:
+        own, across, geometry = acting_in(structure, spec)
+        if own is not None:
+            parts = parts_by_attention(structure, own)
+            _refuse_closed(structure, structure.attentions, own, parts)
+            _refuse_unlike(structure, own, parts, geometry)
+            if "embed" in own.encoding.acts_by(dict(own.options)):
+                _refuse_places(structure, own)
+        if across is not None:
+            parts = parts_by_attention(replace(structure, attentions=structure.across), across)
+            _refuse_closed(structure, structure.across, across, parts)
+            for path, module in structure.across.items():
+                if custom.row_of(module):
+                    raise UnsupportedModelError(
+                        f"{type(structure.stack).__name__}.{path} computes its attention beside Transformers' interface",
+                        reason="attention beside Transformers' interface",
+                        remedy="leave 'cross' out of where",
+                    )
+
+
+def _refuse_closed(structure: Structure, attentions: Mapping[str, nn.Module], spec: PositionSpec, parts: Parts) -> None:
+    """Raises UnsupportedModelError for an encoding that would act in an attention in which none can."""
+    for path, module in attentions.items():
+        acting = [part for part in parts[path] if {*spec.parts[part].acts_by()} - {"embed"}]
+        if acting and (why := custom.closed(module)):
+            raise UnsupportedModelError(
+                f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which {why}, so {acting[0]!r} can't "
+                "act in it",
+                reason="attention in which nothing can act",
+                remedy="take an encoding of vectors, as 'sinusoidal' or 'learned'",
+            )
+        capped = getattr(getattr(module, "config", None), "attn_logit_softcapping", None)
+        if capped and (correcting := [part for part in acting if spec.parts[part].corrects_scores]):
+            raise UnsupportedModelError(
+                f"{type(structure.stack).__name__}.{path} caps its scores at {capped} before a bias is added, so "
+                f"{correcting[0]!r} can't correct them",
+                reason="scores that are capped before the bias",
+                remedy="take one that rotates or biases",
+            )
+        weighing = [part for part in acting if "value_bias" in spec.acts_by(part)]
+        if weighing and custom.row_of(module) is None and dispatch.scales_afterwards(module):
+            raise UnsupportedModelError(
+                f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which multiplies its output by a "
+                f"factor that isn't in its weights, so {weighing[0]!r} can't add anything to its output by them",
+                reason="attention whose weights aren't known",
+                remedy="take one that adds nothing to values, as 'shaw' with terms='keys'",
+            )
+
+
+def _refuse_unlike(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> None:
+    """Raises UnsupportedModelError where attentions of several sizes would share weights that are made for one size."""
+    shared = shared_parts(spec)
+    for path in unlike_attentions(structure, spec, parts, geometry):
+        its = replace(structure.geometry_of(structure.attentions[path], geometry.max_length), hidden_size=geometry.hidden_size)
+        (trial,) = build_within_limits(spec.type, lambda its=its: [spec.encoding(its, **dict(spec.options))])  # type: ignore[misc]
+        if structure.tokens is not None or (trial is not None and [*trial.parameters(), *trial.buffers()]):
+            raise UnsupportedModelError(
+                f"the attentions of {type(structure.stack).__name__} differ: {path} has {its}, others {geometry}, and "
+                f"{', '.join(sorted(shared))} would be shared by all",
+                reason="attentions of several sizes",
+                remedy="give each attention its own: per_layer=True",
+            )
+
+
+def _refuse_places(structure: Structure, spec: PositionSpec) -> None:
+    """Raises UnsupportedModelError where vectors can't be added to hidden states."""
+    stack = structure.stack
+    if spec.inject == "input" and any(source.takes_vectors for source in structure.sources):
+        return
+    if spec.inject != "after_attention" and any(STREAMS.search(type(module).__name__) for module in stack.modules()):
+        raise UnsupportedModelError(
+            f"{type(stack).__name__} has several streams of hidden states between its layers, to which vectors can't be added",
+            reason="several streams of hidden states",
+            remedy="take an encoding that acts in the attentions, or inject='after_attention'",
+        )
+    if spec.inject != "input" and structure.tokens is None and len({*structure.widths}) > 1:
+        raise UnsupportedModelError(
+            f"the layers of {type(stack).__name__} have states of several widths, {sorted({*structure.widths})}, to which no "
+            "one vector can be added",
+            reason="layers of several widths",
+            remedy="leave inject out",
+        )

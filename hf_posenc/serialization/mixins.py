@@ -1,0 +1,326 @@
+"""Saving and loading models with encodings: with the code they need, from safetensors files alone, whole or not at all."""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posenc.configuration import PositionSpec, merged
+from hf_posenc.encodings import PositionEncoding, is_marked, mark, portable, refill
+from hf_posenc.serialization.copies import ENTRY, IS_COPY, copy_code
+from hf_posenc.serialization.interrupted import CONFIG, refuse_interrupted
+
+if TYPE_CHECKING:
+    from hf_posenc.encodings.mapped_tables import StoredTensor
+
+LABEL = "position_encoding"
+"""The entry of a weight file's metadata that holds its model's `position_encoding`, as JSON."""
+
+
+RENAMED = {r"posenc\.host\.": "posenc.original."}
+"""Keys of weights in checkpoints of version 0.1 -> today's."""
+
+
+def _patterns(conversion: Any) -> list[str]:
+    return [str(each) for each in getattr(conversion, "source_patterns", ())]
+
+
+class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
+    """A config with `position_encoding`. Loading refuses another type than was saved; saving adds the code it needs."""
+
+    if TYPE_CHECKING:
+        position_encoding: Any
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        if not IS_COPY:
+            from hf_posenc.serialization.saving import config_files, replaced
+
+            files = config_files(self)
+            with replaced(save_directory) as folder:
+                for name, text in files.items():
+                    (folder / name).write_text(text, encoding="utf-8")
+                return super().save_pretrained(str(folder), *args, **_named(kwargs, save_directory))
+        if self.position_encoding is not None:
+            spec = PositionSpec.parse(self.position_encoding)
+            for cls in (part for each in spec.every for part in each.parts.values()):
+                if cls.__module__.rpartition(".")[0] != __name__.rpartition(".")[0]:
+                    raise ValueError(
+                        f"{cls.__qualname__} can't be added to a model's own code: pip install hf-posenc, and patch with it"
+                    )
+            copy_code(save_directory)
+            self.auto_map = {auto: f"{ENTRY}.{name}" for auto, name in self._auto_classes().items()}
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        written = super().to_dict()
+        if self.position_encoding is not None:
+            written["position_encoding"] = portable(written["position_encoding"])
+        return written
+
+    def complete(self) -> None:
+        """Add what a model needs that is made from this config alone, before it is saved."""
+
+    def _auto_classes(self) -> dict[str, str]:
+        """Auto class -> the class it loads."""
+        raise NotImplementedError
+
+    def _not_saved(self) -> str:
+        """What is to be done to load a model of which code can't be saved, or ""."""
+        return ""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing to do: `save_pretrained` writes the code and names all Auto classes."""
+
+    @classmethod
+    def _from_code(cls, encoding: Any) -> dict[str, Any]:
+        """The canonical `position_encoding` of one that is given in code, where strings may name files."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        refuse_interrupted(config_dict)
+        if "position_encoding" in kwargs:
+            encoding = merged(config_dict.get("position_encoding"), kwargs.pop("position_encoding"))
+            config_dict = {**config_dict, "position_encoding": None if encoding is None else cls._from_code(encoding)}
+        return super().from_dict(config_dict, **kwargs)
+
+
+class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
+    """A model that initialises the parameters of its encodings. Loading raises if a checkpoint lacks some of them."""
+
+    initialized_whole: ClassVar[tuple[type[nn.Module], ...]] = (PositionEncoding,)
+    """Modules that initialise what is within them, too. Transformers passes over one that has no tensor of its own."""
+
+    def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, self.initialized_whole) and not is_marked(module):
+            self._init_weights(module)
+            mark(module)
+        else:
+            super()._initialize_weights(module, *args, **kwargs)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, PositionEncoding):
+            refill([module])
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = kwargs.pop("output_loading_info", False)
+        kwargs["key_mapping"] = {**RENAMED, **(kwargs.get("key_mapping") or {})}
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        # Transformers would save the weights under the old names again.
+        if conversions := vars(model).get("_weight_conversions"):
+            vars(model)["_weight_conversions"] = [each for each in conversions if not {*RENAMED} & {*_patterns(each)}]
+        for kind, remedy in (
+            ("missing_keys", "the file is incomplete or was never patched: load it as what it is, then hf_posenc.patch"),
+            (
+                "unexpected_keys",
+                "its config asks for another encoding than its weights were saved with, or a module that was to have them has "
+                "become another (as by quantisation): restore the config, or load it without",
+            ),
+            ("mismatched_keys", "its config asks for other sizes than its weights were saved with: restore the config"),
+        ):
+            names = (key if isinstance(key, str) else key[0] for key in info[kind])
+            keys = sorted(name for name in names if "posenc." in name)
+            if keys:
+                raise ValueError(f"{pretrained_model_name_or_path}: {kind} {', '.join(keys[:4])}; {remedy}")
+        return (model, info) if wanted else model
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Every file that weights are read from is an argument here, also those named by a shard index, a config, an adapter.
+        shards = ((load_config.sharded_metadata or {}).get("weight_map") or {}).values()
+        for file in (*(checkpoint_files or ()), *shards):
+            if not str(file).endswith(".safetensors"):
+                raise ValueError(
+                    f"{file} is not a safetensors file and was not opened: other weights are pickles, which can run any code. "
+                    "Load them with the program that they are from, and save with save_pretrained"
+                )
+        for name in shards:
+            if re.search(r"[/\\:]", name):
+                raise ValueError(f"the index of this checkpoint names {name!r}, which is no file of its own folder")
+        _refuse_mixed(checkpoint_files or (), model.config.position_encoding)
+        if tables := _stored(model):
+            (table, *_) = tables.values()
+            raise ValueError(
+                f"{table.path} was given for {', '.join(tables)}, and this checkpoint has its table in its own weights; leave "
+                "the file out, or patch the stock model with it"
+            )
+        info, *others = PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, *args, **kwargs
+        )
+        _restore(model, checkpoint_files or (), info)
+        return info, *others
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+        if not self.should_save_on_this_rank(is_main_process) or kwargs.get("distributed_checkpoint"):
+            super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # nothing, or this rank's part
+        else:
+            if tables := _stored(self):  # written by _label: in memory they might not have room
+                given, *others = args or (kwargs.pop("state_dict", None),)
+                state = self.state_dict() if given is None else given
+                args = ({name: tensor for name, tensor in state.items() if name not in tables}, *others)
+            with contextlib.nullcontext(Path(save_directory)) if IS_COPY else _replaced(save_directory) as folder:
+                super().save_pretrained(folder, is_main_process, *args, **_named(kwargs, save_directory))
+                self._label(folder)
+        self.barrier_after_gathered_checkpoint_save(getattr(self.config, "distributed_config", None))
+
+    def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        self._label(Path(working_dir))  # save_pretrained(…, push_to_hub=True) uploads before it returns
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+    def _label(self, folder: Path) -> None:
+        label = json.dumps(portable(self.config.position_encoding), sort_keys=True)
+        paths = [path for path in sorted(folder.glob("*.safetensors")) if LABEL not in _metadata(path)]
+        tables = _stored(self)
+        for path in paths if tables else ():
+            with safe_open(path, framework="pt") as file:
+                tables = {name: table for name, table in tables.items() if name not in file.keys()}  # noqa: SIM118
+        for index, path in enumerate(paths):
+            _label(path, label, {} if index else tables)
+        for index_file in folder.glob("*.safetensors.index.json") if paths else ():
+            listed = json.loads(index_file.read_text(encoding="utf-8"))
+            listed["weight_map"] |= dict.fromkeys(tables, paths[0].name)
+            listed["metadata"]["total_size"] += sum(table.size for table in tables.values())
+            index_file.write_text(json.dumps(listed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _replaced(directory: Any) -> contextlib.AbstractContextManager[Path]:
+    from hf_posenc.serialization.saving import replaced
+
+    return replaced(directory)
+
+
+def _restore(model: Any, files: Iterable[str], info: Any) -> None:
+    """Let encodings take what they read from the files of a checkpoint by themselves, and correct what is reported of it."""
+    places: dict[str, str] = {}
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
+    for path, module in model.named_modules():
+        if not isinstance(module, PositionEncoding):
+            continue
+
+        def find(name: str, path: str = path) -> "StoredTensor | None":
+            from hf_posenc.encodings.mapped_tables import StoredTensor, names_in
+
+            if not places:
+                places.update({key: file for file in files for key in names_in(file)})
+            key = _key(f"{path}.{name}", places)
+            if key is None:
+                return None
+            info.unexpected_keys.difference_update((key, f"{path}.{name}"))
+            return StoredTensor(places[key], key)
+
+        for name, tensor in module.restore(find).items():
+            placed = tensor.to(device)
+            mark(placed)
+            setattr(module, name, placed)
+            info.missing_keys.discard(f"{path}.{name}")
+
+
+def _key(name: str, keys: Iterable[str]) -> str | None:
+    """The key of a tensor in files whose model may be one within this, or around it."""
+    tail = name[name.index("posenc") :]
+    alike = [key for key in keys if f".{key}".endswith(f".{tail}")]
+    near = [key for key in alike if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")]
+    return next(iter(near or alike), None) if len(near or alike) == 1 else None
+
+
+def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Arguments of `save_pretrained` for a temporary folder: a repository is named after the folder that was given."""
+    return {"repo_id": Path(save_directory).absolute().name, **kwargs}
+
+
+def _stored(model: Any) -> dict[str, "StoredTensor"]:
+    """The tensors of a model that are in files, by their names in its state_dict; none where adapters alone are saved."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return {}
+    encodings = {path: module for path, module in model.named_modules() if isinstance(module, PositionEncoding)}
+    return {f"{path}.{name}": table for path, module in encodings.items() for name, table in module.stored().items()}
+
+
+def _label(path: Path, encoding: str, tables: dict[str, "StoredTensor"]) -> None:
+    """Write the encoding into the metadata of a weight file, and tables from other files beside its tensors.
+
+    Transformers accepts no metadata, and safetensors writes several entries in a random order, so that equal models would
+    give different files. The format: https://huggingface.co/docs/safetensors.
+    """
+    labelled = path.with_suffix(".labelled")
+    with path.open("rb") as file, labelled.open("wb") as copy:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        start, metadata = file.tell(), {**header.pop("__metadata__", {}), LABEL: encoding}
+        sources = {name: entry["data_offsets"] for name, entry in header.items()}
+        for name, table in tables.items():
+            header[name] = {"dtype": table.dtype, "shape": [*table.shape], "data_offsets": [0, table.size]}
+        names, end = sorted(header, key=lambda name: (-_width(header[name]), *sources.get(name, ()))), 0
+        for name in names:
+            begin, end = end, end + header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
+            header[name] = {**header[name], "data_offsets": [begin, end]}
+        text = json.dumps({"__metadata__": metadata, **{name: header[name] for name in names}}, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % 64)
+        copy.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            if name in tables:
+                tables[name].copy_to(copy)
+            else:
+                file.seek(start + sources[name][0])
+                _copy(file, copy, sources[name][1] - sources[name][0])
+    shutil.copymode(path, labelled)
+    os.replace(labelled, path)
+
+
+def _width(entry: dict[str, Any]) -> int:
+    """The bytes of a value. Where wider ones come first, as safetensors writes them, all lie at multiples of their width."""
+    begin, end = entry["data_offsets"]
+    return (end - begin) // max(1, math.prod(entry["shape"]))
+
+
+def _copy(file: BinaryIO, copy: BinaryIO, size: int) -> None:
+    while size and (piece := file.read(min(size, 2**24))):
+        copy.write(piece)
+        size -= len(piece)
+
+
+def _metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
+def _refuse_mixed(files: Iterable[str], encoding: Any) -> None:
+    """Raises ValueError for weight files of an interrupted save, of several saves, or of another encoding than the config's.
+
+    Files without a label load, if none has one: other tools leave it out. Options may differ from the label's: they can be
+    edited in the config.
+    """
+    labels = {str(file): _metadata(file).get(LABEL) for file in files}
+    for file, label in labels.items():
+        refuse_interrupted(Path(file).with_name(CONFIG))
+        if label is not None and _type(label) != encoding["type"]:
+            raise ValueError(
+                f"{file} was saved with the {_type(label)!r} encoding, and its config asks for {encoding['type']!r}: restore "
+                "the config.json that was saved with it, or save the model again"
+            )
+    for one, other in itertools.pairwise(labels):
+        if labels[one] != labels[other]:
+            raise ValueError(f"{one} and {other} are of two saves: copy all files of one of them, or save the model again")
+
+
+def _type(label: str) -> Any:
+    """The encoding's type in a label, or the label itself if it isn't ours."""
+    try:
+        return json.loads(label)["type"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return label[:80]

@@ -1,0 +1,225 @@
+"""The code saved with a checkpoint, which loads by `trust_remote_code=True` with torch and transformers alone.
+
+Flat copies of this package's modules, since Transformers fetches no code from subfolders. They differ from the originals in
+their imports alone, which are relative. `user_code` adds the source of a user's own encodings. Only what runs a model is
+carried: the modules that others import at their top level, the model's own encodings, and the position components of its plan.
+"""
+
+import ast
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hf_posenc.configuration import plans_of
+from hf_posenc.encodings import Geometry
+from hf_posenc.serialization import probe
+from hf_posenc.serialization.copies import ENTRY
+from hf_posenc.serialization.user_code import PACKAGE, UserCode, flat, is_ours, parsed
+
+logger = logging.getLogger(__name__)
+BY_PACKAGE = "architectures.components"
+"""The package of which a model's code has the modules that its plan names."""
+
+
+def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> dict[str, str]:
+    """File name -> source of all code needed by a model of module `root` with these encodings, (class, options) each.
+
+    Raises ValueError if a user's encoding can't be copied, or if its copy doesn't do the same.
+    """
+    encodings = list(encodings)
+    classes = [cls for cls, _ in encodings]
+    users = [cls for cls in classes if not is_ours(cls.__module__)]
+    code = UserCode()
+    for cls in users:
+        code.add_class(cls)
+    ours = [cls.__module__ for cls in classes if cls not in users]
+    if len(classes) > 1:
+        ours.append(f"{PACKAGE}.encodings.composition")
+    ours += _backends(encodings, config)
+    carried: dict[str, str] = {}
+    for module in (f"{PACKAGE}._versions", root, *_planned(config), *ours, *sorted(code.ours)):
+        _carry(module, code.ours, carried)
+    found = {flat(module): _linked(source, carried) for module, source in carried.items()}
+    version = sys.modules[PACKAGE].__version__
+    header = (
+        f"# From hf-posenc {version} (Apache-2.0): what this model needs where that package isn't installed, with "
+        "trust_remote_code=True.\n# Where it is installed, `import hf_posenc` loads the model without this file.\n"
+    )
+    # Transformers fetches the modules that the entry imports. Encodings register themselves; __getattr__ makes the classes.
+    imports = "".join(f"from .{name} import __name__ as _\n" for name in [*sorted(found), *code.texts])
+    names = "__getattr__" if hasattr(sys.modules[root], "__getattr__") else "*"
+    entry = f"from .{flat('hf_posenc._versions')} import check\n\ncheck()\n{imports}from .{flat(root)} import {names}\n"
+    texts = {name: header + text for name, text in {ENTRY: entry, **found}.items()}
+    saved = {f"{name}.py": text for name, text in {**texts, **code.texts}.items()}
+    if users:
+        _try(code, saved, [(cls, options) for cls, options in encodings if cls in users], config)
+    return saved
+
+
+def _backends(encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> list[str]:
+    """The modules of ours that compute the biases of these encodings: none for those that add vectors or rotate; in blocks only
+    where biases have parameters, or depend on content."""
+    found: list[str] = []
+    for cls, options in encodings:
+        if not {"distance_bias", "score_bias", "value_bias"}.isdisjoint(cls.acts_by()):
+            found.append(f"{PACKAGE}.attention.bias_backends")
+            try:
+                with torch.device("meta"):
+                    module = cls(_geometry(cls, config), **options)
+                in_blocks = module.tells_vectors() or any(True for _ in module.parameters())
+            except Exception:  # of a user's class, which may want values
+                in_blocks = True
+            found += [f"{PACKAGE}.attention.blockwise"] * in_blocks
+    return found
+
+
+def _planned(config: Any) -> list[str]:
+    """The modules of ours that a model needs by its plan: those of its position components, and of custom attentions."""
+    plans = plans_of(config)
+    kinds = {kind for plan in plans for kind, _ in plan.components}
+    components = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.{BY_PACKAGE}.")]
+    needed = {cls.__module__ for module in components for cls in vars(module).values() if getattr(cls, "__name__", "") in kinds}
+    return sorted(needed) + [f"{PACKAGE}.attention.known_models"] * any(plan.custom_attentions for plan in plans)
+
+
+def _try(code: UserCode, saved: dict[str, str], encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> None:
+    """Raises ValueError if the saved code doesn't do what the classes here do; says which files are saved if it does."""
+    jobs = [{"type": cls.type, "options": options, "geometry": asdict(_geometry(cls, config))} for cls, options in encodings]
+    blocked = {PACKAGE, *(module.partition(".")[0] for module in code.modules)}
+    if reason := probe.difference(saved, jobs, sys.modules[f"{PACKAGE}.encodings.base"], blocked):
+        raise ValueError(f"{', '.join(map(str, code.paths.values()))} can't be saved with the model: {reason}")
+    for path in code.paths.values():
+        _announce(path)
+
+
+def _geometry(cls: Any, config: Any) -> Geometry:
+    """The sizes of a model as its config says them; building it would take its memory."""
+    text = config.get_text_config()
+
+    def size(name: str, default: int) -> int:
+        value = getattr(text, name, None)
+        return value if isinstance(value, int) and value > 0 else default
+
+    width, heads = size("hidden_size", 64), size("num_attention_heads", 0)
+    geometry = Geometry(
+        hidden_size=width,
+        num_attention_heads=heads,
+        head_dim=size("head_dim", width // max(heads, 1)),
+        max_length=config.position_encoding.get("max_length") or getattr(config, "max_length", None),
+        num_key_value_heads=size("num_key_value_heads", heads),
+        trained_length=size("max_position_embeddings", 512),
+        axes=cls.axes,
+    )
+    if geometry.max_length is None and cls.needs_max_length(geometry):
+        return replace(geometry, max_length=size("max_position_embeddings", 512))
+    return geometry
+
+
+@functools.cache
+def _announce(path: Path) -> None:
+    logger.warning("%s is saved with the model, whole: whoever loads it can read it", path)
+
+
+def without_code(message: str) -> dict[str, str]:
+    """The entry of a model of which code can't be saved. Its error replaces Transformers' own, which advises an upgrade."""
+    return {f"{ENTRY}.py": f"raise ImportError({message!r})\n"}
+
+
+def _carry(module: str, wanted: Iterable[str], carried: dict[str, str]) -> None:
+    """Adds the source of one of our modules, and of those it imports at its top level, to `carried`.
+
+    Of a package, a module that stands for it; `wanted` are the modules of a package that users' files reach through it.
+    """
+    if module in carried:
+        return
+    code = importlib.import_module(module)
+    if hasattr(code, "__path__"):
+        carried[module], imported = _stand_in(module, wanted)
+    else:
+        carried[module] = Path(code.__file__ or "").read_text(encoding="utf-8")
+        imported = [owner for _, owners in _imports(carried[module], within=False) for _, owner in owners]
+    for each in imported:
+        _carry(each, wanted, carried)
+
+
+def _stand_in(package: str, wanted: Iterable[str]) -> tuple[str, list[str]]:
+    """A flat module with the public names of a package that come from encodings/; other names are errors."""
+    values = {name: getattr(sys.modules[package], name) for name in sys.modules[package].__all__}  # type: ignore[attr-defined]
+    owners = {
+        name: value.__module__
+        for name, value in values.items()
+        if getattr(value, "__module__", "").startswith(f"{PACKAGE}.encodings.")
+    }
+    modules = sorted(module for module in wanted if module.rpartition(".")[0] == package)
+    lines = [f"from .{flat(owner)} import {name}\n" for name, owner in owners.items()]
+    lines += [f"from . import {flat(module)} as {module.rpartition('.')[2]}\n" for module in modules]
+    message = f"{package}.{{name}} is not saved with a model"
+    lines += [
+        f"\n__all__ = {sorted(owners)}\n",
+        "\n\ndef __getattr__(name):\n    # Not AttributeError, from which `from … import …` makes a message of its own.\n",
+        f'    raise (AttributeError if name.startswith("__") else ImportError)(f"{message}")\n',
+    ]
+    return "".join(lines), [*owners.values(), *modules]
+
+
+Statement = tuple[ast.ImportFrom, list[tuple[ast.alias, str]]]
+"""An import of ours, and for each of its names the module that defines it."""
+
+
+@functools.cache
+def _imports(source: str, within: bool) -> list[Statement]:
+    """The imports of our modules in a source: at its top level, or within functions, which run when they are needed."""
+    tree = parsed(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inner = {id(node) for function in functions for node in ast.walk(function)}
+    inner |= {id(node) for each in tree.body if _is_for_checkers(each) for node in ast.walk(each)}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and is_ours(node.module or "")]
+    return [(node, [(alias, _owner(node, alias)) for alias in node.names]) for node in nodes if (id(node) in inner) == within]
+
+
+def _is_for_checkers(statement: ast.stmt) -> bool:
+    """Whether a statement is `if TYPE_CHECKING:`, which never runs."""
+    return isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
+
+
+def _owner(node: ast.ImportFrom, alias: ast.alias) -> str:
+    """The module that an import names, or that defines the name; a package re-exports names of its modules."""
+    module = importlib.import_module(node.module or "")
+    value = getattr(module, alias.name, None)
+    if not hasattr(module, "__path__"):
+        return module.__name__
+    if value is None or isinstance(value, ModuleType):
+        return f"{module.__name__}.{alias.name}"
+    return str(value.__module__)
+
+
+def _linked(source: str, carried: Collection[str]) -> str:
+    """A source in which imports of our modules name the copies beside it. Those within functions, of modules that aren't
+    carried, become errors: what they do needs the package."""
+    lines = source.splitlines(keepends=True)
+    statements = [(node, owners, within) for within in (False, True) for node, owners in _imports(source, within)]
+    for node, owners, _ in sorted(statements, key=lambda each: each[0].lineno, reverse=True):
+        if missing := [owner for _, owner in owners if owner not in carried]:
+            texts = [f"raise ImportError({NEEDED.format(missing[0])!r})"]
+        else:
+            texts = [_relative(node, alias, owner) for alias, owner in owners]
+        lines[node.lineno - 1 : node.end_lineno] = [f"{' ' * node.col_offset}{text}\n" for text in texts]
+    return "".join(lines)
+
+
+NEEDED = "this needs {}, which is not saved with the model: pip install hf-posenc, import hf_posenc, and load the model again"
+
+
+def _relative(node: ast.ImportFrom, alias: ast.alias, owner: str) -> str:
+    """The import of a name, or of a whole module of ours, in a copy."""
+    if owner == f"{node.module}.{alias.name}":
+        return f"from . import {flat(owner)} as {alias.asname or alias.name}"
+    return f"from .{flat(owner)} import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")

@@ -1,0 +1,184 @@
+"""The files of a user's own encodings, whole, for the flat folder of a checkpoint.
+
+They differ from the originals in their imports alone: those of this package and of neighbours (`from .helpers import f`)
+name the copies beside them.
+"""
+
+import ast
+import importlib.util
+import re
+import sys
+import threading
+import tokenize
+import warnings
+from pathlib import Path
+
+PACKAGE = __name__.rpartition(".")[0].removesuffix(".serialization")  # of a copy, the folder that it is in
+ENCODINGS = f"{PACKAGE}.encodings"
+PACKAGE_COPY = "posenc_package"
+"""The name of what stands for the package itself."""
+
+
+_PARSING = threading.Lock()
+
+
+def parsed(source: str) -> ast.Module:
+    """`ast.parse`, by one thread at a time: CPython 3.11 raises SystemError where two build trees (its issue 106905)."""
+    with _PARSING:
+        return ast.parse(source)
+
+
+def is_ours(module: str) -> bool:
+    """Whether a module belongs to this package, rather than to the user or another package."""
+    return module == PACKAGE or module.startswith(f"{PACKAGE}.")
+
+
+def flat(module: str) -> str:
+    """The name of the copy of one of our modules, or of what stands for one of our packages."""
+    _, *path = module.split(".")
+    return "_".join(["posenc", *(name.strip("_") for name in path)]) if path else PACKAGE_COPY
+
+
+class UserCode:
+    """The files that define a user's encodings, with the neighbours they import.
+
+    texts: name of a copy -> its source, packages before their modules.
+    paths: name of a copy -> the original.
+    modules: the names they were imported by.
+    ours: the modules and packages of ours that they import.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.paths: dict[str, Path] = {}
+        self.modules: set[str] = set()
+        self.ours: set[str] = set()
+
+    def add_class(self, cls: type) -> None:
+        """Adds the file of a class. Raises ValueError if there is none, or if it can't be copied."""
+        started = cls.__module__ in ("__main__", "__mp_main__")  # the second where multiprocessing starts the script again
+        path = None if started else _file(cls.__module__)
+        if path is None:
+            place = "a notebook or a script that was started" if started else "no file"
+            raise ValueError(
+                f"{cls.__qualname__} is defined in {cls.__module__}, {place}, and can't be saved with the model: write it to a "
+                f"file and import it (from my_encodings import {cls.__name__})"
+            )
+        self._add(cls.__module__, path)
+        self.texts = dict(sorted(self.texts.items()))
+
+    def _add(self, module: str, path: Path) -> str:
+        name = "posenc_own_" + re.sub(r"\W", "_", module, flags=re.ASCII)
+        taken = next((other for other in self.paths if other.casefold() == name.casefold()), None)
+        if taken and self.paths[taken] != path:
+            raise ValueError(f"{self.paths[taken]} and {path} would both be saved as {name}.py: rename one of them")
+        if taken is None:
+            self.paths[name] = path
+            self.modules.add(module)
+            self.texts[name] = self._copy(module, path)
+        return name
+
+    def _copy(self, module: str, path: Path) -> str:
+        try:
+            with tokenize.open(path) as file:
+                source = file.read()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of escapes in its strings; Python gave them when it was imported
+                tree = parsed(source)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ValueError(f"{path} can't be saved with the model, since it can't be read: {error}") from error
+        nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        lines = [line.encode() for line in source.split("\n")]
+        for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset), reverse=True):
+            end = (node.end_lineno or node.lineno) - 1
+            before, after = lines[node.lineno - 1][: node.col_offset], lines[end][node.end_col_offset :]
+            text = ast.get_source_segment(source, node) or ""
+            lines[node.lineno - 1 : end + 1] = [before + self._import(module, node, text).encode() + after]
+        if flat(PACKAGE) in (copies := b"\n".join(lines).decode()) or flat(ENCODINGS) in copies:
+            self._add_attributes(tree)
+        head, *rest = copies.split("\n", 2)
+        return "\n".join([_in_utf8(head), *map(_in_utf8, rest[:1]), *rest[1:]])
+
+    def _import(self, module: str, node: ast.Import | ast.ImportFrom, text: str) -> str:
+        """An import statement as it stands in the copy."""
+        if isinstance(node, ast.Import):
+            if not any(is_ours(alias.name) for alias in node.names):
+                return text
+            return "; ".join(self._import_module(alias) for alias in node.names)
+        if not node.level:
+            return _from(text, self._ours(node.module or "")) if is_ours(node.module or "") else text
+        try:
+            package = getattr(sys.modules.get(module), "__package__", None) or module.rpartition(".")[0]
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+        except ImportError:
+            return text
+        neighbours = {alias.name: _file(f"{source}.{alias.name}") for alias in node.names if _is_module(source, alias.name)}
+        names = [alias for alias in node.names if not neighbours.get(alias.name)]
+        path = _file(source)
+        if names and path is None:  # an import that fails in the original, too
+            return text
+        if path is not None and not any(neighbours.values()):
+            return _from(text, self._add(source, path))
+        statements = [
+            f"from . import {self._add(f'{source}.{alias.name}', found)} as {alias.asname or alias.name}"
+            for alias in node.names
+            if (found := neighbours.get(alias.name))
+        ]
+        if names and path is not None:
+            statements.insert(0, f"from .{self._add(source, path)} import {', '.join(map(_alias, names))}")
+        return "; ".join(statements)
+
+    def _import_module(self, alias: ast.alias) -> str:
+        if not is_ours(alias.name):
+            return f"import {_alias(alias)}"
+        if alias.asname:
+            return f"from . import {self._ours(alias.name)} as {alias.asname}"
+        self._ours(alias.name)
+        return f"from . import {self._ours(PACKAGE)} as {PACKAGE}"
+
+    def _ours(self, module: str) -> str:
+        """The copy that a module of ours is imported from: what isn't of encodings/ is asked of the whole package's."""
+        if module != ENCODINGS and not (module.startswith(f"{ENCODINGS}.") and _file(module)):
+            module = PACKAGE
+        self.ours.add(module)
+        return flat(module)
+
+    def _add_attributes(self, tree: ast.AST) -> None:
+        """Adds our modules that a file reaches as attributes of our packages: hf_posenc.encodings.alibi."""
+        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.alias):
+                names.update(node.name.split("."))
+        self.ours |= {ENCODINGS} if "encodings" in names else set()
+        self.ours |= {f"{ENCODINGS}.{name}" for name in names if f"{ENCODINGS}.{name}" in sys.modules}
+
+
+def _from(text: str, name: str) -> str:
+    """`from … import …` with another module."""
+    return re.sub(r"^from\b.*?\bimport\b", f"from .{name} import", text, count=1, flags=re.DOTALL)
+
+
+def _alias(alias: ast.alias) -> str:
+    return alias.name + (f" as {alias.asname}" if alias.asname else "")
+
+
+def _is_module(package: str, name: str) -> bool:
+    """Whether `from package import name` gives a module of the package, not a name that the package defines."""
+    full = f"{package}.{name}"
+    value = getattr(sys.modules.get(package), name, None)
+    return _file(full) is not None if value is None else value is sys.modules.get(full)
+
+
+def _file(module: str) -> Path | None:
+    """The Python file of a module, which need not be imported."""
+    try:
+        found = sys.modules.get(module) or importlib.util.find_spec(module)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    path = getattr(found, "__file__", None) or getattr(found, "origin", None)
+    return Path(path) if path and Path(path).suffix == ".py" else None
+
+
+def _in_utf8(line: str) -> str:
+    """One of a file's first two lines; an encoding that it declares is no longer its own."""
+    return re.sub(r"^([ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+", r"\1utf-8", line)

@@ -1,0 +1,1 @@
+"""Training with Accelerate: commands, tasks, data, checkpoints, and a loop that survives a kill."""

@@ -1,0 +1,200 @@
+"""Classification of texts and of words: tasks of finetune.py."""
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from datasets import ClassLabel
+from sklearn.metrics import accuracy_score, f1_score
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+)
+
+from hf_posenc.training.data import Cut, Row, Rows, check_columns
+from hf_posenc.training.supervised import Supervised, check_fast
+from hf_posenc.training.task import token_losses
+
+
+class Labelled(Supervised):
+    """A task whose rows have one label, or one per word."""
+
+    flags = ("text_column", "label_column")
+    best_by = "eval_macro_f1"
+    of_words = False
+
+    def __init__(self, accelerator: Accelerator, arguments: argparse.Namespace, tokenizer: Any) -> None:
+        super().__init__(accelerator, arguments, tokenizer)
+        check_columns(self.splits, {"--text_column": arguments.text_column, "--label_column": arguments.label_column})
+        self.ids = {label: i for i, label in enumerate(self._labels(accelerator))}
+        self.pad = (DataCollatorForTokenClassification if self.of_words else DataCollatorWithPadding)(tokenizer)
+
+    def check(self, text: Any, label: Any, where: str) -> list[Any]:
+        """The row's labels. Raises SystemExit for a bad text or label."""
+        if text is not None and not isinstance(text, str):
+            raise SystemExit(f"`{self.arguments.text_column}` is to hold strings, but {where} has {text!r}")
+        if not text or not text.strip():
+            raise SystemExit(f"{where} has no text: leave it out")
+        return [self.check_label(label, where)]
+
+    def check_label(self, label: Any, where: str) -> Any:
+        if label is None or label == "":
+            raise SystemExit(f"{where} has no label: leave it out")
+        if not isinstance(label, (str, int)):
+            raise SystemExit(f"`{self.arguments.label_column}` is to hold strings or integers, but {where} has {label!r}")
+        return label
+
+    def _labels(self, accelerator: Accelerator) -> list[Any]:
+        """All labels of the training rows, sorted.
+
+        Raises SystemExit if there are fewer than two, or if a validation label is none of them.
+        """
+        seen: dict[str, set[Any]] = {name: set() for name in self.splits}
+        for name, where, row in self.checked(accelerator):
+            seen[name].update(self.check(row[self.arguments.text_column], row[self.arguments.label_column], where))
+        known = sorted(seen["train"], key=lambda label: (str(type(label)), label))
+        if len(known) < 2:
+            raise SystemExit(f"the only label in the train data is {known[0]!r}: to classify takes two")
+        if unknown := seen.get("validation", set()) - set(known):
+            raise SystemExit(f"the validation data have the labels {sorted(unknown)}, the train data {known} alone")
+        return known
+
+    def _shown(self, label: Any) -> str:
+        feature = (self.splits["train"].features or {}).get(self.arguments.label_column)
+        feature = getattr(feature, "feature", feature)  # the feature of a list's items
+        return feature.int2str(label) if isinstance(feature, ClassLabel) else str(label)
+
+    def adapt(self, config: Any) -> None:
+        """Name the labels, in the order of a model trained on the same ones. Raises SystemExit if it has another number."""
+        labels = {self._shown(label): label for label in self.ids}
+        head = self.kind.__name__.removeprefix("AutoModel")
+        if any(name.endswith(head) for name in config.architectures or ()):
+            if config.num_labels != len(labels):
+                raise SystemExit(
+                    f"{self.arguments.model_name_or_path} tells {config.num_labels} classes apart, and the data have "
+                    f"{len(labels)} ({', '.join(labels)}): start from the model it was trained from"
+                )
+            if config.label2id.keys() == labels.keys():
+                labels = {name: labels[name] for name in sorted(labels, key=config.label2id.get)}
+        self.ids = {label: i for i, label in enumerate(labels.values())}
+        config.id2label, config.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
+        config.problem_type = None if self.of_words else "single_label_classification"
+
+    def prepare(self, accelerator: Accelerator, length: int) -> dict[str, Any]:
+        accelerator.print(f"labels: {', '.join(map(self._shown, self.ids))}")
+        return super().prepare(accelerator, length)
+
+    def encoder(self, length: int) -> Callable[[Row], Row]:
+        columns = (self.arguments.text_column, self.arguments.label_column)
+        encode = encoded_words if self.of_words else encoded_texts
+        return partial(encode, columns=columns, tokenizer=self.tokenizer, ids=self.ids, length=length)
+
+    def collate(self, rows: Rows, step: int | None = None) -> Any:
+        return self.pad([{"input_ids": row["input_ids"], "labels": row["labels"]} for _, row in rows])
+
+    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
+        """Accuracy, macro-F1, the mean loss of a label, and the share of the most frequent label for comparison."""
+        predicted: list[int] = []
+        expected: list[int] = []
+        losses = 0.0
+        for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
+            logits, labels = model(**batch).logits, batch["labels"]
+            if not self.of_words:
+                logits, labels = logits[:, None], labels[:, None]
+            own, _ = token_losses(logits, labels)
+            answers = accelerator.pad_across_processes(logits.argmax(-1), dim=1)
+            labels = accelerator.pad_across_processes(labels, dim=1, pad_index=-100)
+            answers, labels, own = accelerator.gather_for_metrics((answers, labels, own))
+            predicted += answers[labels != -100].tolist()
+            expected += labels[labels != -100].tolist()
+            losses += own.double().sum().item()
+        return {
+            "eval_accuracy": float(accuracy_score(expected, predicted)),
+            "eval_macro_f1": float(f1_score(expected, predicted, average="macro")),
+            "eval_loss": losses / len(expected),
+            "eval_majority_share": max(Counter(expected).values()) / len(expected),
+            "eval_samples": len(expected),
+        }
+
+
+class SequenceClassification(Labelled):
+    kind = AutoModelForSequenceClassification
+
+
+class TokenClassification(Labelled):
+    """A word's label is predicted at its first token; words that are cut off, or have no token, are ignored."""
+
+    kind = AutoModelForTokenClassification
+    of_words = True
+
+    def __init__(self, accelerator: Accelerator, arguments: argparse.Namespace, tokenizer: Any) -> None:
+        check_fast(tokenizer)
+        super().__init__(accelerator, arguments, tokenizer)
+
+    def check(self, text: Any, label: Any, where: str) -> list[Any]:
+        words, labels = separated(text), separated(label)
+        if not all(isinstance(word, str) for word in words):
+            raise SystemExit(f"`{self.arguments.text_column}` is to hold words, but {where} has {text!r}")
+        if not any(words):
+            raise SystemExit(f"{where} has no words: leave it out")
+        if len(words) != len(labels):
+            raise SystemExit(f"{where} has {len(words)} words and {len(labels)} labels: each word has one")
+        return [self.check_label(each, where) for each in labels]
+
+    def prepare(self, accelerator: Accelerator, length: int) -> dict[str, Any]:
+        made = super().prepare(accelerator, length)
+        if "validation" in made and max(map(max, made["validation"]["labels"])) < 0:
+            raise SystemExit("no word of the validation data has a token")
+        return made
+
+
+def encoded_texts(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict[Any, int], length: int) -> Row:
+    """Token ids cut to `length`, the lengths before, and labels by number; `columns` are those of texts and labels."""
+    texts, labels = (rows[column] for column in columns)
+    whole, cut = tokenizer(texts, verbose=False).input_ids, Cut(tokenizer)
+    return {
+        "input_ids": [cut(each, length) for each in whole],
+        "length": [len(each) for each in whole],
+        "labels": [ids[label] for label in labels],
+    }
+
+
+def encoded_words(rows: Row, columns: tuple[str, str], tokenizer: Any, ids: dict[Any, int], length: int) -> Row:
+    """`encoded_texts` for words, joined by blanks as in the texts that the model was pretrained on and will be used for."""
+    words, labels = ([separated(each) for each in rows[column]] for column in columns)
+    whole, cut = tokenizer([" ".join(each) for each in words], return_offsets_mapping=True, verbose=False), Cut(tokenizer)
+    made: Row = {"input_ids": [], "length": [], "labels": []}
+    for tokens, offsets, row_words, row_labels in zip(whole.input_ids, whole.offset_mapping, words, labels, strict=True):
+        wanted = [-100] * len(tokens)
+        for token, label in zip(first_tokens(row_words, offsets), row_labels, strict=True):
+            if token is not None:
+                wanted[token] = ids[label]
+        made["input_ids"].append(cut(tokens, length))
+        made["length"].append(len(tokens))
+        made["labels"].append(cut(wanted, length))
+    return made
+
+
+def separated(words: Any) -> list[Any]:
+    """Words or labels as a list; a string is split at blanks."""
+    return words.split() if isinstance(words, str) else words if isinstance(words, list) else [words]
+
+
+def first_tokens(words: list[str], offsets: list[tuple[int, int]]) -> Iterator[int | None]:
+    """The first token of each word; None for words without tokens. `offsets` are characters of the joined words."""
+    begin = token = 0
+    for word in words:
+        while token < len(offsets) and offsets[token][1] <= begin:
+            token += 1
+        found = token < len(offsets) and offsets[token][0] < begin + len(word)
+        yield token if found else None
+        token += found
+        begin += len(word) + 1

@@ -1,0 +1,227 @@
+"""Rows: reading, tokenization and order.
+
+Training rows are an endless stream of permutations, each drawn from the seed and the epoch alone. Step s trains on rows s·G
+to (s + 1)·G - 1 of it, where G is the global batch: batch size x processes x accumulated batches. So a run that is resumed,
+or divided differently over processes and accumulation, trains on the same rows in the same steps.
+"""
+
+import argparse
+import glob
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+from hf_posenc.evaluation import text_files
+from hf_posenc.evaluation.text_files import KINDS
+from hf_posenc.serialization import tokenizer_files
+
+Row = dict[str, Any]
+Rows = list[tuple[int, Row]]
+"""Rows with their numbers in the stream; everything random about a row is drawn from its number."""
+
+
+def read(path: Path, streaming: bool = False) -> Any:
+    """The rows of a local file, or of all files in a folder. Raises SystemExit for one that is missing, empty or unknown."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    kinds = {file.suffix for file in files}
+    if not files:
+        raise SystemExit(f"{path} is an empty folder")
+    if unknown := kinds - set(KINDS):
+        raise SystemExit(f"{path} is or holds {sorted(unknown)}, none of the files that are read here: {', '.join(KINDS)}")
+    if not files[0].is_file():
+        raise SystemExit(f"{path} is not there, or no file")
+    if len({KINDS[kind] for kind in kinds}) > 1:
+        raise SystemExit(f"{path} holds files of several kinds, {', '.join(sorted(kinds))}: keep one kind in a folder")
+    for file in files:
+        if "::" in str(file.absolute()):
+            raise SystemExit(f"{file.absolute()}: `datasets` can't read files whose path contains '::'. Rename it")
+        try:
+            text_files.check(file, streaming)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+    # `datasets` reads a path as a pattern, and a relative one also as a URL.
+    names = [glob.escape(str(file.absolute())) for file in files]
+    return _loaded(str(path), KINDS[files[0].suffix], data_files=names, split="train", streaming=streaming)
+
+
+def load_splits(accelerator: Accelerator, arguments: argparse.Namespace) -> dict[str, Any]:
+    """`train`, and `validation` if there is one. Raises SystemExit where they can't be read."""
+    if bool(arguments.train_file) == bool(arguments.dataset_name):
+        raise SystemExit("the texts come from --train_file or from --dataset_name: give one of the two")
+    with accelerator.main_process_first():  # fills the cache for the others
+        if arguments.train_file:
+            splits = {"train": read(arguments.train_file, arguments.streaming)}
+        else:
+            name, part = arguments.dataset_name, arguments.dataset_config_name
+            check_folder(name)
+            loaded = _loaded(name, name, part, streaming=arguments.streaming)
+            if "train" not in loaded:
+                raise SystemExit(f"the data set {name} has the splits {list(loaded)}, but no `train`")
+            splits = {"train": loaded["train"]}
+            if "validation" in loaded:
+                # Not streamed, so that every evaluation has the same rows.
+                splits["validation"] = _loaded(name, name, part, split="validation")
+        if arguments.validation_file:
+            splits["validation"] = read(arguments.validation_file)
+        if percentage := arguments.validation_split_percentage:
+            parts = splits["train"].train_test_split(test_size=percentage / 100, seed=arguments.seed)
+            splits = {"train": parts["train"], "validation": parts["test"]}
+    if "validation" not in splits:
+        accelerator.print("no validation data: the model is trained and saved, and nothing is measured")
+    return splits
+
+
+def check_folder(name: str) -> None:
+    """Raises SystemExit for the local folder of a data set that `datasets` would read as a pattern or a URL."""
+    path = str(Path(name).absolute())
+    if Path(name).exists() and (glob.escape(path) != path or "::" in path):
+        raise SystemExit(
+            f"--dataset_name {name}: `datasets` reads *, ?, [ and :: in the path of a folder ({path}) as a pattern. Rename the "
+            "folder, or use --train_file"
+        )
+
+
+def check_columns(splits: dict[str, Any], columns: dict[str, str]) -> None:
+    """Raises SystemExit where a split has no rows, or not all columns (flag -> name)."""
+    for name, data in splits.items():
+        try:
+            first = next(iter(data), None)
+        except (DatasetGenerationError, ValueError) as error:  # a stream is read here for the first time
+            raise SystemExit(f"the {name} data can't be read: {error.__cause__ or error}") from None
+        if first is None:
+            raise SystemExit(f"the {name} data have no rows")
+        for flag, column in columns.items():
+            if column not in first:
+                raise SystemExit(f"the {name} data have the columns {list(first)}, but no `{column}`: see {flag}")
+
+
+def check_texts(splits: dict[str, Any], column: str) -> dict[str, Any]:
+    """The splits without rows of blank text. Raises SystemExit if no row is left, or one is no string."""
+    check_columns(splits, {"--text_column": column})
+
+    def has_text(text: Any) -> bool:
+        if text is not None and not isinstance(text, str):
+            raise SystemExit(f"`{column}` is to hold strings, but a row has {text!r}")
+        return bool(text and text.strip())
+
+    kept = {name: data.filter(has_text, input_columns=column) for name, data in splits.items()}
+    check_columns(kept, {"--text_column": column})
+    return kept
+
+
+def _loaded(shown: str, *what: Any, **how: Any) -> Any:
+    try:
+        return load_dataset(*what, **how)
+    except (DatasetGenerationError, OSError, ValueError) as error:
+        raise SystemExit(f"{shown} can't be read: {error.__cause__ or error}") from None
+    except StopIteration:  # of the reader of JSON
+        raise SystemExit(f"{shown} has no rows. Give a file with one row or more.") from None
+
+
+class Cut:
+    """Truncates token ids as the tokenizer does, keeping the special tokens at both ends."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        whole, bare = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+        self.head = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        self.tail = len(whole) - self.head - len(bare)
+        self.prefix, self.suffix = whole[: self.head], whole[len(whole) - self.tail :]
+
+    def __call__(self, ids: list[int], length: int) -> list[int]:
+        return ids if len(ids) <= length else ids[: length - self.tail] + ids[len(ids) - self.tail :]
+
+
+def packed(rows: Row, cut: Cut, length: int) -> Row:
+    """Token ids without special tokens, `[rows][L]`, joined and divided into blocks of `length` with the special tokens at
+    both ends. The remainder is dropped. Texts in a block see each other."""
+    size = length - cut.head - cut.tail
+    joined = list(itertools.chain.from_iterable(rows["input_ids"]))
+    starts = range(0, len(joined) - size + 1, size)
+    return {"input_ids": [cut.prefix + joined[i : i + size] + cut.suffix for i in starts]}
+
+
+def tokenized(
+    accelerator: Accelerator,
+    splits: dict[str, Any],
+    tokenizer: Any,
+    column: str,
+    length: int,
+    packing: bool,
+) -> dict[str, Any]:
+    """The splits as rows of `input_ids` with at most `length` tokens and, as `length`, the number before they
+    are cut; with `packing` exactly `length` tokens."""
+    cut = Cut(tokenizer)
+
+    def encode(rows: Row) -> Row:
+        ids = tokenizer(rows[column], add_special_tokens=not packing, verbose=False).input_ids
+        return {"input_ids": ids if packing else [cut(each, length) for each in ids], "length": [len(each) for each in ids]}
+
+    made = {}
+    for name, data in splits.items():
+        made[name] = mapped(accelerator, data, encode, name)
+        check_known(made[name], tokenizer)
+        if packing:
+            ends = cut.suffix or [each for each in (tokenizer.eos_token_id,) if each is not None]
+
+            def pack(rows: Row, ends: list[int] = ends) -> Row:
+                return packed({"input_ids": [ids + ends for ids in rows["input_ids"]]}, cut, length)
+
+            made[name] = mapped(accelerator, made[name], pack, f"{name}, packed")
+            if next(iter(made[name]), None) is None:
+                raise SystemExit(f"the {name} data make no block of {length} tokens: lower --text_length, or leave --packing")
+    return made
+
+
+def mapped(accelerator: Accelerator, data: Any, function: Callable[[Row], Row], name: str) -> Any:
+    """All columns replaced by those that the function returns for a batch of rows; for a stream, when it is read."""
+    options: Row = {"batched": True, "remove_columns": list(next(iter(data)))}
+    if isinstance(data, IterableDataset):
+        return data.map(function, **options)
+    with accelerator.main_process_first():
+        return data.map(function, **options, desc=f"tokenizing {name}")
+
+
+def check_known(data: Any, tokenizer: Any) -> None:
+    """Raises SystemExit if the tokenizer knows hardly any token of the first 100 tokenized rows."""
+    try:
+        tokenizer_files.check_known(tokenizer, (row["input_ids"] for row in data.take(100)))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
+def endless(data: Any, seed: int, start: int, buffer: int) -> Iterator[tuple[int, Row]]:
+    """The numbered rows of all epochs, each shuffled, from number `start` on."""
+    if not isinstance(data, IterableDataset):
+        epoch, offset = divmod(start, len(data))
+        for number in itertools.count(epoch):
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed + number)).tolist()
+            for row in order[offset:]:
+                yield start, data[row]
+                start += 1
+            offset = 0
+    number, shuffled = 0, data.shuffle(seed=seed, buffer_size=buffer)
+    for epoch in itertools.count():
+        shuffled.set_epoch(epoch)
+        for row in shuffled:
+            if number >= start:
+                yield number, row
+            number += 1
+
+
+class Numbered(torch.utils.data.Dataset):
+    """A data set of pairs (number, row)."""
+
+    def __init__(self, data: Dataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, number: int) -> tuple[int, Row]:
+        return number, self.data[number]

@@ -1,0 +1,67 @@
+"""Language modelling: the parts common to train_mlm.py and train_clm.py."""
+
+import argparse
+import math
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+import hf_posenc
+from hf_posenc.training.data import check_texts, load_splits, tokenized
+from hf_posenc.training.flags import TEXT_LENGTH_HELP, argument_parser, at_least
+from hf_posenc.training.loop import train
+from hf_posenc.training.models import load_model, text_length, warn_of_length
+from hf_posenc.training.task import Task, token_losses
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags of train_mlm.py and train_clm.py."""
+    parser = argument_parser(description)
+    parser.add_argument("--text_length", type=at_least(1), help=TEXT_LENGTH_HELP)
+    parser.add_argument("--packing", action="store_true", help="join texts to rows of --text_length; they see each other")
+    parser.add_argument("--from_scratch", action="store_true", help="take the model's config and tokenizer, not its weights")
+    return parser
+
+
+class LanguageModeling(Task):
+    """Predict tokens; `labels` are -100 where none is to be predicted."""
+
+    shift = 0
+    """1 if logits predict the next token."""
+
+    def items(self, batch: Any) -> int:
+        return int((batch["labels"][:, self.shift :] != -100).sum())
+
+    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
+        """The mean loss of a token, its perplexity, and the share of tokens that are predicted right."""
+        sums = torch.zeros(3, dtype=torch.float64)
+        for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
+            logits = model(**batch).logits[:, : batch["labels"].shape[1] - self.shift]
+            labels = batch["labels"][:, self.shift :]
+            losses, counts = token_losses(logits, labels)
+            right = ((logits.argmax(-1) == labels) & (labels != -100)).sum(1)
+            gathered = accelerator.gather_for_metrics((losses, right, counts))
+            sums += torch.stack([each.double().sum().cpu() for each in gathered])
+        loss, right, count = sums.tolist()
+        if not count:
+            raise SystemExit("the validation rows ask for no token at all: give longer texts")
+        return {
+            "eval_loss": loss / count,
+            "eval_perplexity": math.exp(min(loss / count, 700)),
+            "eval_accuracy": right / count,
+        }
+
+
+def run(accelerator: Accelerator, arguments: argparse.Namespace, task: LanguageModeling, kind: Any, tokenizer: Any) -> None:
+    """Load, tokenize and train."""
+    splits = check_texts(load_splits(accelerator, arguments), arguments.text_column)
+    model = load_model(arguments, kind, tokenizer)
+    length = text_length(arguments, arguments.text_length, model, tokenizer)
+    report = hf_posenc.inspect(model)
+    accelerator.print(f"{report}\n  texts are {'packed' if arguments.packing else 'cut'} to {length} tokens")
+    splits = tokenized(accelerator, splits, tokenizer, arguments.text_column, length, packing=arguments.packing)
+    warn_of_length(accelerator, arguments, model, splits["train"], length)
+    train(accelerator, arguments, task, model, tokenizer, splits, "all_results", lambda: {"text_length": length})

@@ -1,0 +1,180 @@
+"""Extractive question answering: a task of finetune.py."""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding
+
+from hf_posenc.training.data import Row, Rows, check_columns
+from hf_posenc.training.supervised import Supervised, check_fast
+
+
+class QuestionAnswering(Supervised):
+    """Find the answer's first and last token in the context, which is divided into overlapping pieces if it is long.
+
+    A piece without all of the answer is trained to point at its first token, which means "no answer". If there are several
+    answers, the first is trained on, and the prediction is measured against the nearest.
+    """
+
+    kind = AutoModelForQuestionAnswering
+    flags = ("doc_stride", "max_question_length", "max_answer_length")
+    best_by = "eval_f1"
+
+    def __init__(self, accelerator: Accelerator, arguments: argparse.Namespace, tokenizer: Any) -> None:
+        try:
+            from torchmetrics.functional.text import squad
+        except ImportError:
+            raise SystemExit("answers are measured with torchmetrics: pip install torchmetrics") from None
+        self.measure = squad
+        check_fast(tokenizer)
+        super().__init__(accelerator, arguments, tokenizer)
+        for column in ("question", "context", "answers"):
+            check_columns(self.splits, {"--help": column})
+        for _, where, row in self.checked(accelerator):
+            check(row, where)
+        self.pad = DataCollatorWithPadding(tokenizer)
+
+    def prepare(self, accelerator: Accelerator, length: int) -> dict[str, Any]:
+        special, asked = self.tokenizer.num_special_tokens_to_add(pair=True), self.arguments.max_question_length
+        if length - special - asked - self.arguments.doc_stride < 1:
+            raise SystemExit(
+                f"{length} tokens leave no room for a context beside {special} special tokens, --max_question_length {asked} "
+                f"and --doc_stride {self.arguments.doc_stride}: lower these, or raise --text_length"
+            )
+        if "validation" in self.splits:
+            self.examples = self.splits["validation"].select_columns(["question", "context", "answers"])
+            self.unanswerable = not all(answers["text"] for answers in self.examples["answers"])
+            self.splits["validation"] = self.examples.add_column("example", list(range(len(self.examples))))
+        return super().prepare(accelerator, length)
+
+    def encoder(self, length: int) -> Callable[[Row], Row]:
+        asked, stride = self.arguments.max_question_length, self.arguments.doc_stride
+        return partial(encoded, tokenizer=self.tokenizer, length=length, asked=asked, stride=stride)
+
+    def collate(self, rows: Rows, step: int | None = None) -> Any:
+        named = ("input_ids", "token_type_ids", "labels")
+        batch = self.pad([{key: row[key] for key in named if key in row} for _, row in rows])
+        length, left = batch["input_ids"].shape[1], self.tokenizer.padding_side == "left"
+        if left:
+            batch["labels"] += length - batch["attention_mask"].sum(1, keepdim=True)
+        if step is None:
+            batch["example"] = torch.tensor([row["example"] for _, row in rows])
+            batch["context"] = torch.full((len(rows), length, 2), -1)
+            for own, (_, row) in zip(batch["context"], rows, strict=True):
+                place = slice(-len(row["context"]), None) if left else slice(len(row["context"]))
+                own[place] = torch.tensor(row["context"])
+        return batch
+
+    def scores(self, model: torch.nn.Module, batch: Any) -> Tensor:
+        """`[B, L, 2]`: how likely each token is the answer's first, and its last. Padding has -inf, so that the loss doesn't
+        depend on the other rows of a batch."""
+        named = ("input_ids", "attention_mask", "token_type_ids")
+        output = model(**{key: batch[key] for key in named if key in batch})
+        scores = torch.stack((output.start_logits, output.end_logits), dim=2).float()
+        return scores.masked_fill(batch["attention_mask"][:, :, None] == 0, -torch.inf)
+
+    def loss(self, model: torch.nn.Module, batch: Any, step: int) -> Tensor:
+        return F.cross_entropy(self.scores(model, batch), batch["labels"])
+
+    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
+        """SQuAD's exact match and F1, from 0 to 1, and the mean loss of a piece."""
+        pieces: dict[int, list[Any]] = {}
+        losses: list[float] = []
+        for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
+            scores = self.scores(model, batch)
+            loss = F.cross_entropy(scores, batch["labels"], reduction="none").mean(1)
+            first = batch["attention_mask"].argmax(1)
+            none = scores[torch.arange(len(first)), first].sum(1)
+            found = best_spans(scores, batch["context"], self.arguments.max_answer_length)
+            own, numbers, *found = accelerator.gather_for_metrics((loss, batch["example"], *found, none))
+            losses += own.tolist()
+            for number, *answer in zip(numbers.tolist(), *(each.tolist() for each in found), strict=True):
+                pieces.setdefault(number, []).append(answer)
+        said = [{"prediction_text": self._answer(number, pieces[number]), "id": str(number)} for number in pieces]
+        wanted: list[Any] = []
+        for number, answers in enumerate(self.examples["answers"]):
+            wanted.append({"answers": answers if answers["text"] else {"text": [""], "answer_start": [0]}, "id": str(number)})
+        measured = self.measure(said, wanted)
+        return {
+            "eval_exact_match": measured["exact_match"].item() / 100,
+            "eval_f1": measured["f1"].item() / 100,
+            "eval_loss": sum(losses) / len(losses),
+            "eval_samples": len(wanted),
+        }
+
+    def _answer(self, number: int, pieces: list[Any]) -> str:
+        """The best answer of an example's pieces; empty if every piece scores "no answer" higher."""
+        score, begin, end, _ = max(pieces)
+        if self.unanswerable and min(none for *_, none in pieces) > score:
+            return ""
+        return self.examples[number]["context"][begin:end]
+
+
+def check(row: Row, where: str) -> None:
+    """Raises SystemExit for a row whose question, context or answers are invalid."""
+    question, context, answers = row["question"], row["context"], row["answers"]
+    if not all(isinstance(text, str) and text.strip() for text in (question, context)):
+        raise SystemExit(f"{where} has the question {question!r} and the context {context!r}: both are to be texts")
+    texts, starts = (answers.get(key) if isinstance(answers, dict) else None for key in ("text", "answer_start"))
+    if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
+        raise SystemExit(f'{where} has the answers {answers!r}: give {{"text": […], "answer_start": […]}}, equally long')
+    for text, start in zip(texts, starts, strict=True):
+        if not (text and isinstance(text, str) and isinstance(start, int) and context.find(text, start) == start):
+            raise SystemExit(f"{where}: the answer {text!r} isn't in the context at character {start}")
+
+
+def encoded(rows: Row, tokenizer: Any, length: int, asked: int, stride: int) -> Row:
+    """Questions, cut to `asked` tokens, with pieces of their contexts that overlap by `stride` tokens."""
+    questions = tokenizer(rows["question"], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+    ends = [max((end for _, end in offsets[:asked]), default=0) for offsets in questions.offset_mapping]
+    pairs = tokenizer(
+        [question[:end] for question, end in zip(rows["question"], ends, strict=True)],
+        rows["context"],
+        truncation="only_second",
+        max_length=length,
+        stride=stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+    examples = pairs["overflow_to_sample_mapping"]
+    # Characters of each token of the context.
+    places = [
+        [list(place) if part == 1 else [-1, -1] for place, part in zip(offsets, pairs.sequence_ids(piece), strict=True)]
+        for piece, offsets in enumerate(pairs.offset_mapping)
+    ]
+    made: Row = {key: pairs[key] for key in ("input_ids", "token_type_ids") if key in pairs}
+    made["labels"] = [answer_tokens(rows["answers"][example], each) for example, each in zip(examples, places, strict=True)]
+    if "example" in rows:
+        made |= {"context": places, "example": [rows["example"][example] for example in examples]}
+    return made
+
+
+def answer_tokens(answers: Row, places: list[list[int]]) -> list[int]:
+    """The first and last token of the first answer; [0, 0] if the piece doesn't contain all of it."""
+    if not answers["text"]:
+        return [0, 0]
+    begin = answers["answer_start"][0]
+    end = begin + len(answers["text"][0])
+    inside = [i for i, (first, last) in enumerate(places) if first < end and last > begin]
+    whole = inside and places[inside[0]][0] <= begin and places[inside[-1]][1] >= end
+    return [inside[0], inside[-1]] if whole else [0, 0]
+
+
+def best_spans(scores: Tensor, context: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`[B, L, 2]` scores, and characters, -1 outside the context -> each row's best score, its first character, its end.
+
+    A span's score is the sum of its first and its last token's; it has at most `longest` tokens.
+    """
+    starts, ends = scores.masked_fill(context < 0, -torch.inf).unbind(2)
+    within_reach = F.pad(ends, (0, longest - 1), value=-torch.inf).unfold(1, longest, 1)  # [B, L, longest]
+    best, place = (starts[:, :, None] + within_reach).flatten(1).max(1)
+    rows, first = torch.arange(len(best)), place // longest
+    return best, context[rows, first, 0], context[rows, first + place % longest, 1]

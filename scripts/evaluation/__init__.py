@@ -1,1 +1,0 @@
-"""Retrieval, the texts for it, and records of measurements."""

@@ -1,1 +1,0 @@
-"""Rows, losses and metrics of each task."""

@@ -1,0 +1,1 @@
+"""Tiny models of all model types, their inputs, checks, and verdicts."""

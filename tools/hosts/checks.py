@@ -1,0 +1,495 @@
+"""Checks of a host that can be patched, by running it: each passes, fails, is skipped, or doesn't apply.
+
+Shapes: B batch, L tokens, N positions of any kind, D hidden_size.
+"""
+
+import functools
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+
+import hf_posenc
+from tools.hosts import tiny
+from tools.hosts.inputs import TOKENS, Entrance, Reading, Run, entrance, given_vectors, is_run, reading
+from tools.hosts.tiny import LENGTH
+
+ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
+"""One for each way to act: vectors, a rotation, a bias by distance, a bias by content."""
+PASSED, FAILED, NOT_APPLICABLE, SKIPPED, NO_ORDER = "passed", "FAILED", "-", "skipped", "shows no order"
+SAME, OTHER = 2e-5, 1e-4
+"""Part of the largest output up to which two outputs are the same, and above which they are not."""
+CHUNKS = ((5, 1, 3, 2), (5, 1, 1, 1, 1, 1, 1))
+"""Lengths of the chunks that a decoder reads: state spaces read one token at a time behind the first chunk."""
+WINDOW = 4
+"""Of sliding windows, where a cache drops keys."""
+
+
+class Skipped(Exception):
+    """Raised by a check that can't be run; says why."""
+
+
+class ShowsNoOrder(Exception):
+    """Raised where the stock model's outputs don't depend on order, so that nothing is proved."""
+
+
+def checked(host: "Host") -> dict[str, str]:
+    """Check -> how it went, for a stock model that `patch` takes, or takes a part of (`submodel`)."""
+    try:
+        host.look()
+    except Skipped as why:
+        return dict.fromkeys(CHECKS, f"{SKIPPED} ({why})")
+    results: dict[str, str] = {}
+    for name, check in CHECKS.items():
+        results[name] = _outcome(check, host)
+        if results[name] == NO_ORDER:
+            break
+    return {name: results.get(name, SKIPPED) for name in CHECKS}
+
+
+def _outcome(check: Callable[["Host"], Iterator[bool]], host: "Host") -> str:
+    try:
+        with torch.no_grad():
+            results = list(check(host))
+    except ShowsNoOrder:
+        return NO_ORDER
+    except Skipped as why:
+        return f"{SKIPPED} ({why})"
+    except Exception as error:  # shown in the table, as a check that failed
+        return f"{FAILED} ({type(error).__name__})"
+    return NOT_APPLICABLE if not results else PASSED if all(results) else FAILED
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Contents that have an order, and the outputs by which it is judged.
+
+    part: "encoder" or "decoder" of an encoder-decoder, else "".
+    """
+
+    part: str
+    entrance: Entrance
+
+    @property
+    def mask(self) -> str:
+        """The argument for the attention mask of its tokens."""
+        return "decoder_attention_mask" if self.entrance.name == "decoder_input_ids" else "attention_mask"
+
+    def read(self, run: Run) -> Tensor:
+        """`[B, N, D]`."""
+        vectors = run.encoded if self.part == "encoder" else run.vectors
+        assert vectors is not None
+        return vectors
+
+
+class Host:
+    """A stock model, and what the checks need to know of it.
+
+    part: the part that is patched, as `patch` names it, "" for the model itself; path: where that is.
+    answering, read_at: the paths of what answers with a vector for each position, and of what is given the contents.
+    probes: those of its contents.
+    single: the models by which the order of a decoder is judged: its layers above the first know order from which tokens each
+        one sees, so it is judged by one model of each of its kinds of layer; or, where its layers can't be had singly, by
+        itself with a mask that shows every token to each.
+    """
+
+    def __init__(self, kind: str, stock: PreTrainedModel, part: str) -> None:
+        self.kind, self.stock, self.part = kind, stock, part
+        self.path = self.read_at = path_of(stock, part)
+        self._patched: dict[tuple[str, int], tuple[PreTrainedModel, PreTrainedModel | None]] = {}
+        self.answering = self.path or tiny.RECIPES.get(kind, {}).get("vectors", "")
+        self.arguments = set(inspect.signature(type(stock).forward).parameters)
+
+    def look(self) -> None:
+        """Find out what it reads, and how it is judged. Raises Skipped where that can't be known."""
+        read = reading(self.kind, self.stock, self.answering)
+        if read is None and self.path:
+            outer = reading(self.kind, self.stock)
+            if outer is not None and "input_ids" in outer.specs and is_run(self.stock, self.path, outer):
+                read, self.answering, self.read_at = outer, "", ""  # a part whose own parts are called one by one
+        if read is None:
+            raise Skipped("its inputs are unknown")
+        self.reading: Reading = read
+        self.probes = list(self._probes())
+        self.causal = {probe for probe in self.probes if self._is_causal(probe)}
+        self.single = list(self._single_layers()) if self.causal else []
+        # A kind of layer that can't be patched by itself has no attention.
+        self.single = [model for model in self.single if self.patched("none", model) is not None]
+        for probe in self.causal if not self.single else ():
+            if self._is_causal(probe, **self._all_seen(probe)):
+                raise Skipped("its layers can't be had singly, and it takes no mask that shows every token to each")
+
+    def _all_seen(self, probe: Probe) -> dict[str, Tensor]:
+        """A mask that shows every token to each."""
+        count = probe.entrance.count
+        return {probe.mask: torch.zeros(1, 1, count, count)}
+
+    @functools.cached_property
+    def taken(self) -> list[str]:
+        """The encodings that can be put into it."""
+        return [encoding for encoding in ENCODINGS if self.patched(encoding) is not None]
+
+    def run(self, model: PreTrainedModel, inputs: Any) -> Run:
+        return Run(model, self.answering, inputs)
+
+    def _probes(self) -> Iterator[Probe]:
+        if (at := tiny.RECIPES.get(self.kind, {}).get("entrance")) and (found := given_vectors(self.stock, at, self.reading)):
+            yield Probe("", found)
+            return
+        parts = ("",) if self.run(self.stock, self.reading(0)).encoded is None else ("encoder", "decoder")
+        for part in parts:
+            if part == "decoder" and "decoder_input_ids" in self.reading.specs:
+                found = Entrance("argument", "decoder_input_ids", (1,))
+            else:
+                found = None if part == "decoder" else entrance(self.stock, self.read_at, self.reading)
+            stack = f"{self.path}.{part}".strip(".")
+            if part and found is None and stack in dict(self.stock.named_modules()):
+                found = given_vectors(self.stock, stack, self.reading)
+            if found is None:
+                raise Skipped(f"the place where its {part or 'own'} contents enter is unknown")
+            yield Probe(part, found)
+
+    def _is_causal(self, probe: Probe, **more: Tensor) -> bool:
+        """Whether an output knows nothing of what comes later."""
+        inputs, count = {**self.reading(1), **more}, probe.entrance.count
+        index = torch.arange(count)
+        index[-1] = 0
+        before = probe.read(self.run(self.stock, inputs))
+        if before.shape[1] != count:
+            return False
+        with probe.entrance.taking(self.stock, inputs, index) as other:
+            after = probe.read(self.run(self.stock, other))
+        return _apart(after[:, :-1], before[:, :-1]) < SAME
+
+    def _single_layers(self) -> Iterator[PreTrainedModel]:
+        for layer in range(8):
+            model = tiny.build(self.kind, only=layer)
+            if model is None or not _has_one_layer(model.get_submodule(self.path)):
+                return
+            yield model
+
+    def patched(self, encoding: str, stock: PreTrainedModel | None = None) -> PreTrainedModel | None:
+        """A patched model with random parameters of the encoding, or None where this encoding is refused; made once."""
+        stock = stock or self.stock
+        if (encoding, id(stock)) not in self._patched:
+            # The stock model is kept with it, so that no other takes its id.
+            self._patched[encoding, id(stock)] = stock, self._newly_patched(encoding, stock)
+        return self._patched[encoding, id(stock)][1]
+
+    def _newly_patched(self, encoding: str, stock: PreTrainedModel) -> PreTrainedModel | None:
+        try:
+            model = patch(stock, encoding, self.part)
+        except hf_posenc.UnsupportedModelError:
+            return None
+        generator = torch.Generator().manual_seed(2)
+        for name, parameter in model.named_parameters():
+            if "posenc." in name:
+                with torch.no_grad():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        return model
+
+    def with_encodings(self) -> Iterator[PreTrainedModel]:
+        """The model with each encoding that it takes."""
+        for encoding in self.taken:
+            patched = self.patched(encoding)
+            assert patched is not None
+            yield patched
+
+    def judging(self, probe: Probe) -> list[PreTrainedModel]:
+        """The models by which the order of these contents is judged."""
+        return self.single if probe in self.causal and self.single else [self.stock]
+
+    def order(self, model: PreTrainedModel, probe: Probe) -> tuple[float, float]:
+        """By what part of the largest output an output changes when the other contents change places: those of the contents'
+        own part, and a decoder's when its encoder's contents do. What sees order by itself, beside attentions, is silent."""
+        inputs, count = self.reading(3), probe.entrance.count
+        index = torch.randperm(count - 1, generator=torch.Generator().manual_seed(4))
+        index = torch.cat([index, torch.tensor([count - 1])])
+        sees_all = probe in self.causal and not self.single
+        if sees_all:
+            inputs |= self._all_seen(probe)
+        with _silent(model, self.others(model), probe.entrance):
+            first = self.run(model, inputs)
+            with probe.entrance.taking(model, inputs, index) as other:
+                second = self.run(model, other)
+        before, after = probe.read(first), probe.read(second)
+        beyond = 0.0 if probe.part != "encoder" else _apart(second.vectors, first.vectors)
+        if before.shape[1] != count:
+            return _apart_as_sets(after, before), beyond
+        rows = slice(-1, None) if probe in self.causal and not sees_all else slice(None)
+        return _apart(after[:, rows], before[:, index][:, rows]), beyond
+
+    def others(self, model: PreTrainedModel) -> tuple[str, ...]:
+        """The paths of what sees order by itself in a model, patched or not, as `inspect` says: convolutions, states."""
+        patched = model if _is_patched(model) else self.patched("none", model)
+        try:
+            stays = {} if patched is None else hf_posenc.inspect(patched).order_sensitive
+        except ValueError:  # made of several models
+            return ()
+        return tuple(path for paths in stays.values() for path in paths)
+
+    @functools.cached_property
+    def tokens(self) -> list[Probe]:
+        """The probes whose contents are token ids."""
+        return [probe for probe in self.probes if probe.entrance.name in TOKENS]
+
+
+def _is_patched(model: PreTrainedModel) -> bool:
+    return type(model).__name__.startswith("PosEnc")
+
+
+@contextmanager
+def _silent(model: PreTrainedModel, paths: tuple[str, ...], behind: Entrance) -> Iterator[None]:
+    """Zeros for what modules answer behind the place where the contents enter."""
+    entered = behind.where == "argument"
+
+    def leave(*_: Any) -> None:
+        nonlocal entered
+        entered = behind.where == "argument"
+
+    def enter(*_: Any) -> None:
+        nonlocal entered
+        entered = True
+
+    hooks = [model.register_forward_pre_hook(leave)]
+    if behind.where == "output":
+        hooks.append(model.get_submodule(behind.name).register_forward_hook(enter))
+    elif behind.where == "input":
+        hooks.append(model.get_submodule(behind.name).register_forward_pre_hook(enter))
+    for path in paths:
+        if path != behind.name:
+            hook = lambda module, args, answer: _zeros(answer) if entered else None  # noqa: E731
+            hooks.append(model.get_submodule(path).register_forward_hook(hook))
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _zeros(answer: Any) -> Any:
+    if isinstance(answer, Tensor):
+        return torch.zeros_like(answer) if answer.is_floating_point() else answer
+    return type(answer)(map(_zeros, answer)) if isinstance(answer, (tuple, list)) else answer
+
+
+def path_of(model: PreTrainedModel, part: str) -> str:
+    """The path of a part, which `patch` counts from the base model."""
+    inside = "" if model.base_model is model or not part else f"{model.base_model_prefix}."
+    return inside + part
+
+
+def patch(model: PreTrainedModel, encoding: str, part: str) -> PreTrainedModel:
+    where: dict[str, Any] = {"submodel": part} if part else {}
+    return hf_posenc.patch(model, encoding, **where)
+
+
+def _has_one_layer(part: Any) -> bool:
+    config = part.config.get_text_config()
+    return next((count for name in tiny.LAYERS if isinstance(count := getattr(config, name, None), int)), 0) == 1
+
+
+def _apart(a: Any, b: Any) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def _apart_as_sets(a: Tensor, b: Tensor) -> float:
+    """How far a vector of a is from the nearest of b."""
+    return float((torch.cdist(a, b, p=torch.inf).amin(dim=-1)).max() / b.abs().max())
+
+
+def order_is_gone(host: Host) -> Iterator[bool]:
+    """Without positions no output depends on the order of the contents. The stock model's must."""
+    for probe in host.probes:
+        if not any(host.order(stock, probe)[0] > OTHER for stock in host.judging(probe)):
+            raise ShowsNoOrder
+        singles = [host.patched("none", stock) for stock in host.judging(probe)]
+        yield any(patched is not None for patched in singles)
+        for patched in singles:
+            if patched is not None:
+                yield max(host.order(patched, probe)) < SAME
+
+
+def order_is_back(host: Host) -> Iterator[bool]:
+    """An encoding of each kind makes order visible."""
+    for encoding in host.taken:
+        for probe in host.probes:
+            for stock in host.judging(probe):
+                if (patched := host.patched(encoding, stock)) is not None:
+                    yield host.order(patched, probe)[0] > OTHER
+
+
+def unpatch_is_equal(host: Host) -> Iterator[bool]:
+    """`unpatch` gives the stock model's outputs, to the last bit."""
+    inputs = host.reading(5)
+    expected = host.run(host.stock, inputs).tensors
+    for encoding in ("none", *host.taken):
+        if (patched := host.patched(encoding)) is not None:
+            yield _equal(host.run(hf_posenc.unpatch(patched), inputs).tensors, expected)
+    yield _equal(host.run(host.stock, inputs).tensors, expected)
+
+
+def saves_and_loads(host: Host) -> Iterator[bool]:
+    """A patched model that was saved and loaded gives the same outputs, to the last bit."""
+    inputs = host.reading(6)
+    expected = host.run(host.stock, inputs).tensors
+    with suppress(RuntimeError):  # a stock model that can't be saved
+        if not _equal(host.run(_reloaded(host, host.stock), inputs).tensors, expected):
+            raise Skipped("the stock model is another after it was saved and loaded")
+    for patched in host.with_encodings():
+        loaded = _reloaded(host, patched)
+        yield type(loaded) is type(patched)
+        yield _equal(host.run(loaded, inputs).tensors, host.run(patched, inputs).tensors)
+
+
+def _reloaded(host: Host, model: PreTrainedModel) -> PreTrainedModel:
+    """Weights are copied to memory of their own: in a mapped file they may lie at odd addresses, where some CPUs sum in another
+    order."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = tiny.loader(host.kind, model).from_pretrained(folder).eval()
+    for tensor in (*loaded.parameters(), *loaded.buffers()):
+        tensor.data = tensor.data.clone()
+    return loaded
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(*pair) for pair in zip(a, b, strict=True))
+
+
+def eager_is_sdpa(host: Host) -> Iterator[bool]:
+    """Both attention implementations give the same, with padding, in hosts that have both."""
+    if not (host.stock._supports_sdpa and host.stock.get_submodule(host.path)._supports_sdpa):
+        return
+    inputs = host.reading(7)
+    real: Tensor | None = None
+    if len(host.tokens) == 1 and not host.tokens[0].part and host.tokens[0].mask == "attention_mask" in host.arguments:
+        two = host.reading(7, 2)
+        if all(tensor.shape[0] == 2 for tensor in two.values() if isinstance(tensor, Tensor)):
+            mask = torch.ones(2, LENGTH, dtype=torch.long)
+            mask[1, LENGTH - 3 :] = 0
+            inputs, real = {**two, "attention_mask": mask}, mask.bool()
+
+    def apart(model: PreTrainedModel) -> float:
+        part: Any = model.get_submodule(host.path)
+        answers, before = [], {id(each): each.config._attn_implementation for each in _models(model)}
+        try:
+            for implementation in ("eager", "sdpa"):
+                part.set_attn_implementation(implementation)
+                vectors = host.run(model, inputs).vectors
+                assert vectors is not None
+                answers.append(vectors if real is None or vectors.shape[:2] != real.shape else vectors[real])
+        finally:
+            for each in _models(model):
+                each.config._attn_implementation = before[id(each)]
+        return _apart(*answers)
+
+    if _of_stock(lambda: apart(host.stock) < SAME):
+        for patched in host.with_encodings():
+            yield apart(patched) < SAME
+
+
+def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def _of_stock(check: Callable[[], bool]) -> bool:
+    """What a check says of the stock model. Raises Skipped where that can't be run."""
+    try:
+        return check()
+    except Exception as error:
+        raise Skipped(f"the stock model: {type(error).__name__}") from error
+
+
+def padding_is_ignored(host: Host) -> Iterator[bool]:
+    """Tokens beside padding, right or left, give what they give alone."""
+    for probe in host.tokens:
+        mask = probe.mask
+        if mask not in host.arguments:
+            continue
+        if not _of_stock(functools.partial(_ignores_padding, host, host.stock, probe, mask, False)):
+            raise Skipped("padding shows in the stock model")
+        for patched in host.with_encodings():
+            for left in (False, True):
+                yield _ignores_padding(host, patched, probe, mask, left)
+
+
+def _ignores_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str, left: bool) -> bool:
+    inputs = host.reading(8)
+    alone = host.run(model, inputs)
+    padded = dict(inputs)
+    for name, tensor in inputs.items():
+        if name == probe.entrance.name or (not probe.part and tensor.ndim > 1 and tensor.shape[1] == LENGTH):
+            padding = tensor[:, :4].clone() * 0 + 3 if name in TOKENS else tensor[:, :4]
+            padded[name] = torch.cat([padding, tensor] if left else [tensor, padding], 1)
+    shown = torch.cat([torch.zeros(1, 4), torch.ones(1, LENGTH)] if left else [torch.ones(1, LENGTH), torch.zeros(1, 4)], 1)
+    padded[mask] = shown.long()
+    beside = host.run(model, padded)
+    vectors = probe.read(beside)
+    vectors = vectors[:, shown[0].bool()] if vectors.shape[1] == shown.shape[1] else vectors
+    apart = _apart(vectors, probe.read(alone))
+    return apart < SAME and (probe.part != "encoder" or _apart(beside.vectors, alone.vectors) < SAME)
+
+
+def cache_is_exact(host: Host) -> Iterator[bool]:
+    """A decoder that reads its input in chunks gives what it gives at once, with each cache with which the stock model does."""
+    probe = next((probe for probe in host.tokens if probe in host.causal), None)
+    if probe is None or "past_key_values" not in host.arguments:
+        return
+    models = [host.stock]
+    sliding = tiny.build(host.kind, sliding_window=WINDOW, attention_chunk_size=WINDOW)
+    if sliding is not None and any(_cache(sliding, "dynamic", probe, LENGTH).is_sliding):
+        models.append(sliding)
+    ran = False
+    for stock in models:
+        for kind in ("dynamic", "static"):
+            try:
+                chunks = next(each for each in CHUNKS if _apart_by_chunks(host, stock, probe, kind, each) < SAME)
+            except Exception:  # a cache that the stock model doesn't support
+                continue
+            ran = True
+            for encoding in host.taken:
+                if (patched := host.patched(encoding, stock)) is not None:
+                    yield _apart_by_chunks(host, patched, probe, kind, chunks) < SAME
+    if not ran:
+        raise Skipped("the stock model differs by chunks")
+
+
+def _cache(model: PreTrainedModel, kind: str, probe: Probe, source_length: int) -> Any:
+    config = model.config.get_text_config(decoder=True)
+    caches: list[Any]
+    if kind == "dynamic":
+        caches = [DynamicCache(config=config) for _ in range(2)]
+    else:
+        caches = [StaticCache(config=config, max_cache_len=length) for length in (LENGTH + 3, source_length)]
+    return EncoderDecoderCache(*caches) if probe.part == "decoder" else caches[0]
+
+
+def _apart_by_chunks(host: Host, model: PreTrainedModel, probe: Probe, kind: str, lengths: tuple[int, ...]) -> float:
+    inputs = host.reading(9)
+    whole = host.run(model, inputs)
+    source = LENGTH if whole.encoded is None else whole.encoded.shape[1]
+    cache, name, chunks = _cache(model, kind, probe, source), probe.entrance.name, []
+    for chunk in inputs[name].split(lengths, 1):
+        run = host.run(model, {**inputs, name: chunk, "past_key_values": cache, "use_cache": True})
+        chunks.append(probe.read(run))
+    if int(cache.get_seq_length()) != LENGTH:
+        return torch.inf
+    return _apart(torch.cat(chunks, 1), probe.read(whole))
+
+
+CHECKS = {
+    "order gone": order_is_gone,
+    "order back": order_is_back,
+    "unpatch": unpatch_is_equal,
+    "save, load": saves_and_loads,
+    "eager=sdpa": eager_is_sdpa,
+    "padding": padding_is_ignored,
+    "cache": cache_is_exact,
+}

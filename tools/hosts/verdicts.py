@@ -1,0 +1,164 @@
+"""The verdict on a model type: whether it can be patched, and how the checks of a tiny model of it went."""
+
+import logging
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+
+import hf_posenc
+from tools.hosts import checks, tiny
+
+TEXT = re.compile(r"text|language|decoder|lm\b|llm")
+"""In the paths of the parts of a model: those that read text are judged first."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a model type.
+
+    folder: its modeling folder. part: the part that was patched, of a model made of several. source: the positions of the stock
+    model, if it is taken; encodings: of `checks.ENCODINGS`, those that it takes. checks: check -> how it went.
+    reason, message, remedy: of the refusal, if it is refused. crash: another error. unbuilt: why it has no tiny model.
+    """
+
+    kind: str
+    folder: str
+    part: str = ""
+    source: str = ""
+    encodings: tuple[str, ...] = ()
+    checks: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+    message: str = ""
+    remedy: str = ""
+    crash: str = ""
+    unbuilt: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} ({self.part})" if self.part else self.kind
+
+    @property
+    def taken(self) -> bool:
+        return bool(self.source)
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.checks) and all(result in (checks.PASSED, checks.NOT_APPLICABLE) for result in self.checks.values())
+
+    @property
+    def acts_in_attention(self) -> bool:
+        return bool({*self.encodings} - {"sinusoidal"})
+
+    @property
+    def verified(self) -> bool:
+        return self.passed and self.acts_in_attention
+
+    @property
+    def embeds_only(self) -> bool:
+        return self.passed and not self.acts_in_attention
+
+    @property
+    def failed(self) -> bool:
+        return any(result.startswith(checks.FAILED) for result in self.checks.values())
+
+    @property
+    def not_applicable(self) -> str:
+        """The checks that don't apply, and the encodings that are refused."""
+        without = [encoding for encoding in checks.ENCODINGS if encoding not in self.encodings]
+        return ", ".join([*(name for name, result in self.checks.items() if result == checks.NOT_APPLICABLE), *without])
+
+    @property
+    def not_passed(self) -> str:
+        """The first check that isn't passed."""
+        return next(
+            (
+                f"{name}: {result}"
+                for name, result in self.checks.items()
+                if result not in (checks.PASSED, checks.NOT_APPLICABLE)
+            ),
+            "no check was run",
+        )
+
+    @property
+    def rank(self) -> int:
+        """The better, the higher: by which the verdict on a folder is that on one of its types."""
+        return 4 * self.verified + 3 * self.embeds_only + 2 * self.taken + bool(self.reason)
+
+
+def judge(kind: str) -> Verdict:
+    """The verdict on a model type."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    folder = folder_of(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = tiny.build(kind)
+        if model is None:
+            return Verdict(kind, folder, unbuilt=_why_unbuilt(kind))
+        try:
+            return _judged(kind, model)
+        except hf_posenc.UnsupportedModelError as error:
+            refusal = _refusal(kind, error)
+            return _best_part(kind, model, getattr(error, "submodels", ()), refusal)
+        except Exception as error:  # a bug: every host is taken or refused
+            return Verdict(kind, folder, crash=f"{type(error).__name__}: {error}")
+
+
+def _judged(kind: str, model: Any, part: str = "") -> Verdict:
+    checks.patch(model, "none", part)  # raises what it is refused for
+    host = checks.Host(kind, model, part)
+    return Verdict(
+        kind, folder_of(kind), part, _source(model.get_submodule(host.path)), tuple(host.taken), checks.checked(host)
+    )
+
+
+def _best_part(kind: str, model: Any, parts: Iterable[str], refusal: Verdict) -> Verdict:
+    """The verdict on the first part that passes every check, else on the best one; those that read text first."""
+    best = refusal
+    for part in sorted(parts, key=lambda path: not TEXT.search(path)):
+        try:
+            verdict = _judged(kind, model, part)
+        except hf_posenc.UnsupportedModelError as error:
+            verdict = _refusal(kind, error, part)
+        except Exception as error:
+            verdict = Verdict(kind, refusal.folder, part, crash=f"{type(error).__name__}: {error}")
+        if verdict.rank > best.rank or (verdict.rank == best.rank and best is refusal):
+            best = verdict
+        if best.verified:
+            break
+    return best
+
+
+def _source(stock: Any) -> str:
+    try:
+        return hf_posenc.inspect(stock).encoding
+    except Exception:
+        return "its own"
+
+
+def _refusal(kind: str, error: hf_posenc.UnsupportedModelError, part: str = "") -> Verdict:
+    message, _, remedy = str(error).partition(". It was left as it is; ")
+    return Verdict(kind, folder_of(kind), part, reason=error.reason or "no reason", message=message, remedy=remedy)
+
+
+def _why_unbuilt(kind: str) -> str:
+    if tiny.class_of(kind) is None:
+        return "no class makes a model of it by itself"
+    try:
+        tiny.made(kind, tiny.config_of(kind, narrow=True))
+    except ImportError as error:
+        return "needs " + next(iter(re.findall(r"requires the (\w+)", str(error))), "another package")
+    except Exception:
+        return "no sizes are known that make a tiny model"
+    return "no tiny model of it"
+
+
+def folder_of(kind: str) -> str:
+    return CONFIG_MAPPING[kind].__module__.split(".")[2]

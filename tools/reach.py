@@ -1,0 +1,307 @@
+"""Which of Transformers' model types can be patched: a tiny random model of each, checked by running it.
+
+    python -m tools.reach --output_file scripts/results/reach.txt --docs_file docs/hosts.md --quoted_in README.md
+    python -m tools.reach --types llama,bert
+
+A modeling folder of Transformers counts if one of its model types is taken and passes every check of `hosts/checks.py`; a check
+that doesn't apply (a cache for an encoder) is "-", one that could not be run is "skipped", and then the folder doesn't count.
+Six minutes on two cores. Verdicts are kept in a file by model type and by a hash of the code, so that a run that was stopped
+goes on where it was.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import transformers
+from tqdm.auto import tqdm
+from transformers import CONFIG_MAPPING
+
+from hf_posenc.evaluation import records, terminals
+from hf_posenc.serialization.atomic import write_text
+from tools.hosts import checks, tiny
+from tools.hosts.verdicts import Verdict, folder_of, judge
+
+WIDTH = 128
+MARKERS = "<!-- tables by tools/reach.py: begin -->", "<!-- tables by tools/reach.py: end -->"
+QUOTED = re.compile(r"> \d+ of \d+ modeling folders")
+HERE = Path(__file__).resolve().parent
+MODELS = Path(transformers.__file__).parent / "models"
+
+
+def folders() -> set[str]:
+    """Transformers' folders with a modeling file."""
+    return {path.parent.name for path in MODELS.glob("*/modeling_*.py")}
+
+
+def model_types() -> list[str]:
+    """Transformers' own model types that an Auto class makes, and all those of folders without one."""
+    kinds = [kind for kind in sorted(CONFIG_MAPPING) if CONFIG_MAPPING[kind].__module__.startswith("transformers.models.")]
+    by_auto = [kind for kind in kinds if tiny.auto_class_of(kind) is not None]
+    known = {folder_of(kind) for kind in by_auto}
+    return sorted([*by_auto, *(kind for kind in kinds if folder_of(kind) not in known)])
+
+
+def state_of_the_code() -> str:
+    """A hash of what verdicts depend on."""
+    files = [*(HERE.parent / "hf_posenc").rglob("*.py"), *(HERE / "hosts").glob("*.py"), HERE / "hosts" / "recipes.json"]
+    digest = hashlib.sha256(f"{transformers.__version__} {torch.__version__}".encode())
+    for path in sorted(files):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Kept:
+    """Verdicts in a file of JSON lines, by model type and state of the code."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.state = path, state_of_the_code()
+        self.verdicts: dict[str, Verdict] = {}
+        if path is not None and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                row = json.loads(line)
+                if row.pop("state") == self.state:
+                    self.verdicts[row["kind"]] = Verdict(**{**row, "encodings": tuple(row["encodings"])})
+
+    def add(self, verdict: Verdict) -> None:
+        self.verdicts[verdict.kind] = verdict
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"state": self.state, **dataclasses.asdict(verdict)}) + "\n")
+
+
+def judged(kinds: list[str], processes: int, kept: Kept, limit: float) -> list[Verdict]:
+    """The verdicts on model types: those that are kept, and new ones, each found within a limit of seconds by a process that is
+    killed if it takes longer."""
+    waiting = [kind for kind in reversed(kinds) if kind not in kept.verdicts]
+    workers: list[_Worker] = []
+    progress = tqdm(total=len(waiting), unit="type")
+    try:
+        while waiting or any(worker.kind for worker in workers):
+            while waiting and len(workers) < processes:
+                workers.append(_Worker())
+            for worker in workers:
+                if waiting and not worker.kind:
+                    worker.start(waiting.pop())
+            for connection in wait([worker.connection for worker in workers if worker.kind], timeout=1):
+                worker = next(worker for worker in workers if worker.connection is connection)
+                kept.add(worker.verdict())
+                progress.update()
+            for worker in workers:
+                if worker.kind and time.monotonic() - worker.since > limit:
+                    kept.add(Verdict(worker.kind, folder_of(worker.kind), crash=f"not done within {limit:.0f} seconds"))
+                    progress.update()
+                    worker.stop()
+            workers = [worker for worker in workers if worker.process.is_alive()]
+    finally:
+        progress.close()
+        for worker in workers:
+            worker.stop()
+    return [kept.verdicts[kind] for kind in kinds]
+
+
+class _Worker:
+    """A process that judges one model type after the other."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+        self.kind, self.since = "", 0.0
+
+    def start(self, kind: str) -> None:
+        self.kind, self.since = kind, time.monotonic()
+        self.connection.send(kind)
+
+    def verdict(self) -> Verdict:
+        """Of what was started last."""
+        kind, self.kind = self.kind, ""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self.stop()
+            return Verdict(kind, folder_of(kind), crash="its process died")
+
+    def stop(self) -> None:
+        self.kind = ""
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        try:
+            kind = connection.recv()
+        except EOFError:
+            return
+        connection.send(judge(kind))
+
+
+def headline(verdicts: Iterable[Verdict]) -> str:
+    verdicts = list(verdicts)
+    verified = {verdict.folder for verdict in verdicts if verdict.verified}
+    embedding = {verdict.folder for verdict in verdicts if verdict.embeds_only} - verified
+    built = [verdict for verdict in verdicts if not verdict.unbuilt]
+    return (
+        f"{len(verified)} of {len(folders())} modeling folders verified by every check, {len(embedding)} more with vectors "
+        f"alone; {sum(verdict.verified for verdict in verdicts)} of {len(built)} model types that build"
+    )
+
+
+def report(verdicts: Iterable[Verdict]) -> str:
+    """The printed page."""
+    verdicts = sorted(verdicts, key=lambda verdict: verdict.kind)
+    lines = [headline(verdicts)]
+    verified, embedding, other = _taken(verdicts)
+    for title, group in (
+        ("verified", verified),
+        ("with vectors alone", embedding),
+        ("taken, but not verified by every check", other),
+    ):
+        if not group:
+            continue
+        lines += ["", f"{title} ({len(group)})", " " * 44 + "".join(f"{name:>12}" for name in checks.CHECKS)]
+        for source, each_source in _grouped(group, "source"):
+            lines += ["", source]
+            for each in each_source:
+                refused = [encoding for encoding in checks.ENCODINGS if encoding not in each.encodings]
+                without = f"   without {', '.join(refused)}" if refused and title != "with vectors alone" else ""
+                lines.append(f"{each.name:44}" + "".join(f"{each.checks[name]:>12}" for name in checks.CHECKS) + without)
+    unsupported = [verdict for verdict in verdicts if verdict.reason]
+    lines += ["", f"{len(unsupported)} refused"]
+    for reason, group in _grouped(unsupported, "reason"):
+        lines += ["", f"{reason} ({len(group)}), as", f"    {group[0].message}"]
+        lines += _wrapped([each.name for each in group])
+    unbuilt = [verdict for verdict in verdicts if verdict.unbuilt]
+    lines += ["", f"{len(unbuilt)} not judged"]
+    for why, group in _grouped(unbuilt, "unbuilt"):
+        lines += ["", f"{why} ({len(group)})", *_wrapped([each.kind for each in group])]
+    if crashed := [verdict for verdict in verdicts if verdict.crash]:
+        lines += ["", f"{len(crashed)} crashed", *(f"    {each.name}: {each.crash}" for each in crashed)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _taken(verdicts: Iterable[Verdict]) -> tuple[list[Verdict], list[Verdict], list[Verdict]]:
+    """Verified, with vectors alone, and those that don't pass every check."""
+    taken = [verdict for verdict in verdicts if verdict.taken]
+    verified = [verdict for verdict in taken if verdict.verified]
+    embedding = [verdict for verdict in taken if verdict.embeds_only]
+    return verified, embedding, [verdict for verdict in taken if not verdict.passed]
+
+
+def tables(verdicts: Iterable[Verdict]) -> str:
+    """The tables of docs/hosts.md: each modeling folder once, by the best verdict on one of its types."""
+    best: dict[str, Verdict] = {}
+    for verdict in sorted(verdicts, key=lambda verdict: (-verdict.rank, verdict.kind)):
+        best.setdefault(verdict.folder, verdict)
+    families = sorted(best.values(), key=lambda verdict: verdict.folder)
+    verified, embedding, other = _taken(families)
+    lines = [f"> {headline(verdicts)}", "", "### Every kind of encoding"]
+    lines += ["", "| the stock model's positions | doesn't apply | families |", "|---|---|---|"]
+    for source, by_source in _grouped(verified, "source"):
+        for without, group in _grouped(by_source, "not_applicable"):
+            lines.append(f"| {source} | {without or '–'} | {len(group)}: {_families(group)} |")
+    if embedding:
+        lines += ["", "### Vectors alone", "", "| the stock model's positions | families |", "|---|---|"]
+        lines += [f"| {source} | {len(group)}: {_families(group)} |" for source, group in _grouped(embedding, "source")]
+    if other:
+        lines += ["", "### Taken, but not verified", "", "| check | families |", "|---|---|"]
+        lines += [f"| {why} | {len(group)}: {_families(group)} |" for why, group in _grouped(other, "not_passed")]
+    lines += ["", "### Refused", "", "| reason | families | what to do |", "|---|---|---|"]
+    for reason, group in _grouped([verdict for verdict in families if verdict.reason], "reason"):
+        lines.append(f"| {reason} | {len(group)}: {_families(group)} | {remedy_for(group[0])} |")
+    left = [verdict for verdict in families if verdict.unbuilt or verdict.crash]
+    if left:
+        lines += ["", "### Not judged", "", "| why | families |", "|---|---|"]
+        for why, group in _grouped([dataclasses.replace(each, unbuilt=each.unbuilt or each.crash) for each in left], "unbuilt"):
+            lines.append(f"| {why} | {len(group)}: {_families(group)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _families(group: list[Verdict]) -> str:
+    names = (each.folder if each.name in (each.folder, each.folder.replace("_", "-")) else _of_family(each) for each in group)
+    return ", ".join(names)
+
+
+def _of_family(verdict: Verdict) -> str:
+    return f"{verdict.folder} ({verdict.part})" if verdict.part and verdict.kind == verdict.folder else verdict.name
+
+
+def remedy_for(verdict: Verdict) -> str:
+    """What the user of a refused host can do: as the error says, else as `remedies.json` does."""
+    remedies = json.loads((HERE / "hosts" / "remedies.json").read_text(encoding="utf-8"))
+    return remedies.get(verdict.reason, verdict.remedy)
+
+
+def write_tables(page: Path, verdicts: Iterable[Verdict]) -> None:
+    """Replace what lies between the markers of a page. Raises ValueError for a page without markers."""
+    records.fill(page, MARKERS, tables(verdicts))
+
+
+def quote(page: Path, verdicts: Iterable[Verdict]) -> None:
+    """Replace the headline that a page quotes."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    lines = [f"> {headline(verdicts)}" if QUOTED.match(line) else line for line in lines]
+    write_text(page, "\n".join(lines) + "\n")
+
+
+def _grouped(verdicts: list[Verdict], by: str) -> list[tuple[str, list[Verdict]]]:
+    """The largest group first."""
+    groups = defaultdict(list)
+    for verdict in verdicts:
+        groups[getattr(verdict, by)].append(verdict)
+    return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+
+
+def _wrapped(names: list[str]) -> list[str]:
+    lines = ["   "]
+    for name in names:
+        if len(lines[-1]) + len(name) + 2 > WIDTH:
+            lines.append("   ")
+        lines[-1] += f" {name}," if name != names[-1] else f" {name}"
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", help="model types, separated by commas; all by default")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a model type")
+    parser.add_argument("--output_file", type=Path, help="a file for the page, which is printed, too")
+    parser.add_argument("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
+    parser.add_argument("--quoted_in", type=Path, nargs="*", default=[], help="pages in which the first line is quoted")
+    parser.add_argument("--verdicts_file", type=Path, default=HERE.parent / "build" / "reach.jsonl", help="verdicts so far")
+    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="use the verdicts so far")
+    args = parser.parse_args()
+    args.verdicts_file.parent.mkdir(parents=True, exist_ok=True)
+    if not args.resume:
+        args.verdicts_file.unlink(missing_ok=True)
+    kinds = args.types.split(",") if args.types else model_types()
+    verdicts = judged(kinds, args.processes, Kept(args.verdicts_file), args.limit)
+    page = report(verdicts)
+    print(page, end="")
+    if args.output_file:
+        write_text(args.output_file, page)
+    if args.docs_file:
+        write_tables(args.docs_file, verdicts)
+    for path in args.quoted_in:
+        quote(path, verdicts)
+
+
+if __name__ == "__main__":
+    terminals.escape_unprintable()
+    main()
