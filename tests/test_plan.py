@@ -11,6 +11,7 @@ from transformers import (
     BartConfig,
     BartForCausalLM,
     BartModel,
+    BertModel,
     GPTJConfig,
     GPTJModel,
     T5Config,
@@ -19,8 +20,9 @@ from transformers import (
 )
 
 import hf_posenc
-from conftest import HOSTS, first, patched, tokens
+from conftest import HOSTS, first, patched, stock, tokens
 from hf_posenc.architectures import find
+from hf_posenc.architectures.structure import tokens_of
 from hf_posenc.configuration import StackPlan
 
 BART = dict(d_model=16, vocab_size=20, max_position_embeddings=32, forced_eos_token_id=None) | {
@@ -155,3 +157,11 @@ def test_stock_models_have_none(tmp_path):
     assert not hasattr(model.config, "position_plan")
     model.save_pretrained(tmp_path)
     assert "position_plan" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_tokens_of_a_model_that_asks_a_part_it_does_not_have():
+    class Asking(BertModel):
+        def get_input_embeddings(self):
+            return self.missing.get_input_embeddings()
+
+    assert tokens_of(Asking(stock("bert").config)) is not None

@@ -404,7 +404,7 @@ def tokens_of(stack: Any) -> Tensor | None:
     """
     try:
         embeddings = stack.get_input_embeddings()
-    except NotImplementedError:  # GroupViT's text encoder doesn't say it
+    except (NotImplementedError, AttributeError):  # GroupViT's text encoder has no such method, Sam3Video no model that it asks
         embeddings = None
     if not isinstance(getattr(embeddings, "weight", None), Tensor) and reads_tokens(stack):
         rows = getattr(stack.config, "vocab_size", None) or 1
