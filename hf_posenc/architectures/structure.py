@@ -296,9 +296,8 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
     models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     found: dict[str, Structure] = {}
     wanted = {"decoder" if name == "cross" else name for name in where}
-    there = {
-        name for plan in plans for name in (plan.role, *["cross"] * (plan.role == "decoder" and plan.cross_attentions != ()))
-    }
+    there = {plan.role for plan in plans}
+    there |= {"cross" for plan in plans if plan.cross_attentions and plan.role == "decoder"}
     if missing := {*where} - there:
         raise ValueError(f"config.position_plan has no {min(missing)!r}, which position_encoding['where'] names: {REMEDY}")
     for plan in (plan for plan in plans if not wanted or plan.role in wanted):
