@@ -94,6 +94,7 @@ class StackPlan:
     windows: whether attentions see windows of the image. patch_projection: path of the convolution whose outputs are the
         patches.
     flattens_ids: whether it takes ids of more dimensions than `[B, L]` as one text in each row.
+    settings: name and value of what its config says of positions, by which its code may choose others (Falcon's `alibi`).
     """
 
     stack: str
@@ -110,6 +111,7 @@ class StackPlan:
     windows: bool = False
     patch_projection: str | None = None
     flattens_ids: bool = False
+    settings: tuple[tuple[str, bool | str | None], ...] = ()
 
     @classmethod
     def parse(cls, given: Any) -> "StackPlan":

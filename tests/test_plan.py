@@ -12,6 +12,8 @@ from transformers import (
     BartForCausalLM,
     BartModel,
     BertModel,
+    FalconConfig,
+    FalconModel,
     GPTJConfig,
     GPTJModel,
     T5Config,
@@ -165,3 +167,22 @@ def test_tokens_of_a_model_that_asks_a_part_it_does_not_have():
             return self.missing.get_input_embeddings()
 
     assert tokens_of(Asking(stock("bert").config)) is not None
+
+
+def test_where_names_more_than_the_plan_has(tmp_path):
+    hf_posenc.patch(BartModel(BartConfig(**BART)), "alibi", where=["encoder"]).save_pretrained(tmp_path)
+    wider = {"type": "alibi", "where": ["encoder", "decoder"]}
+    with pytest.raises(ValueError, match="position_plan has no 'decoder', which position_encoding"):
+        hf_posenc.PosEncBartModel.from_pretrained(tmp_path, position_encoding=wider)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_settings_that_choose_other_positions(alibi, tmp_path):
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=20)
+    model = hf_posenc.patch(FalconModel(FalconConfig(alibi=alibi, **sizes)).eval(), "alibi")
+    assert ["alibi", alibi] in plans(model)[0]["settings"]
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="config.alibi is another than when config.position_plan was made"):
+        AutoModel.from_pretrained(tmp_path, alibi=not alibi)
+    again = AutoModel.from_pretrained(tmp_path, alibi=alibi)
+    assert torch.equal(first(again(tokens() % 20)), first(model(tokens() % 20)))

@@ -5,7 +5,7 @@ can't be put into. What is found is written into the config as a plan, by which 
 import functools
 import inspect
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -76,7 +76,20 @@ def _plan(path: str, structure: Structure) -> StackPlan:
         windows=structure.windows,
         patch_projection=structure.patches,
         flattens_ids=structure.flattens,
+        settings=tuple(sorted(_settings(structure.stack.config))),
     )
+
+
+OF_POSITIONS = re.compile(r"alibi|absolute|relative|position|rotary|rope|(?<![^_])(abs|rel|pos)(?![^_])")
+"""In names of settings of configs by which a stack may choose its positions."""
+
+
+def _settings(config: Any) -> Iterator[tuple[str, bool | str | None]]:
+    """Name and value of the settings that choose positions: flags, and names of types. Lengths and bases may change."""
+    for name, value in vars(config).items():
+        named = name.endswith("_type") and isinstance(value, str | None)
+        if OF_POSITIONS.search(name) and (isinstance(value, bool) or named):
+            yield name, value
 
 
 def _patterns(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> tuple[str, ...]:

@@ -60,6 +60,8 @@ class Structure:
     @classmethod
     def planned(cls, stack: Any, plan: StackPlan) -> "Structure":
         """What a plan says of a stock stack. Raises ValueError where it doesn't fit, with the name of the module."""
+        if changed := {name for name, value in plan.settings if getattr(stack.config, name, value) != value}:
+            raise ValueError(f"config.{min(changed)} is another than when config.position_plan was made: {REMEDY}")
         modules = dict(stack.named_modules())
         kinds = {kind.__name__: kind for kind in PositionComponent.kinds}
         sources: list[PositionComponent] = []
@@ -294,6 +296,10 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
     models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     found: dict[str, Structure] = {}
     wanted = {"decoder" if name == "cross" else name for name in where}
+    there = {plan.role for plan in plans}
+    there |= {"cross" for plan in plans if plan.cross_attentions and plan.role == "decoder"}
+    if missing := {*where} - there:
+        raise ValueError(f"config.position_plan has no {min(missing)!r}, which position_encoding['where'] names: {REMEDY}")
     for plan in (plan for plan in plans if not wanted or plan.role in wanted):
         paths = [path for path, module in models.items() if host_class(module).__name__ == plan.stack and path not in found]
         paths = [path for path in paths if not is_patched(models[path])]
@@ -307,7 +313,9 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
     known |= {id(module) for each in taken for module in each.modules()}
     classes = {type(module) for each in found.values() for module in each.attentions.values()}
     left = [path for path, module in model.named_modules() if type(module) in classes and id(module) not in known]
-    if not (found or taken) or (left and not where):
+    if where:
+        left = [path for path in left if any(path.startswith(f"{stack}.") for stack in found)]
+    if not (found or taken) or left:
         place = f"{left[0]!r}" if left else f"a {' or a '.join(sorted({plan.stack for plan in plans}))}"
         raise ValueError(
             f"config.position_plan of this {type(model).__name__} {'leaves out' if left else 'describes'} {place}"
