@@ -34,6 +34,7 @@ from hf_posenc.architectures.structure import (
     is_patched,
     matching,
     numbered,
+    roles,
     rows_of,
     tokens_of,
 )
@@ -122,7 +123,7 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
     where the model has no such stack.
     """
     refuse_several_models(model)
-    wanted = {"decoder" if name == "cross" else name for name in where}
+    wanted = roles(where)
     passed: list[str] = []
     models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     taken = [path for path, module in models.items() if is_patched(module)]

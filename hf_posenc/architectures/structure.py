@@ -295,7 +295,7 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
     """
     models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     found: dict[str, Structure] = {}
-    wanted = {"decoder" if name == "cross" else name for name in where}
+    wanted = roles(where)
     there = {plan.role for plan in plans}
     there |= {"cross" for plan in plans if plan.cross_attentions and plan.role == "decoder"}
     if missing := {*where} - there:
@@ -322,6 +322,11 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
             f"{'' if left else ', which it does not have'}: {REMEDY}"
         )
     return {path: found[path] for path in reversed(models) if path in found}
+
+
+def roles(where: Collection[str]) -> set[str]:
+    """The roles of the stacks that `where` of a spec names: cross-attentions are the decoder's."""
+    return {"decoder" if name == "cross" else name for name in where}
 
 
 REMEDY = "restore the config that was saved with the model, or set its position_plan to None: hf_posenc finds the parts again"

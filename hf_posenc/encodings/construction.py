@@ -44,7 +44,8 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
     """The modules returned by `make`, on the device and in the dtype of the surrounding context.
 
     `make` runs on the meta device first, where tensors take no memory, to measure them. Then it runs on the CPU, whatever the
-    context: when Transformers loads a model all else is on the meta device, but what `__init__` computes needs values.
+    context: when Transformers loads a model all else is on the meta device, but what `__init__` computes needs values. In a
+    meta context, encodings of this library that compute nothing but saved tensors are not built a second time.
 
     Raises ValueError if they have more than MAX_VALUES elements together, hold uninitialised memory, or anything that would
     be another one in the model when it is loaded.
@@ -65,14 +66,11 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
     if not all(map(_is_of_library, built)):
         from hf_posenc.encodings.determinism import differing
 
-        name = differing(built, trial) and differing(built, with_values(make, draw=1))
-    else:
-        name = None
-    if name:
-        raise ValueError(
-            f"{name} of the {kind!r} encoding isn't saved, and is another one each time that it is built: make it a parameter "
-            "or a persistent buffer, or draw it from a generator with a seed of its own"
-        )
+        if differing(built, trial) and (name := differing(built, with_values(make, draw=1))):
+            raise ValueError(
+                f"{name} of the {kind!r} encoding isn't saved, and is another one each time that it is built: make it a "
+                "parameter or a persistent buffer, or draw it from a generator with a seed of its own"
+            )
     for module in built:
         if module is not None and (device.type != "cpu" or dtype != torch.float32):
             placed(module, device, dtype)

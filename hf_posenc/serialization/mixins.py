@@ -25,14 +25,8 @@ if TYPE_CHECKING:
 
 LABEL = "position_encoding"
 """The entry of a weight file's metadata that holds its model's `position_encoding`, as JSON."""
-
-
 RENAMED = {r"posenc\.host\.": "posenc.original."}
 """Keys of weights in checkpoints of version 0.1 -> today's."""
-
-
-def _patterns(conversion: Any) -> list[str]:
-    return [str(each) for each in getattr(conversion, "source_patterns", ())]
 
 
 class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -122,7 +116,9 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         # Transformers would save the weights under the old names again.
         if conversions := vars(model).get("_weight_conversions"):
-            vars(model)["_weight_conversions"] = [each for each in conversions if not {*RENAMED} & {*_patterns(each)}]
+            vars(model)["_weight_conversions"] = [
+                each for each in conversions if RENAMED.keys().isdisjoint(getattr(each, "source_patterns", ()))
+            ]
         for kind, remedy in (
             ("missing_keys", "the file is incomplete or was never patched: load it as what it is, then hf_posenc.patch"),
             (

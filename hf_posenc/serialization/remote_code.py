@@ -25,8 +25,8 @@ from hf_posenc.serialization.copies import ENTRY
 from hf_posenc.serialization.user_code import PACKAGE, UserCode, flat, is_ours, parsed
 
 logger = logging.getLogger(__name__)
-BY_PACKAGE = "architectures.components"
-"""The package of which a model's code has the modules that its plan names."""
+COMPONENTS = f"{PACKAGE}.architectures.components."
+"""The beginning of the names of modules with position components."""
 
 
 def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> dict[str, str]:
@@ -85,7 +85,7 @@ def _planned(config: Any) -> list[str]:
     """The modules of ours that a model needs by its plan: those of its position components, and of custom attentions."""
     plans = plans_of(config)
     kinds = {kind for plan in plans for kind, _ in plan.components}
-    components = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE}.{BY_PACKAGE}.")]
+    components = [module for name, module in sys.modules.items() if name.startswith(COMPONENTS)]
     needed = {cls.__module__ for module in components for cls in vars(module).values() if getattr(cls, "__name__", "") in kinds}
     return sorted(needed) + [f"{PACKAGE}.attention.known_models"] * any(plan.custom_attentions for plan in plans)
 
