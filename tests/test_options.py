@@ -14,10 +14,11 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from transformers import GenerationMixin, PreTrainedModel
 
 import hf_posenc
 from conftest import ENCODINGS, ROOT, run_python, stock
-from hf_posenc import _versions
+from hf_posenc import _compat, _versions
 from hf_posenc.architectures.components import PositionComponent
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Above, Geometry, PositionEncoding, build, canonical, encoding_class, list_encodings
@@ -747,7 +748,8 @@ def test_versions_in_range(monkeypatch):
 # The rules of the house.
 
 ORDER = [
-    {"_versions", "signatures", "encodings"},
+    {"_versions", "_compat", "signatures"},
+    {"encodings"},
     {"configuration"},
     {"attention", "serialization"},
     {"architectures"},
@@ -779,6 +781,43 @@ def imported(path):
 
 def ours(path):
     return {name for name in imported(path) if name.partition(".")[0] == "hf_posenc"}
+
+
+DOCUMENTED = {
+    *("_modules", "_buffers", "_parameters", "_apply"),
+    *("_attn_implementation", "_from_config", "_upcast_and_reordered_attn", "_replace"),
+}
+"""Private by name only: the state of `nn.Module`, what models of Transformers share, GPT-2's attention, a NamedTuple method."""
+
+
+def privates(path):
+    """The private attributes of others that a file mentions: those that no class or function of the package is named by."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+            yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
+
+
+def test_private_apis_are_used_in_compat_only():
+    trees = [ast.parse(path.read_text()) for path in MODULES]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")}
+    found = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in MODULES
+        if path.name != "_compat.py"
+        for name in privates(path)
+        if re.fullmatch(r"_(?!_|posenc_)\w+", name) and name not in own | DOCUMENTED
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("name", _compat.OVERRIDDEN)
+def test_overridden_methods_exist(name):
+    assert callable(getattr(PreTrainedModel, name, None) or getattr(GenerationMixin, name))
 
 
 def rank(module):
@@ -815,7 +854,7 @@ FOUNDATION = [
 
 @pytest.mark.parametrize("path", ENCODING_MODULES, ids=lambda path: path.name)
 def test_import_order_of_encodings(path):
-    names = [each.split(".") for each in ours(path)]
+    names = [each.split(".") for each in ours(path) if not each.startswith("hf_posenc._compat.")]
     assert all(name[:2] == ["hf_posenc", "encodings"] and len(name) == 4 for name in names), "from the module that defines it"
     others, own = {name[2] for name in names}, path.stem
     if own in FOUNDATION:

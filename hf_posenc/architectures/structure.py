@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_posenc import _compat
 from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError
 from hf_posenc.attention import custom
 from hf_posenc.configuration import LENGTH_FIELD, StackPlan
@@ -425,7 +426,7 @@ def tokens_of(stack: Any) -> Tensor | None:
         inside = (module for part in parts if not isinstance(part, nn.ModuleList) for module in part.modules())
         tables = (module for module in inside if isinstance(module, nn.Embedding) and module.num_embeddings >= rows)
         embeddings = next(tables, None)
-    cuts = isinstance(embeddings, (nn.Linear, nn.modules.conv._ConvNd))
+    cuts = isinstance(embeddings, (nn.Linear, _compat.Convolution))
     weight = getattr(embeddings, "weight", None)
     return weight if isinstance(weight, Tensor) and not cuts else None
 

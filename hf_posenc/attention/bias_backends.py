@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_posenc import _compat
 from hf_posenc.attention.dispatch import biases
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import PositionContext, PositionEncoding
@@ -60,7 +61,7 @@ def select_backend(
     if by_content or dropout or any(encoding.is_trained() for encoding in encodings):
         way = "blocks"
     if (
-        not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_transformed())
+        not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _compat.is_transformed())
         and query.device.type == "cpu"  # whose kernel reads any view as a bias
         and query.shape[2] > 1
         and keys >= MIN_KEYS_FOR_BACKEND[way]
@@ -73,11 +74,6 @@ def select_backend(
     ):
         seen = _seen(mask, query, keys, context, is_causal)
     return (way, seen) if seen is not None else ("dense", None)
-
-
-def _is_transformed() -> bool:
-    """Whether torch.func (grad, vmap, jvp, …) runs a function, for which blocks have no rules."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @functools.cache

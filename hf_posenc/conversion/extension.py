@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hf_posenc import _compat
 from hf_posenc import configuration as specs
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
@@ -240,7 +241,7 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
         module._parameters.update({name: value for name, value in other._parameters.items() if name in same})
         for key, buffer in other._buffers.items():
             # What isn't saved is computed anew, as it will be when the model is loaded: it may depend on max_length.
-            computed = buffer is not None and key in other._non_persistent_buffers_set
+            computed = buffer is not None and key in _compat.non_persistent_buffers(other)
             if key in same or buffer is None:
                 module._buffers[key] = torch.empty_like(buffer) if computed else buffer
                 shared += [] if computed or buffer is None else [buffer]

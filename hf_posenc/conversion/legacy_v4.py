@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import auto_factory
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, has_file
 
+from hf_posenc import _compat
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import find
 from hf_posenc.architectures.components import UnsupportedModelError
@@ -122,7 +122,7 @@ def from_v4(
         **source,
         **{name: value for name, value in given.items() if value is not None},
     )
-    vars(model).pop("_weight_conversions", None)  # else it would be saved under the old names
+    _compat.drop_weight_conversions(model)  # else it would be saved under the old names
     _check_loaded(path_or_id, kind, info)
     _as_ours(model, kind)
     return model
@@ -177,14 +177,14 @@ def _model_class(auto_class: Any, config: PreTrainedConfig) -> Any:
         raise ValueError(
             f"{auto_class.__name__} is not for a {config.model_type!r} model: give a class that is, or an Auto class"
         )
-    mapping = getattr(auto_class, "_model_mapping", None)
+    mapping = _compat.model_mapping(auto_class)
     if mapping is None:
         raise ValueError(f"auto_class={auto_class!r}: give an Auto class, as AutoModelForMaskedLM, or a model class")
     if type(config) not in mapping:
         raise ValueError(
             f"{auto_class.__name__} has no class for a {config.model_type!r} model: give another, or a model class"
         )
-    return auto_factory._get_model_class(config, mapping)
+    return _compat.model_class(config, mapping)
 
 
 def _spec(kind: str, config: Any, host: Any, max_length: int | None) -> PositionSpec:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from hf_posenc._compat import accelerate_hook
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import checked_value, listed, meant, names_files, shown
 
@@ -200,7 +201,7 @@ class PositionEncoding(nn.Module):
         """The result of one of the verbs."""
         # Accelerate brings offloaded weights to a module that is called. Some within are only read, such as a ParameterList.
         within: list[Any] = [module for module in self.modules() if module is not self]
-        read = [(module, module._hf_hook) for module in within if hasattr(module, "_hf_hook")]
+        read = [(module, hook) for module in within if (hook := accelerate_hook(module)) is not None]
         for module, hook in read:
             hook.pre_forward(module)
         try:

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_posenc._compat import INITIALIZED, non_persistent_buffers
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.options import check_size
 from hf_posenc.encodings.registry import encoding_class, options_of
 
 Encodings = list[PositionEncoding | None]
-LOADED = "_is_hf_initialized"
-"""Transformers' mark on tensors and modules that need no initial value."""
 _GLOBALS = threading.RLock()
 _HERE = threading.local()
 """Whether models that this thread makes get no values."""
@@ -90,7 +89,7 @@ def _holds_all(encoding: nn.Module | None) -> bool:
     """Whether all tensors of an encoding are saved with it, so that loading gives values to each."""
     modules = encoding.modules() if encoding is not None else ()
     return not any(
-        module._non_persistent_buffers_set or any(isinstance(value, Tensor) for value in vars(module).values())
+        non_persistent_buffers(module) or any(isinstance(value, Tensor) for value in vars(module).values())
         for module in modules
     )
 
@@ -102,11 +101,11 @@ def placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mo
 
 def mark(thing: Tensor | nn.Module) -> None:
     """Mark a tensor, or a module with all it has, as loaded: Transformers' initialisation leaves it alone."""
-    setattr(thing, LOADED, True)
+    setattr(thing, INITIALIZED, True)
 
 
 def is_marked(thing: Tensor | nn.Module) -> bool:
-    return getattr(thing, LOADED, False)
+    return getattr(thing, INITIALIZED, False)
 
 
 def refill(encodings: Iterable[PositionEncoding]) -> None:
@@ -145,7 +144,7 @@ def marked_as_loaded(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
     finally:
         for tensor in marked:
-            delattr(tensor, LOADED)
+            delattr(tensor, INITIALIZED)
 
 
 class _Poisoned(TorchFunctionMode):

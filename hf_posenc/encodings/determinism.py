@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc._compat import non_persistent_buffers
 from hf_posenc.encodings.base import PositionEncoding
 
 
@@ -28,7 +29,7 @@ def _unsaved(encoding: nn.Module | None) -> dict[str, Any]:
     """Attributes and buffers of an encoding's modules, by dotted path, that are not in its state_dict."""
     values: dict[str, Any] = {}
     for path, module in encoding.named_modules() if encoding is not None else ():
-        buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        buffers = {name: module._buffers[name] for name in non_persistent_buffers(module)}
         attributes = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
         values |= {f"{path}.{name}".lstrip("."): value for name, value in {**attributes, **buffers}.items()}
     return values

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HTTPError
 
+from hf_posenc import _compat
 from hf_posenc.explorer.budget import Budget, Refused
 
 EXPECTED = (ValueError, OSError, ImportError, HTTPError)
@@ -68,7 +69,7 @@ def results(
 def check_main() -> None:
     """Raises RuntimeError in a script that serves the page without `if __name__ == "__main__":`, which its child processes
     would run again."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if _compat.is_starting_process():
         raise RuntimeError(
             "The script that serves the page is imported again by its child processes. Call serve() only under "
             'if __name__ == "__main__":'

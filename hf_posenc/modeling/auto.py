@@ -2,16 +2,14 @@
 
 from typing import Any
 
+from hf_posenc import _compat
 from hf_posenc.modeling import derived as derived_classes
 from hf_posenc.modeling.derived import PREFIX, TYPE_PREFIX, derive, prefixed
 
 
 def register_auto_classes() -> None:
-    """Tell the Auto classes the names of all derived classes. Builds and imports none of them.
-
-    The mappings' own name tables are private to Transformers; this is the only place that writes to them.
-    """
-    from transformers.models.auto import auto_factory, configuration_auto, modeling_auto, tokenization_auto
+    """Tell the Auto classes the names of all derived classes. Builds and imports none of them."""
+    from transformers.models.auto import configuration_auto, modeling_auto
 
     configs = configuration_auto.CONFIG_MAPPING_NAMES
     derived = {TYPE_PREFIX + kind: PREFIX + name for kind, name in configs.items() if not kind.startswith(TYPE_PREFIX)}
@@ -19,19 +17,11 @@ def register_auto_classes() -> None:
     derived["posenc-embedding"] = "PositionEmbeddingConfig"
     modules["posenc_embedding"] = derived_classes
     modeling_auto.MODEL_MAPPING_NAMES["posenc-embedding"] = "PositionEmbedding"
-    configs.update(derived)
-    configuration_auto.CONFIG_MAPPING._modules.update(modules)
-    mappings = [m for m in vars(modeling_auto).values() if isinstance(m, auto_factory._LazyAutoMapping)]
-    for mapping in [*mappings, tokenization_auto.TOKENIZER_MAPPING]:
-        names = mapping._model_mapping
-        prefix = "" if mapping is tokenization_auto.TOKENIZER_MAPPING else PREFIX
-        for kind in [kind for kind in names if TYPE_PREFIX + kind in derived]:
-            names[TYPE_PREFIX + kind] = prefixed(names[kind], prefix)
-        mapping._reverse_config_mapping.update({name: kind for kind, name in derived.items()})
-        mapping._modules.update(modules)
-    each: Any
-    for each in (configuration_auto.CONFIG_MAPPING, *mappings):
-        each._extra_content = Registered(each._extra_content)
+
+    def renamed(kind: str, name: Any, is_tokenizer: bool) -> tuple[str, Any] | None:
+        return (TYPE_PREFIX + kind, name if is_tokenizer else prefixed(name, PREFIX)) if TYPE_PREFIX + kind in derived else None
+
+    _compat.add_to_auto_classes(derived, modules, renamed, Registered)
 
 
 class Registered(dict):

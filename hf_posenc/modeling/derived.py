@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, masking_utils
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from hf_posenc import _compat
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import structure
 from hf_posenc.architectures.components.component import PositionComponent, is_transformers
@@ -166,7 +166,7 @@ class PosEncModelMixin(EncodingModelMixin):
                     module.config.__class__ = derive(type(module.config))
                     specs.write(module.config, replace(spec, submodel=None))
                 module.__class__ = derive(type(module))
-                _CAN_RECORD_REGISTRY[module] = module._can_record_outputs  # by class: what its __init__ has said of the host's
+                _compat.record_outputs(module)  # by class: what its __init__ has said of the host's
                 if id(module) in stacks:
                     _install(stacks[id(module)], module.config.position_spec)
                 module._posenc_reader = () if id(module) in stacks else _reader(module, stacks.values())
@@ -225,7 +225,7 @@ class PosEncModelMixin(EncodingModelMixin):
             self._check_attention()
         except ValueError:
             for key, config in configs.items():
-                config._attn_implementation_internal = before[key]
+                _compat.set_attention_implementation(config, before[key])
             raise
 
     def _check_attention(self) -> None:
@@ -468,16 +468,12 @@ def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
 
 
 def auto_classes(model_type: str) -> dict[str, str]:
-    """Auto class -> the derived class it loads for a derived model type. The second place that reads those tables."""
-    from transformers.models.auto import auto_factory, modeling_auto
-
-    host = model_type.removeprefix(TYPE_PREFIX)
+    """Auto class -> the derived class it loads for a derived model type."""
     found: dict[str, Any] = {}
-    for auto in vars(modeling_auto).values():
-        if isinstance(auto, type) and issubclass(auto, auto_factory._BaseAutoModelClass) and auto._model_mapping is not None:
-            name = auto._model_mapping._model_mapping.get(host)
-            if name is not None:
-                found[auto.__name__] = prefixed(name[0] if isinstance(name, tuple) else name, PREFIX)
+    for auto, names in _compat.auto_classes():
+        name = names.get(model_type.removeprefix(TYPE_PREFIX))
+        if name is not None:
+            found[auto] = prefixed(name[0] if isinstance(name, tuple) else name, PREFIX)
     return found
 
 

@@ -11,10 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from hf_posenc import _compat
 from hf_posenc.attention import dispatch
 from hf_posenc.signatures import Call, argument_names
-
-CHECKPOINT = "_gradient_checkpointing_func"
 
 
 def before(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
@@ -75,6 +74,6 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
 def carry_positions(model: nn.Module) -> None:
     """Let gradient checkpointing run a model's layers with the positions of their forward pass, the second time, too."""
     for module in model.modules():
-        checkpoint = vars(module).get(CHECKPOINT)
+        checkpoint = vars(module).get(_compat.GRADIENT_CHECKPOINTING)
         if checkpoint is not None and getattr(checkpoint, "func", None) is not dispatch.checkpointed:
-            setattr(module, CHECKPOINT, partial(dispatch.checkpointed, checkpoint))
+            setattr(module, _compat.GRADIENT_CHECKPOINTING, partial(dispatch.checkpointed, checkpoint))

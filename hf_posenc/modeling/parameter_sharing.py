@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
 from transformers.modeling_utils import local_torch_dtype
 
+from hf_posenc import _compat
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import find, structure
 from hf_posenc.architectures.components import Disabled, UnsupportedModelError, disabled_names
@@ -35,7 +36,7 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
     call: what was to be done with it.
     """
     order = f"{call} first, then wrap"
-    if isinstance(model, torch._dynamo.OptimizedModule):
+    if _compat.is_compiled(model):
         raise ValueError(f"the model is wrapped by torch.compile: {order}")
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
         raise ValueError(f"a PreTrainedModel of Transformers is needed, but this is a {type(model).__name__}: {order}")
@@ -46,9 +47,9 @@ def refuse_wrapped(model: Any, call: str = "patch") -> None:
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(f"the model is quantised, so its parameters can't be shared: {call} it first, then quantise")
-    if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in name for name, _ in model.named_modules()):
+    if _compat.has_adapters(model) or any("lora_" in name for name, _ in model.named_modules()):
         raise ValueError(f"the model has PEFT adapters in it: {order}")
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+    if any(_compat.accelerate_hook(module) is not None for module in model.modules()):
         raise ValueError(
             f"the model is spread by Accelerate's hooks (device_map, offload): load it on one device, {call} first"
         )
@@ -307,7 +308,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel, anew: Collection[str
             # A length that follows the config's stays the target's.
             by_length = type(value) is int and (value, getattr(module, key, None)) == lengths
             by_length |= name in before and _differs(getattr(before[name], key, None), getattr(module, key, None))
-            if key == hooks.CHECKPOINT or (number and key[0] != "_" and not by_length):
+            if key == _compat.GRADIENT_CHECKPOINTING or (number and key[0] != "_" and not by_length):
                 setattr(module, key, value)
     if any(map(structure.is_patched, target.modules())):
         hooks.carry_positions(target)

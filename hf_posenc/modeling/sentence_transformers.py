@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from hf_posenc import _compat
 from hf_posenc import configuration as specs
 from hf_posenc.architectures.find import find_all
 from hf_posenc.architectures.find import submodel as submodel_of
@@ -59,7 +60,7 @@ def apply_to_sentence_transformer(
         if longer:  # Transformers' dynamic rotation leaves config.max_position_embeddings at the trained length
             holder.config_keys = [*type(first).config_keys, "max_seq_length"]
     # As sentence-transformers' own merge does: the given model's card doesn't describe this one.
-    twin._model_card_text = None
+    _compat.drop_card_text(twin)
     twin.model_card_data = twin.model_card_data_class(local_files_only=True)
     twin.model_card_data.register_model(twin)
     return twin

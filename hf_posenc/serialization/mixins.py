@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc import _compat
 from hf_posenc.configuration import PositionSpec, merged
 from hf_posenc.encodings import PositionEncoding, is_marked, mark, portable, refill
 from hf_posenc.serialization.copies import ENTRY, IS_COPY, copy_code
@@ -115,10 +116,8 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         kwargs["key_mapping"] = {**RENAMED, **(kwargs.get("key_mapping") or {})}
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         # Transformers would save the weights under the old names again.
-        if conversions := vars(model).get("_weight_conversions"):
-            vars(model)["_weight_conversions"] = [
-                each for each in conversions if RENAMED.keys().isdisjoint(getattr(each, "source_patterns", ()))
-            ]
+        conversions = _compat.weight_conversions(model)
+        conversions[:] = [each for each in conversions if RENAMED.keys().isdisjoint(getattr(each, "source_patterns", ()))]
         for kind, remedy in (
             ("missing_keys", "the file is incomplete or was never patched: load it as what it is, then hf_posenc.patch"),
             (
@@ -242,7 +241,7 @@ def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> di
 
 def _stored(model: Any) -> dict[str, "StoredTensor"]:
     """The tensors of a model that are in files, by their names in its state_dict; none where adapters alone are saved."""
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if _compat.has_adapters(model):
         return {}
     encodings = {path: module for path, module in model.named_modules() if isinstance(module, PositionEncoding)}
     return {f"{path}.{name}": table for path, module in encodings.items() for name, table in module.stored().items()}

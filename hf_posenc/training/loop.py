@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
+from hf_posenc import _compat
 from hf_posenc.training import checkpoints, output
 from hf_posenc.training.data import Numbered, endless
 from hf_posenc.training.models import shard
@@ -231,7 +232,7 @@ class Run:
         raise SystemExit(f"{what}: lower --learning_rate, or look at the rows; {kept}")
 
     def _check_weights(self) -> None:
-        parameters = (getattr(parameter, "_local_tensor", parameter) for parameter in self.model.parameters())
+        parameters = map(_compat.local_tensor, self.model.parameters())
         wrong = torch.tensor(not all(parameter.isfinite().all() for parameter in parameters), device=self.accelerator.device)
         if self.accelerator.reduce(wrong.int(), reduction="sum"):
             self._stop(f"after step {self.progress.step} the weights are not finite")

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_posenc import _compat
 from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.architectures.components.vision import cuts_patches
 from hf_posenc.signatures import argument_names, attributes_read
@@ -42,7 +43,7 @@ def _carries_state(module: nn.Module) -> bool:
 def convolves(path: str, module: nn.Module) -> bool:
     """Whether a module is a convolution. One whose stride is its kernel's size cuts patches out, each an input by itself; so
     does one of patches that overlap."""
-    is_one = isinstance(module, nn.modules.conv._ConvNd) and max(module.kernel_size) > 1 and module.kernel_size != module.stride
+    is_one = isinstance(module, _compat.Convolution) and max(module.kernel_size) > 1 and module.kernel_size != module.stride
     return is_one and not cuts_patches(path, module)
 
 

@@ -1,0 +1,144 @@
+"""The private APIs of the libraries that hf_posenc builds on, one name or function each.
+
+When a new release of one of them breaks hf_posenc, look here first. Private methods of `PreTrainedModel` that subclasses
+override are listed in `OVERRIDDEN`. `nn.Module`'s `_modules` and `_buffers`, which torch's own documentation of hooks and
+state uses, are read where they are needed.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+OVERRIDDEN = (
+    "_init_weights",
+    "_initialize_weights",
+    "_load_pretrained_model",
+    "_prepare_position_ids_for_generation",
+    "_set_gradient_checkpointing",
+    "_upload_modified_files",
+)
+"""Methods of Transformers' models that derived classes override. A test checks that each still exists."""
+
+INITIALIZED = "_is_hf_initialized"
+"""Transformers' mark on tensors and modules that need no initial value."""
+
+GRADIENT_CHECKPOINTING = "_gradient_checkpointing_func"
+"""The attribute of a module that holds its checkpointing function."""
+
+Convolution = nn.modules.conv._ConvNd
+"""The base class of torch's convolutions."""
+
+
+def is_transformed() -> bool:
+    """Whether a transformation of torch.func (grad, vmap, jvp) is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether `torch.compile` has wrapped a model."""
+    return isinstance(model, torch._dynamo.OptimizedModule)
+
+
+def local_tensor(tensor: Any) -> Any:
+    """This rank's part of a distributed tensor (DTensor). Any other tensor is returned unchanged."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's buffers that its state_dict leaves out. The set may be changed."""
+    return module._non_persistent_buffers_set
+
+
+def accelerate_hook(module: nn.Module) -> Any:
+    """The hook that Accelerate has put on a module, which moves its weights and inputs; None if there is none."""
+    return getattr(module, "_hf_hook", None)
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether PEFT's adapters were loaded into a model by Transformers (`load_adapter`, `add_adapter`)."""
+    return getattr(model, "_hf_peft_config_loaded", False)
+
+
+def weight_conversions(model: Any) -> list[Any]:
+    """The renamings with which a model was loaded. Transformers reverts them when it saves; the list may be changed."""
+    return vars(model).get("_weight_conversions") or []
+
+
+def drop_weight_conversions(model: Any) -> None:
+    """Let a model be saved as one that was never loaded: by the default renamings of its model type."""
+    vars(model).pop("_weight_conversions", None)
+
+
+def drop_card_text(sentence_transformer: Any) -> None:
+    """Let a SentenceTransformer write a new model card instead of the one that it was loaded with."""
+    sentence_transformer._model_card_text = None
+
+
+def is_starting_process() -> bool:
+    """Whether this process is a child of `multiprocessing` that still imports its parent's main module."""
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
+
+
+def record_outputs(model: nn.Module) -> None:
+    """Register what a model whose class was replaced can record (`output_attentions`, `output_hidden_states`)."""
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs  # type: ignore[index, assignment]
+
+
+def set_attention_implementation(config: Any, name: str) -> None:
+    """Set the attention implementation of one config, without its check and not within its sub-configs."""
+    config._attn_implementation_internal = name
+
+
+def model_mapping(auto_class: Any) -> Any:
+    """The mapping from config classes to model classes of an Auto class; None for anything else."""
+    return getattr(auto_class, "_model_mapping", None)
+
+
+def model_class(config: Any, mapping: Any) -> Any:
+    """The class that an Auto class's mapping has for a config."""
+    from transformers.models.auto import auto_factory
+
+    return auto_factory._get_model_class(config, mapping)
+
+
+def auto_classes() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each Auto class of models: its name, and the names of its model classes by model type."""
+    from transformers.models.auto import auto_factory, modeling_auto
+
+    for auto in vars(modeling_auto).values():
+        if isinstance(auto, type) and issubclass(auto, auto_factory._BaseAutoModelClass) and model_mapping(auto) is not None:
+            yield auto.__name__, model_mapping(auto)._model_mapping
+
+
+def add_to_auto_classes(
+    configs: dict[str, str],
+    modules: dict[str, Any],
+    renamed: Callable[[str, Any, bool], tuple[str, Any] | None],
+    registered: Any,
+) -> None:
+    """Add model types to all Auto classes, by name only: no class is built and nothing is imported.
+
+    configs: config class by model type. modules: by module name of a model type, the module that has its classes.
+    renamed: the (model type, class name) to add for a (model type, class name) of a mapping, of tokenizers or not; or None.
+    registered: wraps the dict of what users register with an Auto class.
+    """
+    from transformers.models.auto import auto_factory, configuration_auto, modeling_auto, tokenization_auto
+
+    configuration_auto.CONFIG_MAPPING_NAMES.update(configs)
+    configuration_auto.CONFIG_MAPPING._modules.update(modules)
+    models = [each for each in vars(modeling_auto).values() if isinstance(each, auto_factory._LazyAutoMapping)]
+    for mapping in [*models, tokenization_auto.TOKENIZER_MAPPING]:
+        names = mapping._model_mapping
+        for kind, name in [*names.items()]:
+            if added := renamed(kind, name, mapping is tokenization_auto.TOKENIZER_MAPPING):
+                names.update([added])
+        mapping._reverse_config_mapping.update({name: kind for kind, name in configs.items()})
+        mapping._modules.update(modules)
+    each: Any
+    for each in (configuration_auto.CONFIG_MAPPING, *models):
+        each._extra_content = registered(each._extra_content)
