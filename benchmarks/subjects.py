@@ -108,13 +108,13 @@ def patched(model: PreTrainedModel, name: str, group: Group, settings: Settings,
 def about(model: PreTrainedModel, name: str) -> dict[str, Any]:
     """What targets go by: how an encoding acts, and whether it is learned."""
     learned = any("posenc." in key for key, parameter in model.named_parameters() if parameter.requires_grad)
-    return {"acts_by": list(hf_posenc.list_encodings()[name].acts_by()), "learned": learned}
+    return {"acts_by": list(hf_posenc.list_encodings()[name].mechanisms()), "learned": learned}
 
 
 def scores_content(model: Any) -> bool:
     """Whether a model's encoding depends on what the tokens are."""
     chosen = getattr(model.config, "position_encoding", {"type": NONE})
-    return "score_bias" in hf_posenc.list_encodings()[chosen["type"]].acts_by()
+    return "score_bias" in hf_posenc.list_encodings()[chosen["type"]].mechanisms()
 
 
 def inputs(group: Group, settings: Settings) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ import hf_posenc
 from experiments.stdlib_retrieval import bag_of_words, evaluate
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import UNCORRECTED, Difference, Ranks, Score, paired, ranked, score
-from hf_posenc.evaluation.retrieval import Embedder, Method, lexical_similarity, methods
+from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, lexical_similarity, strategies
 from hf_posenc.evaluation.retrieval_by_length import BAG, cases
 from hf_posenc.evaluation.stdlib_corpus import split
 from hf_posenc.plots.style import LIGHT
@@ -138,10 +138,10 @@ def behind_the_end(models: dict[str, PreTrainedModel], tokenizer: Any) -> dict[s
     found = cases(tokenizer, texts, (LONG_LENGTH,), LONG_DOCUMENTS, seed=0)
     questions = [case.deep[LONG_LENGTH].query for case in found]
     documents = [case.at(tokenizer, LONG_LENGTH) for case in found]
-    ways = [way for name, model in models.items() for way in methods(name, Embedder(model, tokenizer), LONG_LENGTH)]
+    ways = [way for name, model in models.items() for way in strategies(name, Embedder(model, tokenizer), LONG_LENGTH)]
     return {
         way.name: ranked(way.similarity(questions, documents, way.name))
-        for way in [Method(BAG, lexical_similarity), *ways]
+        for way in [RetrievalStrategy(BAG, lexical_similarity), *ways]
         if way.name != "just patched"
     }
 

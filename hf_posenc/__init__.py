@@ -15,7 +15,7 @@ from hf_posenc.conversion.extension import extend  # noqa: E402
 from hf_posenc.conversion.legacy_v4 import from_v4  # noqa: E402
 from hf_posenc.conversion.patching import patch, unpatch  # noqa: E402
 from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
-from hf_posenc.encodings import meant as _meant  # noqa: E402
+from hf_posenc.encodings import did_you_mean as _meant  # noqa: E402
 from hf_posenc.hub.cards import model_card  # noqa: E402
 from hf_posenc.hub.push import push_to_hub  # noqa: E402
 from hf_posenc.inspection import inspect  # noqa: E402

@@ -18,12 +18,12 @@ from hf_posenc.encodings import (
     canonical,
     checked_max_length,
     checked_value,
+    did_you_mean,
     encoding_class,
-    meant,
     options_of,
     overridden,
     refuse_oversized,
-    shown,
+    short_repr,
 )
 
 INJECT = ("input", "every_layer", "after_attention")
@@ -56,21 +56,21 @@ def length_of(config: Any) -> Any:
     return None if value == -1 and isinstance(getattr(type(config), LENGTH_FIELD, None), property) else value
 
 
-def lost_in_v5(config: Any) -> str | None:
+def dropped_v4_relative(config: Any) -> str | None:
     """The kind of relative positions that the model of a config was made with in v4 and has lost; None for all others."""
     kind = getattr(config, "position_embedding_type", None)
     return kind if kind in V4_RELATIVE else None
 
 
-def lost_within(model: nn.Module) -> list[str]:
+def dropped_v4_relative_within(model: nn.Module) -> list[str]:
     """Those of a model and of all that it is made of."""
-    kinds = dict.fromkeys(lost_in_v5(getattr(module, "config", None)) for module in model.modules())
+    kinds = dict.fromkeys(dropped_v4_relative(getattr(module, "config", None)) for module in model.modules())
     return [kind for kind in kinds if kind is not None]
 
 
-def refuse_lost(model: nn.Module, so: str) -> None:
+def raise_if_v4_relative(model: nn.Module, so: str) -> None:
     """Raises ValueError for a model that has lost some, which for the caller means `so`."""
-    if kinds := lost_within(model):
+    if kinds := dropped_v4_relative_within(model):
         raise ValueError(
             f"position_embedding_type={kinds[0]!r} in this model's config: Transformers 5 dropped the vectors of distances "
             f"that it was trained with, so {so}: hf_posenc.from_v4(path_or_id, auto_class) loads them, in a shell "
@@ -119,7 +119,7 @@ class StackPlan:
         kinds, needed = get_type_hints(cls), {each.name for each in fields(cls) if each.default is MISSING}
         if not isinstance(given, dict) or not needed <= {*given} <= {*kinds}:
             raise ValueError(
-                f"position_plan is written by patch and not to be edited, but has {shown(given)}: restore it "
+                f"position_plan is written by patch and not to be edited, but has {short_repr(given)}: restore it "
                 f"({', '.join(kinds)}), or set it to None: hf_posenc finds the parts again"
             )
         return cls(**{name: checked_value(f"position_plan.{name}", value, kinds[name]) for name, value in given.items()})
@@ -144,13 +144,13 @@ def plans_of(config: Any) -> tuple[StackPlan, ...]:
     """
     given = getattr(config, PLAN, None)
     if given is not None and not isinstance(given, list):
-        raise ValueError(f"position_plan={shown(given)}: allowed is a list, as patch writes it, or None")
+        raise ValueError(f"position_plan={short_repr(given)}: allowed is a list, as patch writes it, or None")
     refuse_oversized(given)
     return tuple(map(StackPlan.parse, given or ()))
 
 
 @dataclass(frozen=True)
-class HostSpec:
+class OriginalSpec:
     """Facts of the stock model that `unpatch` needs.
 
     name_or_path: the stock model's id on the Hub; empty if it was loaded from elsewhere.
@@ -167,7 +167,7 @@ class HostSpec:
     max_seq_length: int | None = None
 
     @classmethod
-    def parse(cls, given: Any) -> "HostSpec | None":
+    def parse(cls, given: Any) -> "OriginalSpec | None":
         """Raises ValueError for anything that `to_dict` doesn't write."""
         if given is None:
             return None
@@ -179,8 +179,8 @@ class HostSpec:
             or not all(type(value) in {**kinds, **optional}[key] for key, value in given.items())
         ):
             raise ValueError(
-                f"position_encoding['host'] is written by patch and not to be edited, but reads {shown(given)}: restore it "
-                f"({', '.join(kinds)}), or set it to None, which only unpatch needs"
+                f"position_encoding['host'] is written by patch and not to be edited, but reads {short_repr(given)}: "
+                f"restore it ({', '.join(kinds)}), or set it to None, which only unpatch needs"
             )
         checked_max_length(given["rows"])
         # A folder's name, as earlier versions wrote it, says something about a machine, and nothing elsewhere.
@@ -222,7 +222,7 @@ class Calibration:
         kinds = get_type_hints(cls)
         if not isinstance(given, dict) or given.keys() != kinds.keys():
             raise ValueError(
-                f"position_encoding['calibration'] is written by convert and not to be edited, but reads {shown(given)}: "
+                f"position_encoding['calibration'] is written by convert and not to be edited, but reads {short_repr(given)}: "
                 f"restore it ({', '.join(kinds)})"
             )
         return cls(**{name: checked_value(f"calibration.{name}", given[name], kind) for name, kind in kinds.items()})
@@ -253,7 +253,7 @@ class PositionSpec:
     layers: Mapping[str, Layers] = field(default_factory=dict)
     inject: str = "input"
     max_length: int | None = None
-    host: HostSpec | None = None
+    host: OriginalSpec | None = None
     calibration: Calibration | None = None
     submodel: str | None = None
     where: tuple[str, ...] = ()
@@ -282,16 +282,16 @@ class PositionSpec:
             layers={part: _checked_layers(part, value) for part, value in layers.items()},
             inject=placement.get("inject", "input"),
             max_length=checked_max_length(placement.get("max_length")),
-            host=HostSpec.parse(placement.get("host")),
+            host=OriginalSpec.parse(placement.get("host")),
             calibration=Calibration.parse(placement.get("calibration")),
             submodel=placement.get("submodel"),
             where=tuple(name for name in WHERE if name in where),
         )
         spec = replace(spec, others={name: spec._other(name, value, in_code) for name, value in where.items() if value})
-        if spec.type not in (each.type for each in spec.every):
+        if spec.type not in (each.type for each in spec.all_encodings):
             raise ValueError(
-                f"{spec.type!r} acts nowhere, since where={shown(placement['where'])} names another encoding for each place: "
-                "leave it one of them, where={'encoder': {}, …}, or give one of theirs in its place"
+                f"{spec.type!r} acts nowhere, since where={short_repr(placement['where'])} names another encoding for each "
+                "place: leave it one of them, where={'encoder': {}, …}, or give one of theirs in its place"
             )
         spec._check_placement()
         return spec
@@ -300,7 +300,9 @@ class PositionSpec:
         """The encoding of one of WHERE, from a name, a dict with "type", or other options for this encoding."""
         given = {"type": given} if isinstance(given, str) else given
         if not isinstance(given, dict):
-            raise ValueError(f"where[{name!r}]={shown(given)}: give a name, a dict of an encoding, or options for this one")
+            raise ValueError(
+                f"where[{name!r}]={short_repr(given)}: give a name, a dict of an encoding, or options for this one"
+            )
         if placed := sorted({*PLACEMENT} & {*given}):
             raise ValueError(f"where[{name!r}] has {placed[0]!r}, which stands beside where: it holds for the whole model")
         if "type" not in given:
@@ -310,24 +312,27 @@ class PositionSpec:
     def _check_placement(self) -> None:
         if self.inject not in INJECT:
             raise ValueError(
-                f"inject={shown(self.inject)}{meant(self.inject, INJECT)}: allowed is {', '.join(map(repr, INJECT))}"
+                f"inject={short_repr(self.inject)}{did_you_mean(self.inject, INJECT)}: allowed is "
+                f"{', '.join(map(repr, INJECT))}"
             )
         if self.submodel is not None and not (isinstance(self.submodel, str) and SUBMODEL.fullmatch(self.submodel)):
-            raise ValueError(f"submodel={shown(self.submodel)}: allowed is the dotted path of a model within the base model")
-        between = self.acting("cross")
-        if between is not None and "embed" in between.encoding.acts_by():
+            raise ValueError(
+                f"submodel={short_repr(self.submodel)}: allowed is the dotted path of a model within the base model"
+            )
+        between = self.encoding_for("cross")
+        if between is not None and "embed" in between.encoding.mechanisms():
             raise ValueError(
                 f"where='cross': {between.type!r} adds vectors to the tokens of a stack, and none between two stacks: take an "
                 "encoding that rotates or biases there, where={'cross': 'alibi', …}"
             )
-        embeds = "embed" in self.encoding.acts_by()
+        embeds = "embed" in self.encoding.mechanisms()
         if self.inject != "input" and not embeds:
             raise ValueError(
                 f"inject={self.inject!r} says where vectors are added, but {self.type!r} makes none: leave it out, or take an "
                 "encoding which embeds"
             )
         for part in self.layers:
-            verbs = self.parts[part].acts_by()
+            verbs = self.parts[part].mechanisms()
             if not verbs:
                 raise ValueError(f"layers of {part!r}: it does nothing in any layer; leave layers out")
             if "embed" in verbs and self.inject == "input":
@@ -346,16 +351,16 @@ class PositionSpec:
         """The classes which the encoding is made of, by name: itself, or the parts of a composition."""
         return self.encoding.component_classes()
 
-    def acts_by(self, part: str) -> tuple[str, ...]:
+    def mechanisms(self, part: str) -> tuple[str, ...]:
         """The verbs by which a part acts under its options."""
-        return self.parts[part].acts_by(self.encoding.by_part(dict(self.options))[part])
+        return self.parts[part].mechanisms(self.encoding.by_part(dict(self.options))[part])
 
     @property
     def replaces_all(self) -> bool:
         """Whether no stack keeps positions of the host's own, so that the config's length is this encoding's."""
         return self.submodel is None and (not self.where or {"encoder", "decoder"} <= {*self.where})
 
-    def acting(self, where: str) -> "PositionSpec | None":
+    def encoding_for(self, where: str) -> "PositionSpec | None":
         """What acts in one of WHERE, or None."""
         if where not in (self.where or ("encoder", "decoder")):
             return None
@@ -365,7 +370,7 @@ class PositionSpec:
         return replace(self, type=other.type, options=other.options, layers=other.layers, where=(), others={})
 
     @property
-    def every(self) -> tuple["PositionSpec", ...]:
+    def all_encodings(self) -> tuple["PositionSpec", ...]:
         """This encoding, unless another one is in its place everywhere, and the others."""
         own = () if self.others and {*self.others} == {*self.where} else (self,)
         return (*own, *self.others.values())
@@ -444,7 +449,7 @@ def make_stock(config: Any) -> None:
         spec = read(config)
         if spec.host is not None and spec.host.rows is not None and spec.submodel is None:
             setattr(config, LENGTH_FIELD, spec.host.rows)
-    change_class(config, type(config).host_class)
+    change_class(config, type(config).original_class)
     for name in ("position_encoding", PLAN, PARSED, "auto_map"):
         vars(config).pop(name, None)
 
@@ -491,13 +496,13 @@ def _checked_where(given: Any) -> dict[str, Any]:
     if isinstance(found, (list, tuple)) and all(isinstance(name, str) for name in found):
         found = dict.fromkeys(found)
     if isinstance(given, dict) and None in given.values():
-        raise ValueError(f"where={shown(given)}: None is no encoding; leave out what is to keep the host's own positions")
+        raise ValueError(f"where={short_repr(given)}: None is no encoding; leave out what is to keep the host's own positions")
     if not isinstance(found, dict) or not found or not {*found} <= {*WHERE}:
         unknown = next((name for name in found if name not in WHERE), None) if isinstance(found, dict) else None
-        near = meant(unknown, WHERE) if isinstance(unknown, str) else ""
+        near = did_you_mean(unknown, WHERE) if isinstance(unknown, str) else ""
         raise ValueError(
-            f"where={shown(given)}{near}: allowed is one or more of {', '.join(map(repr, WHERE))}, or a dict of these with an "
-            "encoding for each"
+            f"where={short_repr(given)}{near}: allowed is one or more of {', '.join(map(repr, WHERE))}, or a dict of these "
+            "with an encoding for each"
         )
     return found
 
@@ -509,7 +514,7 @@ def _without_layers(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     encoding = encoding_class(given["type"])
     if "layers" in given and encoding.component_classes().keys() != {encoding.type}:
         names = " or ".join(f"{part}__layers=…" for part in encoding.component_classes())
-        raise ValueError(f"layers={shown(given['layers'])} of {given['type']!r}: name the part it belongs to, {names}")
+        raise ValueError(f"layers={short_repr(given['layers'])} of {given['type']!r}: name the part it belongs to, {names}")
     parts = encoding.by_part(options_of(given))
     layers = {name: options["layers"] for name, options in parts.items() if options.get("layers") is not None}
     if not any("layers" in options for options in parts.values()):
@@ -523,11 +528,11 @@ def _checked_layers(part: str, given: Any) -> Layers:
         return given.strip()
     if isinstance(given, (list, tuple)) and given and all(type(index) is int for index in given):
         if len({*given}) < len(given):
-            raise ValueError(f"layers={shown(given)} of {part!r} name a layer twice: name each once")
+            raise ValueError(f"layers={short_repr(given)} of {part!r} name a layer twice: name each once")
         return tuple(given)
     raise ValueError(
-        f'layers={shown(given)} of {part!r}: allowed is a slice as text ("3::4": from layer 3 on, every fourth) or a list of '
-        "layer indices"
+        f'layers={short_repr(given)} of {part!r}: allowed is a slice as text ("3::4": from layer 3 on, every fourth) or a '
+        "list of layer indices"
     )
 
 

@@ -17,8 +17,8 @@ from transformers.utils import CONFIG_NAME, find_adapter_config_file
 from hf_posenc.architectures import find, structure
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.attention import dispatch
-from hf_posenc.configuration import Calibration, lost_within
-from hf_posenc.encodings import options_of, portable, shown, without_values
+from hf_posenc.configuration import Calibration, dropped_v4_relative_within
+from hf_posenc.encodings import options_of, portable, short_repr, without_values
 from hf_posenc.modeling.embedding import PositionEmbedding
 from hf_posenc.modeling.sentence_transformers import is_sentence_transformer
 from hf_posenc.serialization.saved_files import explained, load_config, read_config, read_json_object
@@ -128,7 +128,7 @@ def _report(model: PreTrainedModel) -> Report:
         raise _several_models(model, find.submodels_of(model))
     stack = next(iter(stacks.values()))
     spec = stack.config.position_spec
-    verbs = dict.fromkeys(verb for each in spec.every for verb in each.encoding.acts_by(each.options))
+    verbs = dict.fromkeys(verb for each in spec.all_encodings for verb in each.encoding.mechanisms(each.options))
     return Report(
         model_class=type(model).__name__,
         encoding=spec.type,
@@ -144,7 +144,7 @@ def _report(model: PreTrainedModel) -> Report:
         ignored=_ignored(model),
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
-        where={name: there.type for name in spec.where if (there := spec.acting(name)) is not None},
+        where={name: there.type for name in spec.where if (there := spec.encoding_for(name)) is not None},
         order_sensitive=_stays((name, find.stays_in(stack)) for name, stack in stacks.items()),
     )
 
@@ -197,8 +197,8 @@ def _base_of(adapter: Path) -> str:
     base = read_json_object(adapter).get("base_model_name_or_path")
     if not isinstance(base, str) or os.path.exists(base) and not os.path.isdir(base):
         raise ValueError(
-            f"{adapter} has base_model_name_or_path={shown(base)}: allowed is a Hub id or a directory. Restore the file, or "
-            "inspect the base model"
+            f"{adapter} has base_model_name_or_path={short_repr(base)}: allowed is a Hub id or a directory. Restore the "
+            "file, or inspect the base model"
         )
     return base
 
@@ -261,5 +261,5 @@ def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(
         f"position_embedding_type={kind!r}: Transformers 5 drops the vectors of distances that this model was trained "
         f"with{wrong}; hf_posenc.from_v4 loads them"
-        for kind in lost_within(model)
+        for kind in dropped_v4_relative_within(model)
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-TOKENS = frozenset(["input_ids", "inputs_embeds"])
+TOKEN_INPUTS = frozenset(["input_ids", "inputs_embeds"])
 """Arguments of stacks that read tokens."""
 IS_CAUSAL = "is_causal"
 """The config's flag, and argument of a forward, by which Transformers makes a decoder bidirectional."""
@@ -55,7 +55,7 @@ def codes_within(code: CodeType) -> Iterator[CodeType]:
             yield from codes_within(constant)
 
 
-class Call:
+class BoundCall:
     """The arguments of one call of a module, by name, however they were passed."""
 
     def __init__(self, names: list[str], args: tuple, kwargs: dict[str, Any]) -> None:

@@ -186,7 +186,7 @@ def test_a_record(kind, host):
         assert {*each["ratios"]} == {"stock", "none"} - {name}
         assert all(low <= value <= high for value, low, high in each["ratios"].values())
         if name in hf_posenc.list_encodings():
-            assert each["acts_by"] == [*hf_posenc.list_encodings()[name].acts_by()]
+            assert each["acts_by"] == [*hf_posenc.list_encodings()[name].mechanisms()]
     learned = {name for name, each in record["subjects"].items() if each.get("learned")}
     assert {"t5", "relative", "shaw", "learned"} <= learned and not {"alibi", "rope", "none"} & learned
     page = report.text(whole({group.name: record}))

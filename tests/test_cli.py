@@ -54,7 +54,7 @@ def test_list():
     assert [name for name in listed if name in ENCODINGS] == list(ENCODINGS)
     for name, kind in hf_posenc.list_encodings().items():
         row = listed[name]
-        assert row["aliases"] == kind.aliases and tuple(row["acts_by"]) == kind.acts_by()
+        assert row["aliases"] == kind.aliases and tuple(row["acts_by"]) == kind.mechanisms()
         assert {option: said["default"] for option, said in row["options"].items()} == {
             option: getattr(kind, option) for option in kind.option_types()
         }

@@ -142,7 +142,7 @@ def test_parameters_that_layers_share(host):
 def test_gradients_lead_where_masses_do(monkeypatch):
     monkeypatch.setattr("hf_posenc.conversion.calibration.BY_GRADIENTS", TEXTS)
     _, by_mass = convert("bert", "relative", max_distance=REACH)
-    monkeypatch.setattr("hf_posenc.encodings.relative.Relative.raise_bias", lambda self, amounts: False)
+    monkeypatch.setattr("hf_posenc.encodings.relative.Relative.add_to_bias_rows", lambda self, amounts: False)
     _, by_gradient = convert("bert", "relative", max_distance=REACH)
     reports = [hf_posenc.inspect(each).calibration for each in (by_mass, by_gradient)]
     assert reports[0].kl_after == pytest.approx(reports[1].kl_after, abs=2e-3)
@@ -467,5 +467,5 @@ def test_every_host_has_its_contributions():
         (found,) = find_all(model).values()
         names = list(found.contributions)
         layers = len(set(found.blocks.values()))
-        tables = sum(source.takes_vectors for source in found.sources)
+        tables = sum(source.accepts_embeddings for source in found.sources)
         assert len(names) == tables + 2 * layers, (host, names)

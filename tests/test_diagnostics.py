@@ -82,7 +82,7 @@ def test_every_encoding_is_measured_or_refused_by_name(encoding):
         measured.add(name)
         assert diagnostics.Result.from_dict(json.loads(result.to_json())) == result
         assert str(result).startswith(f"{encoding}: ") and "nan" not in str(result)
-    verbs = hf_posenc.list_encodings()[encoding].acts_by()
+    verbs = hf_posenc.list_encodings()[encoding].mechanisms()
     assert ({*EVERY[:5]} <= measured) == bool(verbs) and ("shift_error" in measured) == ("embed" in verbs)
 
 

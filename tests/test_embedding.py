@@ -82,7 +82,7 @@ def vectors(layer, name, positions):
 
 def test_every_encoding_that_embeds_is_tested():
     tested = {make(name).posenc.type for name in LAYERS}
-    assert tested == {name for name, cls in list_encodings().items() if "embed" in cls.acts_by() and cls.axes == 1}
+    assert tested == {name for name, cls in list_encodings().items() if "embed" in cls.mechanisms() and cls.axes == 1}
 
 
 # What is added.

@@ -29,8 +29,8 @@ from hf_posenc.encodings import (
     build,
     canonical,
     encoding_class,
+    initialize_missing,
     positions_of,
-    refill,
 )
 
 LAYOUTS = ["interleaved", "concatenated"]
@@ -308,7 +308,7 @@ def test_refill_leaves_loaded_weights_alone():
     for loaded in (True, False):
         torch.nn.init.zeros_(encoding.weight)
         encoding.weight._is_hf_initialized = loaded
-        refill([encoding])
+        initialize_missing([encoding])
         assert bool(encoding.weight.any()) is not loaded
     torch.testing.assert_close(encoding.weight.detach().double(), expected, atol=1e-7, rtol=0)
 
@@ -319,7 +319,7 @@ def test_learned_adopts_the_host_table(rows, init):
     """As many rows as both have; the others stay at their normal start."""
     encoding = make("learned", max_length=10, init=init)
     before, table = encoding.weight.detach().clone(), random(rows, 16, dtype=torch.bfloat16)
-    encoding.adopt(table)
+    encoding.init_from_original_table(table)
     taken = min(rows, 10) if init == "host" else 0
     assert torch.equal(encoding.weight[:taken], table[:taken].float())
     assert torch.equal(encoding.weight[taken:], before[taken:])
@@ -578,7 +578,7 @@ def test_the_default_dtype_does_not_matter(kind):
 def test_verbs_an_encoding_lacks_do_nothing(kind):
     encoding = make(kind, max_length=40, is_causal=True)
     query, key, context = random(1, 4, 40, 8), random(1, 4, 40, 8), context_of(encoding, torch.arange(40)[None])
-    verbs = {*encoding.acts_by()} - (set() if encoding.needs_weights() else {"value_bias"})
+    verbs = {*encoding.mechanisms()} - (set() if encoding.needs_attention_weights() else {"value_bias"})
     results = {
         "embed": encoding.embed(torch.arange(3)),
         "distance_bias": encoding.distance_bias(torch.arange(3)),
@@ -842,7 +842,7 @@ def test_a_composition_needs_a_longest_length_if_a_part_does(is_causal):
 
 def test_a_composition_adopts_the_host_table():
     whole, table = make("alibi+learned", max_length=7, learned__init="host"), random(5, 16, dtype=torch.float32)
-    whole.adopt(table)
+    whole.init_from_original_table(table)
     assert torch.equal(whole.learned.weight[:5], table)
 
 

@@ -17,7 +17,7 @@ from experiments import eval_length
 from experiments import stdlib_retrieval as stdlib
 from hf_posenc.evaluation import needles, perplexity, records, retrieval_by_length, stdlib_corpus
 from hf_posenc.evaluation.metrics import Ranks
-from hf_posenc.evaluation.retrieval import Embedder, Method, cut
+from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, cut
 from hf_posenc.hub.eval_results import checked_evaluation
 
 SCRIPTS = ROOT / "scripts"
@@ -328,7 +328,7 @@ def test_the_heat_map_has_each_fact_in_its_cell(tokenizer):
         retrieval_by_length.Found(),
         [retrieval_by_length.Case("", HAYSTACK), retrieval_by_length.Case("", HAYSTACK[::-1])],
     )
-    ways = [Method("second half", second_half)]
+    ways = [RetrievalStrategy("second half", second_half)]
     retrieval_by_length.evaluate_needles(found, ways, tokenizer, haystacks, [200, 400], depths=5, candidates=3, seed=0)
     for length in (200, 400):
         cells = found.heat()["second half"][length]

@@ -284,8 +284,8 @@ def test_a_subclass_that_changes_the_bias_is_asked_for_it(own_registry):
         def score_bias(self, query, key, context):
             return 2 * super().score_bias(query, key, context)
 
-    assert hf_posenc.list_encodings()["shaw"].tells_vectors() and not Doubled.tells_vectors()
-    assert not hf_posenc.list_encodings()["alibi"].tells_vectors()
+    assert hf_posenc.list_encodings()["shaw"].has_distance_vectors() and not Doubled.has_distance_vectors()
+    assert not hf_posenc.list_encodings()["alibi"].has_distance_vectors()
     assert choose("doubled-in-test") == ("dense", None)
 
 
@@ -375,7 +375,9 @@ def always(monkeypatch):
 
 
 BIASED = [*BIASING, "shaw+alibi", "t5+relative", "rope+t5"]
-DENSE = [name for name in BIASING if "score_bias" in (kind := encoding_class(name)).acts_by() and not kind.tells_vectors()]
+DENSE = [
+    name for name in BIASING if "score_bias" in (kind := encoding_class(name)).mechanisms() and not kind.has_distance_vectors()
+]
 """Encodings with a bias by content or absolute position, not in `distance_vectors`: no other way serves them."""
 
 

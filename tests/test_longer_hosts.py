@@ -95,7 +95,7 @@ def table_rows(table, length, method, keep=20):
 @pytest.mark.parametrize("method", STATIC)
 def test_tables_by_the_formula(method, length):
     table = torch.randn(LENGTH, 5, generator=torch.Generator().manual_seed(0))
-    longer = Extension(method, LENGTH, length).stretched(table)
+    longer = Extension(method, LENGTH, length).interpolate_table(table)
     assert longer.dtype == table.dtype and len(longer) == length
     if method == "cubic":
         image = table.double().T[None, :, :, None]
@@ -113,8 +113,8 @@ def test_tables_by_the_formula(method, length):
 def test_rows_that_fall_on_rows_are_exact():
     table = torch.randn(9, 4)
     for method in ("linear", "cubic"):
-        assert torch.equal(Extension(method, 9, 25).stretched(table)[::3], table)
-    assert torch.equal(Extension("keep_first", 9, 12, {"keep": 6}).stretched(table)[:6], table[:6])
+        assert torch.equal(Extension(method, 9, 25).interpolate_table(table)[::3], table)
+    assert torch.equal(Extension("keep_first", 9, 12, {"keep": 6}).interpolate_table(table)[:6], table[:6])
 
 
 def own_tables(model):
@@ -712,8 +712,8 @@ def test_a_part_of_a_model(tmp_path):
     longer.save_pretrained(tmp_path)
     again = transformers.CLIPModel.from_pretrained(tmp_path)
     assert torch.equal(asked(again.text_model, tokens(length=LONG)), asked(longer.text_model, tokens(length=LONG)))
-    stretched = hf_posenc.extend(model, LONG, "linear", submodel="text_model")
-    assert_apart(asked(stretched.text_model, tokens(length=19)), asked(model.text_model, tokens(length=19)))
+    interpolate_table = hf_posenc.extend(model, LONG, "linear", submodel="text_model")
+    assert_apart(asked(interpolate_table.text_model, tokens(length=19)), asked(model.text_model, tokens(length=19)))
     with pytest.raises(hf_posenc.UnsupportedModelError, match="made of several models.*submodel"):
         hf_posenc.extend(model, LONG, "linear")
 
@@ -833,9 +833,9 @@ def test_patched_models_that_no_method_suits():
         hf_posenc.extend(patched("bert", "rope", max_length=9), 20, "cubic")
     with pytest.raises(ValueError, match="submodel='text_model' names a part of a stock model"):
         hf_posenc.extend(patched("bert", "alibi", max_length=9), 20, submodel="text_model")
-    stretched = hf_posenc.extend(stock("bert"), LONG, "dynamic")
+    interpolate_table = hf_posenc.extend(stock("bert"), LONG, "dynamic")
     with pytest.raises(ValueError, match="'learned' has positions of its own making here.*by 'dynamic' alone"):
-        hf_posenc.extend(stretched, 2 * LONG, "linear")
+        hf_posenc.extend(interpolate_table, 2 * LONG, "linear")
     with pytest.raises(ValueError, match=r"a stock model may take others, hf_posenc\.unpatch"):
         hf_posenc.extend(patched("llama", "rope"), 99, "grouped")
     with pytest.raises(ValueError, match="learned.trained_rows=30: allowed are rows up to max_length=24"):

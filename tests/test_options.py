@@ -21,7 +21,7 @@ from conftest import ENCODINGS, ROOT, run_python, stock
 from hf_posenc import _compat, _versions
 from hf_posenc.architectures.components import PositionComponent
 from hf_posenc.configuration import PositionSpec
-from hf_posenc.encodings import Above, Geometry, PositionEncoding, build, canonical, encoding_class, list_encodings
+from hf_posenc.encodings import Geometry, GreaterThan, PositionEncoding, build, canonical, encoding_class, list_encodings
 from hf_posenc.serialization.user_code import flat
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
@@ -127,7 +127,7 @@ def test_what_is_no_encoding(given):
     ],
 )
 def test_acts_by(kind, verbs):
-    assert encoding_class(kind).acts_by() == verbs
+    assert encoding_class(kind).mechanisms() == verbs
 
 
 def test_acts_by_of_an_own_encoding():
@@ -139,9 +139,9 @@ def test_acts_by_of_an_own_encoding():
     class More(Both, type="more"):
         def rotate(self, query, key, context): ...
 
-    assert PositionEncoding.acts_by() == ()
-    assert Both.acts_by() == ("embed", "score_bias")
-    assert More.acts_by() == ("embed", "rotate", "score_bias")
+    assert PositionEncoding.mechanisms() == ()
+    assert Both.mechanisms() == ("embed", "score_bias")
+    assert More.mechanisms() == ("embed", "rotate", "score_bias")
 
 
 # Options.
@@ -232,12 +232,12 @@ def taking(annotation):
         (int | None, 3, 3),
         (Literal["a", 1, None], 1, 1),
         (Literal["a", 1, None], None, None),
-        (Annotated[int, Above(2)], 3, 3),
-        (Annotated[float, Above(2)], 3, 3.0),
-        (Annotated[float | None, Above(0)], None, None),
-        (Annotated[float | None, Above(0)], 1, 1.0),
-        (Annotated[float | Literal["auto"], Above(0)], "auto", "auto"),
-        (Annotated[float | Literal["auto"], Above(0)], 3, 3.0),
+        (Annotated[int, GreaterThan(2)], 3, 3),
+        (Annotated[float, GreaterThan(2)], 3, 3.0),
+        (Annotated[float | None, GreaterThan(0)], None, None),
+        (Annotated[float | None, GreaterThan(0)], 1, 1.0),
+        (Annotated[float | Literal["auto"], GreaterThan(0)], "auto", "auto"),
+        (Annotated[float | Literal["auto"], GreaterThan(0)], 3, 3.0),
         (tuple[float, ...], [1.5, 2.5], (1.5, 2.5)),
         (tuple[float, ...], (1.5,), (1.5,)),
         (tuple[float, ...], [], ()),
@@ -276,11 +276,11 @@ def test_values_arrive_in_the_annotated_type(annotation, value, expected):
         (Literal["a", 1], True),
         (Literal["a", 1], 1.0),
         (Literal["a", 1], "b"),
-        (Annotated[int, Above(2)], 2),
-        (Annotated[float, Above(2)], 2.0),
-        (Annotated[float | None, Above(0)], 0),
-        (Annotated[float | Literal["auto"], Above(0)], 0),
-        (Annotated[float | Literal["auto"], Above(0)], "manual"),
+        (Annotated[int, GreaterThan(2)], 2),
+        (Annotated[float, GreaterThan(2)], 2.0),
+        (Annotated[float | None, GreaterThan(0)], 0),
+        (Annotated[float | Literal["auto"], GreaterThan(0)], 0),
+        (Annotated[float | Literal["auto"], GreaterThan(0)], "manual"),
         (tuple[float, ...], 3.0),
         (tuple[float, ...], ["a"]),
         (tuple[float, ...], [1.0, math.inf]),
@@ -336,7 +336,7 @@ def test_own_encoding_by_one_class():
     class Window(hf_posenc.PositionEncoding, type="window", aliases=("near",)):
         """Nothing further than `width` tokens away is seen."""
 
-        width: Annotated[int, Above(0)] = 128
+        width: Annotated[int, GreaterThan(0)] = 128
 
         def distance_bias(self, distance):
             return torch.where(distance.abs() > self.width, -torch.inf, 0.0)[None]
@@ -396,7 +396,7 @@ def test_per_layer_is_an_option_of_what_biases():
     assert canonical("each") == {"type": "each", "width": 2, "per_layer": True}
     assert canonical("turned") == {"type": "turned"}
     kinds = {name for name in ENCODINGS if "per_layer" in encoding_class(name).option_types()}
-    assert kinds == {name for name in ENCODINGS if {"distance_bias", "score_bias"} & {*encoding_class(name).acts_by()}}
+    assert kinds == {name for name in ENCODINGS if {"distance_bias", "score_bias"} & {*encoding_class(name).mechanisms()}}
     assert {"alibi", "relative", "shaw", "t5"} <= kinds
     with pytest.raises(ValueError, match="'rope' has no option 'per_layer'"):
         canonical({"type": "rope", "per_layer": True})

@@ -23,7 +23,7 @@ from conftest import (
     suits,
     tokens,
 )
-from hf_posenc.encodings import Above
+from hf_posenc.encodings import GreaterThan
 from hf_posenc.serialization import probe
 from oracles import future, gpt2_query_key, in_pieces
 
@@ -31,7 +31,7 @@ from oracles import future, gpt2_query_key, in_pieces
 class Window(hf_posenc.PositionEncoding, type="test-window"):
     """Hides tokens further than `width` away."""
 
-    width: Annotated[int, Above(0)] = 2
+    width: Annotated[int, GreaterThan(0)] = 2
 
     def distance_bias(self, distance):
         return torch.where(distance.abs() > self.width, -torch.inf, 0.0)[None]

@@ -23,7 +23,7 @@ H, E, D = 2, 8, 16
 LONGEST = 4096
 every_encoding = pytest.mark.parametrize("name", ENCODINGS)
 RELATIVE = [name for name in ENCODINGS if encoding_class(name).is_relative()]
-ABSOLUTE = [name for name in ENCODINGS if name not in RELATIVE and {*encoding_class(name).acts_by()} - {"embed"}]
+ABSOLUTE = [name for name in ENCODINGS if name not in RELATIVE and {*encoding_class(name).mechanisms()} - {"embed"}]
 examples = settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -36,7 +36,7 @@ def encodings(draw, name, dtype=torch.float64, **sizes):
     causal = kind.causal_only or draw(st.booleans())
     geometry = Geometry(D, H, E, LONGEST, causal, **{"trained_length": 8, **sizes})
     try:
-        encoding = kind(geometry, **kind.settled(geometry, kind.checked_options(options)))
+        encoding = kind(geometry, **kind.with_explicit_defaults(geometry, kind.checked_options(options)))
         encoding.check_values()
     except ValueError:  # options that contradict each other, or need a file
         assume(False)
@@ -85,7 +85,7 @@ def test_shapes_dtypes_and_finite_values(name, data):
     length, queries = data.draw(st.sampled_from([1, 2, 9, 513, LONGEST])), data.draw(st.integers(1, 3))
     queries = min(length, queries)
     context = context_of(encoding, queries, past=length - queries)
-    verbs = encoding.acts_by()
+    verbs = encoding.mechanisms()
     if "embed" in verbs:
         vectors = encoding("embed", torch.arange(length)[None])
         assert vectors.shape == (1, length, D) and vectors.is_floating_point() and vectors.isfinite().all()
@@ -141,7 +141,7 @@ def test_a_cached_row_is_the_last_row_of_all(name, data):
     whole = scores(encoding, query, key, context_of(encoding, length, starts=[start]))
     last = scores(encoding, query[:, :, -1:], key, context_of(encoding, 1, past=length - 1, starts=[start]))
     close(last[..., start:], whole[:, :, -1:, start:])
-    if "embed" in encoding.acts_by() and encoding.geometry.is_causal:
+    if "embed" in encoding.mechanisms() and encoding.geometry.is_causal:
         positions = torch.arange(length)[None]
         close(encoding("embed", positions[:, -1:]), encoding("embed", positions)[:, -1:])
 
@@ -160,7 +160,7 @@ def test_a_batch_is_its_single_rows(name, data):
         own = (slice(row, row + 1), slice(None), slice(start, None))
         alone = scores(encoding, query[own], key[own], context_of(encoding, length - start))
         close(seen(together[row : row + 1, :, start:, start:], encoding), seen(alone, encoding))
-    if "embed" in encoding.acts_by():
+    if "embed" in encoding.mechanisms():
         positions = context_of(encoding, length, starts=starts).positions
         vectors = encoding("embed", positions)
         for row in range(len(starts)):
@@ -176,9 +176,9 @@ def test_gradients_reach_every_parameter(name, data):
     query, key, context = states(1, H, length, E), states(1, H, length, E, seed=1), context_of(encoding, length)
     weights = torch.softmax(seen(scores(encoding, query, key, context), encoding) * 0.05, dim=-1)
     total = (weights * states(1, H, length, length, seed=2)).sum()
-    if "embed" in encoding.acts_by():
+    if "embed" in encoding.mechanisms():
         total = total + (encoding("embed", torch.arange(LONGEST)[None]) * states(1, LONGEST, D, seed=3)).sum()
-    if encoding.needs_weights():
+    if encoding.needs_attention_weights():
         total = total + encoding("value_bias", weights, context).square().sum()
     parameters = dict(encoding.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -205,7 +205,7 @@ def test_round_trips(name, data):
     assert torch.equal(
         scores(other, query, key, replace(context, encoding=other, computed={})), scores(encoding, query, key, context)
     )
-    if "embed" in encoding.acts_by():
+    if "embed" in encoding.mechanisms():
         assert torch.equal(other("embed", torch.arange(5)[None]), encoding("embed", torch.arange(5)[None]))
 
 

@@ -130,7 +130,7 @@ def test_contents_change_places_where_they_enter(kind, part, where):
     """Behind a front end that sees order by itself, and before the stock model's positions, which show in its outputs."""
     host = checks.Host(kind, tiny.build(kind), part)
     host.look()
-    assert [(each.where, each.name, each.count) for each in (probe.entrance for probe in host.probes)] == where
+    assert [(each.where, each.name, each.count) for each in (probe.output_module for probe in host.probes)] == where
     assert all(host.order(stock, probe)[0] > checks.OTHER for probe in host.probes for stock in host.judging(probe))
 
 

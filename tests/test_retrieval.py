@@ -261,7 +261,7 @@ def test_a_method_does_not_differ_from_itself():
     found = metrics.paired(drawn(0), drawn(0))
     # Of 300 equal answers, others may differ that are as rare as `missed`.
     missed = 1 - 0.025 ** (1 / 300)
-    assert (found.value, found.queries, found.clear) == (0.0, 300, False)
+    assert (found.value, found.queries, found.significant) == (0.0, 300, False)
     assert found.interval == pytest.approx((-missed, missed)) and missed < 0.013
 
 
@@ -270,7 +270,7 @@ def test_a_shift_is_found(metric):
     ranks = metrics.Ranks(drawn(0).hits * 0.9, drawn(0).reciprocals * 0.9, drawn(0).groups)
     shifted = metrics.Ranks(ranks.hits + 0.03, ranks.reciprocals + 0.03, ranks.groups)
     found = metrics.paired(shifted, ranks, metric)
-    assert found.value == pytest.approx(0.03) and found.clear
+    assert found.value == pytest.approx(0.03) and found.significant
     assert metrics.paired(ranks, shifted, metric).value == pytest.approx(-0.03)
     assert found.shown() == "+0.030 [+0.02, +0.04]"
     # The intervals of the two scores overlap all the same.
@@ -375,7 +375,7 @@ def test_a_sentence_is_taken_out_behind_so_many_tokens(letters, behind, within):
     document = " ".join(sentences)
     depths = set()
     for seed in range(40):
-        found = cloze_queries.taken_out(letters, document, random.Random(seed), behind, within)
+        found = cloze_queries.cloze_query(letters, document, random.Random(seed), behind, within)
         number = sentences.index(found.query)
         assert found.depth == 10 * number >= behind  # ten tokens to a sentence
         assert found.query not in found.document
@@ -390,7 +390,7 @@ def test_a_sentence_is_taken_out_behind_so_many_tokens(letters, behind, within):
 def test_which_sentences_are_questions(letters):
     choose = random.Random(0)
     whole = "One two three four five six seven eight nine."
-    assert cloze_queries.taken_out(letters, whole, choose).query == whole
+    assert cloze_queries.cloze_query(letters, whole, choose).query == whole
     for bad in (
         "One two three four five six.",  # short
         "one two three four five six seven eight nine.",  # its beginning is elsewhere
@@ -400,8 +400,8 @@ def test_which_sentences_are_questions(letters):
         f"{whole}\n\none two three four five six seven eight nine, ten",
         "",
     ):
-        assert cloze_queries.taken_out(letters, bad, choose) is None, bad
-    assert cloze_queries.taken_out(letters, whole, choose, excluded={"one two three four five six seven eight nine"}) is None
+        assert cloze_queries.cloze_query(letters, bad, choose) is None, bad
+    assert cloze_queries.cloze_query(letters, whole, choose, excluded={"one two three four five six seven eight nine"}) is None
 
 
 def test_sentences():

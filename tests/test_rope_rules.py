@@ -355,7 +355,7 @@ def test_rules_without_length_store_rotated_keys():
     ids = tokens(1, 20)
     for rule in ("linear", "yarn", "llama3", "proportional"):
         new = hf_posenc.patch(llama(), "rope", rope_type=rule, **RULES[rule])
-        assert not new.posenc.rotates_anew(new.posenc._options)
+        assert not new.posenc.rotation_depends_on_length(new.posenc._options)
         assert_close(in_pieces(new, ids, (9, 15, 16, 17)), first(new(ids)))
 
 

@@ -135,7 +135,7 @@ def test_dynamic_in_an_encoder():
 def test_the_trained_length_that_is_written_out():
     kind, geometry = encoding_class("sinusoidal"), Geometry(8, trained_length=24)
     for options, length in (({"frequencies": "dynamic"}, 24), ({"frequencies": "dynamic", "trained_length": 7}, 7), ({}, None)):
-        assert kind.settled(geometry, kind.checked_options(options))["trained_length"] == length
+        assert kind.with_explicit_defaults(geometry, kind.checked_options(options))["trained_length"] == length
 
 
 @torch.no_grad()

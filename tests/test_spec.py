@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, BertConfig
 
 import hf_posenc
 from conftest import HOSTS, LENGTH, TABLED, VOCABULARY, first, patched, stock, tokens
-from hf_posenc.configuration import PARSED, HostSpec, PositionSpec, make_stock, merged, read, write
+from hf_posenc.configuration import PARSED, OriginalSpec, PositionSpec, make_stock, merged, read, write
 from hf_posenc.encodings import encoding_class
 
 HOST = {"name_or_path": "somebody/base", "rows": 512, "kept": True, "fingerprint": "00ff"}
@@ -54,7 +54,7 @@ def test_canonical_form():
         type="rope+shaw",
         options={"rope": {"theta": 10000.0, "layout": "half"}, "shaw": {"max_distance": 3, "terms": "keys", "per_layer": True}},
         layers={"rope": (1, 0)},
-        host=HostSpec("somebody/base", 512, True, "00ff"),
+        host=OriginalSpec("somebody/base", 512, True, "00ff"),
     )
     assert spec.to_dict()["rope"] == {"theta": 10000.0, "layout": "half", "layers": [1, 0]} and "layers" not in spec.to_dict()
     assert spec.encoding is encoding_class("rope+shaw") and list(spec.parts) == ["rope", "shaw"]
@@ -141,7 +141,7 @@ def test_huge_values_are_refused_quickly():
 @pytest.mark.parametrize("name", ["bert", "../me/base", "./base", "/me/base", "~/base", "C:/base", "me/base/", "checkpoint 7"])
 def test_a_folder_is_no_host(name):
     """Nor is its name, which earlier versions saved."""
-    assert HostSpec.parse({**HOST, "name_or_path": name}).name_or_path == ""
+    assert OriginalSpec.parse({**HOST, "name_or_path": name}).name_or_path == ""
 
 
 def test_only_what_came_from_the_hub_names_a_host(tmp_path, monkeypatch, in_the_hubs_cache):
@@ -161,11 +161,11 @@ def test_only_what_came_from_the_hub_names_a_host(tmp_path, monkeypatch, in_the_
 
 
 def test_host_spec(in_the_hubs_cache):
-    assert HostSpec.parse(None) is None and HostSpec.parse({**HOST, "rows": None}).rows is None
+    assert OriginalSpec.parse(None) is None and OriginalSpec.parse({**HOST, "rows": None}).rows is None
     model = stock("bert")
     model.name_or_path = model.config.name_or_path = in_the_hubs_cache
     host = hf_posenc.patch(model, "alibi").config.position_spec.host
-    assert host == HostSpec("somebody/base", LENGTH, True, host.fingerprint) and len(host.fingerprint) == 16
+    assert host == OriginalSpec("somebody/base", LENGTH, True, host.fingerprint) and len(host.fingerprint) == 16
     assert not hf_posenc.patch(model, "alibi", keep_original=False).config.position_spec.host.kept
 
 

@@ -233,7 +233,7 @@ def test_an_encoding_of_values_alone(host, own_registry):
             return mean.expand(-1, -1, -1, self.geometry.head_dim)
 
     model = hf_posenc.patch(stock(host), "means")
-    assert Means.acts_by() == ("value_bias",) and "per_layer" in Means.option_types() and not Means.is_relative()
+    assert Means.mechanisms() == ("value_bias",) and "per_layer" in Means.option_types() and not Means.is_relative()
     outputs = []
     for implementation in backends(model):
         model.set_attn_implementation(implementation)
@@ -284,8 +284,8 @@ def test_without_values_there_is_one_table():
     assert [name.rpartition(".")[2] for name in model.state_dict() if ".posenc." in name] == ["weight"] * 2
     assert hf_posenc.inspect(model).locations.keys() == {"score_bias"}
     kind = hf_posenc.list_encodings()["shaw"]
-    assert kind.acts_by() == ("score_bias", "value_bias") == kind.acts_by(kind.checked_options(ALL_TERMS_ALONE))
-    assert kind.acts_by(kind.checked_options({})) == ("score_bias",)
+    assert kind.mechanisms() == ("score_bias", "value_bias") == kind.mechanisms(kind.checked_options(ALL_TERMS_ALONE))
+    assert kind.mechanisms(kind.checked_options({})) == ("score_bias",)
     with pytest.raises(ValueError, match=r"shaw\.terms='values'.*'keys\+values'"):
         hf_posenc.patch(stock("bert"), "shaw", terms="values")
 

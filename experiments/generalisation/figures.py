@@ -35,7 +35,7 @@ def family(label: str, options: dict[str, Any]) -> str:
     if label == BASELINE:
         return ""
     kind = hf_posenc.list_encodings().get(options["type"])
-    return next((verb for verb in FAMILIES if kind and verb in kind.acts_by()), "several")
+    return next((verb for verb in FAMILIES if kind and verb in kind.mechanisms()), "several")
 
 
 def pyplot_for_files() -> Any:

@@ -52,7 +52,7 @@ def verdict_table(found: list[Finding]) -> Table:
     table = Table("claim", "answer", "figures", title=verdict.summary(found), show_lines=True)
     for each in (each for each in found if each.answer != verdict.MISSING):
         table.add_row(f"{each.claim}\n({each.source})", each.answer, each.figures)
-    table.caption = "; ".join(f"{answer}: {meant}" for answer, meant in verdict.ANSWERS.items())
+    table.caption = "; ".join(f"{answer}: {did_you_mean}" for answer, did_you_mean in verdict.ANSWERS.items())
     return table
 
 

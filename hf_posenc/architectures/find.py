@@ -14,34 +14,34 @@ from transformers import PreTrainedModel
 from hf_posenc.architectures.components import (
     PositionComponent,
     UnsupportedModelError,
+    is_order_sensitive,
     patch_projection,
-    sees_order,
-    signs_of_position,
+    unhandled_position_modules,
 )
 from hf_posenc.architectures.components.component import HOSTS_PAGE, OWN_PAGE, is_transformers
 from hf_posenc.architectures.components.convolutions import is_convolution
 from hf_posenc.architectures.components.declared import declared_in
-from hf_posenc.architectures.components.detection import OTHER_SOURCES, convolves, mixes_its_parts
-from hf_posenc.architectures.components.vision import cuts_into_windows, has_windows, tokens_aside
-from hf_posenc.architectures.registration import names_in
+from hf_posenc.architectures.components.detection import OTHER_SOURCES, convolves, couples_submodels
+from hf_posenc.architectures.components.vision import cuts_into_windows, extra_tokens, has_windows
+from hf_posenc.architectures.registration import names_in_code
 from hf_posenc.architectures.structure import (
     BIDIRECTIONAL_MASK,
     CAUSAL_FLAGS,
     CAUSAL_MASKS,
     CROSS_ATTENTION,
     Structure,
-    host_class,
     is_patched,
     matching,
     numbered,
+    original_class,
     roles,
     rows_of,
     tokens_of,
 )
 from hf_posenc.attention import custom, known_models
 from hf_posenc.configuration import StackPlan
-from hf_posenc.encodings import listed, meant
-from hf_posenc.signatures import TOKENS, argument_names, codes_within, flattens_ids, reads_tokens
+from hf_posenc.encodings import did_you_mean, quoted
+from hf_posenc.signatures import TOKEN_INPUTS, argument_names, codes_within, flattens_ids, reads_tokens
 
 SEVERAL_MODELS = "made of several models"
 """The reason of the refusal of a model which needs to be told the submodel."""
@@ -63,7 +63,7 @@ def _plan(path: str, structure: Structure) -> StackPlan:
     for source in structure.sources:
         kinds.setdefault(type(source).__name__, []).append(source.path)
     return StackPlan(
-        stack=host_class(structure.stack).__name__,
+        stack=original_class(structure.stack).__name__,
         path=path,
         components=tuple((kind, each) for kind, paths in kinds.items() for each in _patterns(paths, modules)),
         attentions=_patterns(structure.attentions, modules),
@@ -207,7 +207,9 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
     _refuse_modules(stack, modules)
     attentions = {name: module for name, module in modules.items() if _is_self_attention(name, module)}
     if not attentions:
-        if inside or all(reason != OTHER_SOURCES for _, reason in signs_of_position(stack, modules, claimed=frozenset())):
+        if inside or all(
+            reason != OTHER_SOURCES for _, reason in unhandled_position_modules(stack, modules, claimed=frozenset())
+        ):
             return None
         raise UnsupportedModelError(
             f"no attention of {type(stack).__name__} goes through Transformers' attention interface, so nothing can be rotated "
@@ -224,7 +226,7 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
         role=_role(stack),
         masks=MASKS & _named_in(stack.__class__),
         axes=_axes(stack, sources, all_modules),
-        aside=tokens_aside(all_modules),
+        aside=extra_tokens(all_modules),
         windows=has_windows(all_modules),
         patches=patch_projection(all_modules),
         flattens=flattens_ids(stack),
@@ -243,7 +245,7 @@ def others_in_layers(modules: Mapping[str, nn.Module], attentions: Collection[st
     rows = rows_of(modules, attentions)
     found: dict[str, nn.Module] = {}
     for path, module in modules.items():
-        if not (sees_order(module) or _pools(path, module)):
+        if not (is_order_sensitive(module) or _pools(path, module)):
             continue
         in_row = any(re.match(rf"{re.escape(row)}\.\d+\.", path) for row in rows)
         within = any(f"{path}.".startswith(f"{other}.") for other in (*attentions, *found))
@@ -262,7 +264,7 @@ def _fronts(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection
     """Path -> module of the convolutions outside the numbered layers of a stack that makes its tokens itself, of an image or a
     sound."""
     names = {*argument_names(stack)}
-    if not TOKENS.isdisjoint(names) and stack.main_input_name not in names - TOKENS:
+    if not TOKEN_INPUTS.isdisjoint(names) and stack.main_input_name not in names - TOKEN_INPUTS:
         return {}
     rows = tuple(f"{row}." for row in rows_of(modules, attentions))
     # Convolutions of positions are sources, or nothing calls them.
@@ -336,8 +338,10 @@ def submodel(model: Any, path: str) -> Any:
     inner = dict(base.named_modules()).get(path)
     if not isinstance(inner, PreTrainedModel) or type(inner.config) is type(base.config):
         there = submodels_of(model)
-        taken = f"those that can be taken are {listed(there)}" if there else "none of those within can be taken; leave it out"
-        raise ValueError(f"submodel={path!r} is no model of its own within {type(base).__name__}{meant(path, there)}: {taken}")
+        taken = f"those that can be taken are {quoted(there)}" if there else "none of those within can be taken; leave it out"
+        raise ValueError(
+            f"submodel={path!r} is no model of its own within {type(base).__name__}{did_you_mean(path, there)}: {taken}"
+        )
     _refuse_mixed(model, inner, path)
     return inner
 
@@ -361,7 +365,7 @@ def submodels_of(model: Any) -> tuple[str, ...]:
 def _refuse_mixed(model: Any, inner: Any, path: str) -> None:
     """Raises UnsupportedModelError for a part of a model that mixes what its parts compute."""
     for module in model.modules():
-        if (why := mixes_its_parts(module)) and any(part is inner for part in module.modules()):
+        if (why := couples_submodels(module)) and any(part is inner for part in module.modules()):
             raise UnsupportedModelError(
                 f"{type(module).__name__} {why}: {path} can't be taken by itself", "parts that are mixed"
             )
@@ -370,7 +374,7 @@ def _refuse_mixed(model: Any, inner: Any, path: str) -> None:
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     name = type(structure.stack).__name__
     claimed = {*structure.claimed, *structure.others, *_unclaimed_fronts(structure, modules)}
-    if signs := sorted(signs_of_position(structure.stack, modules, claimed)):
+    if signs := sorted(unhandled_position_modules(structure.stack, modules, claimed)):
         reason = signs[0][1]
         raise UnsupportedModelError(
             f"{name} has sources of position which can't be taken over: {', '.join(path for path, _ in signs[:4])}", reason
@@ -401,7 +405,7 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
 def _refuse_own_attention(path: str, module: Any) -> None:
     """Raises UnsupportedModelError for a user's own attention that doesn't look its function up as Transformers' own do, by
     which an encoding would be lost."""
-    if not {"config", "_attn_implementation"} <= names_in(type(module)) or not hasattr(module, "config"):
+    if not {"config", "_attn_implementation"} <= names_in_code(type(module)) or not hasattr(module, "config"):
         raise UnsupportedModelError(
             f"{path} is a {type(module).__name__} which doesn't ask self.config._attn_implementation in its forward for the "
             "function that it takes of ALL_ATTENTION_FUNCTIONS, so the encoding would be lost",

@@ -76,6 +76,6 @@ def _refuse_transformers(cls: type) -> None:
         raise ValueError(f"{cls.__qualname__} is a class of Transformers itself: hf_posenc.patch knows those, or says why not")
 
 
-def names_in(cls: type) -> set[str]:
+def names_in_code(cls: type) -> set[str]:
     """What the forward of a module mentions."""
     return {*getattr(getattr(inspect.unwrap(cls.forward), "__code__", None), "co_names", ())}  # type: ignore[attr-defined]

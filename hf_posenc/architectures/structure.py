@@ -108,7 +108,7 @@ class Structure:
     def entrances(self) -> tuple[str, ...]:
         """The paths of modules behind which vectors are added; behind one that holds the layers, too, they would come too late.
         VideoPrism has two: one for the patches of each frame, one for the frames at each place."""
-        found = dict.fromkeys(source.entrance for source in self.sources if source.entrance is not None)
+        found = dict.fromkeys(source.output_module for source in self.sources if source.output_module is not None)
         return tuple(path for path in found if not any(each.startswith(f"{path}.") for each in self.attentions))
 
     @property
@@ -181,7 +181,7 @@ class Structure:
         inputs, and in each layer the last projection of the attention block and that of the feed-forward block, whose outputs
         enter a residual sum."""
         modules = self.modules
-        found = {source.path: source.width for source in self.sources if source.takes_vectors and source.width is not None}
+        found = {source.path: source.width for source in self.sources if source.accepts_embeddings and source.width is not None}
         for block, layer in dict(zip(self.blocks.values(), self.layer_paths.values(), strict=True)).items():
             inside = [path for path, module in modules.items() if f"{path}.".startswith(f"{layer}.") and self._projects(module)]
             inside = [path for path in inside if not CROSS_ATTENTION.search(path)]
@@ -208,9 +208,9 @@ class Structure:
     def _numbered(self) -> dict[str, tuple[str, str]]:
         return numbered(self.modules, self.attentions)
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         """Key -> shape of all learned tensors that `unpatch` needs."""
-        return {key: shape for source in self.sources for key, shape in source.kept_shapes(rows).items()}
+        return {key: shape for source in self.sources for key, shape in source.saved_shapes(rows).items()}
 
     def geometry(self, max_length: int | None, inject: str) -> Geometry:
         """The sizes of what the stack owns. Tables can be narrower than layers (ALBERT, ELECTRA)."""
@@ -302,7 +302,7 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
     if missing := {*where} - there:
         raise ValueError(f"config.position_plan has no {min(missing)!r}, which position_encoding['where'] names: {REMEDY}")
     for plan in (plan for plan in plans if not wanted or plan.role in wanted):
-        paths = [path for path, module in models.items() if host_class(module).__name__ == plan.stack and path not in found]
+        paths = [path for path, module in models.items() if original_class(module).__name__ == plan.stack and path not in found]
         paths = [path for path in paths if not is_patched(models[path])]
         alike = sum(each.stack == plan.stack for each in plans) > 1
         if alike or len(paths) > 1:
@@ -333,9 +333,9 @@ def roles(where: Collection[str]) -> set[str]:
 REMEDY = "restore the config that was saved with the model, or set its position_plan to None: hf_posenc finds the parts again"
 
 
-def host_class(model: Any) -> type:
+def original_class(model: Any) -> type:
     """The class of a model, of a derived one its host's."""
-    return getattr(type(model), "host_class", type(model))
+    return getattr(type(model), "original_class", type(model))
 
 
 def _all_found(stack: Any, patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:

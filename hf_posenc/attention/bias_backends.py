@@ -40,7 +40,7 @@ CAUSAL_QUERIES = 256
 
 def _by_content(encoding: PositionEncoding) -> bool:
     """Whether its bias depends on queries or keys."""
-    return "score_bias" in encoding.acts_by() and encoding.reads_content
+    return "score_bias" in encoding.mechanisms() and encoding.reads_content
 
 
 def select_backend(
@@ -55,7 +55,7 @@ def select_backend(
 ) -> tuple[Way, VisibleSpans | None]:
     """The way for the biases of these encodings under SDPA, and which keys the queries see, where that way has to know."""
     keys, seen = key.shape[2], None
-    by_content = [encoding for encoding in encodings if "score_bias" in encoding.acts_by()]
+    by_content = [encoding for encoding in encodings if "score_bias" in encoding.mechanisms()]
     way: Way = "toeplitz"
     # With dropout SDPA computes all scores. Gradient checkpointing runs without gradients first, then with the same dropout.
     if by_content or dropout or any(encoding.is_trained() for encoding in encodings):
@@ -70,7 +70,7 @@ def select_backend(
         and not any(context.aside)
         and isinstance(context.past, int)
         and len(by_content) <= 1
-        and all(encoding.tells_vectors() for encoding in by_content)
+        and all(encoding.has_distance_vectors() for encoding in by_content)
     ):
         seen = _seen(mask, query, keys, context, is_causal)
     return (way, seen) if seen is not None else ("dense", None)
@@ -175,7 +175,7 @@ def _columns(
         distance = torch.arange(keys - 1, -query.shape[2], -1, device=query.device) - seen.shift
         columns = DistanceTable(_sum_of_values(encodings, distance, heads))
         for encoding in encodings:
-            if encoding.tells_vectors():
+            if encoding.has_distance_vectors():
                 vectors = encoding("distance_vectors", distance)
                 _check_vectors(encoding, vectors, heads, len(distance), query.shape[-1])
                 if vectors == (None, None):
@@ -301,7 +301,7 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     for encoding in encodings:
-        verbs = encoding.acts_by()
+        verbs = encoding.mechanisms()
         for term in (
             _distance_bias(encoding, query.shape[2], key.shape[2], context) if "distance_bias" in verbs else None,
             encoding("score_bias", query, key, context) if "score_bias" in verbs else None,
@@ -334,7 +334,7 @@ def flex_bias(
     What needs gradients is a tensor `[B, H, Q, K]`.
     """
     biasing = [encoding for encoding in encodings if biases(encoding)]
-    by_distance = all("score_bias" not in encoding.acts_by() and not encoding.is_trained() for encoding in biasing)
+    by_distance = all("score_bias" not in encoding.mechanisms() and not encoding.is_trained() for encoding in biasing)
     if biasing and by_distance and own is None and context.consecutive and not any(context.aside):
         queries, keys = query.shape[2], key.shape[2]
         values = _sum_of_values(biasing, _distances(queries, keys, context), query.shape[1])
@@ -352,7 +352,7 @@ def _sum_of_values(encodings: Sequence[PositionEncoding], distance: Tensor, head
     """Biases `[1 or H, N]` of all these encodings that depend on distance alone."""
     total = None
     for encoding in encodings:
-        values = _by_distance(encoding, distance) if "distance_bias" in encoding.acts_by() else None
+        values = _by_distance(encoding, distance) if "distance_bias" in encoding.mechanisms() else None
         if values is not None:
             _check_heads(encoding, values, heads)
             total = values if total is None else total + values

@@ -146,7 +146,7 @@ def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) ->
 
 def _turned(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
     for encoding in acting(module, context):
-        if "rotate" in encoding.acts_by():
+        if "rotate" in encoding.mechanisms():
             query, key = encoding("rotate", query, key, context)
     return query, key
 
@@ -156,7 +156,7 @@ def rotated(module: nn.Module, query: Any, key: Any, context: PositionContext, k
     if not keys_are_rotated and key.shape[2] == context.length and not hasattr(module, ACROSS):
         return rotate(module, query, key, context)
     query, _ = rotate(module, query, None, context)
-    if not keys_are_rotated and any("rotate" in encoding.acts_by() for encoding in acting(module, context)):
+    if not keys_are_rotated and any("rotate" in encoding.mechanisms() for encoding in acting(module, context)):
         _, key = rotate(module, None, key, context.for_keys(key.shape[2]))
     return query, key
 
@@ -171,12 +171,12 @@ def register(implementation: str) -> str:
 
 def biases(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
     """Whether an encoding adds anything to scores."""
-    return not {"distance_bias", "score_bias"}.isdisjoint(encoding.acts_by())
+    return not {"distance_bias", "score_bias"}.isdisjoint(encoding.mechanisms())
 
 
 def on_scores(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
     """Whether an encoding changes scores, or reads the weights that come of them, which some attentions keep to themselves."""
-    return biases(encoding) or "value_bias" in encoding.acts_by()
+    return biases(encoding) or "value_bias" in encoding.mechanisms()
 
 
 def refusal(implementation: str, encodings: Iterable[PositionEncoding | type[PositionEncoding]]) -> str | None:
@@ -216,7 +216,9 @@ def attend(
     encodings = acting(module, context)
     paged = kwargs.get("cache") is not None
     if reason := refusal(implementation, encodings) or (
-        refusal_of_pages(encodings, any(each.rotates_anew(each._options or {}) for each in encodings)) if paged else None
+        refusal_of_pages(encodings, any(each.rotation_depends_on_length(each._options or {}) for each in encodings))
+        if paged
+        else None
     ):
         raise ValueError(reason)
     width = query.shape[-1]
@@ -227,7 +229,7 @@ def attend(
     if isinstance(own, float):  # the host's own bias, silenced
         own = kwargs["position_bias"] = None
     is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]
-    if any(encoding.needs_weights() for encoding in encodings):
+    if any(encoding.needs_attention_weights() for encoding in encodings):
         is_causal = bool(is_causal) and implementation != "flex_attention"  # which masks what its mask says
         return with_weights(module, query, key, value, attention_mask, encodings, context, is_causal, options=kwargs)
     function = host_function(module, implementation)
@@ -266,7 +268,8 @@ def with_weights(
     if not isinstance(weights, Tensor) or weights.shape != (*query.shape[:3], key.shape[2]):
         raise ValueError(
             f"the eager attention of {type(module).__name__} doesn't give its weights, by which "
-            f"{', '.join(repr(each.type) for each in encodings if each.needs_weights())} acts on its output: take an encoding "
+            f"{', '.join(repr(each.type) for each in encodings if each.needs_attention_weights())} acts on its output: "
+            f"take an encoding "
             "without value vectors"
         )
     added = value_bias(encodings, weights, value.shape[-1], context)
@@ -283,7 +286,7 @@ def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_hea
     wanted = (*weights.shape[:3], value_head_dim)
     total = weights.new_zeros(())
     for encoding in encodings:
-        term = encoding("value_bias", weights, context) if encoding.needs_weights() else None
+        term = encoding("value_bias", weights, context) if encoding.needs_attention_weights() else None
         if term is not None and term.shape != wanted:
             raise ValueError(
                 f"value_bias of {encoding.type!r} gave {tuple(term.shape)} for an output {wanted} (batch, heads, queries, size "

@@ -23,7 +23,7 @@ from hf_posenc.attention import dispatch
 from hf_posenc.attention.bias_backends import additive_mask, biased_mask
 from hf_posenc.attention.custom import CustomAttention, row_of
 from hf_posenc.encodings import PositionContext
-from hf_posenc.signatures import Call, argument_names
+from hf_posenc.signatures import BoundCall, argument_names
 
 SOFTMAX = (torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.special.softmax)
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
@@ -41,7 +41,7 @@ def forward(
     row = row_of(module)
     assert row is not None, f"{type(module).__name__} has no row"
     if row.alone:
-        call = Call(argument_names(module), args, kwargs)
+        call = BoundCall(argument_names(module), args, kwargs)
         if beside := [name for name in row.alone if call[name] is not None]:
             raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
     has_cache = any(isinstance(value, (Cache, dispatch.KeyRotatingCache)) for value in (*args, *kwargs.values()))
@@ -255,7 +255,7 @@ class InterceptQK(TorchFunctionMode):
                 f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
                 f"positions of {context.length} new tokens and {context.past} cached ones; it got {BESIDE}"
             )
-        if any(encoding.needs_weights() for encoding in dispatch.acting(self.module, context)):
+        if any(encoding.needs_attention_weights() for encoding in dispatch.acting(self.module, context)):
             self.weighing = PendingValueTerm(context, (*query.shape[:3], key.shape[2]), self.others)
         return context
 

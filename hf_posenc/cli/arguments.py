@@ -7,7 +7,7 @@ import typer
 
 from hf_posenc.cli import completion
 from hf_posenc.configuration import INJECT, WHERE
-from hf_posenc.encodings import shown, written_value
+from hf_posenc.encodings import parse_value, short_repr
 from hf_posenc.serialization.saved_files import parsed_json
 
 LISTS = "A value may be JSON; a list is [1, 2] or 1,2."
@@ -80,13 +80,13 @@ def given_settings(options: list[str]) -> dict[str, Any]:
             raise ValueError(f"--option {option!r}: give name=value")
         if name in settings:
             raise ValueError(f"--option {option!r}: {name!r} is given twice")
-        settings[name] = written_value(value)
+        settings[name] = parse_value(value)
     return settings
 
 
 def given_where(text: str) -> Any:
     """The value of --where: a name, several behind one another, or JSON."""
-    value = written_value(text)
+    value = parse_value(text)
     return [name.strip() for name in value.split(",")] if isinstance(value, str) and "," in value else value
 
 
@@ -94,4 +94,4 @@ def _parsed(encoding: str) -> dict[str, Any]:
     try:
         return parsed_json(encoding)
     except ValueError as error:
-        raise ValueError(f"{shown(encoding)} is no JSON: {error}") from None
+        raise ValueError(f"{short_repr(encoding)} is no JSON: {error}") from None

@@ -26,7 +26,7 @@ from hf_posenc.cli.arguments import (
 from hf_posenc.cli.folders import Original, check_output_dir, embedder, load, save, write
 from hf_posenc.cli.output import AsJson, Output, by_length
 from hf_posenc.cli.texts import read
-from hf_posenc.encodings import written_value
+from hf_posenc.encodings import parse_value
 from hf_posenc.evaluation import model_comparison
 
 DOCUMENTS = 200
@@ -86,7 +86,7 @@ def convert(
             f"{queries} has {len(pairs)} rows: {model_comparison.FEWEST} are needed to compare; --no-compare leaves it out"
         )
     out, original = Output(as_json), Original.load(model)
-    some: dict[str, Any] = {} if layers is None else {"layers": written_value(layers)}
+    some: dict[str, Any] = {} if layers is None else {"layers": parse_value(layers)}
     some |= {} if submodel is None else {"submodel": submodel}
     chosen = given_encoding(encoding, option or [])
     converted = hf_posenc.convert(
@@ -158,7 +158,7 @@ def _questions(
     if pairs:
         return pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} queries of your own find their documents"
     # The last ones: calibration takes its texts from the beginning.
-    return model_comparison.own_pairs(embedder(original, tokenizer), texts[-DOCUMENTS:])
+    return model_comparison.synthetic_pairs(embedder(original, tokenizer), texts[-DOCUMENTS:])
 
 
 def _compare(

@@ -117,11 +117,11 @@ def _retrieval(
     first = next(iter(embedders.values()))
     about = f"{len(pairs)} queries of your own"
     if not pairs:
-        pairs, about = model_comparison.own_pairs(first, texts)
+        pairs, about = model_comparison.synthetic_pairs(first, texts)
     if not lengths:
         lengths = model_comparison.lengths_of(first, [pair.document for pair in pairs], None)
         out.message(model_comparison.REACH)
-    found = model_comparison.side_by_side(embedders, pairs, lengths)
+    found = model_comparison.compare_models(embedders, pairs, lengths)
     out.result(by_length(found, f"{about}: MRR, and how much better than the first"))
     return {
         "questions": about,

@@ -16,7 +16,7 @@ from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.architectures.find import submodels_of
 from hf_posenc.cli.output import Output
 from hf_posenc.configuration import V4_RELATIVE
-from hf_posenc.encodings import canonical, encoding_class, meant, shown
+from hf_posenc.encodings import canonical, did_you_mean, encoding_class, short_repr
 from hf_posenc.evaluation.retrieval import Embedder, pooling
 from hf_posenc.hub.cards import architecture
 from hf_posenc.inspection import Report
@@ -94,8 +94,8 @@ def asks_for_its_own(model: str, encoding: dict[str, Any]) -> bool:
         return False
     if encoding.keys() != {"type"} or canonical(encoding) != canonical(kind):
         raise ValueError(
-            f"{model} has the vectors of {kind!r} from Transformers v4, with which {shown(encoding)} doesn't go: give {kind}, "
-            "without options"
+            f"{model} has the vectors of {kind!r} from Transformers v4, with which {short_repr(encoding)} doesn't go: give "
+            f"{kind}, without options"
         )
     return True
 
@@ -145,7 +145,7 @@ def _load_sentences(model: str) -> Any:
     kind = about.get("model_type", SENTENCE_CLASSES[0])
     if kind not in SENTENCE_CLASSES:
         raise ValueError(
-            f"{SENTENCES} of {model} has model_type {kind!r}{meant(kind, SENTENCE_CLASSES)}: allowed is "
+            f"{SENTENCES} of {model} has model_type {kind!r}{did_you_mean(kind, SENTENCE_CLASSES)}: allowed is "
             f"{', '.join(SENTENCE_CLASSES)}"
         )
     check_sentence_modules(model)

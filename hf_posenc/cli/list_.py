@@ -46,7 +46,7 @@ def _table(rows: dict[str, catalog.Entry]) -> Table:
         facts = ", ".join(f"[dim]{heading}:[/] {escape(fact)}" for heading, fact in [*row.facts().items()][1:])
         cells = (
             [f"[bold]{name}[/]", *aliases],
-            [*row.acts_by],
+            [*row.mechanisms],
             [*filter(None, [escape(row.title)]), facts, *options, *row.papers],
         )
         table.add_row(*(Text.from_markup("\n".join(cell)) for cell in cells))

@@ -24,8 +24,8 @@ from hf_posenc.cli.arguments import (
 )
 from hf_posenc.cli.folders import SENTENCE_CLASSES, Original, asks_for_its_own, check_output_dir, load_v4, save
 from hf_posenc.cli.output import AsJson, Output
-from hf_posenc.configuration import lost_within
-from hf_posenc.encodings import written_value
+from hf_posenc.configuration import dropped_v4_relative_within
+from hf_posenc.encodings import parse_value
 
 
 @app.command("patch")
@@ -60,16 +60,16 @@ def patch(
     out, chosen = Output(as_json), given_encoding(encoding, option or [])
     if asks_for_its_own(model, chosen):
         others = {"--layers": layers, "--submodel": submodel, "--where": where, "--inject": inject != "input" or None}
-        if meant := [name for name, value in others.items() if value is not None]:
-            raise ValueError(f"{meant[0]} can't be given for the relative positions that {model} has: leave it out")
+        if did_you_mean := [name for name, value in others.items() if value is not None]:
+            raise ValueError(f"{did_you_mean[0]} can't be given for the relative positions that {model} has: leave it out")
         original, with_vectors = load_v4(model, max_length)
         saved = save(out, with_vectors, original, output_dir)
         out.message("These are the checkpoint's own vectors of distances: its outputs are those of Transformers v4.")
         out.document(saved)
         return
-    some = {} if layers is None else {"layers": written_value(layers)}
+    some = {} if layers is None else {"layers": parse_value(layers)}
     original = Original.load(model)
-    wrong = lost_within(original.model)
+    wrong = dropped_v4_relative_within(original.model)
     patched = hf_posenc.patch(
         original.model,
         chosen,

@@ -32,7 +32,7 @@ from hf_posenc.attention.bias_backends import score_bias
 from hf_posenc.attention.dispatch import acting, biases
 from hf_posenc.encodings import PositionContext, PositionEncoding, placed
 
-ROUNDS, STILL = 20, 1e-4
+MAX_IPF_ROUNDS, IPF_TOLERANCE = 20, 1e-4
 """Maximum number of rounds of proportional fitting, and the change of the divergence at which they end."""
 ITERATIONS, BY_GRADIENTS = 30, 8
 """Maximum number of L-BFGS iterations, and of texts which they run on."""
@@ -59,7 +59,7 @@ class Original:
 
 
 @dataclass
-class Call:
+class AttentionRecord:
     """One call of an attention of the patched model.
 
     goal: the original's probabilities, `[N, H, L, L]`. shown: which tokens are real, `[N, L]`.
@@ -160,7 +160,7 @@ def runs(original: Original, stack: Any) -> int:
 
 class _Calibration:
     count: Counter[str]
-    calls: list[Call]
+    calls: list[AttentionRecord]
     gaps: dict[str, list[Tensor]]
 
     def __init__(self, stack: Any, original: Original, shown: Tensor, progress: Callable[[], Any]) -> None:
@@ -188,7 +188,7 @@ class _Calibration:
         modules = {path: self.stack.get_submodule(path) for path in self.original.attentions}
         own = {path: getattr(module, "posenc", None) for path, module in modules.items()}
         for path, module in modules.items():
-            module.posenc = _Watched(own[path], partial(self.attended, path, module))
+            module.posenc = _CallRecorder(own[path], partial(self.attended, path, module))
         try:
             with _hooked(self.stack, dict.fromkeys(self.original.contributions, self.contributed)):
                 yield
@@ -201,7 +201,7 @@ class _Calibration:
     def attended(self, path: str, module: nn.Module, query: Tensor, key: Tensor, context: PositionContext) -> None:
         number = self.count[path]
         self.count[path] += 1
-        encodings = [encoding for encoding in acting(module, context) if not isinstance(encoding, _Watched)]
+        encodings = [encoding for encoding in acting(module, context) if not isinstance(encoding, _CallRecorder)]
         goals = self.original.attentions[path]
         if number == len(goals):
             raise UnsupportedModelError(
@@ -210,7 +210,7 @@ class _Calibration:
                 reason="an attention that hides its probabilities",
                 remedy="patch it, then distil (python -m hf_posenc.training.distill)",
             )
-        call = Call(encodings, query, key, context, goals[number], self.shown)
+        call = AttentionRecord(encodings, query, key, context, goals[number], self.shown)
         if (path, number) not in self.before:
             self.before[path, number] = divergence([call])
         if self.runs == 1:
@@ -234,7 +234,7 @@ class _Calibration:
         return output + gap.to(output.dtype)
 
 
-class _Watched(PositionEncoding):
+class _CallRecorder(PositionEncoding):
     """Stands in an attention beside its own encodings, and sees each call before their biases are computed."""
 
     def __init__(self, own: PositionEncoding | None, watch: Callable[[Tensor, Tensor, PositionContext], None]) -> None:
@@ -253,7 +253,7 @@ def trained(encoding: PositionEncoding) -> list[nn.Parameter]:
     return [parameter for parameter in encoding.parameters() if parameter.requires_grad] if biases(encoding) else []
 
 
-def fit(calls: Sequence[Call]) -> None:
+def fit(calls: Sequence[AttentionRecord]) -> None:
     """Minimise the divergence over these calls by the parameters of all encodings that act in them."""
     encodings = [e for e in dict.fromkeys(e for call in calls for e in call.encodings) if trained(e)]
     dtypes = [next(encoding.parameters()).dtype for encoding in encodings]
@@ -265,7 +265,7 @@ def fit(calls: Sequence[Call]) -> None:
         placed(encoding, next(encoding.parameters()).device, dtype)
 
 
-def divergence(calls: Sequence[Call]) -> float:
+def divergence(calls: Sequence[AttentionRecord]) -> float:
     """KL(original ‖ model) in nats, the mean over heads and real queries."""
     return sum(float(_divergence(*text)) for call in calls for text in call.texts()) / sum(call.queries for call in calls)
 
@@ -274,7 +274,7 @@ def _divergence(goal: Tensor, log_probabilities: Callable[[], Tensor]) -> Tensor
     return F.kl_div(log_probabilities(), goal, reduction="sum")
 
 
-def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[Call]) -> bool:
+def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[AttentionRecord]) -> bool:
     """Iterative proportional fitting. Returns False where a bias isn't one free number for each head and row."""
     length = calls[0].goal.shape[-1]
     distance = torch.arange(1 - length, length, device=calls[0].query.device)
@@ -282,7 +282,7 @@ def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[Ca
         (encoding, encoding.rows(distance), [call for call in calls if encoding in call.encodings]) for encoding in encodings
     ]
     wanted = [_total(_mass(goal, shown) for call in acted for (goal, _), shown in call.numbered()) for _, _, acted in rows]
-    for _ in range(ROUNDS):
+    for _ in range(MAX_IPF_ROUNDS):
         change = 0.0
         for (encoding, row, acted), goal in zip(rows, wanted, strict=True):
             if row is None:
@@ -290,10 +290,10 @@ def _fit_in_proportion(encodings: Sequence[PositionEncoding], calls: Sequence[Ca
             given = _total(_mass(log().exp(), shown) for call in acted for (_, log), shown in call.numbered())
             masses = (mass.new_zeros(len(mass), row_count(encoding)).index_add_(1, row, mass) for mass in (goal, given))
             before, now = (mass.clamp(min=LEAST) for mass in masses)
-            if not encoding.raise_bias((before / now).log()):
+            if not encoding.add_to_bias_rows((before / now).log()):
                 return False
             change = max(change, float((before - now).abs().sum() / before.sum()))
-        if change < STILL:
+        if change < IPF_TOLERANCE:
             break
     return True
 
@@ -320,9 +320,11 @@ def _mass(probabilities: Tensor, shown: Tensor) -> Tensor:
     return padded.flatten(1)[:, :-length].unflatten(1, (length, -1)).sum(1)
 
 
-def _fit_by_gradients(encodings: Sequence[PositionEncoding], calls: Sequence[Call]) -> None:
+def _fit_by_gradients(encodings: Sequence[PositionEncoding], calls: Sequence[AttentionRecord]) -> None:
     parameters = [parameter for encoding in encodings for parameter in trained(encoding)]
-    optimizer = torch.optim.LBFGS(parameters, max_iter=ITERATIONS, tolerance_change=STILL, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=ITERATIONS, tolerance_change=IPF_TOLERANCE, line_search_fn="strong_wolfe"
+    )
 
     def loss() -> float:
         optimizer.zero_grad()

@@ -19,11 +19,11 @@ from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.configuration import Calibration
 from hf_posenc.conversion import calibration
 from hf_posenc.conversion.patching import patch, refuse
-from hf_posenc.encodings import PositionEncoding, encoding_class, mark, shown
+from hf_posenc.encodings import PositionEncoding, encoding_class, mark, short_repr
 from hf_posenc.inspection import inspect
 from hf_posenc.modeling import offsets
 from hf_posenc.modeling.derived import PosEncModelMixin
-from hf_posenc.modeling.parameter_sharing import twin_of
+from hf_posenc.modeling.parameter_sharing import clone_sharing_parameters
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known, required_tokenizer
 from hf_posenc.signatures import reads_tokens
@@ -85,7 +85,7 @@ def convert(
                 "from_v4 read, and let hf_posenc.training.distill train it with this model as --teacher"
             )
         raise ValueError(f"this model has the {held.type!r} encoding already, so it is no original: {way}")
-    specs.refuse_lost(model, "it is no original to calibrate against")
+    specs.raise_if_v4_relative(model, "it is no original to calibrate against")
     # What is made in inference mode could not be trained, and tensors here lie beside the model's or on the CPU.
     device: Any = model.device
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.device("cpu"):
@@ -95,7 +95,7 @@ def convert(
 def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length: int | None, options: dict[str, Any]) -> Any:
     patched: Any = patch(model, encoding, max_length=max_length, **_with_own_layers(encoding, options))
     spec = patched.config.position_spec
-    if {*spec.encoding.acts_by()} == {"embed"}:
+    if {*spec.encoding.mechanisms()} == {"embed"}:
         raise ValueError(
             f"{spec.type!r} acts by vectors that are added to the inputs alone, and calibration fits what acts in attention: "
             "take an encoding that biases, or patch and train (python -m hf_posenc.training.distill)"
@@ -148,7 +148,7 @@ def _with_own_layers(encoding: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def _twin(model: Any) -> Any:
     """The model with the same parameters, ready to give out its attention, so that the given one isn't touched."""
-    twin = twin_of(model)
+    twin = clone_sharing_parameters(model)
     twin.set_attn_implementation("eager")
     return twin.eval()
 
@@ -193,7 +193,7 @@ def _batches(texts: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict
     """The batch to calibrate on, and the one to measure on, which may be empty."""
     if isinstance(texts, (str, Mapping)) or not (hasattr(texts, "__iter__") or hasattr(texts, "__getitem__")):
         raise ValueError(
-            f"texts={shown(texts)[:100]}: allowed is an iterable of strings, or of tokenised batches; of a data set, "
+            f"texts={short_repr(texts)[:100]}: allowed is an iterable of strings, or of tokenised batches; of a data set, "
             "(row['text'] for row in dataset); a file is read by `hf-posenc convert --texts` alone"
         )
     rows = list(itertools.islice(_rows(texts, tokenizer, length), READ))
@@ -223,7 +223,8 @@ def _rows(texts: Any, tokenizer: Any, length: int) -> Any:
             rows = [{name: given[name][i][kept].cpu() for name in names} for i, kept in enumerate(calibration.shown_in(given))]
         else:
             raise ValueError(
-                f"texts holds {shown(given)[:100]}: allowed are strings (of a data set, (row['text'] for row in dataset)), or "
+                f"texts holds {short_repr(given)[:100]}: allowed are strings (of a data set, (row['text'] for row in "
+                f"dataset)), or "
                 "batches of tensors of one shape [N, L], input_ids and, if need be, attention_mask and token_type_ids "
                 "(tokenizer(texts, padding=True, return_tensors='pt'))"
             )

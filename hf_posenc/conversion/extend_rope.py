@@ -8,12 +8,12 @@ from torch import nn
 
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.configuration import LENGTH_FIELD
-from hf_posenc.conversion.extend_target import Host
+from hf_posenc.conversion.extend_target import ExtensionTarget
 from hf_posenc.conversion.patching import patch
-from hf_posenc.encodings import Geometry, encoding_class, listed
+from hf_posenc.encodings import Geometry, encoding_class, quoted
 from hf_posenc.encodings.frequency_rules import ALL, EXTENDING, ORIGINAL, extended
 from hf_posenc.encodings.interpolation import DYNAMIC, GROUPED
-from hf_posenc.modeling.parameter_sharing import share, shell, twin_of
+from hf_posenc.modeling.parameter_sharing import build_on_meta, clone_sharing_parameters, share_parameters
 
 ROPE = "rope_parameters"
 """The config field of rotary positions: one rule's parameters, or those of each type of layer by its name."""
@@ -27,13 +27,13 @@ SAME = 1e-3
 """The part of what positions change at all by which two ways of computing them may differ in float32."""
 
 
-def with_other_rotations(host: Host) -> Any:
+def with_other_rotations(host: ExtensionTarget) -> Any:
     """A model of the same class whose config has other parameters of its rotations; a patched one with `rope` where no config
     says them, or where tokens far away are to be grouped. Raises ValueError, UnsupportedModelError."""
     name, asked = type(host.model).__name__, host.asked
     if asked.method not in ROTARY:
         raise ValueError(
-            f"method={asked.method!r} is one of learned tables, and {name} has rotary positions: allowed is {listed(ROTARY)}"
+            f"method={asked.method!r} is one of learned tables, and {name} has rotary positions: allowed is {quoted(ROTARY)}"
         )
     given = getattr(host.inner.config, ROPE, None)
     modules = {
@@ -53,7 +53,7 @@ def with_other_rotations(host: Host) -> Any:
     return patch(host.model, encoding, max_length=asked.after, submodel=host.submodel)
 
 
-def _with_other_parameters(host: Host, given: dict[str, Any], modules: Mapping[str, nn.Module]) -> Any:
+def _with_other_parameters(host: ExtensionTarget, given: dict[str, Any], modules: Mapping[str, nn.Module]) -> Any:
     asked, rotary = host.asked, next(iter(modules.values()))
     config, own = host.config()
     if _by_layer(given):
@@ -68,18 +68,18 @@ def _with_other_parameters(host: Host, given: dict[str, Any], modules: Mapping[s
     try:
         if hasattr(own, "validate"):
             own.validate()
-        twin = shell(type(host.model), config, like=host.model)
+        twin = build_on_meta(type(host.model), config, like=host.model)
     except Exception as error:  # a host that doesn't have this rule may raise anything
         raise UnsupportedModelError(
             f"{type(host.model).__name__} can't be made with {ROPE}={getattr(own, ROPE)}: {' '.join(str(error).split())}",
             reason="a rule that this host doesn't have",
-            remedy=f"take another of {listed(ROTARY)}",
+            remedy=f"take another of {quoted(ROTARY)}",
         ) from error
-    share(host.model, twin, anew=modules)
+    share_parameters(host.model, twin, rebuilt=modules)
     return twin
 
 
-def _checked(given: dict[str, Any], host: Host, rotated: int) -> dict[str, Any]:
+def _checked(given: dict[str, Any], host: ExtensionTarget, rotated: int) -> dict[str, Any]:
     """`rope_parameters` for longer inputs. Raises ValueError for settings that `rope` would refuse as well."""
     longer, rope = extended(given, host.asked, rotated), encoding_class("rope")
     options = {name: longer[name] for name in ALL[longer["rope_type"]] if longer.get(name) is not None}
@@ -118,7 +118,7 @@ def _options(config: Any, given: dict[str, Any] | None) -> dict[str, Any] | None
     return {**options, "theta": given.get("rope_theta"), "partial_rotary_factor": given.get("partial_rotary_factor", 1.0)}
 
 
-def _by_type_of_layer(host: Host, given: dict[str, Any] | None) -> Parts:
+def _by_type_of_layer(host: ExtensionTarget, given: dict[str, Any] | None) -> Parts:
     """SelfExtend for the layers whose tokens see all others, and `rope` for those that see nearby ones."""
     config = host.inner.config
     if given is None or not _by_layer(given):
@@ -135,19 +135,19 @@ def _by_type_of_layer(host: Host, given: dict[str, Any] | None) -> Parts:
     return parts
 
 
-def _grouped(host: Host, options: dict[str, Any] | None, layers: dict[str, Any]) -> dict[str, Any] | None:
+def _grouped(host: ExtensionTarget, options: dict[str, Any] | None, layers: dict[str, Any]) -> dict[str, Any] | None:
     longer = None if options is None else encoding_class("self_extend").extended(options, host.asked, host.geometry)
     return None if longer is None else {**longer, **layers}
 
 
-def _as_it_turns(host: Host, parts: Parts) -> dict[str, Any]:
+def _as_it_turns(host: ExtensionTarget, parts: Parts) -> dict[str, Any]:
     """The encoding, with the layout of pairs, by which a model gives for a few tokens what it gives by itself: both are asked.
 
     Raises UnsupportedModelError where there is none.
     """
     if parts and None not in parts.values():
         without = patch(host.model, "none", submodel=host.submodel)
-        expected = host.answer(twin_of(host.model), FEW)
+        expected = host.answer(clone_sharing_parameters(host.model), FEW)
         changed = (host.answer(without, FEW) - expected).abs().max()
         tolerance = max(SAME, 16 * torch.finfo(expected.dtype).eps)
         for layout in ("half", "interleaved"):
@@ -157,7 +157,7 @@ def _as_it_turns(host: Host, parts: Parts) -> dict[str, Any]:
             if (answer - expected).abs().max() < tolerance * changed:
                 return encoding
     raise UnsupportedModelError(
-        f"no options of {listed([*parts])} turn queries and keys as {type(host.model).__name__} does in all its layers",
+        f"no options of {quoted([*parts])} turn queries and keys as {type(host.model).__name__} does in all its layers",
         reason="rotations of its own kind",
-        remedy=f"take one of {listed(EXTENDING)} where its config has {ROPE}",
+        remedy=f"take one of {quoted(EXTENDING)} where its config has {ROPE}",
     )

@@ -9,11 +9,11 @@ from hf_posenc import configuration as specs
 from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
-from hf_posenc.conversion.extend_target import Host
+from hf_posenc.conversion.extend_target import ExtensionTarget
 from hf_posenc.conversion.patching import patch
-from hf_posenc.encodings import listed
+from hf_posenc.encodings import quoted
 from hf_posenc.encodings.interpolation import DYNAMIC, STATIC
-from hf_posenc.modeling.parameter_sharing import share, shell, twin_of
+from hf_posenc.modeling.parameter_sharing import build_on_meta, clone_sharing_parameters, share_parameters
 
 NO_FIELD = "a table whose length no config says"
 BESIDE = "positions beside a table"
@@ -24,13 +24,13 @@ BIASES = "t5"
 """The encoding of biases that can stand beside a table (MPNet)."""
 
 
-def with_longer_tables(host: Host) -> Any:
+def with_longer_tables(host: ExtensionTarget) -> Any:
     """A model of the same class with longer tables. Raises ValueError, UnsupportedModelError."""
     name, asked = type(host.model).__name__, host.asked
     if asked.method not in STATIC:
         raise ValueError(
             f"method={asked.method!r} is one of rotary positions, and {name} has a learned table: allowed is "
-            f"{listed((*STATIC, DYNAMIC))}"
+            f"{quoted((*STATIC, DYNAMIC))}"
         )
     longer = dict[str, nn.Parameter]()
     for path, found in host.stacks.items():
@@ -44,12 +44,12 @@ def with_longer_tables(host: Host) -> Any:
             if source.learned_table is not None:
                 key, first = source.learned_table
                 old = found.stack.get_parameter(key)
-                rows = torch.cat([old.detach()[:first], asked.stretched(old.detach()[first : first + asked.before])])
+                rows = torch.cat([old.detach()[:first], asked.interpolate_table(old.detach()[first : first + asked.before])])
                 longer[f"{path}.{key}".lstrip(".")] = nn.Parameter(rows, requires_grad=old.requires_grad)
     config, own = host.config()
     if specs.length_of(own) is not None:
         setattr(own, LENGTH_FIELD, getattr(own, LENGTH_FIELD) + asked.after - asked.before)
-    twin = shell(type(host.model), config, like=host.model)
+    twin = build_on_meta(type(host.model), config, like=host.model)
     for path, there in twin.named_parameters():
         if (given := longer.get(path, host.model.get_parameter(path))).shape != there.shape:
             raise UnsupportedModelError(
@@ -60,11 +60,11 @@ def with_longer_tables(host: Host) -> Any:
     for path, parameter in longer.items():
         module, _, key = path.rpartition(".")
         twin.get_submodule(module)._parameters[key] = parameter
-    share(host.model, twin, anew={path.rpartition(".")[0] for path in longer})
+    share_parameters(host.model, twin, rebuilt={path.rpartition(".")[0] for path in longer})
     return twin
 
 
-def stretched_by_length(host: Host) -> Any:
+def stretched_by_length(host: ExtensionTarget) -> Any:
     """A patched model whose `learned` encoding has the host's table, over which it stretches longer texts; biases of the host's
     beside it go on as `t5`."""
     asked = host.asked
@@ -78,7 +78,7 @@ def stretched_by_length(host: Host) -> Any:
         )
     learned = {"init": "host", "trained_rows": asked.before}
     encoding = {"type": "learned", **learned}
-    if beside := [source for found in host.stacks.values() for source in found.sources if not source.takes_vectors]:
+    if beside := [source for found in host.stacks.values() for source in found.sources if not source.accepts_embeddings]:
         if any(source.encoding != BIASES for source in beside):
             raise _would_be_lost(host, beside)
         rows = {len(source.module.get_parameter("weight")) for source in beside}
@@ -95,7 +95,7 @@ def stretched_by_length(host: Host) -> Any:
                 if source in beside:
                     _take_over(source.module.get_parameter("weight"), stack.posenc.get_submodule(BIASES))
     if beside:
-        expected = host.answer(twin_of(host.model), asked.before)
+        expected = host.answer(clone_sharing_parameters(host.model), asked.before)
         if not torch.allclose(host.answer(patched, asked.before), expected, atol=SAME * float(expected.std())):
             raise _would_be_lost(host, beside)
     return patched
@@ -107,7 +107,7 @@ def _take_over(weight: nn.Parameter, biases: nn.Module) -> None:
     biases.requires_grad_(weight.requires_grad)
 
 
-def _would_be_lost(host: Host, beside: list[PositionComponent]) -> UnsupportedModelError:
+def _would_be_lost(host: ExtensionTarget, beside: list[PositionComponent]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{type(host.model).__name__} has positions beside its table, {beside[0].path}, which method={DYNAMIC!r} would take "
         "out",

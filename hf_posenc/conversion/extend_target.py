@@ -11,12 +11,12 @@ from torch import Tensor
 from hf_posenc.architectures import find
 from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.structure import Structure
-from hf_posenc.encodings import Geometry, listed
+from hf_posenc.encodings import Geometry, quoted
 from hf_posenc.encodings.interpolation import DYNAMIC, Extension
 
 
 @dataclass(frozen=True)
-class Host:
+class ExtensionTarget:
     """A stock model that is to be made longer, and what was asked of it.
 
     model: the whole. inner: the model within it whose positions are meant, or the whole; path, submodel: where that is, in
@@ -32,7 +32,9 @@ class Host:
     asked: Extension
 
     @classmethod
-    def find(cls, model: Any, max_length: int, method: str, settings: dict[str, Any], submodel: str | None) -> "Host":
+    def find(
+        cls, model: Any, max_length: int, method: str, settings: dict[str, Any], submodel: str | None
+    ) -> "ExtensionTarget":
         """Raises ValueError for a shorter length, UnsupportedModelError for positions without an end."""
         inner = model if submodel is None else find.submodel(model, submodel)
         path = next(name for name, module in model.named_modules() if module is inner)
@@ -60,7 +62,7 @@ class Host:
         return [source for source, found in sources if source.usable_length(found.stack.config) is not None]
 
     def refuse_other_sources(self) -> None:
-        kinds = listed(sorted({source.encoding for source in self.limiting}))
+        kinds = quoted(sorted({source.encoding for source in self.limiting}))
         raise UnsupportedModelError(
             f"{type(self.inner).__name__} has neither a learned table of the positions of tokens nor rotations alone ({kinds})",
             reason="positions that no method makes longer",

@@ -15,31 +15,31 @@ from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.conversion.extend_rope import ROTARY, with_other_rotations
 from hf_posenc.conversion.extend_tables import stretched_by_length, with_longer_tables
-from hf_posenc.conversion.extend_target import Host
+from hf_posenc.conversion.extend_target import ExtensionTarget
 from hf_posenc.conversion.patching import refuse
 from hf_posenc.encodings import (
     Geometry,
     PositionEncoding,
     checked_max_length,
+    did_you_mean,
     encoding_class,
-    listed,
+    initialize_missing,
     marked_as_loaded,
-    meant,
     options_of,
-    refill,
-    shown,
+    quoted,
+    short_repr,
 )
 from hf_posenc.encodings.interpolation import DYNAMIC, STATIC, Extension
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding
-from hf_posenc.modeling.parameter_sharing import refuse_wrapped, share, shell
+from hf_posenc.modeling.parameter_sharing import build_on_meta, refuse_wrapped, share_parameters
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 
 M = TypeVar("M", bound=nn.Module)
 METHODS = tuple(dict.fromkeys((*STATIC, DYNAMIC, *ROTARY)))
 """The methods of `extend`."""
 TABLES = (*STATIC, DYNAMIC)
-CHOICE = f"for learned tables {listed(TABLES)}; for rotary positions {listed(ROTARY)}"
+CHOICE = f"for learned tables {quoted(TABLES)}; for rotary positions {quoted(ROTARY)}"
 
 
 def extend(model: M, max_length: int | None, method: str | None = None, *, submodel: str | None = None, **settings: Any) -> M:
@@ -102,13 +102,13 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
     refuse(model, "extend")
     if submodel is not None and (isinstance(model, PosEncModelMixin) or method is None):
         raise ValueError(
-            f"submodel={shown(submodel)} names a part of a stock model that a method makes longer: leave it out for a patched "
-            "one, whose encoding is where it is"
+            f"submodel={short_repr(submodel)} names a part of a stock model that a method makes longer: leave it out for a "
+            "patched one, whose encoding is where it is"
         )
     if isinstance(model, PosEncModelMixin):
         return _extended_model(model, max_length, method, settings)
-    specs.refuse_lost(model, "it has no positions that could be made longer")
-    host = None if max_length is None else Host.find(model, max_length, method or STATIC[0], settings, submodel)
+    specs.raise_if_v4_relative(model, "it has no positions that could be made longer")
+    host = None if max_length is None else ExtensionTarget.find(model, max_length, method or STATIC[0], settings, submodel)
     if method is None or host is None:
         raise ValueError(
             f"{type(model).__name__} is not patched, and its own positions need a method to go on, {CHOICE}: docs/longer.md "
@@ -117,7 +117,7 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
     return _extended_host(host)
 
 
-def _extended_host(host: Host) -> Any:
+def _extended_host(host: ExtensionTarget) -> Any:
     reads_tokens = all(found.tokens is not None for found in host.stacks.values())
     if reads_tokens and all(source.learned_table is not None for source in host.limiting):
         return stretched_by_length(host) if host.asked.method == DYNAMIC else with_longer_tables(host)
@@ -129,11 +129,11 @@ def _extended_host(host: Host) -> Any:
 def _check(max_length: int | None, method: str | None, settings: dict[str, Any]) -> None:
     checked_max_length(max_length)
     if method is not None and (not isinstance(method, str) or method not in METHODS):
-        raise ValueError(f"method={shown(method)}{meant(method, METHODS)}: allowed is {CHOICE}")
+        raise ValueError(f"method={short_repr(method)}{did_you_mean(method, METHODS)}: allowed is {CHOICE}")
     if method is not None and max_length is None:
         raise ValueError(f"max_length=None with method={method!r}: give the new longest input in tokens")
     for name, value in settings.items() if method is None else ():
-        raise ValueError(f"{name}={shown(value)}: settings belong to a method; allowed is {CHOICE}")
+        raise ValueError(f"{name}={short_repr(value)}: settings belong to a method; allowed is {CHOICE}")
 
 
 def _extended_layer(layer: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
@@ -148,11 +148,11 @@ def _extended_layer(layer: Any, max_length: int | None, method: str | None, sett
 def _extended_model(model: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
     spec, stack = specs.read(model.config), next(filter(is_patched, model.modules()))
     geometry = stack.posenc.geometry
-    kinds = [(each.type, dict(each.options)) for each in spec.every]
+    kinds = [(each.type, dict(each.options)) for each in spec.all_encodings]
     asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings, spec.host is not None)
     config = copy.deepcopy(model.config)
     # The length field of a model made from scratch is the only thing that tells its trained length, and changes below.
-    options = dict(spec.options) if spec.host else spec.encoding.settled(geometry, dict(spec.options))
+    options = dict(spec.options) if spec.host else spec.encoding.with_explicit_defaults(geometry, dict(spec.options))
     options = _longer(spec.type, options, asked, geometry) or options
     others = {name: _longer_spec(each, asked, geometry) for name, each in spec.others.items()}
     specs.write(config, replace(spec, max_length=max_length, options=options, others=others))
@@ -197,8 +197,8 @@ def _asked(
                 if suited and method is not None:
                     others = "; the host's own go on by others, hf_posenc.unpatch(model)" if of_stock else ""
                     raise ValueError(
-                        f"method={method!r}: {name!r} has positions of its own making here, {shown(given)}, which go on by "
-                        f"{listed(suited)} alone{others}"
+                        f"method={method!r}: {name!r} has positions of its own making here, {short_repr(given)}, which go "
+                        f"on by {quoted(suited)} alone{others}"
                     )
                 raise _made_for_its_length(name, suited)
     if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds):
@@ -227,12 +227,12 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
 
     Raises ValueError where an encoding doesn't say what these hold.
     """
-    twin = shell(type(model), config, like=model)
+    twin = build_on_meta(type(model), config, like=model)
     ours, theirs = _within_encodings(twin), _within_encodings(model)
     sizes, before = ({path: _sizes(each) for path, each in found.items()} for found in (ours, theirs))
     if asked is None and sizes != before:
         raise _made_for_its_length(config.position_encoding["type"])
-    share(model, twin)
+    share_parameters(model, twin)
     shared: list[torch.Tensor] = []
     for path in ours.keys() & theirs.keys():
         module, other = ours[path], theirs[path]
@@ -246,13 +246,13 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
                 module._buffers[key] = torch.empty_like(buffer) if computed else buffer
                 shared += [] if computed or buffer is None else [buffer]
         if asked is not None and isinstance(module, PositionEncoding):
-            module.lengthen(other, asked)
+            module.load_from_shorter(other, asked)
         shared += [parameter for parameter in module._parameters.values() if parameter is not None]
     left = (parameter for module in ours.values() for parameter in module._parameters.values())
     if any(parameter is not None and parameter.is_meta for parameter in left):
         raise _made_for_its_length(config.position_encoding["type"])
     with marked_as_loaded(shared):
-        refill(module for module in twin.modules() if isinstance(module, PositionEncoding))
+        initialize_missing(module for module in twin.modules() if isinstance(module, PositionEncoding))
     return twin
 
 
@@ -270,7 +270,7 @@ def _sizes(module: nn.Module) -> dict[str, torch.Size]:
 def _made_for_its_length(kind: str, methods: Sequence[str] = ()) -> ValueError:
     """methods: those by which its table can be made longer."""
     anew = "more of them have to be trained anew: hf_posenc.patch(hf_posenc.unpatch(model), …, max_length=…)"
-    more = f"give a method by which a table is made longer, {listed(methods)}" if methods else anew
+    more = f"give a method by which a table is made longer, {quoted(methods)}" if methods else anew
     return ValueError(
         f"the positions of {kind!r} are made for its max_length: {more}; or take an encoding without a limit of its own"
     )

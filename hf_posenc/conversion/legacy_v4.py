@@ -18,14 +18,14 @@ from hf_posenc import configuration as specs
 from hf_posenc.architectures import find
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.configuration import LENGTH_FIELD, V4_RELATIVE, PositionSpec
-from hf_posenc.encodings import encoding_class, shown
+from hf_posenc.encodings import encoding_class, short_repr
 from hf_posenc.modeling import parameter_sharing
 from hf_posenc.modeling.derived import derive
 from hf_posenc.serialization.mixins import EncodingModelMixin
 from hf_posenc.serialization.saved_files import load_config, read_config
 
 TABLE = "distance_embedding.weight"
-SERVED = (
+VERIFIED_TYPES = (
     *(
         "albert",
         "bert",
@@ -42,7 +42,7 @@ SERVED = (
     *("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
 """Model types whose outputs and gradients are compared with those of Transformers 4.57 (tools/v4_checkpoints.py)."""
-ABSOLUTE_TOO = ("bert-generation",)
+WITH_ABSOLUTE_TABLE = ("bert-generation",)
 """Those of which v4 adds the absolute positions as well; of all others it doesn't use their table."""
 AFTER_SCALING = ("albert",)
 """Those of which v4 adds the products to scores that are scaled already, so that ours have vectors sqrt(head_dim) as long."""
@@ -152,13 +152,14 @@ def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
         )
     if kind not in V4_RELATIVE:
         raise ValueError(
-            f"{path} has position_embedding_type={shown(kind)}, and from_v4 is for {' and '.join(map(repr, V4_RELATIVE))}: "
+            f"{path} has position_embedding_type={short_repr(kind)}, and from_v4 is for "
+            f"{' and '.join(map(repr, V4_RELATIVE))}: "
             "load it with from_pretrained"
         )
-    if model_type not in SERVED:
+    if model_type not in VERIFIED_TYPES:
         raise UnsupportedModelError(
-            f"{path} is a {shown(model_type)} model, and relative positions of v4 are compared with v4's outputs for "
-            f"{', '.join(SERVED)} alone (docs/v4.md): run it with Transformers 4.57"
+            f"{path} is a {short_repr(model_type)} model, and relative positions of v4 are compared with v4's outputs for "
+            f"{', '.join(VERIFIED_TYPES)} alone (docs/v4.md): run it with Transformers 4.57"
         )
     if (model_type, kind) == ("esm", "relative_key_query"):
         raise UnsupportedModelError(
@@ -171,7 +172,7 @@ def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
 def _model_class(auto_class: Any, config: PreTrainedConfig) -> Any:
     """The stock class that an Auto class loads for a config, or the class itself."""
     if isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel):
-        auto_class = getattr(auto_class, "host_class", auto_class)
+        auto_class = getattr(auto_class, "original_class", auto_class)
         if auto_class.config_class is type(config):
             return auto_class
         raise ValueError(
@@ -190,8 +191,8 @@ def _model_class(auto_class: Any, config: PreTrainedConfig) -> Any:
 def _spec(kind: str, config: Any, host: Any, max_length: int | None) -> PositionSpec:
     """The encoding that has the vectors of a checkpoint."""
     rows = getattr(config, LENGTH_FIELD)
-    usable = next(iter(find.find_all(parameter_sharing.shell(host, config)).values())).usable_length
-    if config.model_type not in ABSOLUTE_TOO:
+    usable = next(iter(find.find_all(parameter_sharing.build_on_meta(host, config)).values())).usable_length
+    if config.model_type not in WITH_ABSOLUTE_TABLE:
         length = usable if max_length is None else max_length
         return PositionSpec.parse({"type": kind, "max_distance": rows - 1, "max_length": length})
     if max_length not in (None, usable):
@@ -236,7 +237,7 @@ def _in_v4(name: str) -> str:
 
 def _as_ours(model: Any, kind: str) -> None:
     """Make the vectors that were loaded those of our encoding, which counts in the other direction."""
-    after_scaling = type(model.config).host_class.model_type in AFTER_SCALING
+    after_scaling = type(model.config).original_class.model_type in AFTER_SCALING
     tables: list[Any] = [module.weight for module in model.modules() if type(module) is encoding_class(kind)]
     with torch.no_grad():
         for table in tables:

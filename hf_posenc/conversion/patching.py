@@ -116,7 +116,7 @@ def unpatch(model: M) -> M:
     refuse(model, "unpatch")
     if not isinstance(model, PosEncModelMixin):
         raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
-    return to_stock(model, type(model).host_class)
+    return to_stock(model, type(model).original_class)
 
 
 def refuse_own_config(model: Any) -> None:

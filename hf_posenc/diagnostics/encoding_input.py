@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from hf_posenc.encodings import (
-    Above,
     Geometry,
+    GreaterThan,
     PositionContext,
     PositionEncoding,
     build,
     canonical,
     checked_value,
     encoding_class,
-    exclusively,
-    listed,
+    global_rng_lock,
     placed,
+    quoted,
 )
 from hf_posenc.modeling.embedding import PositionEmbedding
 
@@ -31,8 +31,8 @@ Quantity = Literal["vectors", "scores"]
 ON_SCORES = {"rotate", "distance_bias", "score_bias"}
 EXACT = torch.float64
 OF_ATTENTIONS = "of an encoding that each attention has for itself (per_layer) give that of one attention"
-POSITIVE, SEVERAL = Annotated[int, Above(0)], Annotated[int, Above(1)]
-POSITIVES = tuple[Annotated[int, Above(0)], ...]
+POSITIVE, SEVERAL = Annotated[int, GreaterThan(0)], Annotated[int, GreaterThan(1)]
+POSITIVES = tuple[Annotated[int, GreaterThan(0)], ...]
 
 
 class Sizes(TypedDict, total=False):
@@ -62,7 +62,7 @@ class Subject:
 
     @property
     def verbs(self) -> tuple[str, ...]:
-        return self.encoding.acts_by(self.encoding._options)
+        return self.encoding.mechanisms(self.encoding._options)
 
     @property
     def is_causal(self) -> bool:
@@ -76,7 +76,7 @@ class Subject:
             raise ValueError(f"this module does nothing to positions: {OF_ATTENTIONS}")
         if asked is not None and asked not in known:
             acts = f"acts by {', '.join(self.verbs)}" if self.verbs else "does nothing to positions"
-            raise ValueError(f"quantity={asked!r}: {self.name!r} {acts}, of which {listed(known) or 'nothing'} can be measured")
+            raise ValueError(f"quantity={asked!r}: {self.name!r} {acts}, of which {quoted(known) or 'nothing'} can be measured")
         if not known:
             raise ValueError(
                 f"{self.name!r} acts by {', '.join(self.verbs) or 'nothing'}: there are neither vectors nor scores to measure; "
@@ -99,7 +99,7 @@ class Subject:
         classes, here = type(self.encoding).component_classes(), self.encoding.named_parts()
         if len(classes) < 2:
             return {}
-        return {name: cls.acts_by(self.encoding._options[name]) for name, cls in classes.items() if name not in here}
+        return {name: cls.mechanisms(self.encoding._options[name]) for name, cls in classes.items() if name not in here}
 
     @torch.no_grad()
     def vectors(self, dtype: torch.dtype = EXACT) -> Tensor:
@@ -212,6 +212,6 @@ def _built(
         max_length=max(512, length) if max_length is None else max_length,
         is_causal=any(part.causal_only for part in parts) if causal is None else causal,
     )
-    with exclusively(), torch.random.fork_rng(devices=[]):
+    with global_rng_lock(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return build(encoding, geometry)

@@ -13,7 +13,7 @@ from hf_posenc.diagnostics.encoding_input import POSITIVE, POSITIVES
 from hf_posenc.diagnostics.model_input import Reader, Texts, reader
 from hf_posenc.diagnostics.receptive_fields import sees_later
 from hf_posenc.diagnostics.result import Result
-from hf_posenc.encodings import checked_value, shown
+from hf_posenc.encodings import checked_value, short_repr
 
 Measure = Literal["loss", "masked loss", "cosine"]
 
@@ -108,7 +108,7 @@ def _is_batch(texts: Any) -> bool:
 def _plain(read: Reader, texts: Any) -> list[dict[str, Tensor]]:
     """Whole texts as input_ids, `[1, L]` each, without special tokens."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise ValueError(f"texts={shown(texts)[:100]}: allowed are several strings, or a batch of input_ids")
+        raise ValueError(f"texts={short_repr(texts)[:100]}: allowed are several strings, or a batch of input_ids")
     encode = read.asked_tokenizer()
     ids = [encode(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     if not ids:
@@ -146,7 +146,7 @@ def is_language_model(model: Any) -> bool:
 
 
 def _class_name(model: Any) -> str:
-    return getattr(type(model), "host_class", type(model)).__name__
+    return getattr(type(model), "original_class", type(model)).__name__
 
 
 def _measure(read: Reader, row: Mapping[str, Tensor]) -> Measure:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.encodings import Above, checked_value, shown
+from hf_posenc.encodings import GreaterThan, checked_value, short_repr
 from hf_posenc.inspection import inspect
 from hf_posenc.modeling.sentence_transformers import is_sentence_transformer
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
@@ -70,7 +70,7 @@ class Reader:
         inputs.
         """
         if length is not None:
-            checked_value("length", length, Annotated[int, Above(least - 1)])
+            checked_value("length", length, Annotated[int, GreaterThan(least - 1)])
             length = length if self.usable is None else min(length, self.usable)
         rows = list(self._rows(texts, length))
         if not rows:
@@ -106,10 +106,10 @@ class Reader:
                 yield {name: texts[name][row][kept][None, :length] for name in names}
             return
         if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise ValueError(f"texts={shown(texts)[:100]}: allowed are several strings, or a batch of input_ids")
+            raise ValueError(f"texts={short_repr(texts)[:100]}: allowed are several strings, or a batch of input_ids")
         for text in texts:
             if not isinstance(text, str):
-                raise ValueError(f"texts holds {shown(text)[:100]}: allowed are strings, or one batch of input_ids")
+                raise ValueError(f"texts holds {short_repr(text)[:100]}: allowed are strings, or one batch of input_ids")
             given = self.asked_tokenizer()(text, truncation=length is not None, max_length=length)
             yield {name: torch.tensor([given[name]]) for name in FROM_BATCHES if name in given}
 
@@ -163,7 +163,7 @@ def reader(model: Any, tokenizer: Any = None) -> Reader:
     if getattr(model.config, "is_encoder_decoder", False) and model.get_encoder() is not model:
         raise ValueError(f"{name} has an encoder and a decoder: give its encoder, model.get_encoder()")
     if tokenizer is not None and not (isinstance(tokenizer, PreTrainedTokenizerBase) or callable(tokenizer)):
-        raise ValueError(f"tokenizer={shown(tokenizer)[:100]}: allowed is a tokenizer of Transformers")
+        raise ValueError(f"tokenizer={short_repr(tokenizer)[:100]}: allowed is a tokenizer of Transformers")
     if not reads_tokens(model.base_model):
         raise ValueError(f"{name} reads no tokens: give the part of it that reads text, as model.text_model")
     # Found in the memo, tensors are taken as they are; modules, hooks and the config are copied.

@@ -7,28 +7,28 @@ from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.construction import (
     build,
     build_within_limits,
-    exclusively,
+    global_rng_lock,
+    initialize_missing,
     is_marked,
     mark,
     marked_as_loaded,
     placed,
-    refill,
     without_values,
 )
 from hf_posenc.encodings.context import PositionContext, counted, length_of, positions_of
-from hf_posenc.encodings.mapped_tables import StoredTensor, names_in
+from hf_posenc.encodings.mapped_tables import StoredTensor, names_in_code
 from hf_posenc.encodings.options import (
-    Above,
+    GreaterThan,
     at_most,
     check_size,
     checked_max_length,
     checked_value,
     described,
-    listed,
-    meant,
+    did_you_mean,
+    parse_value,
+    quoted,
     refuse_oversized,
-    shown,
-    written_value,
+    short_repr,
 )
 from hf_posenc.encodings.registry import (
     canonical,
@@ -43,7 +43,7 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "Above",
+    "GreaterThan",
     "Geometry",
     "PositionContext",
     "PositionEncoding",
@@ -58,23 +58,23 @@ __all__ = [
     "counted",
     "described",
     "encoding_class",
-    "exclusively",
+    "global_rng_lock",
     "is_marked",
     "list_encodings",
     "length_of",
-    "listed",
+    "quoted",
     "mark",
     "marked_as_loaded",
-    "meant",
-    "names_in",
+    "did_you_mean",
+    "names_in_code",
     "options_of",
     "overridden",
     "placed",
     "portable",
     "positions_of",
-    "refill",
+    "initialize_missing",
     "refuse_oversized",
-    "shown",
+    "short_repr",
     "without_values",
-    "written_value",
+    "parse_value",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_posenc._compat import accelerate_hook
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import checked_value, listed, meant, names_files, shown
+from hf_posenc.encodings.options import checked_value, did_you_mean, names_files, quoted, short_repr
 
 if TYPE_CHECKING:
     from hf_posenc.encodings.interpolation import Extension
@@ -37,7 +37,7 @@ RESERVED = {
 """Names that neither an encoding nor an option may have."""
 
 
-VERBS = ("embed", "rotate", "distance_bias", "score_bias", "value_bias")
+MECHANISMS = ("embed", "rotate", "distance_bias", "score_bias", "value_bias")
 
 
 BESIDE = ("inject", "keep_original", "layers", "max_length", "where")
@@ -110,9 +110,9 @@ class PositionEncoding(nn.Module):
     """Whether its `score_bias` depends on queries and keys; one of positions alone is the same in all layers that share it."""
     corrects_scores: ClassVar[bool] = False
     """Whether its `score_bias` takes back a part of the product of queries and keys, to which nothing may be done before."""
-    turns_keys: ClassVar[bool] = True
+    rotates_keys: ClassVar[bool] = True
     """Whether its `rotate` changes keys as well as queries."""
-    widens: ClassVar[bool] = False
+    changes_head_dim: ClassVar[bool] = False
     """Whether its `rotate` changes the number of features of queries and keys."""
     axes: ClassVar[int] = 1
     """How many coordinates of a token it takes: 1, or those of `Geometry.axes`, so that other stacks refuse it."""
@@ -132,7 +132,7 @@ class PositionEncoding(nn.Module):
             if not re.fullmatch(r"[A-Za-z0-9]+([_-][A-Za-z0-9]+)*", name) or name in RESERVED:
                 raise ValueError(
                     f"{name!r} can't be the name of an encoding: allowed are letters, digits and single _ or - between them, "
-                    f"but not {listed(sorted(RESERVED))}"
+                    f"but not {quoted(sorted(RESERVED))}"
                 )
             if hasattr(PositionEncoding, name):  # as which a composition would hold it
                 raise ValueError(f"{name!r} can't be the name of an encoding: it is an attribute of all encodings")
@@ -146,7 +146,7 @@ class PositionEncoding(nn.Module):
         cls.type = type
         cls.aliases = aliases if isinstance(aliases, dict) else {name: {} for name in aliases}
         if reserved := RESERVED & set(cls.option_types()):
-            raise ValueError(f"{cls.__qualname__} can't name an option {listed(sorted(reserved))}: those are hf_posenc's own")
+            raise ValueError(f"{cls.__qualname__} can't name an option {quoted(sorted(reserved))}: those are hf_posenc's own")
         if required := sorted(name for name in cls.file_options() if not hasattr(cls, name)):
             raise ValueError(
                 f"{cls.__qualname__}.{required[0]} names a file, and paths aren't saved with a model. Give the option a "
@@ -154,7 +154,7 @@ class PositionEncoding(nn.Module):
             )
         if "forward" in vars(cls):
             raise ValueError(f"{cls.__qualname__} can't define forward, by which hf_posenc calls its verbs: name it otherwise")
-        if "distance_vectors" in vars(cls) and "score_bias" not in cls.acts_by():
+        if "distance_vectors" in vars(cls) and "score_bias" not in cls.mechanisms():
             raise ValueError(
                 f"{cls.__qualname__} defines distance_vectors without score_bias, the verb by which it acts: define that too"
             )
@@ -164,8 +164,8 @@ class PositionEncoding(nn.Module):
                 "class and returns why both can't act in one layer, or None"
             )
         methods = [name for name, value in vars(cls).items() if callable(value) and not hasattr(PositionEncoding, name)]
-        for name in methods if not cls.acts_by() else ():
-            if hint := meant(name, VERBS):
+        for name in methods if not cls.mechanisms() else ():
+            if hint := did_you_mean(name, MECHANISMS):
                 raise ValueError(f"{cls.__qualname__}.{name} is called by nothing{hint}")
         checked_value(f"{cls.__qualname__}.title", cls.title, str)
         checked_value(f"{cls.__qualname__}.paper", cls.paper, tuple[str, ...])
@@ -210,7 +210,7 @@ class PositionEncoding(nn.Module):
             for module, hook in read:
                 hook.post_forward(module, None)
 
-    def anew(self) -> "PositionEncoding | None":
+    def rebuilt(self) -> "PositionEncoding | None":
         """Another module as the class makes it, or None for one whose parts are made by themselves."""
         return type(self)(self.geometry, **(self._options or {}))
 
@@ -250,7 +250,7 @@ class PositionEncoding(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize all parameters and buffers of this module."""
 
-    def adopt(self, table: Tensor | None) -> None:
+    def init_from_original_table(self, table: Tensor | None) -> None:
         """Copy values from the host's own position table, `[rows, D]`, if it has one; called after `reset_parameters`."""
 
     @classmethod
@@ -258,7 +258,7 @@ class PositionEncoding(nn.Module):
         """Checked options by which this encoding serves longer inputs in the way that was asked for; None where it can't."""
         return None
 
-    def lengthen(self, shorter: Any, asked: "Extension") -> None:
+    def load_from_shorter(self, shorter: Any, asked: "Extension") -> None:
         """Take the values of tensors that have other sizes here from a module that was made for shorter inputs."""
 
     def restore(self, find: Callable[[str], "StoredTensor | None"]) -> dict[str, Tensor]:
@@ -280,7 +280,7 @@ class PositionEncoding(nn.Module):
         """The row of parameters that serves each signed distance, `[N] -> [N]` integers; None where no row is of a distance."""
         return None
 
-    def raise_bias(self, amounts: Tensor) -> bool:
+    def add_to_bias_rows(self, amounts: Tensor) -> bool:
         """Add amounts `[H, rows]` to the biases of all distances that a row serves, where each head has one free number for
         each row: calibration then needs no gradients. Returns whether that is so."""
         return False
@@ -315,7 +315,7 @@ class PositionEncoding(nn.Module):
         return False
 
     @classmethod
-    def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
+    def with_explicit_defaults(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
         """Checked options, with those written out that default to the trained length, which a config may lose (`extend`)."""
         return options
 
@@ -325,19 +325,19 @@ class PositionEncoding(nn.Module):
         return {name for name, kind in cls.option_types().items() if names_files(kind)}
 
     @classmethod
-    def acts_by(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    def mechanisms(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
         """The verbs that this class overrides, a subset of embed, rotate, distance_bias, score_bias, value_bias; given checked
         options, those by which it acts under them."""
-        return tuple(verb for verb in VERBS if getattr(cls, verb) is not getattr(PositionEncoding, verb))
+        return tuple(verb for verb in MECHANISMS if getattr(cls, verb) is not getattr(PositionEncoding, verb))
 
-    def needs_weights(self) -> bool:
+    def needs_attention_weights(self) -> bool:
         """Whether it acts by `value_bias`, for which attention has to compute its weights."""
-        return "value_bias" in self.acts_by(self._options)
+        return "value_bias" in self.mechanisms(self._options)
 
     @classmethod
     def is_relative(cls) -> bool:
         """Whether only the distances of tokens count."""
-        return cls.acts_by() == ("distance_bias",) if cls.translation_invariant is None else cls.translation_invariant
+        return cls.mechanisms() == ("distance_bias",) if cls.translation_invariant is None else cls.translation_invariant
 
     @classmethod
     def conflict(cls, other: Any) -> str | None:
@@ -345,13 +345,13 @@ class PositionEncoding(nn.Module):
         return None
 
     @classmethod
-    def rotates_anew(cls, options: dict[str, Any]) -> bool:
+    def rotation_depends_on_length(cls, options: dict[str, Any]) -> bool:
         """Whether the rotation of a key changes as its text grows: a cache then stores keys as they are, and all of them are
         rotated at every step."""
         return False
 
     @classmethod
-    def tells_vectors(cls) -> bool:
+    def has_distance_vectors(cls) -> bool:
         """Whether `distance_vectors` tells all that `score_bias` does: no subclass has changed the latter alone."""
         last = next(base for base in cls.__mro__ if {"distance_vectors", "score_bias"} & {*vars(base)})
         return last is not PositionEncoding and "distance_vectors" in vars(last)
@@ -390,7 +390,7 @@ class PositionEncoding(nn.Module):
                 names.update(dict.fromkeys(inspect.get_annotations(base)))
         hints = get_type_hints(cls, include_extras=True)
         types = {name: hints[name] for name in names if ClassVar not in (hints[name], get_origin(hints[name]))}
-        return {**types, "per_layer": bool} if {"distance_bias", "score_bias", "value_bias"} & {*cls.acts_by()} else types
+        return {**types, "per_layer": bool} if {"distance_bias", "score_bias", "value_bias"} & {*cls.mechanisms()} else types
 
     @classmethod
     def checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -399,13 +399,13 @@ class PositionEncoding(nn.Module):
         Raises ValueError for an unknown name, a wrong type or range."""
         allowed = cls.option_types()
         if unknown := sorted(set(options) - set(allowed)):
-            names = ", ".join(f"{shown(name)}{meant(name, (*allowed, *BESIDE))}" for name in unknown[:4])
-            raise ValueError(f"{cls.type!r} has no option {names}; it takes {listed(allowed) or 'no options'}")
+            names = ", ".join(f"{short_repr(name)}{did_you_mean(name, (*allowed, *BESIDE))}" for name in unknown[:4])
+            raise ValueError(f"{cls.type!r} has no option {names}; it takes {quoted(allowed) or 'no options'}")
         missing = [name for name in allowed if name not in options and not hasattr(cls, name)]
         if missing:
-            raise ValueError(f"{cls.type!r} needs the option {listed(missing)}")
+            raise ValueError(f"{cls.type!r} needs the option {quoted(missing)}")
         values = {name: options.get(name, getattr(cls, name, None)) for name in allowed}
-        if "embed" in cls.acts_by() and cls.per_layer_parts(options):
+        if "embed" in cls.mechanisms() and cls.per_layer_parts(options):
             raise ValueError(f"{cls.type!r} embeds, which the stack does once for all layers: per_layer has to be False")
         return {name: checked_value(f"{cls.type}.{name}", values[name], allowed[name]) for name in allowed}
 

@@ -33,7 +33,7 @@ class Entry:
 
     title: str
     aliases: dict[str, dict[str, Any]]
-    acts_by: tuple[str, ...]
+    mechanisms: tuple[str, ...]
     options: dict[str, dict[str, Any]]
     learned: str
     relative: bool
@@ -47,7 +47,7 @@ class Entry:
         """What a table says in words, by the heading of the column."""
         count = f"{self.parameters:,}"
         return {
-            "acts by": ", ".join(self.acts_by) or "–",
+            "acts by": ", ".join(self.mechanisms) or "–",
             "learned": self.learned,
             "relative": "yes" if self.relative else "no",
             "any length": self.any_length,
@@ -63,7 +63,7 @@ def entry(kind: type[PositionEncoding]) -> Entry:
     return Entry(
         title=kind.title,
         aliases=kind.aliases,
-        acts_by=kind.acts_by(),
+        mechanisms=kind.mechanisms(),
         options={
             option: ({"default": getattr(kind, option)} if hasattr(kind, option) else {}) | {"allowed": described(annotation)}
             for option, annotation in kind.option_types().items()

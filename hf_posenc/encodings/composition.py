@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import meant, shown
+from hf_posenc.encodings.options import did_you_mean, short_repr
 
 if TYPE_CHECKING:
     from hf_posenc.encodings.interpolation import Extension
@@ -31,7 +31,7 @@ class Composition(PositionEncoding):
         for name, own in checked.items():
             self.add_module(name, self.parts[name](geometry, **own))
 
-    def anew(self) -> None:
+    def rebuilt(self) -> None:
         return None
 
     @classmethod
@@ -58,9 +58,9 @@ class Composition(PositionEncoding):
     def value_bias(self, weights: Tensor, context: PositionContext) -> Tensor | None:
         return _sum(part("value_bias", weights, context) for part in self.named_parts().values())
 
-    def adopt(self, table: Tensor | None) -> None:
+    def init_from_original_table(self, table: Tensor | None) -> None:
         for part in self.named_parts().values():
-            part.adopt(table)
+            part.init_from_original_table(table)
 
     @classmethod
     def for_stack(cls, geometry: Geometry, **options: Any) -> PositionEncoding:
@@ -87,8 +87,8 @@ class Composition(PositionEncoding):
         return any(part.needs_max_length(geometry) for part in cls.parts.values())
 
     @classmethod
-    def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
-        return {name: part.settled(geometry, options[name]) for name, part in cls.parts.items()}
+    def with_explicit_defaults(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: part.with_explicit_defaults(geometry, options[name]) for name, part in cls.parts.items()}
 
     @classmethod
     def extended(cls, options: dict[str, Any], asked: "Extension", geometry: Geometry) -> dict[str, Any] | None:
@@ -98,14 +98,14 @@ class Composition(PositionEncoding):
         return {name: options[name] if found is None else found for name, found in longer.items()}
 
     @classmethod
-    def rotates_anew(cls, options: dict[str, Any]) -> bool:
-        return any(part.rotates_anew(options.get(name, {})) for name, part in cls.parts.items())
+    def rotation_depends_on_length(cls, options: dict[str, Any]) -> bool:
+        return any(part.rotation_depends_on_length(options.get(name, {})) for name, part in cls.parts.items())
 
     @classmethod
-    def acts_by(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    def mechanisms(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
         given = dict.fromkeys(cls.parts) if options is None else options
-        theirs = {verb for name, part in cls.parts.items() for verb in part.acts_by(given[name])}
-        return tuple(verb for verb in super().acts_by() if verb in theirs)
+        theirs = {verb for name, part in cls.parts.items() for verb in part.mechanisms(given[name])}
+        return tuple(verb for verb in super().mechanisms() if verb in theirs)
 
     @classmethod
     def preset(cls, name: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Composition(PositionEncoding):
             if part is None:
                 names = (name for part, kind in cls.parts.items() for name in (part, *kind.aliases))
                 raise ValueError(
-                    f"{cls.type!r} has no part {shown(called)}{meant(called, names)}; options are named by part: "
+                    f"{cls.type!r} has no part {short_repr(called)}{did_you_mean(called, names)}; options are named by part: "
                     f"{' or '.join(f'{name}__option=…' for name in cls.parts)}"
                 )
             if option:
@@ -132,7 +132,7 @@ class Composition(PositionEncoding):
             elif isinstance(value, dict):
                 given[part] = {**value, **given[part]}
             else:
-                raise ValueError(f"{cls.type}[{called!r}]={shown(value)}: allowed is a dict of that part's options")
+                raise ValueError(f"{cls.type}[{called!r}]={short_repr(value)}: allowed is a dict of that part's options")
         return given
 
     @classmethod

@@ -25,7 +25,7 @@ EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 
 @contextlib.contextmanager
-def exclusively() -> Iterator[None]:
+def global_rng_lock() -> Iterator[None]:
     """One thread at a time: for changes of torch's generator, default type or functions, which all threads share."""
     with _GLOBALS:
         yield
@@ -55,7 +55,7 @@ def build_within_limits(kind: str, make: Callable[[], Encodings]) -> Encodings:
     except (RuntimeError, NotImplementedError):  # of a class that reads values of tensors
         trial = []
     for module in trial:
-        _refuse_odd(module)
+        _check_tensors(module)
     _check_size(kind, trial)
     device, dtype = torch.empty(0).device, torch.get_default_dtype()
     if device.type == "meta" and trial and all(map(_is_of_library, trial)) and all(map(_holds_all, trial)):
@@ -108,7 +108,7 @@ def is_marked(thing: Tensor | nn.Module) -> bool:
     return getattr(thing, INITIALIZED, False)
 
 
-def refill(encodings: Iterable[PositionEncoding]) -> None:
+def initialize_missing(encodings: Iterable[PositionEncoding]) -> None:
     """Give tensors that were allocated anew the values that their classes give them. Those marked as loaded are left alone."""
     encodings = list(encodings)
     for encoding in encodings if getattr(_HERE, "values", True) else ():
@@ -116,7 +116,7 @@ def refill(encodings: Iterable[PositionEncoding]) -> None:
     # An encoding within another is filled first, since the other may have changed it.
     waiting = [e for e in reversed(encodings) if not all(map(is_marked, _tensors(e).values()))]
     with torch.no_grad():
-        for encoding, fresh in zip(waiting, with_values(lambda: [each.anew() for each in waiting]), strict=True):
+        for encoding, fresh in zip(waiting, with_values(lambda: [each.rebuilt() for each in waiting]), strict=True):
             values = _tensors(fresh)
             for name, tensor in _tensors(encoding).items():
                 if name in values and not is_marked(tensor):
@@ -147,7 +147,7 @@ def marked_as_loaded(tensors: Iterable[Tensor]) -> Iterator[None]:
             delattr(tensor, INITIALIZED)
 
 
-class _Poisoned(TorchFunctionMode):
+class _FillEmptyWithNaN(TorchFunctionMode):
     """Fills uninitialised memory with NaN."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,7 +155,7 @@ class _Poisoned(TorchFunctionMode):
         return made.fill_(math.nan) if func in EMPTY and made.is_floating_point() else made
 
 
-@exclusively()
+@global_rng_lock()
 def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
     """What `make` returns, with values, on the CPU and in float32.
 
@@ -166,11 +166,11 @@ def with_values(make: Callable[[], Encodings], draw: int = 0) -> Encodings:
     if dtype != torch.float32:
         torch.set_default_dtype(torch.float32)
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), _Poisoned():
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), _FillEmptyWithNaN():
             torch.default_generator.manual_seed(int.from_bytes(seed, "little"))  # torch.manual_seed seeds GPUs, too
             built = make()
             for module in built:
-                _refuse_odd(module)
+                _check_tensors(module)
                 for encoding in module.modules() if module is not None else ():
                     if isinstance(encoding, PositionEncoding) and (_empty(encoding) or not _resets(type(encoding))):
                         with torch.no_grad():
@@ -191,7 +191,7 @@ def _resets(cls: type) -> bool:
     return any("reset_parameters" in getattr(getattr(maker, "__code__", None), "co_names", ()) for maker in makers)
 
 
-def _refuse_odd(module: nn.Module | None) -> None:
+def _check_tensors(module: nn.Module | None) -> None:
     """Raises ValueError for tensors that a checkpoint can't hold as they are."""
     if module is None:
         return

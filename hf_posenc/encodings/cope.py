@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 
 class CoPE(PositionEncoding, type="cope"):
@@ -29,7 +29,7 @@ class CoPE(PositionEncoding, type="cope"):
     translation_invariant = True
     causal_only = True
 
-    max_position: Annotated[int, Above(1)] = 64
+    max_position: Annotated[int, GreaterThan(1)] = 64
     per_layer = True
 
     def __init__(self, geometry: Geometry, **options: object) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 
 class DeBERTa(PositionEncoding, type="deberta"):
@@ -34,8 +34,8 @@ class DeBERTa(PositionEncoding, type="deberta"):
     translation_invariant = True
 
     terms: Literal["c2p", "p2c", "c2p+p2c"] = "c2p+p2c"
-    max_distance: Annotated[int, Above(0)] = 512
-    buckets: Annotated[int, Above(-1)] = 0
+    max_distance: Annotated[int, GreaterThan(0)] = 512
+    buckets: Annotated[int, GreaterThan(-1)] = 0
     per_layer = True
 
     if TYPE_CHECKING:

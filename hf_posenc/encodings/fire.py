@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext, last_of, last_of_text, positions_of
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 CHUNK = 2**20
 """Maximum number of hidden values of the MLP at once: 4 MB in float32, where all pairs of 2048 tokens would take 512 MB."""
@@ -39,9 +39,9 @@ class FIRE(PositionEncoding, type="fire"):
     paper = ("https://arxiv.org/abs/2310.04418",)
     reads_content = False
 
-    c: Annotated[float, Above(0)] = 0.1
-    threshold: Annotated[float, Above(0)] = 512.0
-    width: Annotated[int, Above(0)] = 32
+    c: Annotated[float, GreaterThan(0)] = 0.1
+    threshold: Annotated[float, GreaterThan(0)] = 512.0
+    width: Annotated[int, GreaterThan(0)] = 32
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 from hf_posenc.encodings.rotation import joined
 from hf_posenc.encodings.sinusoidal import frequencies
 
@@ -34,8 +34,8 @@ class FoPE(PositionEncoding, type="fope"):
     paper = ("https://arxiv.org/abs/2412.17739",)
     translation_invariant = False
 
-    theta: Annotated[float, Above(1)] = 10000.0
-    trained_length: Annotated[int, Above(1)] | None = None
+    theta: Annotated[float, GreaterThan(1)] = 10000.0
+    trained_length: Annotated[int, GreaterThan(1)] | None = None
     coefficients: Literal["fixed", "learned"] = "fixed"
     gain: float = 0.3
 
@@ -75,7 +75,7 @@ class FoPE(PositionEncoding, type="fope"):
                 each.normal_(std=self.gain / max(self._turning, 1) ** 0.5).add_(torch.eye(self._turning, device=each.device))
 
     @classmethod
-    def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
+    def with_explicit_defaults(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
         return {**options, "trained_length": options["trained_length"] or geometry.trained_length}
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 GELU_POWER = 0.425
 """The mean of GELU(z)² over z from N(0, 1)."""
@@ -33,11 +33,11 @@ class Fourier(PositionEncoding, type="fourier"):
     title = "Learnable Fourier features"
     paper = ("https://arxiv.org/abs/2106.02795",)
 
-    features: Annotated[int, Above(0)] = 384
-    width: Annotated[int, Above(0)] = 32
-    gamma: Annotated[float, Above(0)] = 10.0
-    scale: Annotated[float, Above(0)] = 1.0
-    std: Annotated[float, Above(0)] = 0.02
+    features: Annotated[int, GreaterThan(0)] = 384
+    width: Annotated[int, GreaterThan(0)] = 32
+    gamma: Annotated[float, GreaterThan(0)] = 10.0
+    scale: Annotated[float, GreaterThan(0)] = 1.0
+    std: Annotated[float, GreaterThan(0)] = 0.02
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)

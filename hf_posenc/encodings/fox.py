@@ -46,7 +46,7 @@ class FoX(PositionEncoding, type="fox"):
 
     @classmethod
     def conflict(cls, other: Any) -> str | None:
-        if "rotate" in other.acts_by() and other.turns_keys:
+        if "rotate" in other.mechanisms() and other.rotates_keys:
             return f"the gates of {cls.type!r} come from keys, and {other.type!r} may change these by their positions"
         return None
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hf_posenc.encodings.interpolation import Extension
-from hf_posenc.encodings.options import Above, checked_value, listed, shown
+from hf_posenc.encodings.options import GreaterThan, checked_value, quoted, short_repr
 
 ORIGINAL = "original_max_position_embeddings"
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -59,12 +59,13 @@ def check_parameters(kind: str, options: dict[str, Any]) -> None:
         if options[name] is not None and name not in ALL[rule]:
             others = " or ".join(repr(other) for other, names in ALL.items() if name in names)
             raise ValueError(
-                f"{kind}.{name}={shown(options[name])}: rope_type={rule!r} takes {listed(ALL[rule]) or 'none of these'}; leave "
+                f"{kind}.{name}={short_repr(options[name])}: rope_type={rule!r} takes "
+                f"{quoted(ALL[rule]) or 'none of these'}; leave "
                 f"it out, or take rope_type={others}"
             )
     if missing := [name for name in NEEDED[rule] if options[name] is None]:
         raise ValueError(
-            f"{kind}.rope_type={rule!r} needs {listed(missing)}: give {', '.join(f'{name}=…' for name in missing)}"
+            f"{kind}.rope_type={rule!r} needs {quoted(missing)}: give {', '.join(f'{name}=…' for name in missing)}"
         )
     if (part := options["partial_rotary_factor"]) > 1:
         raise ValueError(f"{kind}.partial_rotary_factor={part}: allowed is the part of the features that is rotated, up to 1")
@@ -76,7 +77,7 @@ def check_parameters(kind: str, options: dict[str, Any]) -> None:
             raise ValueError(f"{kind}.{low[0]}={low[1]}: allowed is a number below {high[0]}={high[1]}, between them is a ramp")
 
 
-def settled(options: dict[str, Any], trained: int | None) -> dict[str, Any]:
+def with_explicit_defaults(options: dict[str, Any], trained: int | None) -> dict[str, Any]:
     """Checked options with those that default to the longest input that the host's own positions were made for, if known."""
     rule = options.get("rope_type", "default")
     if ORIGINAL not in ALL[rule] or trained is None:
@@ -114,7 +115,7 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
         factor = _factor(asked, asked.before)
         return {**given, "rope_type": rule, "rope_theta": given["rope_theta"] * factor ** (rotated / (rotated - 2))}
     if method not in ROPE_INIT_FUNCTIONS:
-        raise ValueError(f"method={method!r}: this version of Transformers has {listed([*ROPE_INIT_FUNCTIONS])}")
+        raise ValueError(f"method={method!r}: this version of Transformers has {quoted([*ROPE_INIT_FUNCTIONS])}")
     if rule not in ("default", method):
         raise _other_rule(rule, method)
     # By the factor of "dynamic" the new length is told, and by the config the old one.
@@ -131,7 +132,7 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
     longer = {**given, **own, **defaults, **asked.settings, "rope_type": method}
     if missing := [name for name in NEEDED[method] if longer.get(name) is None]:
         raise ValueError(
-            f"method={method!r} needs {listed(missing)}, found by a search on the model: give "
+            f"method={method!r} needs {quoted(missing)}, found by a search on the model: give "
             f"{', '.join(f'{name}=…' for name in missing)}"
         )
     return longer
@@ -139,8 +140,8 @@ def extended(parameters: Mapping[str, Any], asked: Extension, rotated: int) -> d
 
 def _factor(asked: Extension, trained: int) -> float:
     """The factor that was given, or the least one. Raises ValueError for one by which the new length isn't reached."""
-    least = asked.after / checked_value(ORIGINAL, trained, Annotated[int, Above(1)])
-    factor = checked_value("factor", asked.settings.get("factor", least), Annotated[float, Above(0)])
+    least = asked.after / checked_value(ORIGINAL, trained, Annotated[int, GreaterThan(1)])
+    factor = checked_value("factor", asked.settings.get("factor", least), Annotated[float, GreaterThan(0)])
     if factor < least * (1 - 1e-6):
         raise ValueError(
             f"factor={factor} with max_length={asked.after}, where {trained} tokens were trained: allowed is {least:g} or more"

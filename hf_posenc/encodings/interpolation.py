@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.encodings.options import check_size, listed, meant, shown
+from hf_posenc.encodings.options import check_size, did_you_mean, quoted, short_repr
 
 LINEAR, CUBIC, TILED, RECURRENT, GROUPED, KEEP_FIRST = "linear", "cubic", "tiled", "recurrent", "grouped", "keep_first"
 STATIC = (LINEAR, CUBIC, TILED, RECURRENT, GROUPED, KEEP_FIRST)
@@ -40,21 +40,21 @@ class Extension:
         for name, value in self.settings.items():
             if name not in allowed:
                 raise ValueError(
-                    f"{name}={shown(value)}{meant(name, allowed)}: extend with method={self.method!r} takes "
-                    f"{listed(allowed) or 'no setting'} here; leave it out"
+                    f"{name}={short_repr(value)}{did_you_mean(name, allowed)}: extend with method={self.method!r} takes "
+                    f"{quoted(allowed) or 'no setting'} here; leave it out"
                 )
 
-    def stretched(self, table: Tensor) -> Tensor:
+    def interpolate_table(self, table: Tensor) -> Tensor:
         """A table `[before, D]` made `[after, D]` by this method. Raises ValueError for a setting that it doesn't take."""
         self.refuse_other_settings(*(("keep",) if self.method == KEEP_FIRST else ()))
         keep = self.settings.get("keep", min(KEPT, len(table) - 1) if self.method == KEEP_FIRST else 0)
         if type(keep) is not int or not 0 <= keep < len(table):
-            raise ValueError(f"keep={shown(keep)}: allowed is a number of rows from 0 to {len(table) - 1}")
+            raise ValueError(f"keep={short_repr(keep)}: allowed is a number of rows from 0 to {len(table) - 1}")
         check_size(f"max_length={self.after} at {table.shape[1]} features", self.after * table.shape[1])
-        return stretched(table, self.after, self.method, keep)
+        return interpolate_table(table, self.after, self.method, keep)
 
 
-def stretched(table: Tensor, length: int, method: str, keep: int = 0) -> Tensor:
+def interpolate_table(table: Tensor, length: int, method: str, keep: int = 0) -> Tensor:
     """A table `[N, D]` made `[M, D]`, M = `length` and no less than N, in its dtype; computed in float64.
 
     "linear"      row p is the table at x = p(N - 1)/(M - 1), between two rows their mean by distance: both ends stay

@@ -9,7 +9,7 @@ from hf_posenc.encodings.base import Geometry
 from hf_posenc.encodings.context import last_of_text
 from hf_posenc.encodings.interpolation import DYNAMIC, STATIC, Extension, fractions
 from hf_posenc.encodings.mapped_tables import BLOCK
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 from hf_posenc.encodings.sinusoidal import sinusoids
 from hf_posenc.encodings.tables import MAPPED, Rows
 
@@ -43,8 +43,8 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
     paper = ("https://arxiv.org/abs/1705.03122", "https://arxiv.org/abs/1810.04805")
 
     init: Literal["normal", "sinusoidal", "host"] = "normal"
-    std: Annotated[float, Above(0)] = 0.02
-    trained_rows: Annotated[int, Above(1)] | None = None
+    std: Annotated[float, GreaterThan(0)] = 0.02
+    trained_rows: Annotated[int, GreaterThan(1)] | None = None
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
@@ -71,7 +71,7 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
             return sinusoids(torch.arange(start, stop, device=device), self.shape[1], base=10000.0)
         return torch.randn(stop - start, self.shape[1], device=device) * self.std
 
-    def adopt(self, table: Tensor | None) -> None:
+    def init_from_original_table(self, table: Tensor | None) -> None:
         if self.storage == "int8" and self.init == "normal":
             raise ValueError(
                 "learned.storage='int8' freezes its rows, and init='normal' draws them at random: give init='host' or "
@@ -99,11 +99,11 @@ class Learned(Rows, type="learned", aliases=("absolute", "learnable")):
             return {**options, "trained_rows": options["trained_rows"] or asked.before}
         return options if asked.method in STATIC and options["trained_rows"] is None else None
 
-    def lengthen(self, shorter: Any, asked: Extension) -> None:
+    def load_from_shorter(self, shorter: Any, asked: Extension) -> None:
         if self.shape == shorter.shape:
             self.table = shorter.table
         elif self.storage == "float32":
-            table = asked.stretched(shorter.weight.detach())
+            table = asked.interpolate_table(shorter.weight.detach())
             self.weight = nn.Parameter(table, requires_grad=shorter.weight.requires_grad)
         else:
             raise ValueError(

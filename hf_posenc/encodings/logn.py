@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 
 class LogN(PositionEncoding, type="logn"):
@@ -29,9 +29,9 @@ class LogN(PositionEncoding, type="logn"):
 
     title = "Scores scaled by log n"
     paper = ("https://kexue.fm/archives/8823", "https://arxiv.org/abs/2202.12172", "https://arxiv.org/abs/2501.19399")
-    turns_keys = False
+    rotates_keys = False
 
-    trained_length: Annotated[int, Above(1)] | None = None
+    trained_length: Annotated[int, GreaterThan(1)] | None = None
     scale: Literal["fixed", "learned"] = "fixed"
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
@@ -50,7 +50,7 @@ class LogN(PositionEncoding, type="logn"):
             nn.init.ones_(self.factor)
 
     @classmethod
-    def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
+    def with_explicit_defaults(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
         return {**options, "trained_length": options["trained_length"] or geometry.trained_length}
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:

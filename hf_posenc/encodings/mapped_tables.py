@@ -26,7 +26,7 @@ PIECE = 2**24
 """Bytes that are copied at a time."""
 
 
-def names_in(path: str | os.PathLike[str]) -> list[str]:
+def names_in_code(path: str | os.PathLike[str]) -> list[str]:
     """The names of the tensors in a safetensors file. Raises ValueError for a file that can't be read."""
     with _explained(path):
         return [*_header(path)[0]]

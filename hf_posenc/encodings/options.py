@@ -26,7 +26,7 @@ _ALLOWED: ContextVar[float] = ContextVar("_ALLOWED", default=math.inf)
 
 
 @dataclass(frozen=True)
-class Above:
+class GreaterThan:
     """The open lower bound of a numeric option: `base: Annotated[float, Above(1)] = 10000.0`."""
 
     bound: float
@@ -62,10 +62,10 @@ def checked_value(name: str, value: Any, annotation: Any) -> Any:
             return candidate
     within = max(-MAX_INTEGER, min(value, MAX_INTEGER)) if type(value) is int else value
     limit = f", up to {MAX_INTEGER} in size" if within is not value and _fits(within, annotation) else ""
-    raise ValueError(f"{name}={shown(value)}: allowed is {described(annotation)}{limit}")
+    raise ValueError(f"{name}={short_repr(value)}: allowed is {described(annotation)}{limit}")
 
 
-def written_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """The value that a text stands for: JSON, numbers separated by commas as a list, or else the text itself."""
     for written in (text, f"[{text.rstrip().removesuffix(',')}]"):
         try:
@@ -73,9 +73,9 @@ def written_value(text: str) -> Any:
         except json.JSONDecodeError:
             continue
         except RecursionError:
-            raise ValueError(f"{shown(text)} is nested too deeply") from None
+            raise ValueError(f"{short_repr(text)} is nested too deeply") from None
         except ValueError:  # Python reads no more digits
-            raise ValueError(f"{shown(text)} is an integer with too many digits") from None
+            raise ValueError(f"{short_repr(text)} is an integer with too many digits") from None
         if written == text or ("," in text and all(type(each) in (int, float) for each in value)):
             return value
     return text
@@ -83,14 +83,14 @@ def written_value(text: str) -> Any:
 
 def checked_max_length(max_length: Any) -> int | None:
     """A positive integer, or None for no limit. Raises ValueError for anything else."""
-    return checked_value("max_length", max_length, Annotated[int, Above(0)] | None)
+    return checked_value("max_length", max_length, Annotated[int, GreaterThan(0)] | None)
 
 
 def described(annotation: Any) -> str:
     """The values that an annotation allows, in words."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        bounds = [f" above {extra.bound:g}" for extra in args[1:] if isinstance(extra, Above)]
+        bounds = [f" above {extra.bound:g}" for extra in args[1:] if isinstance(extra, GreaterThan)]
         return described(args[0]) + "".join(bounds)
     if origin in (Union, types.UnionType):
         # A list last, where it can't be mistaken for one of what stands behind it.
@@ -123,7 +123,7 @@ def _fits(value: Any, annotation: Any) -> bool:
     if annotation is Any:
         return True
     if origin is Annotated:
-        bounds = [extra.bound for extra in args[1:] if isinstance(extra, Above)]
+        bounds = [extra.bound for extra in args[1:] if isinstance(extra, GreaterThan)]
         return _fits(value, args[0]) and (not isinstance(value, (int, float)) or all(value > bound for bound in bounds))
     if origin in (Union, types.UnionType):
         return any(_fits(value, arg) for arg in args)
@@ -172,7 +172,7 @@ def refuse_oversized(given: Any) -> None:
         for value in level:
             if isinstance(value, dict):
                 if odd := [key for key in value if not isinstance(key, str)]:
-                    raise ValueError(f"{shown(odd[0])} can't be a key in position_encoding: allowed are strings")
+                    raise ValueError(f"{short_repr(odd[0])} can't be a key in position_encoding: allowed are strings")
                 below += [*value, *value.values()]
             elif isinstance(value, (list, tuple)):
                 below += value
@@ -180,7 +180,7 @@ def refuse_oversized(given: Any) -> None:
             if isinstance(value, str):
                 entries += len(value)
                 if re.search("[\ud800-\udfff]", value):
-                    raise ValueError(f"{shown(value)} in position_encoding is no text: it has half of a surrogate pair")
+                    raise ValueError(f"{short_repr(value)} in position_encoding is no text: it has half of a surrogate pair")
             if entries + len(below) > MAX_ENTRIES:
                 raise ValueError(f"position_encoding has more than {MAX_ENTRIES} values and characters: nothing needs so many")
         level = below
@@ -199,18 +199,18 @@ class _Short(reprlib.Repr):
         return repr(number) if number.bit_length() < 2000 else f"an integer of {number.bit_length()} bits"
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """`repr(value)` for an error, shortened: values may come from an untrusted checkpoint."""
     text = _Short().repr(value)
     return text if len(text) <= 600 else f"{text[:600]}…"
 
 
-def listed(names: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
     """Quoted names, separated by commas."""
     return ", ".join(map(repr, names))
 
 
-def meant(name: Any, names: Iterable[str]) -> str:
+def did_you_mean(name: Any, names: Iterable[str]) -> str:
     """ " (did you mean 'x'?)", for an error about an unknown name; empty where no other name is near it."""
     near = difflib.get_close_matches(name, [each for each in names if each != name], n=1) if isinstance(name, str) else []
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 
 class PoPE(PositionEncoding, type="pope"):
@@ -29,9 +29,9 @@ class PoPE(PositionEncoding, type="pope"):
     title = "Polar coordinate position embeddings"
     paper = ("https://arxiv.org/abs/2509.10534",)
     translation_invariant = True
-    widens = True
+    changes_head_dim = True
 
-    theta: Annotated[float, Above(1)] = 10000.0
+    theta: Annotated[float, GreaterThan(1)] = 10000.0
     phase: bool = True
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
@@ -46,9 +46,9 @@ class PoPE(PositionEncoding, type="pope"):
 
     @classmethod
     def conflict(cls, other: Any) -> str | None:
-        if "rotate" in other.acts_by():
+        if "rotate" in other.mechanisms():
             return f"{cls.type!r} takes magnitudes of the features as they are, which {other.type!r} changes"
-        if "score_bias" in other.acts_by() and other.reads_content:
+        if "score_bias" in other.mechanisms() and other.reads_content:
             return f"{cls.type!r} makes queries and keys twice as wide as the vectors that {other.type!r} multiplies them by"
         return None
 

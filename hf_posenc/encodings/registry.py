@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from hf_posenc.encodings.base import PositionEncoding
-from hf_posenc.encodings.options import as_paths, has_paths, has_strings, listed, meant, refuse_oversized, shown
+from hf_posenc.encodings.options import as_paths, did_you_mean, has_paths, has_strings, quoted, refuse_oversized, short_repr
 
 
 def list_encodings() -> dict[str, type[PositionEncoding]]:
@@ -26,8 +26,8 @@ def encoding_class(name: Any) -> type[PositionEncoding]:
         return composed(classes, module=__name__)
     if not isinstance(name, str) or name not in PositionEncoding.registered:
         raise ValueError(
-            f"unknown position encoding {shown(name)}{meant(name, PositionEncoding.registered)}; registered: "
-            f"{listed(list_encodings())}. "
+            f"unknown position encoding {short_repr(name)}{did_you_mean(name, PositionEncoding.registered)}; registered: "
+            f"{quoted(list_encodings())}. "
             "If it is one of your own, import the module that defines its class first; if its code came with a checkpoint, "
             "load that with trust_remote_code=True where hf_posenc isn't imported"
         )
@@ -64,15 +64,15 @@ def canonical(encoding: Any, layered: Collection[str] = (), in_code: bool = Fals
         encoding = {"type": encoding}
     if not isinstance(encoding, dict) or not isinstance(encoding.get("type"), str):
         raise ValueError(
-            f'a position encoding is a name or a dict {{"type": name, **options}}, not {shown(encoding)}; '
-            f"names: {listed(list_encodings())}"
+            f'a position encoding is a name or a dict {{"type": name, **options}}, not {short_repr(encoding)}; '
+            f"names: {quoted(list_encodings())}"
         )
     cls = encoding_class(encoding["type"])
     parts = cls.component_classes()
     repeated = [name for name, part in parts.items() if [*parts.values()].count(part) > 1]
     if not {*repeated} <= {*layered}:
         raise ValueError(
-            f"{shown(encoding['type'])} has the same encoding twice: each part of a composition has a type of its own, or "
+            f"{short_repr(encoding['type'])} has the same encoding twice: each part of a composition has a type of its own, or "
             f"layers of its own ({'=…, '.join(f'{name}__layers' for name in repeated[:4])}=…)"
         )
     for (name, part), (other, beside) in itertools.permutations(parts.items(), 2):
@@ -95,7 +95,7 @@ def _check_files(cls: type[PositionEncoding], options: dict[str, Any], in_code: 
             continue
         if not in_code:
             raise ValueError(
-                f"{cls.type}.{name}={shown(value)} names a file, and nothing was opened. A config can't name files: a "
+                f"{cls.type}.{name}={short_repr(value)} names a file, and nothing was opened. A config can't name files: a "
                 f'checkpoint has its values in its own weights. Set "{name}" to null in config.json, or pass the path in code: '
                 "to hf_posenc.patch, to from_pretrained, or as a pathlib.Path"
             )

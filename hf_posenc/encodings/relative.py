@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 
 class Relative(PositionEncoding, type="relative"):
@@ -23,7 +23,7 @@ class Relative(PositionEncoding, type="relative"):
     title = "One learned number per head and distance, inside the scaling of the scores"
     paper = ("https://arxiv.org/abs/1803.02155",)
 
-    max_distance: Annotated[int, Above(0)] = 128
+    max_distance: Annotated[int, GreaterThan(0)] = 128
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
@@ -41,6 +41,6 @@ class Relative(PositionEncoding, type="relative"):
         return self.weight[:, self.rows(distance)] / self.geometry.head_dim**0.5
 
     @torch.no_grad()
-    def raise_bias(self, amounts: Tensor) -> bool:
+    def add_to_bias_rows(self, amounts: Tensor) -> bool:
         self.weight.add_(amounts * self.geometry.head_dim**0.5)
         return True

@@ -18,14 +18,14 @@ from hf_posenc.encodings.frequency_rules import (
     check_sizes,
     computed,
     extended,
-    settled,
+    with_explicit_defaults,
 )
 from hf_posenc.encodings.interpolation import Extension
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 from hf_posenc.encodings.rotation import rotated
 from hf_posenc.encodings.sinusoidal import frequencies
 
-Positive = Annotated[float, Above(0)]
+Positive = Annotated[float, GreaterThan(0)]
 
 
 class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
@@ -69,12 +69,12 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
     paper = ("https://arxiv.org/abs/2104.09864",)
     translation_invariant = True
 
-    theta: Annotated[float, Above(1)] = 10000.0
+    theta: Annotated[float, GreaterThan(1)] = 10000.0
     layout: Literal["half", "interleaved"] = "half"
     partial_rotary_factor: Positive = 1.0
     rope_type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"] = "default"
     factor: Positive | None = None
-    original_max_position_embeddings: Annotated[int, Above(1)] | None = None
+    original_max_position_embeddings: Annotated[int, GreaterThan(1)] | None = None
     attention_factor: Positive | None = None
     beta_fast: Positive | None = None
     beta_slow: Positive | None = None
@@ -90,7 +90,11 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
         super().__init__(geometry, **options)
         size, rule, part = geometry.head_dim, self.rope_type, self.partial_rotary_factor
         self._size = size if rule == "proportional" else int(size * part)
-        self._given = {**self.settled(geometry, self._options or {}), "rope_theta": self.theta, "partial_rotary_factor": part}
+        self._given = {
+            **self.with_explicit_defaults(geometry, self._options or {}),
+            "rope_theta": self.theta,
+            "partial_rotary_factor": part,
+        }
         check_sizes(self.type, rule, self._given, part, size, self._size)
         self._steps: tuple[tuple[float, ...], ...] = ()
         self._magnitude = 1.0
@@ -109,8 +113,8 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
         return {name: value for name, value in checked.items() if name in ("theta", "layout") or value != getattr(cls, name)}
 
     @classmethod
-    def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
-        return settled(options, geometry.trained_length)
+    def with_explicit_defaults(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
+        return with_explicit_defaults(options, geometry.trained_length)
 
     @classmethod
     def extended(cls, options: dict[str, Any], asked: Extension, geometry: Geometry) -> dict[str, Any] | None:
@@ -123,7 +127,7 @@ class RoPE(PositionEncoding, type="rope", aliases=("rotary",)):
         return cls.checked_options({**longer, "theta": theta})
 
     @classmethod
-    def rotates_anew(cls, options: dict[str, Any]) -> bool:
+    def rotation_depends_on_length(cls, options: dict[str, Any]) -> bool:
         return options.get("rope_type", cls.rope_type) in BY_LENGTH
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 from hf_posenc.encodings.sinusoidal import frequencies
 
 
@@ -35,7 +35,7 @@ class RoPE2D(PositionEncoding, type="rope_2d"):
     translation_invariant = True
 
     frequencies: Literal["axial", "mixed"] = "axial"
-    theta: Annotated[float, Above(1)] = 100.0
+    theta: Annotated[float, GreaterThan(1)] = 100.0
     layout: Literal["half", "interleaved"] = "half"
     per_layer: bool = False
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 MAX_SIZE = 8192
 """Maximum of `size`: the bias takes size/2 cosines for each distance."""
@@ -30,8 +30,8 @@ class Sandwich(PositionEncoding, type="sandwich"):
     title = "Inner products of sinusoidal vectors as a bias"
     paper = ("https://arxiv.org/abs/2212.10356",)
 
-    size: Annotated[int, Above(0)] = 128
-    base: Annotated[float, Above(1)] = 10000.0
+    size: Annotated[int, GreaterThan(0)] = 128
+    base: Annotated[float, GreaterThan(1)] = 10000.0
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)

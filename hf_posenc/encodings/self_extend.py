@@ -12,7 +12,7 @@ from hf_posenc.encodings.base import Geometry
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.frequency_rules import BY_LENGTH
 from hf_posenc.encodings.interpolation import GROUPED, Extension
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.encodings.rotation import rotated
 
@@ -39,9 +39,9 @@ class SelfExtend(RoPE, type="self_extend"):
     translation_invariant = False
     corrects_scores = True
 
-    window: Annotated[int, Above(0)] | None = None
-    group: Annotated[int, Above(0)] | None = None
-    trained_length: Annotated[int, Above(1)] | None = None
+    window: Annotated[int, GreaterThan(0)] | None = None
+    group: Annotated[int, GreaterThan(0)] | None = None
+    trained_length: Annotated[int, GreaterThan(1)] | None = None
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
@@ -59,8 +59,8 @@ class SelfExtend(RoPE, type="self_extend"):
         self._check_window(self._window, self._length)
 
     @classmethod
-    def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
-        given = super().settled(geometry, options)
+    def with_explicit_defaults(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
+        given = super().with_explicit_defaults(geometry, options)
         return {**given, "trained_length": given.get("trained_length") or geometry.trained_length}
 
     @classmethod

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 FAR = 4096
 """Above this max_distance, rows are selected by distance before the product: multiplying all rows would cost a short input
@@ -39,7 +39,7 @@ class Shaw(
     paper = ("https://arxiv.org/abs/1803.02155",)
     translation_invariant = True
 
-    max_distance: Annotated[int, Above(0)] = 128
+    max_distance: Annotated[int, GreaterThan(0)] = 128
     terms: Literal["keys", "keys+queries", "keys+values", "keys+queries+values"] = "keys"
     per_layer = True
 
@@ -56,8 +56,8 @@ class Shaw(
             nn.init.normal_(table, std=0.02)
 
     @classmethod
-    def acts_by(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        verbs = super().acts_by(options)
+    def mechanisms(cls, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+        verbs = super().mechanisms(options)
         return verbs if options is None or "values" in options["terms"] else tuple(v for v in verbs if v != "value_bias")
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import last_of_text
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 
 class Sinusoidal(PositionEncoding, type="sinusoidal"):
@@ -31,12 +31,12 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
     title = "Sinusoidal position embeddings"
     paper = ("https://arxiv.org/abs/1706.03762",)
 
-    base: Annotated[float, Above(1)] = 10000.0
+    base: Annotated[float, GreaterThan(1)] = 10000.0
     layout: Literal["interleaved", "concatenated"] = "interleaved"
     scale: float | Literal["learned"] = 1.0
-    bases: tuple[Annotated[float, Above(1)], ...] | None = None
+    bases: tuple[Annotated[float, GreaterThan(1)], ...] | None = None
     frequencies: Literal["fixed", "learned", "dynamic"] = "fixed"
-    trained_length: Annotated[int, Above(1)] | None = None
+    trained_length: Annotated[int, GreaterThan(1)] | None = None
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
@@ -67,7 +67,7 @@ class Sinusoidal(PositionEncoding, type="sinusoidal"):
             nn.init.zeros_(self.log_ratios)
 
     @classmethod
-    def settled(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
+    def with_explicit_defaults(cls, geometry: Geometry, options: dict[str, Any]) -> dict[str, Any]:
         known = geometry.trained_length if options["frequencies"] == "dynamic" else None
         return {**options, "trained_length": options["trained_length"] or known}
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 from hf_posenc.encodings.sinusoidal import sinusoids
 
 
@@ -28,7 +28,7 @@ class Sinusoidal2D(PositionEncoding, type="sinusoidal_2d"):
     paper = ("https://arxiv.org/abs/1802.05751", "https://arxiv.org/abs/2111.06377")
     axes: ClassVar[int] = 2
 
-    base: Annotated[float, Above(1)] = 10000.0
+    base: Annotated[float, GreaterThan(1)] = 10000.0
     layout: Literal["interleaved", "concatenated"] = "interleaved"
     first: Literal["row", "column"] = "row"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 
 class T5(PositionEncoding, type="t5"):
@@ -25,8 +25,8 @@ class T5(PositionEncoding, type="t5"):
     title = "T5's relative position bias"
     paper = ("https://arxiv.org/abs/1910.10683",)
 
-    num_buckets: Annotated[int, Above(0)] = 32
-    max_distance: Annotated[int, Above(0)] = 128
+    num_buckets: Annotated[int, GreaterThan(0)] = 32
+    max_distance: Annotated[int, GreaterThan(0)] = 128
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
@@ -45,7 +45,7 @@ class T5(PositionEncoding, type="t5"):
         return self.weight[self.rows(distance)].T
 
     @torch.no_grad()
-    def raise_bias(self, amounts: Tensor) -> bool:
+    def add_to_bias_rows(self, amounts: Tensor) -> bool:
         self.weight.add_(amounts.T)
         return True
 

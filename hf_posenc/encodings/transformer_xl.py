@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 
 
 class TransformerXL(PositionEncoding, type="transformer_xl"):
@@ -26,7 +26,7 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
     paper = ("https://arxiv.org/abs/1901.02860",)
     translation_invariant = True
 
-    base: Annotated[float, Above(1)] = 10000.0
+    base: Annotated[float, GreaterThan(1)] = 10000.0
     per_layer = True
 
     def __init__(self, geometry: Geometry, **options: object) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.context import PositionContext
-from hf_posenc.encodings.options import Above
+from hf_posenc.encodings.options import GreaterThan
 from hf_posenc.encodings.rotation import rotated
 from hf_posenc.encodings.sinusoidal import frequencies
 
@@ -45,10 +45,10 @@ class XPos(PositionEncoding, type="xpos"):
     translation_invariant = True
     causal_only = True
 
-    theta: Annotated[float, Above(1)] = 10000.0
+    theta: Annotated[float, GreaterThan(1)] = 10000.0
     layout: Literal["half", "interleaved"] = "half"
-    gamma: Annotated[float, Above(0)] = 0.4
-    scale_base: Annotated[float, Above(0)] = 512.0
+    gamma: Annotated[float, GreaterThan(0)] = 0.4
+    scale_base: Annotated[float, GreaterThan(0)] = 512.0
 
     def __init__(self, geometry: Geometry, **options: object) -> None:
         super().__init__(geometry, **options)
@@ -66,7 +66,7 @@ class XPos(PositionEncoding, type="xpos"):
 
     @classmethod
     def conflict(cls, other: Any) -> str | None:
-        if "score_bias" in other.acts_by() and other.reads_content:
+        if "score_bias" in other.mechanisms() and other.reads_content:
             return (
                 f"{cls.type!r} scales queries and keys by their positions, and so would scale what {other.type!r} makes of each"
             )

@@ -55,7 +55,7 @@ def is_prose(sentence: str) -> bool:
     )
 
 
-def taken_out(
+def cloze_query(
     tokenizer: Any,
     document: str,
     choose: random.Random,

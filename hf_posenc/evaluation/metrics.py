@@ -72,7 +72,7 @@ class Difference:
     queries: int
 
     @property
-    def clear(self) -> bool:
+    def significant(self) -> bool:
         """Whether the interval leaves out 0."""
         return not self.interval[0] <= 0 <= self.interval[1]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_posenc.evaluation import cloze_queries, metrics
 from hf_posenc.evaluation.metrics import Difference, Ranks, Score
-from hf_posenc.evaluation.retrieval import Embedder, Method, cut, methods, offsets
+from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, cut, offsets, strategies
 
 SHORTEST = 128
 REACH = "Lengths double as far as half of the documents reach beyond the one before."
@@ -44,7 +44,7 @@ class Comparison:
     verdict: str
 
 
-def own_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> tuple[list[Pair], str]:
+def synthetic_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> tuple[list[Pair], str]:
     """Questions made of the texts: a sentence is taken out of each, and is to find it again.
 
     embedder: the original's. Where enough texts are longer than it reads, only these count, and the sentence comes from behind
@@ -55,7 +55,7 @@ def own_pairs(embedder: Embedder, texts: Sequence[str], seed: int = 0) -> tuple[
     limit, tokenizer = embedder.limit, embedder.tokenizer
     choose = random.Random(seed)
     for behind in ([] if limit is None else [limit]) + [0]:
-        found = [cloze_queries.taken_out(tokenizer, text, choose, behind=behind) for text in texts]
+        found = [cloze_queries.cloze_query(tokenizer, text, choose, behind=behind) for text in texts]
         pairs = [Pair(question.query, question.document) for question in found if question is not None]
         if len(pairs) >= FEWEST:
             where = f"from behind its first {behind} tokens" if behind else "taken out of it"
@@ -88,9 +88,9 @@ def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pai
     """
     last = next(reversed(models), "")
 
-    def ways(length: int) -> list[Method]:
-        new = [Method(name, methods(name, model, length)[0].similarity) for name, model in models.items()]
-        return [*methods(ORIGINAL, original, length), *new]
+    def ways(length: int) -> list[RetrievalStrategy]:
+        new = [RetrievalStrategy(name, strategies(name, model, length)[0].similarity) for name, model in models.items()]
+        return [*strategies(ORIGINAL, original, length), *new]
 
     def gain(ranks: dict[str, Ranks], name: str) -> Difference | None:
         return None if name in models else metrics.paired(ranks[last], ranks[name])
@@ -99,12 +99,12 @@ def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pai
     return Comparison(rows, _verdict(rows, last, original.limit))
 
 
-def side_by_side(models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> dict[int, dict[str, Row]]:
+def compare_models(models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> dict[int, dict[str, Row]]:
     """Length -> way to use a model -> its row, of retrieval among the documents, cut at each length. A difference is from the
     first way of the first model: above 0, better than that."""
 
-    def ways(length: int) -> list[Method]:
-        return [way for name, model in models.items() for way in methods(name, model, length)]
+    def ways(length: int) -> list[RetrievalStrategy]:
+        return [way for name, model in models.items() for way in strategies(name, model, length)]
 
     def gain(ranks: dict[str, Ranks], name: str) -> Difference | None:
         first = next(iter(ranks))
@@ -114,7 +114,7 @@ def side_by_side(models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Se
 
 
 def _rows(
-    ways: Callable[[int], list[Method]],
+    ways: Callable[[int], list[RetrievalStrategy]],
     gain: Callable[[dict[str, Ranks], str], Difference | None],
     models: dict[str, Embedder],
     pairs: Sequence[Pair],
@@ -130,7 +130,7 @@ def _rows(
     return rows
 
 
-def _ranks(ways: Sequence[Method], pairs: Sequence[Pair], length: int, tokenizer: Any) -> dict[str, Ranks]:
+def _ranks(ways: Sequence[RetrievalStrategy], pairs: Sequence[Pair], length: int, tokenizer: Any) -> dict[str, Ranks]:
     """The ranks by each way. Raises ValueError for two ways of one name, and for similarities that can't be ranked."""
     if twice := [name for name, times in Counter(way.name for way in ways).items() if times > 1]:
         raise ValueError(f"two ways are named {twice[0]!r}. Give the models names that differ.")
@@ -158,7 +158,7 @@ def _verdict(rows: dict[int, dict[str, Row]], name: str, limit: int | None) -> s
         rivals = {way: row for way, row in rows[length].items() if row.difference is not None}
         best, row = max(rivals.items(), key=lambda each: each[1].score.mrr)
         assert row.difference is not None
-        if not row.difference.clear:
+        if not row.difference.significant:
             what = f"no difference to the best use of the original ({best}) can be seen with {row.difference.queries} questions"
             if all(each.difference.value < 0 for each in rivals.values() if each.difference is not None):
                 what += ", though it is below every use of it"

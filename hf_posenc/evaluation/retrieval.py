@@ -117,14 +117,14 @@ class Embedder:
 
 
 @dataclass(frozen=True)
-class Method:
+class RetrievalStrategy:
     """A way to compare queries with documents: texts `[N]`, texts `[M]`, title of a progress bar -> similarities `[N, M]`."""
 
     name: str
     similarity: Callable[[Sequence[str], Sequence[str], str], Tensor]
 
 
-def methods(name: str, embedder: Embedder, longest: int, window: int | None = None) -> list[Method]:
+def strategies(name: str, embedder: Embedder, longest: int, window: int | None = None) -> list[RetrievalStrategy]:
     """The ways to use a model on documents of up to `longest` tokens.
 
     A model whose limit is lower is truncated, and chunked: into even pieces that fit, whose embeddings are averaged ("mean"),
@@ -139,7 +139,7 @@ def methods(name: str, embedder: Embedder, longest: int, window: int | None = No
     def as_it_is(queries: Sequence[str], documents: Sequence[str], title: str) -> Tensor:
         return embedder(queries, title) @ embedder(documents, title).T
 
-    found = [Method(name, as_it_is)] if whole else []
+    found = [RetrievalStrategy(name, as_it_is)] if whole else []
     if size is None:
         return found
 
@@ -161,9 +161,9 @@ def methods(name: str, embedder: Embedder, longest: int, window: int | None = No
 
     return [
         *found,
-        Method(f"{name}, truncated at {size}", truncated),
-        Method(f"{name}, chunked by {size}, mean", average),
-        Method(f"{name}, chunked by {size}, max", best),
+        RetrievalStrategy(f"{name}, truncated at {size}", truncated),
+        RetrievalStrategy(f"{name}, chunked by {size}, mean", average),
+        RetrievalStrategy(f"{name}, chunked by {size}, max", best),
     ]
 
 

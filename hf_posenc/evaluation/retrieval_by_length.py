@@ -8,10 +8,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from hf_posenc.evaluation.cloze_queries import Question, plain, sentence_spans, taken_out
+from hf_posenc.evaluation.cloze_queries import Question, cloze_query, plain, sentence_spans
 from hf_posenc.evaluation.metrics import Difference, Ranks, Score, joined, paired, ranked, score
 from hf_posenc.evaluation.needles import BOUNDARY, grid, seen
-from hf_posenc.evaluation.retrieval import Embedder, Method, cut, lexical_similarity, methods
+from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, cut, lexical_similarity, strategies
 
 BAG = "bag of words"
 METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
@@ -97,7 +97,7 @@ def cases(tokenizer: Any, texts: Texts, lengths: Sequence[int], count: int, seed
             if len(tokenizer(text, verbose=False)["input_ids"]) < max(lengths):
                 continue
             asked = {
-                length: taken_out(tokenizer, text, random.Random(f"{seed} {number} {length}"), BOUNDARY, length, shared)
+                length: cloze_query(tokenizer, text, random.Random(f"{seed} {number} {length}"), BOUNDARY, length, shared)
                 for length in beyond
             }
             questions = {length: question for length, question in asked.items() if question is not None}
@@ -107,13 +107,13 @@ def cases(tokenizer: Any, texts: Texts, lengths: Sequence[int], count: int, seed
     return found
 
 
-def ways(embedders: dict[str, Embedder], longest: int, window: int | None = None) -> list[Method]:
+def ways(embedders: dict[str, Embedder], longest: int, window: int | None = None) -> list[RetrievalStrategy]:
     """A bag of words, and all methods of all models."""
-    by_model = [way for name, embedder in embedders.items() for way in methods(name, embedder, longest, window)]
-    return [Method(BAG, lexical_similarity), *by_model]
+    by_model = [way for name, embedder in embedders.items() for way in strategies(name, embedder, longest, window)]
+    return [RetrievalStrategy(BAG, lexical_similarity), *by_model]
 
 
-def baseline_of(found: Sequence[Method], wanted: str | None) -> str:
+def baseline_of(found: Sequence[RetrievalStrategy], wanted: str | None) -> str:
     """The name of the baseline: the first model truncated, or as it is where it isn't. Raises SystemExit for an unknown one."""
     names = [way.name for way in found]
     if wanted is None:
@@ -126,7 +126,7 @@ def baseline_of(found: Sequence[Method], wanted: str | None) -> str:
 
 def evaluate(
     found: Found,
-    compared: Sequence[Method],
+    compared: Sequence[RetrievalStrategy],
     tokenizer: Any,
     documents: Sequence[Case],
     lengths: Sequence[int],
@@ -148,7 +148,7 @@ def evaluate(
 
 def evaluate_needles(
     found: Found,
-    compared: Sequence[Method],
+    compared: Sequence[RetrievalStrategy],
     tokenizer: Any,
     haystacks: Sequence[Case],
     lengths: Sequence[int],

@@ -41,7 +41,7 @@ class Sizes:
 def ways(encoding: Encoding) -> tuple[bool, bool]:
     """Whether an encoding adds vectors to inputs, and whether it acts on scores."""
     given = canonical(encoding)
-    verbs = encoding_class(given["type"]).acts_by(options_of(given))
+    verbs = encoding_class(given["type"]).mechanisms(options_of(given))
     return "embed" in verbs, not ON_SCORES.isdisjoint(verbs)
 
 

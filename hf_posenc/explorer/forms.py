@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from hf_posenc.encodings import canonical, described, encoding_class, written_value
+from hf_posenc.encodings import canonical, described, encoding_class, parse_value
 from hf_posenc.encodings.catalog import named_values
 from hf_posenc.encodings.options import names_files
 
@@ -54,6 +54,6 @@ def _all_of(annotation: Any) -> tuple[Any, ...]:
 
 def changed(encoding: Encoding, field: Field, written: Any) -> Encoding:
     """The encoding with what was written into a field, which stands for the default where it is empty."""
-    value = written_value(written.strip()) if isinstance(written, str) and not field.values else written
+    value = parse_value(written.strip()) if isinstance(written, str) and not field.values else written
     rest = {name: value for name, value in encoding.items() if name != field.option}
     return rest if value in ("", None) or value == field.default else rest | {field.option: value}

@@ -36,4 +36,4 @@ class Registered(dict):
 
 def _host_of(key: Any) -> Any:
     """What a user has registered, a model type or a config class, of which this is derived."""
-    return key.removeprefix(TYPE_PREFIX) if isinstance(key, str) else getattr(key, "host_class", key)
+    return key.removeprefix(TYPE_PREFIX) if isinstance(key, str) else getattr(key, "original_class", key)

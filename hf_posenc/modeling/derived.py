@@ -25,13 +25,13 @@ from hf_posenc import configuration as specs
 from hf_posenc.architectures import structure
 from hf_posenc.architectures.components.component import PositionComponent, is_transformers
 from hf_posenc.attention import dispatch
-from hf_posenc.encodings import PositionEncoding, check_size, meant, registry
+from hf_posenc.encodings import PositionEncoding, check_size, did_you_mean, registry
 from hf_posenc.modeling import hooks, offsets
 from hf_posenc.modeling.install import acting_in, install, install_across
 from hf_posenc.modeling.position_ids import asking
 from hf_posenc.serialization.copies import IS_COPY
 from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
-from hf_posenc.signatures import Call
+from hf_posenc.signatures import BoundCall
 
 PREFIX, TYPE_PREFIX = "PosEnc", "posenc-"
 
@@ -78,12 +78,12 @@ class PosEncConfigMixin(EncodingConfigMixin):
         if getattr(self, specs.PLAN) or self._not_saved():
             return
         from hf_posenc.architectures import find
-        from hf_posenc.modeling.parameter_sharing import shell, stock_config
+        from hf_posenc.modeling.parameter_sharing import build_on_meta, stock_config
 
         name, spec = auto_classes(self.model_type).get("AutoModel", ""), self.position_spec
         with contextlib.suppress(ValueError, AttributeError):  # a config of which no model can be made
-            host = getattr(sys.modules[__name__], name).host_class
-            model = shell(host, stock_config(self, host))
+            host = getattr(sys.modules[__name__], name).original_class
+            model = build_on_meta(host, stock_config(self, host))
             inner = model if spec.submodel is None else find.submodel(model, spec.submodel)
             setattr(self, specs.PLAN, [plan.to_dict() for plan in find.plan_of(find.find_all(inner, spec.where))])
 
@@ -91,7 +91,7 @@ class PosEncConfigMixin(EncodingConfigMixin):
         return {"AutoConfig": type(self).__name__, **auto_classes(self.model_type)}
 
     def _not_saved(self) -> str:
-        host = type(self).host_class  # type: ignore[attr-defined]
+        host = type(self).original_class  # type: ignore[attr-defined]
         if is_transformers(host):
             return ""
         return (
@@ -101,7 +101,7 @@ class PosEncConfigMixin(EncodingConfigMixin):
         )
 
 
-class HostState(nn.Module):
+class OriginalState(nn.Module):
     """The host's own learned positions, kept as buffers under their original keys, for `unpatch`."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -125,10 +125,10 @@ class HostState(nn.Module):
 class PosEncModelMixin(EncodingModelMixin):
     """Puts an encoding into each stack of a host's class when it is built."""
 
-    host_class: type[PreTrainedModel]
-    _posenc_reader: tuple[Any, ...] = ()
+    original_class: type[PreTrainedModel]
+    _posenc_token_stack: tuple[Any, ...] = ()
     """The stack that reads the tokens of this model, around it. In a tuple, so that it is no child of this one."""
-    initialized_whole = (PositionEncoding, HostState, offsets.Offset)
+    initialized_whole = (PositionEncoding, OriginalState, offsets.MeanOffset)
     config: Any
 
     def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +139,7 @@ class PosEncModelMixin(EncodingModelMixin):
         super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
-        if (calls := vars(self).get(POSTPONED)) is not None:
+        if (calls := vars(self).get(DEFERRED_POST_INIT)) is not None:
             calls.append(self)
             return
         # Before the host's post_init, so that new parameters are initialised, tied and counted with the others.
@@ -169,9 +169,9 @@ class PosEncModelMixin(EncodingModelMixin):
                 _compat.record_outputs(module)  # by class: what its __init__ has said of the host's
                 if id(module) in stacks:
                     _install(stacks[id(module)], module.config.position_spec)
-                module._posenc_reader = () if id(module) in stacks else _reader(module, stacks.values())
+                module._posenc_token_stack = () if id(module) in stacks else _token_stack(module, stacks.values())
                 if module is not self:
-                    module.host_class.post_init(module)
+                    module.original_class.post_init(module)
         self._check_attention()
 
     def _stacks(self, inner: Any, spec: specs.PositionSpec) -> dict[str, structure.Structure]:
@@ -186,7 +186,7 @@ class PosEncModelMixin(EncodingModelMixin):
         return stacks
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (HostState, offsets.Offset)):
+        if isinstance(module, (OriginalState, offsets.MeanOffset)):
             module.reset_parameters()
         else:
             super()._init_weights(module)
@@ -205,7 +205,7 @@ class PosEncModelMixin(EncodingModelMixin):
         if spec is None:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         kwargs.setdefault("use_safetensors", True)
-        loaded = cls.host_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        loaded = cls.original_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         from hf_posenc.modeling import parameter_sharing
 
@@ -215,7 +215,7 @@ class PosEncModelMixin(EncodingModelMixin):
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         super()._set_gradient_checkpointing(*args, **kwargs)
-        hooks.carry_positions(self)
+        hooks.wrap_gradient_checkpointing(self)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         configs = {id(module.config): module.config for module in self.modules() if isinstance(module, PreTrainedModel)}
@@ -231,24 +231,24 @@ class PosEncModelMixin(EncodingModelMixin):
     def _check_attention(self) -> None:
         for module in self.modules():
             if structure.is_patched(module):
-                encodings = [part for spec in module.config.position_spec.every for part in spec.parts.values()]
+                encodings = [part for spec in module.config.position_spec.all_encodings for part in spec.parts.values()]
                 if reason := dispatch.refusal(module.config._attn_implementation, encodings):
                     raise ValueError(reason)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As of Transformers. Raises ValueError for encodings that bias, whose distances a paged cache can't tell, or that
         rotate all keys anew."""
-        every = self.config.position_spec.every
+        every = self.config.position_spec.all_encodings
         if reason := dispatch.refusal_of_pages(
             (part for spec in every for part in spec.parts.values()),
-            any(spec.encoding.rotates_anew(dict(spec.options)) for spec in every),
+            any(spec.encoding.rotation_depends_on_length(dict(spec.options)) for spec in every),
         ):
             raise ValueError(reason)
         return super().init_continuous_batching(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: dict[str, Any]) -> Any:
         """The ids that `generate` makes where the user gives none, counted as the host counts them: RoBERTa's from 2 on."""
-        if self.config.position_spec.submodel is not None and not self._posenc_reader:
+        if self.config.position_spec.submodel is not None and not self._posenc_token_stack:
             return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
         stack: Any = next(filter(structure.is_patched, self.modules()))
         # Not the host's own, which may make places in images of them.
@@ -272,7 +272,7 @@ class PosEncModelMixin(EncodingModelMixin):
         """As of the host, by its model type: Transformers puts `decoder_start_token_id` before the prompts of every model but
         Whisper and Donut."""
         config, twin = copy.copy(self.config), copy.copy(self)
-        vars(config)["model_type"] = self.host_class.config_class.model_type  # type: ignore[attr-defined]
+        vars(config)["model_type"] = self.original_class.config_class.model_type  # type: ignore[attr-defined]
         twin.config = config
         return super(PosEncModelMixin, twin)._prepare_decoder_input_ids_for_generation(*args, **kwargs)  # type: ignore[misc]
 
@@ -288,12 +288,12 @@ class PosEncModelMixin(EncodingModelMixin):
     def is_custom_code(cls) -> bool:
         # Of custom code, modules without tensors of their own are passed over on loading, some of which fill those of others
         # that aren't saved (FalconH1). Encodings are initialised by `_initialize_weights` of ours, which looks at each tensor.
-        return cls.host_class.is_custom_code()
+        return cls.original_class.is_custom_code()
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         # Judged by the source of the host's module, which this class is not in.
-        return cls.host_class._can_set_attn_implementation()
+        return cls.original_class._can_set_attn_implementation()
 
 
 def __getattr__(name: str) -> Any:
@@ -317,7 +317,7 @@ def __getattr__(name: str) -> Any:
         return derive(next(iter(owns.values())))
     if owns:
         raise AttributeError(f"{called} is defined in {' and in '.join(sorted(owns))}: take the class of a patched model")
-    near = meant(called, dir(transformers))
+    near = did_you_mean(called, dir(transformers))
     raise AttributeError(
         f"there is no class {called!r}{near} in Transformers to derive {name!r} from, nor one of your own that is imported"
     )
@@ -327,7 +327,7 @@ def _users(base: Any) -> Iterator[Any]:
     """All classes derived from one of Transformers' that are not its own, nor ours."""
     for cls in base.__subclasses__():
         yield from _users(cls)
-        if not is_transformers(cls) and not hasattr(cls, "host_class"):
+        if not is_transformers(cls) and not hasattr(cls, "original_class"):
             yield cls
 
 
@@ -358,7 +358,7 @@ def derive(host: Any) -> Any:
 def _reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
     """Of an object whose class is derived from a user's: copies and pickles name that one, which imports its module."""
     _, (_, *arguments), *state = super(type(self), self).__reduce_ex__(protocol)
-    return _empty, (type(self).host_class, *arguments), *state
+    return _empty, (type(self).original_class, *arguments), *state
 
 
 def _empty(host: type, *arguments: Any) -> Any:
@@ -374,7 +374,7 @@ def _derive_config(name: str, host: type[PreTrainedConfig]) -> type:
         "position_encoding": None,
         specs.PLAN: None,
         "model_type": TYPE_PREFIX + host.model_type,
-        "host_class": host,
+        "original_class": host,
     }
     return type(name, (PosEncConfigMixin, host), body)
 
@@ -386,7 +386,7 @@ def _derive_model(name: str, host: type[PreTrainedModel]) -> type:
         "__init__": _init_of(host) if is_transformers(host) else _with_one_post_init(host),
         "forward": _with_positions(host),
         "config_class": derive(host.config_class),
-        "host_class": host,
+        "original_class": host,
     }
     return type(name, (PosEncModelMixin, host), body)
 
@@ -401,7 +401,7 @@ def _init_of(host: type[PreTrainedModel]) -> Callable[..., None]:
     return __init__
 
 
-POSTPONED = "_posenc_postponed"
+DEFERRED_POST_INIT = "_posenc_postponed"
 """The attribute of a model of a user's class that is being built: the calls of post_init that were put off."""
 
 
@@ -411,9 +411,9 @@ def _with_one_post_init(host: type[PreTrainedModel]) -> Callable[..., None]:
 
     @functools.wraps(host.__init__)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        vars(self)[POSTPONED] = []
+        vars(self)[DEFERRED_POST_INIT] = []
         PosEncModelMixin.__init__(self, config, *args, **kwargs)
-        if not vars(self).pop(POSTPONED):
+        if not vars(self).pop(DEFERRED_POST_INIT):
             raise ValueError(
                 f"{host.__name__}.__init__ doesn't end with self.post_init(), as it has to in every PreTrainedModel: there the "
                 "encoding is put in"
@@ -434,11 +434,11 @@ def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
         return
     if spec.calibration is not None:
         offsets.install(found.stack, found.contributions.items())
-    if spec.host and spec.host.kept and (kept := found.kept_shapes(spec.host.rows)):
-        found.stack.posenc.original = HostState(kept)
+    if spec.host and spec.host.kept and (kept := found.saved_shapes(spec.host.rows)):
+        found.stack.posenc.original = OriginalState(kept)
 
 
-def _reader(model: Any, stacks: Iterable[structure.Structure]) -> tuple[Any, ...]:
+def _token_stack(model: Any, stacks: Iterable[structure.Structure]) -> tuple[Any, ...]:
     """The stack, or none, which reads the tokens that a model made of several is given."""
     tokens = structure.tokens_of(model)
     if tokens is None or model.config.is_encoder_decoder:
@@ -454,9 +454,9 @@ def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
     @functools.wraps(host.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "posenc" not in self._modules:
-            if not self._posenc_reader:
+            if not self._posenc_token_stack:
                 return host.forward(self, *args, **kwargs)
-            with asking(self._posenc_reader[0], Call(names, args, kwargs)):
+            with asking(self._posenc_token_stack[0], BoundCall(names, args, kwargs)):
                 return host.forward(self, *args, **kwargs)
         args, kwargs, context = self._posenc_pass.begin(self, args, kwargs)
         with dispatch.current(context):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.encodings import (
-    Above,
     Geometry,
+    GreaterThan,
     build,
     canonical,
     checked_max_length,
@@ -36,7 +36,7 @@ class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        checked_value("hidden_size", self.hidden_size, Annotated[int, Above(0)])
+        checked_value("hidden_size", self.hidden_size, Annotated[int, GreaterThan(0)])
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"dropout={self.dropout}: allowed is a number from 0 to 1")
         checked_max_length(self.max_length)
@@ -98,7 +98,7 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
             )
         super().__init__(config)
         chosen = canonical(config.position_encoding)
-        if encoding_class(chosen["type"]).acts_by() != ("embed",):
+        if encoding_class(chosen["type"]).mechanisms() != ("embed",):
             raise ValueError(
                 f"{chosen['type']!r} doesn't act by vectors alone that could be added to embeddings; it belongs into a model's "
                 f"attention: hf_posenc.patch(model, {chosen['type']!r})"

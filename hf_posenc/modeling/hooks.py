@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from hf_posenc import _compat
 from hf_posenc.attention import dispatch
-from hf_posenc.signatures import Call, argument_names
+from hf_posenc.signatures import BoundCall, argument_names
 
 
 def before(module: nn.Module, parts: tuple[str, ...], token_axis: int = 1) -> None:
@@ -31,7 +31,7 @@ def add_to_input(
     parts: tuple[str, ...], names: list[str], token_axis: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Pre-hook of a layer, whose first argument is the hidden state."""
-    call = Call(names, args, kwargs)
+    call = BoundCall(names, args, kwargs)
     hidden = call[names[0]]
     return call.changed(**{names[0]: hidden + _vectors(parts, token_axis, module, kwargs, hidden)})
 
@@ -71,7 +71,7 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
     return vectors if hidden.ndim == 3 else vectors.reshape(*(hidden.shape if hidden.ndim == 2 else (-1, *hidden.shape[1:])))
 
 
-def carry_positions(model: nn.Module) -> None:
+def wrap_gradient_checkpointing(model: nn.Module) -> None:
     """Let gradient checkpointing run a model's layers with the positions of their forward pass, the second time, too."""
     for module in model.modules():
         checkpoint = vars(module).get(_compat.GRADIENT_CHECKPOINTING)

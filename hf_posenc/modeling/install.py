@@ -16,7 +16,7 @@ from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.modeling import hooks
 from hf_posenc.modeling.position_ids import ForwardPass, follow_masking, see_frames, see_images, see_patches
-from hf_posenc.signatures import Call, argument_names
+from hf_posenc.signatures import BoundCall, argument_names
 
 Parts = Mapping[str, tuple[str, ...]]
 """Path of an attention -> the parts of the encoding that act in it."""
@@ -24,8 +24,8 @@ Parts = Mapping[str, tuple[str, ...]]
 
 def acting_in(structure: Structure, spec: PositionSpec) -> tuple[PositionSpec | None, PositionSpec | None, Geometry]:
     """What acts in a stack, and between it and another one; and the sizes for it."""
-    own = spec.acting(structure.role) if spec.where else spec
-    across = spec.acting("cross") if structure.role == "decoder" else None
+    own = spec.encoding_for(structure.role) if spec.where else spec
+    across = spec.encoding_for("cross") if structure.role == "decoder" else None
     geometry = structure.geometry(spec.max_length, spec.inject)
     if own is not None and geometry.max_length is None and own.encoding.needs_max_length(geometry):
         geometry = replace(geometry, max_length=structure.usable_length)
@@ -52,7 +52,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         ],
     )
     at_input = spec.inject == "input"
-    store_rotated = _cached_keys_are_final(structure) and not encoding.rotates_anew(options)
+    store_rotated = _cached_keys_are_final(structure) and not encoding.rotation_depends_on_length(options)
     rotated = _acted_in(spec, parts, "rotate")
     for source in structure.sources:
         source.disable(stack, adds_vectors=at_input)
@@ -70,12 +70,12 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
                 dispatch.keep_own_eager(module)
             module.config = dispatch.AttentionConfigView(module.config, branches)  # type: ignore[assignment]
         # An attention that is written out counts on keys of its own size where it takes them from a cache.
-        widened = custom.row_of(module) and any(spec.parts[part].widens for part in parts[path])
+        widened = custom.row_of(module) and any(spec.parts[part].changes_head_dim for part in parts[path])
         if store_rotated and path in rotated and not widened:
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
     entrances = {
         verb: _add_vectors(structure, spec, parts) if verb == "embed" else _acted_in(spec, parts, verb)
-        for verb in encoding.acts_by(options)
+        for verb in encoding.mechanisms(options)
     }
     stack._posenc_spec, stack._posenc_entrances = spec, entrances
     stack._posenc_pass = ForwardPass(
@@ -136,7 +136,7 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
         if posenc is not None:
             module.posenc = posenc
         module.config = dispatch.AttentionConfigView(module.config, _branches_by_implementation(module))  # type: ignore[assignment]
-    for verb in encoding.acts_by(options):
+    for verb in encoding.mechanisms(options):
         here = (*stack._posenc_entrances.get(verb, ()), *_acted_in(spec, parts, verb))
         stack._posenc_entrances = {**stack._posenc_entrances, verb: here}
 
@@ -159,12 +159,12 @@ def parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
 
 def _acted_in(spec: PositionSpec, parts: Parts, verb: str) -> tuple[str, ...]:
     """The paths of the attentions in which a part of the encoding has this verb."""
-    return tuple(path for path in parts if any(verb in spec.acts_by(part) for part in parts[path]))
+    return tuple(path for path in parts if any(verb in spec.mechanisms(part) for part in parts[path]))
 
 
 def shared_parts(spec: PositionSpec) -> set[str]:
     """The parts which act in attentions, and whose parameters all of them share."""
-    acting = {part for part, kind in spec.parts.items() if {*kind.acts_by()} - {"embed"}}
+    acting = {part for part, kind in spec.parts.items() if {*kind.mechanisms()} - {"embed"}}
     return acting - spec.encoding.per_layer_parts(dict(spec.options))
 
 
@@ -184,12 +184,12 @@ def unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, ge
 def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tuple[str, ...]:
     """Where the encoding's vectors are added: paths of tables, layers or attention blocks."""
     stack = structure.stack
-    tables = tuple(source.path for source in structure.sources if source.takes_vectors)
+    tables = tuple(source.path for source in structure.sources if source.accepts_embeddings)
     if spec.inject == "input" and tables:
         return tables
     blocks = structure.blocks
     layers = structure.layer_paths
-    embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].acts_by()) for path in parts}
+    embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].mechanisms()) for path in parts}
     token_axis = custom.token_axis(next(iter(structure.attentions.values())))
     if spec.inject == "input" and structure.entrances:
         for path in structure.entrances:
@@ -228,4 +228,4 @@ def rotate_into_cache(names: list[str], module: nn.Module, args: tuple, kwargs: 
         return None
     context = dispatch.context_for(module, kwargs.get(dispatch.CONTEXT))
     cache = dispatch.rotating(given[name], module, context)
-    return Call(names, args, kwargs).changed(**{name: cache}, keys_are_rotated=True)
+    return BoundCall(names, args, kwargs).changed(**{name: cache}, keys_are_rotated=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_posenc import configuration as specs
 from hf_posenc.configuration import PositionSpec
-from hf_posenc.encodings import shown
+from hf_posenc.encodings import short_repr
 from hf_posenc.serialization.saved_files import read_config
 
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "_commit_hash")
@@ -28,10 +28,11 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
             if patched:
                 return kwargs, None  # Transformers reads it
             config = cls.config_class.from_pretrained(config, **source)
-    elif config is not None and not isinstance(config, cls.host_class.config_class):
+    elif config is not None and not isinstance(config, cls.original_class.config_class):
         raise ValueError(
-            f"config={shown(config) if isinstance(config, dict) else type(config).__name__} is not for {cls.__name__}: allowed "
-            f"is a {cls.config_class.__name__}, a {cls.host_class.config_class.__name__} or a path; single settings are "
+            f"config={short_repr(config) if isinstance(config, dict) else type(config).__name__} is not for "
+            f"{cls.__name__}: allowed "
+            f"is a {cls.config_class.__name__}, a {cls.original_class.config_class.__name__} or a path; single settings are "
             "keywords of from_pretrained"
         )
     derived = isinstance(config, cls.config_class)
@@ -53,7 +54,7 @@ def resolved(cls: Any, path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any
             return kwargs, None  # a state_dict alone: its config says what it is
         from hf_posenc.modeling.parameter_sharing import stock_config
 
-        spec, config = _agreed(encoding, config.position_encoding), stock_config(config, cls.host_class)
+        spec, config = _agreed(encoding, config.position_encoding), stock_config(config, cls.original_class)
     else:
         spec = None if encoding is None else PositionSpec.parse(encoding, in_code=True)
     if spec is None:
@@ -74,12 +75,12 @@ def _described(cls: Any, path: Any, source: dict[str, Any]) -> dict[str, Any]:
     if path is None:
         return {}
     saved = read_config(path, **source)
-    stock = cls.host_class.config_class
+    stock = cls.original_class.config_class
     encoding = saved.get("position_encoding")
     if isinstance(encoding, dict) and encoding.get("submodel") and not _is_patched(cls, saved):
         raise ValueError(
-            f"{path} is a patched model of several, {shown(saved.get('model_type'))}, and {cls.__name__} is not its class: "
-            f"load it with AutoModel.from_pretrained, and take a part of it, as model.{encoding['submodel']}"
+            f"{path} is a patched model of several, {short_repr(saved.get('model_type'))}, and {cls.__name__} is not its "
+            f"class: load it with AutoModel.from_pretrained, and take a part of it, as model.{encoding['submodel']}"
         )
     if stock.base_config_key and isinstance(saved.get(stock.base_config_key), dict):
         return saved[stock.base_config_key]
@@ -114,7 +115,8 @@ def _agreed(encoding: Any, in_config: Any) -> PositionSpec | None:
         return configured if given is None else given
     if replace(given, host=None) != replace(configured, host=None):
         raise ValueError(
-            f"position_encoding={shown(encoding)}, but config.position_encoding is {shown(in_config)}: give one of them"
+            f"position_encoding={short_repr(encoding)}, but config.position_encoding is {short_repr(in_config)}: give one "
+            f"of them"
         )
     return given
 

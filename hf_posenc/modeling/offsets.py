@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Offset(nn.Module):
+class MeanOffset(nn.Module):
     """Adds one learned vector, `[D]`, to hidden states `[..., D]`. Zero until it is calibrated."""
 
     def __init__(self, width: int) -> None:
@@ -31,7 +31,7 @@ def install(stack: nn.Module, widths: Iterable[tuple[str, int]]) -> None:
     """Give the modules at these paths of a stack an Offset each, as `posenc`, which is added to what they return."""
     for path, width in widths:
         module = stack.get_submodule(path)
-        module.posenc = Offset(width)
+        module.posenc = MeanOffset(width)
         module.register_forward_hook(add)
 
 

@@ -25,8 +25,16 @@ from hf_posenc import _compat
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import find, structure
 from hf_posenc.architectures.components import Disabled, UnsupportedModelError, disabled_names
-from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, HostSpec, PositionSpec
-from hf_posenc.encodings import PositionEncoding, encoding_class, exclusively, mark, marked_as_loaded, placed, refill
+from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, OriginalSpec, PositionSpec
+from hf_posenc.encodings import (
+    PositionEncoding,
+    encoding_class,
+    global_rng_lock,
+    initialize_missing,
+    mark,
+    marked_as_loaded,
+    placed,
+)
 from hf_posenc.modeling import hooks, supported
 
 
@@ -67,19 +75,19 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
         found = find.find_all(inner, spec.where)
     except UnsupportedModelError as refused:
         if refused.reason == find.UNKNOWN:  # ESM's, without its vectors
-            specs.refuse_lost(inner, "it has no positions to replace")
+            specs.raise_if_v4_relative(inner, "it has no positions to replace")
         raise
     stacks = list(found.values())
-    _refuse_lost(stacks, spec)
+    _raise_if_v4_relative(stacks, spec)
     if spec.max_length is None:
-        acting = [(found, spec.acting(found.role) if spec.where else spec) for found in stacks]
+        acting = [(found, spec.encoding_for(found.role) if spec.where else spec) for found in stacks]
         sized = [found for found, own in acting if own and own.encoding.needs_max_length(found.geometry(None, own.inject))]
         lengths = {found.usable_length for found in sized}
         # Stacks of several lengths have each its own.
         spec = replace(spec, max_length=lengths.pop() if len(lengths) == 1 else None)
     rows = specs.length_of(inner.config)
-    kept = keep_original or not any(found.kept_shapes(rows) for found in stacks)
-    host = HostSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(stacks))
+    kept = keep_original or not any(found.saved_shapes(rows) for found in stacks)
+    host = OriginalSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(stacks))
     config = copy.deepcopy(model.config)
     specs.change_class(config, derived.config_class)
     specs.write(config, replace(spec, host=host, calibration=None))
@@ -88,13 +96,13 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
         setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
         config.check_size()
     supported.check(stacks, spec)
-    patched = shell(derived, config, like=model)
-    share(model, patched)
+    patched = build_on_meta(derived, config, like=model)
+    share_parameters(model, patched)
     like = next(next(iter(stacks[0].attentions.values())).parameters())
     for owner in patched.modules():
         if isinstance(vars(owner)["_modules"].get("posenc"), PositionEncoding):
             placed(owner.posenc.to_empty(device=like.device), like.device, like.dtype).train(owner.training)
-    refill(module for module in patched.modules() if isinstance(module, PositionEncoding))
+    initialize_missing(module for module in patched.modules() if isinstance(module, PositionEncoding))
     of_stock = {id(found.stack): found for found in stacks}
     for name, stack in patched.named_modules():
         if structure.is_patched(stack):
@@ -102,11 +110,11 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
     return patched
 
 
-def _refuse_lost(stacks: Iterable[structure.Structure], spec: PositionSpec) -> None:
+def _raise_if_v4_relative(stacks: Iterable[structure.Structure], spec: PositionSpec) -> None:
     """Raises ValueError for the encoding that a model had in Transformers v4: its vectors would be random ones now."""
     for found in stacks:
-        kind = specs.lost_in_v5(found.stack.config)
-        if kind and any(part is encoding_class(kind) for each in spec.every for part in each.parts.values()):
+        kind = specs.dropped_v4_relative(found.stack.config)
+        if kind and any(part is encoding_class(kind) for each in spec.all_encodings for part in each.parts.values()):
             raise ValueError(
                 f"this model's config has position_embedding_type={kind!r} of Transformers v4, and Transformers 5 dropped the "
                 "vectors that its checkpoint has for that, so new ones would be random: load it with "
@@ -118,9 +126,9 @@ def _copy_positions(found: structure.Structure, stack: Any) -> None:
     """The host's learned positions: into what keeps them, and into an encoding that starts from them."""
     table = next((table for source in found.sources if (table := source.table()) is not None), None)
     with torch.no_grad():
-        stack.posenc.adopt(table)
+        stack.posenc.init_from_original_table(table)
         if "cross" in stack.posenc._modules:
-            stack.posenc.cross.adopt(None)
+            stack.posenc.cross.init_from_original_table(None)
         if "original" in stack.posenc._modules:
             for key, kept in stack.posenc.original.named_buffers():
                 kept.copy_(found.stack.get_parameter(key))
@@ -144,8 +152,8 @@ def to_stock(model: Any, stock: Any) -> Any:
         raise ValueError(
             f"the host's own positions were not kept in this model: take them from {base}, or patch with keep_original=True"
         )
-    unpatched = shell(stock, stock_config(model.config, stock), model.dtype, model)
-    share(model, unpatched)
+    unpatched = build_on_meta(stock, stock_config(model.config, stock), model.dtype, model)
+    share_parameters(model, unpatched)
     frozen = not any(parameter.requires_grad for parameter in unpatched.parameters() if not parameter.is_meta)
     for name, stack in model.named_modules():
         if structure.is_patched(stack) and "original" in stack.posenc._modules:
@@ -199,7 +207,7 @@ def _public_name(name_or_path: str) -> str:
     return name_or_path if cached.is_dir() else ""
 
 
-def shell(cls: Any, config: Any, dtype: torch.dtype | None = None, like: nn.Module | None = None) -> Any:
+def build_on_meta(cls: Any, config: Any, dtype: torch.dtype | None = None, like: nn.Module | None = None) -> Any:
     """A model without memory: all of it is on the meta device, as Transformers builds models that it loads.
 
     dtype: of what names none, such as sinusoids in buffers; None for torch's default.
@@ -207,7 +215,7 @@ def shell(cls: Any, config: Any, dtype: torch.dtype | None = None, like: nn.Modu
         doesn't tell (`add_pooling_layer=False`), are found by trying. If no arguments fit, the model is made without any.
     """
     default = nullcontext() if dtype is None else local_torch_dtype(dtype)
-    with exclusively(), default, torch.device("meta"), meta_device_safe_creation_ops():
+    with global_rng_lock(), default, torch.device("meta"), meta_device_safe_creation_ops():
         built = cls(config)
         for arguments in _arguments(cls) if like is not None and difference(like, built) else ():
             other = cls(config, **arguments)
@@ -219,21 +227,21 @@ def shell(cls: Any, config: Any, dtype: torch.dtype | None = None, like: nn.Modu
 def _arguments(cls: Any) -> Iterator[dict[str, bool]]:
     """Arguments for the `__init__` of a class, beside its config, that say which parts a model has: those that are True or
     False, few changed ones first."""
-    init = getattr(cls, "host_class", cls).__init__
+    init = getattr(cls, "original_class", cls).__init__
     known = [each for each in list(inspect.signature(init).parameters.values())[2:] if isinstance(each.default, bool)]
     for number in range(1, len(known) + 1):
         for changed in itertools.combinations(known, number):
             yield {each.name: not each.default for each in changed}
 
 
-def twin_of(model: PreTrainedModel) -> Any:
+def clone_sharing_parameters(model: PreTrainedModel) -> Any:
     """The model again, made of its own class and config, with the same parameters: what is set on one isn't on the other."""
-    twin = shell(type(model), copy.deepcopy(model.config), like=model)
-    share(model, twin)
+    twin = build_on_meta(type(model), copy.deepcopy(model.config), like=model)
+    share_parameters(model, twin)
     return twin
 
 
-def difference(source: nn.Module, target: nn.Module, anew: Collection[str] = ()) -> str | None:
+def difference(source: nn.Module, target: nn.Module, rebuilt: Collection[str] = ()) -> str | None:
     """The first part that one of two models has and the other doesn't, whatever encodings are in them.
 
     anew: the paths of modules that may differ.
@@ -241,7 +249,7 @@ def difference(source: nn.Module, target: nn.Module, anew: Collection[str] = ())
     theirs, ours = (dict(each.named_modules(remove_duplicate=False)) for each in (source, target))
     for name, module in _in_common(ours, theirs):
         other = theirs.get(name)
-        if name in anew:
+        if name in rebuilt:
             continue
         if other is None or _class_name(module) != _class_name(other):
             return f"{name!r} is a {type(other).__name__}, where the config of this model describes a {type(module).__name__}"
@@ -263,7 +271,7 @@ def _in_common(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> I
             yield name, module
 
 
-def share(source: PreTrainedModel, target: PreTrainedModel, anew: Collection[str] = ()) -> None:
+def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: Collection[str] = ()) -> None:
     """Give all parameters and buffers that the two have in common to `target`, with what can be set on a module.
 
     anew: the paths of modules that stay as the target's config makes them, with parameters that it may have already. Where
@@ -271,19 +279,19 @@ def share(source: PreTrainedModel, target: PreTrainedModel, anew: Collection[str
 
     Raises ValueError where `source` is no longer what its config describes.
     """
-    if found := difference(source, target, anew):
+    if found := difference(source, target, rebuilt):
         raise ValueError(
             f"{found}: a model whose parts were replaced can't be rebuilt from its config, so it was left as it is. Take the "
             "model as its class makes it, patch that, and replace its parts afterwards"
         )
     theirs = dict(source.named_modules(remove_duplicate=False))
     lengths = specs.length_of(source.config), specs.length_of(target.config)
-    before = dict(shell(type(source), source.config, source.dtype, source).named_modules()) if anew else {}
+    before = dict(build_on_meta(type(source), source.config, source.dtype, source).named_modules()) if rebuilt else {}
     for name, module in target.named_modules():
         if name in theirs:
             module.training = theirs[name].training
     for name, module in _in_common(dict(target.named_modules()), theirs):
-        if name in anew:
+        if name in rebuilt:
             continue
         other = theirs[name]
         silent = {*disabled_names(module), *disabled_names(other)}
@@ -311,7 +319,7 @@ def share(source: PreTrainedModel, target: PreTrainedModel, anew: Collection[str
             if key == _compat.GRADIENT_CHECKPOINTING or (number and key[0] != "_" and not by_length):
                 setattr(module, key, value)
     if any(map(structure.is_patched, target.modules())):
-        hooks.carry_positions(target)
+        hooks.wrap_gradient_checkpointing(target)
     for module in target.modules():
         mark(module)  # else a model that is made of this one draws its weights anew
     for module in reversed(list(target.modules())):  # a model within another initialises its own
@@ -331,7 +339,7 @@ def _class_name(module: nn.Module) -> tuple[str, str]:
     """The module and name of a module's class, of a derived one its host's. A subclass of another name may store its weights
     in another way, as 8-bit layers do. A parametrised module (weight norm) has a class of its own."""
     cls = type_before_parametrizations(module)
-    cls = getattr(cls, "host_class", cls)
+    cls = getattr(cls, "original_class", cls)
     return cls.__module__, cls.__qualname__
 
 
@@ -342,5 +350,5 @@ def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
         if left and "posenc" not in name.split("."):
             for key in left:
                 module._buffers[key] = torch.empty_like(module._buffers[key], device=device)  # type: ignore[arg-type]
-            with exclusively(), torch.no_grad(), guard_torch_init_functions(), marked_as_loaded(module.parameters()):
+            with global_rng_lock(), torch.no_grad(), guard_torch_init_functions(), marked_as_loaded(module.parameters()):
                 model._init_weights(module)

@@ -19,7 +19,7 @@ from hf_posenc.attention import dispatch
 from hf_posenc.encodings import PositionContext, counted, length_of, positions_of
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.modeling import cache_positions
-from hf_posenc.signatures import IS_CAUSAL, TOKENS, Call
+from hf_posenc.signatures import IS_CAUSAL, TOKEN_INPUTS, BoundCall
 
 TEXT_AND_GRID = 4
 """Rows of M-RoPE's position ids where positions in the text stand before those in time, height and width."""
@@ -48,7 +48,7 @@ ASKING = _Asking()
 
 
 @contextlib.contextmanager
-def asking(stack: Any, call: Call) -> Iterator[None]:
+def asking(stack: Any, call: BoundCall) -> Iterator[None]:
     """Keep what the model around a stack is called with until its forward ends."""
     before, mask = ASKING.asked, call["attention_mask"]
     if before is None or before.stack is not stack:
@@ -93,13 +93,13 @@ class ForwardPass:
         and behind cached keys, by counting what it shows (`counted`), elsewhere by index from the first that it shows
         (`positions_of`).
         """
-        call = Call(self.names, args, kwargs)
+        call = BoundCall(self.names, args, kwargs)
         self._check_causal_flags(stack, call)
         for name in self.refused if self.replaces else ():
             if call[name] is not None:
                 raise ValueError(
-                    f"{name} given by hand are the positions of the stock {type(stack).host_class.__name__}, which this model "
-                    f"doesn't use: leave them out, or give position_ids"
+                    f"{name} given by hand are the positions of the stock {type(stack).original_class.__name__}, which "
+                    f"this model doesn't use: leave them out, or give position_ids"
                 )
         tokens, call = self._by_text(call)
         args, kwargs, ids = call.args, call.kwargs, call["position_ids"]
@@ -153,7 +153,7 @@ class ForwardPass:
             changes["token_type_ids"] = torch.zeros(shape, dtype=torch.long, device=device)
         return self._changed(call, context, **changes)
 
-    def _by_text(self, call: Call) -> tuple[Tensor | None, Call]:
+    def _by_text(self, call: BoundCall) -> tuple[Tensor | None, BoundCall]:
         """One number for each token, `[B, L]`, or `[L]`, and the call with a mask and position_ids of as many rows. None where
         the stack makes its tokens itself.
 
@@ -166,7 +166,7 @@ class ForwardPass:
         if embeds is None and self.flattens:
             by_row = {name: call[name] for name in ("attention_mask", "position_ids")}
             by_row = {name: given.flatten(0, -2) for name, given in by_row.items() if given is not None and given.ndim == 3}
-            call = Call(self.names, *call.changed(**by_row))
+            call = BoundCall(self.names, *call.changed(**by_row))
             tokens, mask = tokens.flatten(0, -2), call["attention_mask"]
             if mask is not None and len(mask) != len(tokens):
                 raise ValueError(
@@ -180,7 +180,7 @@ class ForwardPass:
             )
         return tokens[..., 0], call  # Vectors, or several ids for each place.
 
-    def _check_causal_flags(self, stack: Any, call: Call) -> None:
+    def _check_causal_flags(self, stack: Any, call: BoundCall) -> None:
         """Raises ValueError if the stack would make other masks than those that its encoding was built for. It makes none where
         it is given one that is ready, as in continuous batching."""
         mask = call["attention_mask"]
@@ -195,11 +195,11 @@ class ForwardPass:
                     "before the model is built and patched; from_pretrained takes a config"
                 )
 
-    def _lacks_tokens(self, stack: Any, call: Call) -> bool:
+    def _lacks_tokens(self, stack: Any, call: BoundCall) -> bool:
         """Whether a stack that reads tokens was given none, nor anything else that it makes them of."""
-        return not TOKENS.isdisjoint(self.names) and call[stack.main_input_name] is None
+        return not TOKEN_INPUTS.isdisjoint(self.names) and call[stack.main_input_name] is None
 
-    def _of_unknown_number(self, stack: Any, call: Call) -> PositionContext:
+    def _of_unknown_number(self, stack: Any, call: BoundCall) -> PositionContext:
         """The context of a stack that makes its tokens itself, of an image or a sound."""
         unknown, cache = torch.empty(0, 0, dtype=torch.long), call.of_type(Cache)
         return PositionContext(
@@ -216,7 +216,9 @@ class ForwardPass:
             windows=self.windows,
         )
 
-    def _changed(self, call: Call, context: PositionContext, **changes: Any) -> tuple[tuple, dict[str, Any], PositionContext]:
+    def _changed(
+        self, call: BoundCall, context: PositionContext, **changes: Any
+    ) -> tuple[tuple, dict[str, Any], PositionContext]:
         # Hosts which take position_ids hand further arguments down to their layers. For the others the context is the current
         # one of the thread.
         if "position_ids" in self.names and self.hands_down:
@@ -255,7 +257,7 @@ class ForwardPass:
 
     def end(self, args: tuple, kwargs: dict[str, Any], context: PositionContext | None, output: Any) -> None:
         """Keep the positions of all keys with the cache that the host's forward has filled, where it wouldn't tell them."""
-        call = Call(self.names, args, kwargs)
+        call = BoundCall(self.names, args, kwargs)
         values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
         cache = call.of_type(Cache)
         if cache is None:
@@ -278,7 +280,7 @@ def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
 def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Pre-hook of a rotary module of rows and columns, `[L, 2]`: where both are 0, an image begins that is packed with others
     in one row of tokens. Those of a window, or of the only image, say nothing of where the tokens lie among all."""
-    ids, context = Call(names, args, kwargs)["position_ids"], CURRENT.context
+    ids, context = BoundCall(names, args, kwargs)["position_ids"], CURRENT.context
     if context is None or ids.ndim != 2 or ids.shape[-1] != 2:
         return
     if not context.images:
@@ -292,12 +294,12 @@ def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: d
 def see_frames(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Pre-hook of a module that the layers of a stack of sounds lie in: tells the context of this forward pass which frames are
     padding. The mask that the stack is called with is one of samples or features."""
-    mask, context = Call(names, args, kwargs)["attention_mask"], CURRENT.context
+    mask, context = BoundCall(names, args, kwargs)["attention_mask"], CURRENT.context
     if context is not None and isinstance(mask, Tensor) and mask.ndim == 2:
         context.shown = mask
 
 
-def _mask_of(call: Call, length: int) -> Any:
+def _mask_of(call: BoundCall, length: int) -> Any:
     """The mask that a stack of tokens is called with, also as XLNet's `input_mask`, 1 for padding, or XLM's `lengths`."""
     if (mask := call["attention_mask"]) is not None:
         return mask
@@ -308,20 +310,20 @@ def _mask_of(call: Call, length: int) -> Any:
     return None
 
 
-def _images(call: Call) -> tuple[int, ...]:
+def _images(call: BoundCall) -> tuple[int, ...]:
     """The number of patches of each image, or frame of a video, that are packed in one row of tokens."""
     given = (call[name] for name in ("grid_thw", "image_grid_hw", "target_sizes"))
     grids = next((grids for grids in given if grids is not None), None)
     return () if grids is None else tuple(h * w for *frames, h, w in grids.tolist() for _ in range(*(frames or [1])))
 
 
-def _chosen(call: Call) -> Tensor | None:
+def _chosen(call: BoundCall) -> Tensor | None:
     """`[B, L]`, the positions of patches in a batch of images of several sizes: each image's own are counted row by row."""
     shown = call["patch_attention_mask"]
     return None if shown is None else counted(shown.flatten(1)).clamp(min=0)
 
 
-def _cells(call: Call) -> Tensor | None:
+def _cells(call: BoundCall) -> Tensor | None:
     """`[1, L, 2]`, the row and column of each patch in such a batch: smaller images are padded on the right and below."""
     shown = call["patch_attention_mask"]
     return None if shown is None else torch.ones_like(shown[0]).nonzero()[None]

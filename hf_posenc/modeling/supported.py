@@ -25,7 +25,7 @@ def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
             parts = parts_by_attention(structure, own)
             _refuse_closed(structure, structure.attentions, own, parts)
             _refuse_unlike(structure, own, parts, geometry)
-            if "embed" in own.encoding.acts_by(dict(own.options)):
+            if "embed" in own.encoding.mechanisms(dict(own.options)):
                 _refuse_places(structure, own)
         if across is not None:
             parts = parts_by_attention(replace(structure, attentions=structure.across), across)
@@ -42,7 +42,7 @@ def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
 def _refuse_closed(structure: Structure, attentions: Mapping[str, nn.Module], spec: PositionSpec, parts: Parts) -> None:
     """Raises UnsupportedModelError for an encoding that would act in an attention in which none can."""
     for path, module in attentions.items():
-        acting = [part for part in parts[path] if {*spec.parts[part].acts_by()} - {"embed"}]
+        acting = [part for part in parts[path] if {*spec.parts[part].mechanisms()} - {"embed"}]
         if acting and (why := custom.closed(module)):
             raise UnsupportedModelError(
                 f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which {why}, so {acting[0]!r} can't "
@@ -58,7 +58,7 @@ def _refuse_closed(structure: Structure, attentions: Mapping[str, nn.Module], sp
                 reason="scores that are capped before the bias",
                 remedy="take one that rotates or biases",
             )
-        weighing = [part for part in acting if "value_bias" in spec.acts_by(part)]
+        weighing = [part for part in acting if "value_bias" in spec.mechanisms(part)]
         if weighing and custom.row_of(module) is None and dispatch.scales_afterwards(module):
             raise UnsupportedModelError(
                 f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which multiplies its output by a "
@@ -86,7 +86,7 @@ def _refuse_unlike(structure: Structure, spec: PositionSpec, parts: Parts, geome
 def _refuse_places(structure: Structure, spec: PositionSpec) -> None:
     """Raises UnsupportedModelError where vectors can't be added to hidden states."""
     stack = structure.stack
-    if spec.inject == "input" and any(source.takes_vectors for source in structure.sources):
+    if spec.inject == "input" and any(source.accepts_embeddings for source in structure.sources):
         return
     if spec.inject != "after_attention" and any(STREAMS.search(type(module).__name__) for module in stack.modules()):
         raise UnsupportedModelError(

@@ -143,7 +143,7 @@ def _seen(values: Any) -> np.ndarray:
 def _turns(found: Similarity) -> bool:
     """Whether the matrix holds scores of turned queries and keys, to which biases may have been added."""
     try:
-        return "rotate" in encoding_class(found.encoding).acts_by()
+        return "rotate" in encoding_class(found.encoding).mechanisms()
     except ValueError:  # a result of an encoding that isn't registered here
         return found.cosine is not None
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import _compat
 from hf_posenc.configuration import PositionSpec, merged
-from hf_posenc.encodings import PositionEncoding, is_marked, mark, portable, refill
+from hf_posenc.encodings import PositionEncoding, initialize_missing, is_marked, mark, portable
 from hf_posenc.serialization.copies import ENTRY, IS_COPY, copy_code
 from hf_posenc.serialization.interrupted import CONFIG, refuse_interrupted
 
@@ -47,7 +47,7 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
                 return super().save_pretrained(str(folder), *args, **_named(kwargs, save_directory))
         if self.position_encoding is not None:
             spec = PositionSpec.parse(self.position_encoding)
-            for cls in (part for each in spec.every for part in each.parts.values()):
+            for cls in (part for each in spec.all_encodings for part in each.parts.values()):
                 if cls.__module__.rpartition(".")[0] != __name__.rpartition(".")[0]:
                     raise ValueError(
                         f"{cls.__qualname__} can't be added to a model's own code: pip install hf-posenc, and patch with it"
@@ -106,7 +106,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PositionEncoding):
-            refill([module])
+            initialize_missing([module])
         else:
             super()._init_weights(module)
 
@@ -188,10 +188,10 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         for index, path in enumerate(paths):
             _label(path, label, {} if index else tables)
         for index_file in folder.glob("*.safetensors.index.json") if paths else ():
-            listed = json.loads(index_file.read_text(encoding="utf-8"))
-            listed["weight_map"] |= dict.fromkeys(tables, paths[0].name)
-            listed["metadata"]["total_size"] += sum(table.size for table in tables.values())
-            index_file.write_text(json.dumps(listed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            quoted = json.loads(index_file.read_text(encoding="utf-8"))
+            quoted["weight_map"] |= dict.fromkeys(tables, paths[0].name)
+            quoted["metadata"]["total_size"] += sum(table.size for table in tables.values())
+            index_file.write_text(json.dumps(quoted, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _replaced(directory: Any) -> contextlib.AbstractContextManager[Path]:
@@ -209,10 +209,10 @@ def _restore(model: Any, files: Iterable[str], info: Any) -> None:
             continue
 
         def find(name: str, path: str = path) -> "StoredTensor | None":
-            from hf_posenc.encodings.mapped_tables import StoredTensor, names_in
+            from hf_posenc.encodings.mapped_tables import StoredTensor, names_in_code
 
             if not places:
-                places.update({key: file for file in files for key in names_in(file)})
+                places.update({key: file for file in files for key in names_in_code(file)})
             key = _key(f"{path}.{name}", places)
             if key is None:
                 return None

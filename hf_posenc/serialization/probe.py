@@ -141,7 +141,7 @@ def observe(base: ModuleType, cls: Any, job: dict[str, Any], seed: int) -> dict[
     base: the module of PositionEncoding, here or a copy. seed: of what must not matter, the start values of weights that a
     checkpoint replaces.
     """
-    seen = {"class": cls.__qualname__, "acts by": " ".join(cls.acts_by()), "per_layer": str(cls.per_layer)}
+    seen = {"class": cls.__qualname__, "acts by": " ".join(cls.mechanisms()), "per_layer": str(cls.per_layer)}
     for is_causal in (False, True):
         geometry = base.Geometry(**{**job["geometry"], "is_causal": is_causal})
         where = "causal" if is_causal else "symmetric"
@@ -181,12 +181,12 @@ def _made(base: ModuleType, cls: Any, geometry: Any, options: dict[str, Any]) ->
 
 def _calls(base: ModuleType, module: Any, geometry: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The verbs that a module overrides, on fixed inputs: new tokens at once, far apart, one by one behind a cache."""
-    limit, verbs = min(geometry.max_length or FAR, FAR), module.acts_by()
+    limit, verbs = min(geometry.max_length or FAR, FAR), module.mechanisms()
     length = min(LENGTH, limit)
     near, far = torch.arange(length), torch.arange(length) * ((limit - 1) // max(length - 1, 1))
     if "distance_bias" in verbs:
         yield "distance_bias", partial(module.distance_bias, torch.arange(1 - limit, limit))
-    if module.tells_vectors():
+    if module.has_distance_vectors():
         yield "distance_vectors", partial(module.distance_vectors, torch.arange(1 - limit, limit))
     generator = torch.Generator().manual_seed(3)
     heads, groups, width = geometry.num_attention_heads, geometry.num_key_value_heads, geometry.head_dim

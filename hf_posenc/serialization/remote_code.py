@@ -69,12 +69,12 @@ def _backends(encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> l
     where biases have parameters, or depend on content."""
     found: list[str] = []
     for cls, options in encodings:
-        if not {"distance_bias", "score_bias", "value_bias"}.isdisjoint(cls.acts_by()):
+        if not {"distance_bias", "score_bias", "value_bias"}.isdisjoint(cls.mechanisms()):
             found.append(f"{PACKAGE}.attention.bias_backends")
             try:
                 with torch.device("meta"):
                     module = cls(_geometry(cls, config), **options)
-                in_blocks = module.tells_vectors() or any(True for _ in module.parameters())
+                in_blocks = module.has_distance_vectors() or any(True for _ in module.parameters())
             except Exception:  # of a user's class, which may want values
                 in_blocks = True
             found += [f"{PACKAGE}.attention.blockwise"] * in_blocks

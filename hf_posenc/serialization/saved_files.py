@@ -129,8 +129,8 @@ def check_sentence_modules(model: str) -> None:
     Importing them runs code of the model's author. Before version 6, sentence-transformers imports them without
     `trust_remote_code`.
     """
-    listed = read_json(Path(str(cached_file(model, "modules.json"))))
-    modules = [module for module in listed if isinstance(module, dict)] if isinstance(listed, list) else []
+    quoted = read_json(Path(str(cached_file(model, "modules.json"))))
+    modules = [module for module in quoted if isinstance(module, dict)] if isinstance(quoted, list) else []
     named = [(str(module.get("path", "")), module.get("type")) for module in modules]
     for folder, kind in named:  # which grows: routers have modules of their own, also routers
         if not str(kind).startswith("sentence_transformers."):

@@ -21,7 +21,7 @@ def config_files(config: Any) -> dict[str, str]:
         spec, auto_classes = PositionSpec.parse(config.position_encoding), config._auto_classes()
         parts = [
             (part, each.encoding.by_part(portable(dict(each.options)))[name])
-            for each in spec.every
+            for each in spec.all_encodings
             for name, part in each.parts.items()
         ]
         try:

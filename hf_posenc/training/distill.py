@@ -248,7 +248,7 @@ def calibrating(arguments: argparse.Namespace, texts: Any, tokenizer: Any) -> di
     if not chosen or arguments.calibrate is False:
         return {}
     spec = hf_posenc.PosEncBertConfig.from_dict({}, position_encoding=chosen).position_spec
-    if {*spec.encoding.acts_by()} <= {"embed"}:
+    if {*spec.encoding.mechanisms()} <= {"embed"}:
         if arguments.calibrate:
             raise SystemExit(f"--calibrate: {spec.type!r} doesn't act in attention, so there is nothing to fit; leave it out")
         return {}

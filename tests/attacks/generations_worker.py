@@ -176,7 +176,7 @@ class Two:
     def functions(self) -> Pairs:
         """The names of attention functions, and the code behind them, are each generation's own."""
         for model in self.models:
-            owner = next(cls.__module__ for cls in type(model).__mro__ if "host_class" in vars(cls)).rpartition(".")[0]
+            owner = next(cls.__module__ for cls in type(model).__mro__ if "original_class" in vars(cls)).rpartition(".")[0]
             views = [
                 module.config for module in model.modules() if type(getattr(module, "config", None)).__name__.endswith("View")
             ]

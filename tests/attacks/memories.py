@@ -85,7 +85,7 @@ def made(kind: str, encoding: str, head: bool = False) -> Any:
 def right(kind: str, model: Any) -> Any:
     """A stock model that does what the patched one is to do, for all but rotations and biases by content; else None."""
     parts = list(model.posenc.named_parts().values())
-    verbs = {verb for part in model.config.position_spec.parts.values() for verb in part.acts_by()}
+    verbs = {verb for part in model.config.position_spec.parts.values() for verb in part.mechanisms()}
     if not verbs <= {"embed", "distance_bias"}:
         return None
     twin = stock(kind)
@@ -95,7 +95,7 @@ def right(kind: str, model: Any) -> Any:
         """The mask is multiplied by -1e30 and added."""
         length = kwargs["output_h"].shape[0] if "output_h" in kwargs else args[0].shape[0]
         distance = torch.arange(length) - torch.arange(length)[:, None]
-        terms = [part("distance_bias", distance.flatten()) for part in parts if "distance_bias" in part.acts_by()]
+        terms = [part("distance_bias", distance.flatten()) for part in parts if "distance_bias" in part.mechanisms()]
         if terms:
             bias = sum(terms).view(-1, length, length).permute(1, 2, 0)[:, :, None].double() / -1e30
             given = kwargs.get("attn_mask_h")
@@ -104,7 +104,7 @@ def right(kind: str, model: Any) -> Any:
 
     def vectors(module: Any, args: Any, output: Tensor) -> Tensor:
         places = torch.arange(output.shape[0])[None]
-        terms = [part("embed", places) for part in parts if "embed" in part.acts_by()]
+        terms = [part("embed", places) for part in parts if "embed" in part.mechanisms()]
         return output + sum(terms).to(output.dtype).transpose(0, 1) if terms else output
 
     for layer in twin.layer:

@@ -292,13 +292,13 @@ def by_hooks(kind: str, encoding: str) -> Iterator[Comparison]:
     class Vectors(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
             places = torch.arange(hidden.shape[1])[None]
-            terms = [each("embed", places) for each in encodings if "embed" in each.acts_by()]
+            terms = [each("embed", places) for each in encodings if "embed" in each.mechanisms()]
             return sum(terms).to(hidden.dtype).expand_as(hidden) if terms else torch.zeros_like(hidden)
 
     def biased(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         length = args[0].shape[1] if args else kwargs["hidden_states"].shape[1]
         distance = torch.arange(length) - torch.arange(length)[:, None]
-        terms = [each("distance_bias", distance.flatten()) for each in encodings if "distance_bias" in each.acts_by()]
+        terms = [each("distance_bias", distance.flatten()) for each in encodings if "distance_bias" in each.mechanisms()]
         if terms:
             kwargs["attention_mask"] = sum(terms).view(1, -1, length, length).to(torch.float32)
         return args, kwargs

@@ -162,7 +162,7 @@ def made(family: str, kind: str, **more: Any) -> Any:
 def like(model: Any, folder: Path, trained: bool = False) -> Any:
     """The reference with the present weights of a model. Unless it was trained, its vectors are those of the checkpoint."""
     vectors = {name: each for name, each in load_file(folder / "model.safetensors").items() if TABLE in name and not trained}
-    return reference(type(model).host_class, folder, {**as_v4(model), **vectors})
+    return reference(type(model).original_class, folder, {**as_v4(model), **vectors})
 
 
 def longer(inputs: dict[str, Tensor], length: int) -> dict[str, Tensor]:

@@ -136,7 +136,7 @@ def sized(name: str, encoding: str, size: tuple[int, int]) -> Iterator[Compariso
 
 def by_hooks(name: str, model: Any, patches: int) -> Any:
     """A stock model with the encoding's vectors and biases, for those that have no others; else None."""
-    verbs = {verb for part in model.config.position_spec.parts.values() for verb in part.acts_by()}
+    verbs = {verb for part in model.config.position_spec.parts.values() for verb in part.mechanisms()}
     parts = [part for part in model.posenc.named_parts().values() if part.axes == 1]
     if not verbs <= {"embed", "distance_bias"} or len(parts) < len(model.config.position_spec.parts):
         return None
@@ -148,9 +148,9 @@ def by_hooks(name: str, model: Any, patches: int) -> Any:
     biases = [
         part("distance_bias", distance.flatten()).view(-1, patches, patches)
         for part in parts
-        if "distance_bias" in part.acts_by()
+        if "distance_bias" in part.mechanisms()
     ]
-    terms = [part("embed", torch.arange(patches)[None]) for part in parts if "embed" in part.acts_by()]
+    terms = [part("embed", torch.arange(patches)[None]) for part in parts if "embed" in part.mechanisms()]
 
     def biased(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if biases:
@@ -184,7 +184,7 @@ def in_windows(name: str, encoding: str, size: tuple[int, int]) -> Iterator[Comp
     if name != "swinv2":  # which has one implementation
         other.set_attn_implementation("eager")
     yield output, seen(other, size)
-    acts = {verb for part in model.config.position_spec.parts.values() for verb in part.acts_by()}
+    acts = {verb for part in model.config.position_spec.parts.values() for verb in part.mechanisms()}
     if (name.startswith("swin,") or name == "swin") and acts <= {"distance_bias"}:
         yield output, seen(by_table(name, model), size)
 
@@ -209,7 +209,7 @@ def by_table(name: str, model: Any) -> Any:
         distance = -(side * steps[:, None] + steps).flatten()
         table.zero_()
         for part in getattr(mine, "posenc", shared).named_parts().values():
-            if "distance_bias" in part.acts_by():
+            if "distance_bias" in part.mechanisms():
                 table += part("distance_bias", distance).T
     return twin
 

@@ -4,9 +4,9 @@ import importlib
 import pkgutil
 
 from hf_posenc.architectures.components.component import Disabled, PositionComponent, UnsupportedModelError
-from hf_posenc.architectures.components.detection import sees_order, signs_of_position
+from hf_posenc.architectures.components.detection import is_order_sensitive, unhandled_position_modules
 from hf_posenc.architectures.components.position_parameters import disabled_names
-from hf_posenc.architectures.components.vision import has_windows, patch_projection, tokens_aside
+from hf_posenc.architectures.components.vision import extra_tokens, has_windows, patch_projection
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -17,8 +17,8 @@ __all__ = [
     "PositionComponent",
     "has_windows",
     "patch_projection",
-    "sees_order",
-    "signs_of_position",
+    "is_order_sensitive",
+    "unhandled_position_modules",
     "disabled_names",
-    "tokens_aside",
+    "extra_tokens",
 ]

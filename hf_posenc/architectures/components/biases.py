@@ -38,7 +38,7 @@ class RelativeBias(PositionComponent):
         replace(stack, self.path, silenced)
         setattr(owner, maker[1], silenced.make)
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.weight": tuple(self.module.weight.shape)}
 
 

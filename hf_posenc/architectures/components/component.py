@@ -74,7 +74,7 @@ class PositionComponent(abc.ABC):
 
     def check(self, config: Any) -> None:
         """Raises KeyError, AttributeError or TypeError where a module that a plan names isn't of this kind."""
-        self.kept_shapes(None), self.width, self.offset, self.usable_length(config)
+        self.saved_shapes(None), self.width, self.offset, self.usable_length(config)
 
     @classmethod
     def claims(cls, module: nn.Module) -> bool:
@@ -90,7 +90,7 @@ class PositionComponent(abc.ABC):
     def disable(self, stack: Any, adds_vectors: bool) -> None:
         """Take the host's positions out of a stack that has its encoding as `stack.posenc`.
 
-        adds_vectors: whether the encoding's vectors are added at the input, in place of the host's (see `takes_vectors`).
+        adds_vectors: whether the encoding's vectors are added at the input, in place of the host's (see `accepts_embeddings`).
         """
 
     @property
@@ -98,11 +98,11 @@ class PositionComponent(abc.ABC):
         """The paths of the modules and parameters that make these positions."""
         return (self.path,)
 
-    takes_vectors: ClassVar[bool] = False
+    accepts_embeddings: ClassVar[bool] = False
     """Whether the host adds to its inputs what this source answers."""
 
     @property
-    def entrance(self) -> str | None:
+    def output_module(self) -> str | None:
         """The path of a module which adds the host's vectors to what it returns, `[B, L, D]`, if ours can be added there."""
         return None
 
@@ -124,7 +124,7 @@ class PositionComponent(abc.ABC):
         """The longest input that these positions were trained for, where they go on by a rule behind it."""
         return self.usable_length(config)
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         """Key -> shape of the learned tensors that `unpatch` needs, for a host whose config says `rows`."""
         return {}
 

@@ -23,7 +23,7 @@ class PositionalConvolution(PositionComponent):
     One with a stride answers fewer of them, for hosts that pool their hidden states as well (SEW).
     """
 
-    encoding, verb, takes_vectors = "convolution", "embed", True
+    encoding, verb, accepts_embeddings = "convolution", "embed", True
 
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__(path, module)
@@ -71,7 +71,7 @@ class PositionalConvolution(PositionComponent):
     def width(self) -> int:
         return self.layers[0].in_channels
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.{name}": tuple(value.shape) for name, value in self.module.named_parameters()}
 
 
@@ -93,7 +93,7 @@ class DisabledConvolution(Disabled):
         (stack,) = self._stack
         length = answered(self.sizes, hidden_states.shape[self.token_axis])
         vectors = None
-        if self.adds_vectors and "embed" in stack.posenc.acts_by():
+        if self.adds_vectors and "embed" in stack.posenc.mechanisms():
             vectors = stack.posenc("embed", context_for(self).placed(length, hidden_states.device).positions)
         if vectors is None:
             vectors = hidden_states.new_zeros(()).expand(1, length, self.width)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.architectures.components.component import OWN_PAGE, PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.components.position_parameters import PositionParameter
 from hf_posenc.architectures.components.position_tables import PositionTable
-from hf_posenc.architectures.components.vision import tokens_aside
+from hf_posenc.architectures.components.vision import extra_tokens
 from hf_posenc.configuration import LENGTH_FIELD
 
 
@@ -52,7 +52,7 @@ def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> 
     if module is not None and each.silent is not None:
         return RegisteredModule(each.path, module, each.silent)
     if around is not None and isinstance(getattr(around, key, None), Tensor) and each.silent is None:
-        return RegisteredParameter(each.path, around, tokens_aside(modules), stack.config)
+        return RegisteredParameter(each.path, around, extra_tokens(modules), stack.config)
     what = "nothing" if module is None else f"a {type(module).__name__}"
     raise UnsupportedModelError(
         f"register_positions({each.cls.__name__}, {each.path!r}) names {what} of this {type(stack).__name__}: allowed is an "
@@ -87,8 +87,8 @@ class RegisteredTable(PositionTable):
     def usable_length(self, config: Any) -> int:
         return (getattr(config, LENGTH_FIELD) if self.follows else self.module.num_embeddings) - self.offset
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
-        return super().kept_shapes(rows if self.follows else None)
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        return super().saved_shapes(rows if self.follows else None)
 
 
 class RegisteredParameter(PositionParameter):
@@ -106,15 +106,15 @@ class RegisteredParameter(PositionParameter):
         return ()
 
     @property
-    def entrance(self) -> None:
+    def output_module(self) -> None:
         # What its module returns may be anything: vectors are added to what enters the first layer.
         return None
 
     def usable_length(self, config: Any) -> int | None:
         return super().usable_length(config) if self.axis is None else getattr(config, LENGTH_FIELD)
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
-        kept = super().kept_shapes(rows)
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+        kept = super().saved_shapes(rows)
         if self.axis is None or rows is None:
             return kept
         return {path: (*shape[: self.axis], rows, *shape[self.axis + 1 :]) for path, shape in kept.items()}

@@ -29,7 +29,7 @@ STATES = frozenset(["update_conv_state", "update_recurrent_state", "set_linear_c
 """Methods of caches that keep a state which a layer carries from token to token: linear attention, state spaces."""
 
 
-def sees_order(module: nn.Module) -> bool:
+def is_order_sensitive(module: nn.Module) -> bool:
     """Whether a module tells orders of its inputs apart by itself: it holds a convolution, or carries a state from token to
     token."""
     return _carries_state(module) or any(convolves(name, child) for name, child in module.named_children())
@@ -56,13 +56,13 @@ MIXED = {
 """Models made of several whose parts can't be taken by themselves -> what they do with them."""
 
 
-def mixes_its_parts(module: nn.Module) -> str:
+def couples_submodels(module: nn.Module) -> str:
     """Why no part of a model of Transformers' own can be taken by itself, or ""."""
     theirs = (kind.__name__ for kind in type(module).__mro__ if is_transformers(kind))
     return next((MIXED[name] for name in theirs if name in MIXED), "")
 
 
-def signs_of_position(stack: Any, modules: Mapping[str, nn.Module], claimed: Set[str]) -> Iterator[tuple[str, str]]:
+def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], claimed: Set[str]) -> Iterator[tuple[str, str]]:
     """Path and reason of each sign among the modules of a stack, dotted path -> module, but for what sources claim.
 
     A module that nothing calls is none.

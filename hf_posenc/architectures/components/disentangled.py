@@ -56,7 +56,7 @@ class DisentangledTerm(PositionComponent):
             if hasattr(owner, method):
                 setattr(owner, method, nothing)
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         shapes = {f"{self.path}.{name}": tuple(parameter.shape) for name, parameter in self.module.named_parameters()}
         if self.as_long_as_inputs:
             shapes[f"{self.path}.weight"] = (2 * (rows or 0), self.module.embedding_dim)  # type: ignore[assignment, operator]

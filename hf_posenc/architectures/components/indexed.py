@@ -16,7 +16,7 @@ BUFFERS = {"CTRLModel": "pos_encoding"}
 class IndexedBuffer(PositionComponent):
     """A buffer `[rows, D]` of sinusoidal vectors, which the stack reads as `table[position_ids, :]`."""
 
-    encoding, verb, takes_vectors = "sinusoidal", "embed", True
+    encoding, verb, accepts_embeddings = "sinusoidal", "embed", True
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:

@@ -25,7 +25,7 @@ class SinusoidsByLength(PositionComponent):
     Where the stack shifts its answer, because of padding on the left, it shifts ours.
     """
 
-    encoding, verb, takes_vectors = "sinusoidal", "embed", True
+    encoding, verb, accepts_embeddings = "sinusoidal", "embed", True
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
@@ -42,6 +42,6 @@ class SinusoidsByLength(PositionComponent):
 def vectors_instead(adds_vectors: bool, module: nn.Module, args: tuple, answer: Tensor) -> Tensor:
     """Hook of such a module: it answers the vectors of the encoding, or zeros where those are added elsewhere."""
     encoding, vectors = context_for(module, None).encoding, None
-    if adds_vectors and "embed" in encoding.acts_by():
+    if adds_vectors and "embed" in encoding.mechanisms():
         vectors = encoding("embed", torch.arange(answer.shape[1], device=answer.device)[None])
     return torch.zeros_like(answer) if vectors is None else vectors.to(answer.dtype)

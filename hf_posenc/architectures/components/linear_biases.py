@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.architectures.components.component import PositionComponent, is_one_of
-from hf_posenc.signatures import Call, argument_names
+from hf_posenc.signatures import BoundCall, argument_names
 
 ARGUMENTS = {"BloomAttention": "alibi", "FalconAttention": "alibi", "MptAttention": "position_bias"}
 """Class of an attention -> its argument that is the bias."""
@@ -44,7 +44,7 @@ class LinearBias(PositionComponent):
 
 def without_bias(argument: str, names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Pre-hook of an attention: the bias is 0, also where the host has put it into the mask (Falcon)."""
-    call = Call(names, args, kwargs)
+    call = BoundCall(names, args, kwargs)
     bias, mask = call[argument], call["attention_mask"]
     changes = {} if bias is None else {argument: torch.zeros_like(bias[..., -1:])}
     if bias is not None and isinstance(mask, Tensor) and mask.is_floating_point() and bias.ndim == mask.ndim:

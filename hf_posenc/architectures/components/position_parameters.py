@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError
-from hf_posenc.architectures.components.vision import cuts_into_windows, tokens_aside
+from hf_posenc.architectures.components.vision import cuts_into_windows, extra_tokens
 from hf_posenc.signatures import reads_tokens
 
 NAMES = (
@@ -61,7 +61,7 @@ class PositionParameter(PositionComponent):
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         if reads_tokens(stack):
             return
-        aside = tokens_aside(modules)
+        aside = extra_tokens(modules)
         if any(aside) and cuts_into_windows(modules):
             raise UnsupportedModelError(
                 f"{type(stack).__name__} gives each window of an image a class token of its own, so its patches don't lie "
@@ -83,7 +83,7 @@ class PositionParameter(PositionComponent):
         owner, _, key = path.rpartition(".")
         table, (outer, _, name) = modules[owner], owner.rpartition(".")
         near = outer if key == "weight" and name in NAMES and type(table) is nn.Embedding else owner
-        return cls(path, table, tokens_aside(modules), (near, modules.get(near, stack)))
+        return cls(path, table, extra_tokens(modules), (near, modules.get(near, stack)))
 
     @property
     def key(self) -> str:
@@ -98,7 +98,7 @@ class PositionParameter(PositionComponent):
         disable(self.module, self.key, Zeros(stack, self.path, self.near, self._tensor))
 
     @property
-    def entrance(self) -> str | None:
+    def output_module(self) -> str | None:
         # CLIP normalises what comes out, so its layers are no place for vectors of the same size.
         return None if self.key in NOT_BY_TOKEN else self.near_path or None
 
@@ -117,7 +117,7 @@ class PositionParameter(PositionComponent):
     def usable_length(self, config: Any) -> int | None:
         return None if self.key in NOT_BY_TOKEN else self.patches
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {self.path: self.shape} if self.is_learned else {}
 
     def table(self) -> Tensor | None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.architectures.components.component import Disabled, PositionComponent, UnsupportedModelError, replace
 from hf_posenc.configuration import LENGTH_FIELD, length_of
-from hf_posenc.encodings import check_size, shown
+from hf_posenc.encodings import check_size, short_repr
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.signatures import reads_tokens
 
@@ -25,7 +25,7 @@ class PositionTable(PositionComponent):
     its padding_idx, so 514 rows serve 512 tokens.
     """
 
-    encoding, verb, takes_vectors = "learned", "embed", True
+    encoding, verb, accepts_embeddings = "learned", "embed", True
     module: Any
 
     @classmethod
@@ -55,7 +55,7 @@ class PositionTable(PositionComponent):
         if isinstance(rows, int) and isinstance(width, int) and getattr(config, "rope_parameters", None) is None:
             if rows < 1:
                 raise ValueError(f"{LENGTH_FIELD}={rows}: allowed is an integer above 0")
-            check_size(f"{LENGTH_FIELD}={shown(rows)} at hidden_size={shown(width)}", rows * width)
+            check_size(f"{LENGTH_FIELD}={short_repr(rows)} at hidden_size={short_repr(width)}", rows * width)
 
     def disable(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, DisabledTable(stack, self.path, self.module, self.offset if adds_vectors else None))
@@ -71,7 +71,7 @@ class PositionTable(PositionComponent):
     def usable_length(self, config: Any) -> int | None:
         return getattr(config, LENGTH_FIELD, len(self.module.weight)) - self.offset
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.weight": (len(self.module.weight) if rows is None else rows, self.width)}
 
     @property
@@ -85,7 +85,7 @@ class PositionTable(PositionComponent):
 class SecondStreamTable(PositionTable):
     """A table of the same positions for a second stream of hidden states, as LiLT's of boxes: no vectors take its place."""
 
-    takes_vectors = False
+    accepts_embeddings = False
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
@@ -100,7 +100,7 @@ class SecondStreamTable(PositionTable):
     def width(self) -> None:  # type: ignore[override]
         return None
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.weight": (rows or 0, self.module.embedding_dim)}
 
     def table(self) -> None:  # type: ignore[override]
@@ -143,7 +143,7 @@ class DisabledTable(Disabled):
         (stack,) = self._stack
         encoding, dtype = stack.posenc, _dtype(stack)
         vectors = None
-        if self.offset is not None and "embed" in encoding.acts_by():
+        if self.offset is not None and "embed" in encoding.mechanisms():
             # Padding has the id before the first (Longformer pads up to whole windows).
             vectors = encoding("embed", positions.clamp(min=0))
         if vectors is None:

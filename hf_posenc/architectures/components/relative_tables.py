@@ -73,7 +73,7 @@ class RelativeTable(PositionComponent):
     def disable(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, DisabledDistances(stack, self.path, self.module))
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         shapes = {f"{self.path}.{name}": tuple(value.shape) for name, value in self.module.named_parameters()}
         if rows is not None and self.length is not None and self.module.weight.shape[0] == 2 * self.length + 1:
             # One row for each distance up to the length that the config says, which a patched one may promise otherwise.

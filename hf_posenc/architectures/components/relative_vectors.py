@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_posenc.architectures.components.component import PositionComponent, is_one_of
-from hf_posenc.signatures import Call, argument_names
+from hf_posenc.signatures import BoundCall, argument_names
 
 ARGUMENTS = {"XLNetRelativeAttention": "r"}
 """Class of an attention -> its argument that is the vectors."""
@@ -38,5 +38,5 @@ class RelativeVectors(PositionComponent):
 
 def without_vectors(argument: str, names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Pre-hook of an attention: the vectors are 0."""
-    call = Call(names, args, kwargs)
+    call = BoundCall(names, args, kwargs)
     return call.changed(**{argument: torch.zeros_like(call[argument])})

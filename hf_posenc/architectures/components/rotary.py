@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError, replace
 from hf_posenc.configuration import LENGTH_FIELD
-from hf_posenc.signatures import Call, argument_names
+from hf_posenc.signatures import BoundCall, argument_names
 
 CLASS = re.compile(r"rotary\w*embedding|rope\w*embedding", re.IGNORECASE)
 
@@ -148,7 +148,7 @@ def _tensors(answer: Any) -> list[Tensor]:
 
 def without_positions(names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Pre-hook of a rotary module: all position ids become 0."""
-    call = Call(names, args, kwargs)
+    call = BoundCall(names, args, kwargs)
     return call.changed(position_ids=torch.zeros_like(call["position_ids"]))
 
 

@@ -74,7 +74,7 @@ class SelfIndexedTable(PositionTable):
             return getattr(config, LENGTH_FIELD, None)
         return (self.rows if self.more is None else getattr(config, LENGTH_FIELD) + self.more) - self.first
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         if "weight" not in self.module._parameters or self.rows is None:
             return {}
         return {f"{self.path}.weight": (self.rows if self.more is None or rows is None else rows + self.more, self.width)}

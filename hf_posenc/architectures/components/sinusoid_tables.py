@@ -61,7 +61,7 @@ class SharedSinusoids(KnownRotation):
     def disable(self, stack: Any, adds_vectors: bool) -> None:
         replace(stack, self.path, DisabledSines(stack, self.path, self.module))
 
-    def kept_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         return {f"{self.path}.weight": (rows or 0, self.module.embedding_dim)}
 
 

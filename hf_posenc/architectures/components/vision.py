@@ -13,7 +13,7 @@ POOLS = re.compile(r"Pool")
 """In class names of modules which have such a token to gather the patches with, behind all layers (AIMv2)."""
 
 
-def tokens_aside(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
+def extra_tokens(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
     """The number of tokens before and behind the patches."""
     before = behind = 0
     for module in modules.values():

@@ -40,7 +40,7 @@ class WindowBias(PositionParameter):
         return self.path, *(f"{self.path.rpartition('.')[0]}.{name}".lstrip(".") for name in BESIDE)
 
     @property
-    def entrance(self) -> None:
+    def output_module(self) -> None:
         return None
 
     @property
