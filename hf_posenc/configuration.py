@@ -1,7 +1,7 @@
 """The `position_encoding` of config.json, parsed once. Its only reader and writer.
 
 The JSON form is a dict: the encoding's canonical type and options, and the placement beside them (`layers`, `inject`,
-`max_length`, `host`, `calibration`).
+`max_length`, `original`, `calibration`).
 """
 
 import copy
@@ -30,7 +30,7 @@ INJECT = ("input", "every_layer", "after_attention")
 """Where vectors are added: to the token embeddings, to the input of each layer, to the output of each attention block."""
 WHERE = ("encoder", "decoder", "cross")
 """Where an encoding acts in a model of an encoder and a decoder: in the self-attention of each, and between them."""
-PLACEMENT = ("inject", "max_length", "host", "calibration", "submodel", "where")
+PLACEMENT = ("inject", "max_length", "original", "calibration", "submodel", "where")
 """The keys of `position_encoding` which are no options of an encoding; `layers` stands beside the options of each part."""
 PARSED = "_position_spec"
 """The attribute of a config that holds its `position_encoding` parsed; not saved."""
@@ -179,7 +179,7 @@ class OriginalSpec:
             or not all(type(value) in {**kinds, **optional}[key] for key, value in given.items())
         ):
             raise ValueError(
-                f"position_encoding['host'] is written by patch and not to be edited, but reads {short_repr(given)}: "
+                f"position_encoding['original'] is written by patch and not to be edited, but reads {short_repr(given)}: "
                 f"restore it ({', '.join(kinds)}), or set it to None, which only unpatch needs"
             )
         checked_max_length(given["rows"])
@@ -240,7 +240,7 @@ class PositionSpec:
     layers: part -> the layers in which it acts. A part that isn't named acts in all.
     inject: where vectors are added, one of INJECT.
     max_length: the promised longest input in tokens; None: no limit for computed encodings, the host's own for tables.
-    host: of the stock model, for `unpatch`; None in a model made from scratch.
+    original: of the stock model, for `unpatch`; None in a model made from scratch.
     calibration: of a model made by `convert`; else None.
     submodel: the dotted path, within the base model, of the one model that has the encoding in a host made of several.
     where: in a model of an encoder and a decoder where the encoding acts, in the order of WHERE; empty: in the self-attention
@@ -253,7 +253,7 @@ class PositionSpec:
     layers: Mapping[str, Layers] = field(default_factory=dict)
     inject: str = "input"
     max_length: int | None = None
-    host: OriginalSpec | None = None
+    original: OriginalSpec | None = None
     calibration: Calibration | None = None
     submodel: str | None = None
     where: tuple[str, ...] = ()
@@ -268,6 +268,7 @@ class PositionSpec:
         Raises ValueError for anything malformed, and for a config that names a file.
         """
         refuse_oversized(given)
+        given = with_current_keys(given)
         placement = {key: given[key] for key in PLACEMENT if key in given} if isinstance(given, dict) else {}
         if isinstance(given, dict):
             given = {key: value for key, value in given.items() if key not in PLACEMENT}
@@ -282,7 +283,7 @@ class PositionSpec:
             layers={part: _checked_layers(part, value) for part, value in layers.items()},
             inject=placement.get("inject", "input"),
             max_length=checked_max_length(placement.get("max_length")),
-            host=OriginalSpec.parse(placement.get("host")),
+            original=OriginalSpec.parse(placement.get("original")),
             calibration=Calibration.parse(placement.get("calibration")),
             submodel=placement.get("submodel"),
             where=tuple(name for name in WHERE if name in where),
@@ -391,7 +392,7 @@ class PositionSpec:
             **self._written(),
             "inject": self.inject,
             "max_length": self.max_length,
-            "host": None if self.host is None else self.host.to_dict(),
+            "original": None if self.original is None else self.original.to_dict(),
             **({} if self.calibration is None else {"calibration": self.calibration.to_dict()}),
             **({} if self.submodel is None else {"submodel": self.submodel}),
             **({"where": where} if where else {}),
@@ -447,8 +448,8 @@ def make_stock(config: Any) -> None:
         return
     if config.position_encoding is not None:
         spec = read(config)
-        if spec.host is not None and spec.host.rows is not None and spec.submodel is None:
-            setattr(config, LENGTH_FIELD, spec.host.rows)
+        if spec.original is not None and spec.original.rows is not None and spec.submodel is None:
+            setattr(config, LENGTH_FIELD, spec.original.rows)
     change_class(config, type(config).original_class)
     for name in ("position_encoding", PLAN, PARSED, "auto_map"):
         vars(config).pop(name, None)
@@ -461,6 +462,13 @@ def make_parts_stock(config: Any) -> None:
             make_stock(part)
 
 
+def with_current_keys(given: Any) -> Any:
+    """A `position_encoding` with the keys of this version: version 0.1 wrote "host" where this one writes "original"."""
+    if not isinstance(given, dict) or "host" not in given or "original" in given:
+        return given
+    return {"original" if key == "host" else key: value for key, value in given.items()}
+
+
 def merged(saved: Any, given: Any) -> Any:
     """`position_encoding` as saved, with the keys given on loading.
 
@@ -470,7 +478,7 @@ def merged(saved: Any, given: Any) -> Any:
         return saved
     if saved is not None:
         PositionSpec.parse(saved)
-    saved, given = ({"type": each} if isinstance(each, str) else each for each in (saved, given))
+    saved, given = ({"type": each} if isinstance(each, str) else with_current_keys(each) for each in (saved, given))
     if not isinstance(given, dict) or not isinstance(saved, dict):
         return saved if given is None else given
     there, wanted = encoding_class(saved.get("type")).type, encoding_class(given.get("type")).type

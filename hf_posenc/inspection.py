@@ -33,7 +33,7 @@ class Report:
     locations: where positions enter, as dotted paths of modules, by verb.
     layers: encoding, or part of a composition -> the numbers of the layers it acts in; empty where it acts in all.
     max_length: the longest usable input in tokens; None: no limit.
-    host_kept: whether `unpatch` can bring the host's own positions back.
+    can_unpatch: whether `unpatch` can bring the host's own positions back.
     ignored: settings of the config that Transformers ignores.
     calibration: of a model made by `convert`: how close it came to its original; else None.
     where: of an encoder and a decoder, encoder, decoder or cross -> the name of the encoding that acts there, where `patch` was
@@ -48,7 +48,7 @@ class Report:
     options: dict[str, Any]
     locations: dict[str, tuple[str, ...]]
     max_length: int | None
-    host_kept: bool
+    can_unpatch: bool
     ignored: tuple[str, ...]
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     calibration: Calibration | None = None
@@ -89,7 +89,7 @@ class Report:
         if self.where:
             lines.append(f"  acts in: {', '.join(f'{name} ({kind})' for name, kind in self.where.items())}")
         lines += [f"  ignored: {note}" for note in self.ignored]
-        if self.host_kept:
+        if self.can_unpatch:
             lines.append("  the host's own positions are kept: unpatch brings them back")
         return "\n".join(lines)
 
@@ -140,7 +140,7 @@ def _report(model: PreTrainedModel) -> Report:
             for verb in verbs
         },
         max_length=stack.posenc.geometry.max_length,
-        host_kept=bool(spec.host and spec.host.kept),
+        can_unpatch=bool(spec.original and spec.original.kept),
         ignored=_ignored(model),
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
@@ -240,7 +240,7 @@ def _stock_report(model: PreTrainedModel) -> Report:
         options=copy.deepcopy(getattr(model.config, "rope_parameters", None) or {}),
         locations=locations,
         max_length=min(lengths, default=None),
-        host_kept=False,
+        can_unpatch=False,
         ignored=_ignored(model),
         order_sensitive=_stays((path, find.stays_around(found)) for path, found in stacks.items()),
     )

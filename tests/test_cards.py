@@ -126,7 +126,7 @@ def test_nothing_measured_nothing_said():
 
 def with_host(name):
     model = patched("bert", "alibi")
-    model.config.position_encoding["host"]["name_or_path"] = name
+    model.config.position_encoding["original"]["name_or_path"] = name
     return ModelCard(model_card(model, "me/model")).data.base_model
 
 

@@ -128,8 +128,8 @@ def test_another_type_on_load(tmp_path):
         ("rope?", "unknown position encoding"),
         (["rope"], "a name or a dict"),
         ({"type": "rope", "max_length": "long"}, "max_length='long'"),
-        ({"type": "rope", "host": {"kept": True}}, "not to be edited"),
-        ({"type": "rope", "host": 7}, "not to be edited"),
+        ({"type": "rope", "original": {"kept": True}}, "not to be edited"),
+        ({"type": "rope", "original": 7}, "not to be edited"),
         ({"type": "rope", "max_length": -1}, "max_length=-1"),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_checkpoint_from_before_these_options(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     later = {"inject", "slopes", "sides", "per_layer"}
     old = {key: value for key, value in config["position_encoding"].items() if key not in later}
-    assert set(old) == {"type", "max_length", "host"}
+    assert set(old) == {"type", "max_length", "original"}
     (tmp_path / "config.json").write_text(json.dumps({**config, "position_encoding": old}))
     again = AutoModel.from_pretrained(tmp_path)
     assert again.config.position_encoding == model.config.position_encoding

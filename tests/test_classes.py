@@ -34,7 +34,7 @@ def test_from_scratch():
         position_encoding={"type": "rotary", "theta": 500}, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
         intermediate_size=48,
     )  # fmt: skip
-    expected = {"type": "rope", "theta": 500.0, "layout": "half", "inject": "input", "max_length": None, "host": None}
+    expected = {"type": "rope", "theta": 500.0, "layout": "half", "inject": "input", "max_length": None, "original": None}
     assert config.position_encoding == expected and config.model_type == "posenc-bert"
     model = AutoModelForMaskedLM.from_config(config)
     assert type(model) is hf_posenc.PosEncBertForMaskedLM and first(model(tokens(1, 600))).isfinite().all()

@@ -151,7 +151,7 @@ def test_patch_without_a_limit_or_a_tokenizer(folders, tmp_path):
     assert saved["model_max_length"] == VERY_LARGE_INTEGER == AutoTokenizer.from_pretrained(tmp_path / "bert").model_max_length
     assert "no tokenizer" in run("patch", folders / "roberta", "t5", "--no-keep-original", "--output-dir", tmp_path / "roberta")
     model = hf_posenc.PosEncRobertaForMaskedLM.from_pretrained(tmp_path / "roberta")
-    assert isinstance(model, RobertaForMaskedLM) and not model.config.position_encoding["host"]["kept"]
+    assert isinstance(model, RobertaForMaskedLM) and not model.config.position_encoding["original"]["kept"]
 
 
 def test_an_older_model_has_a_vocabulary_alone(folders, tmp_path):
@@ -293,7 +293,7 @@ def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_pat
         ('{"type": "rope", "theta": 3}', ("--option", "theta=4"), "'theta' is given twice"),
         *(
             ("rope", ("--option", f"{name}=3"), f"'{name}' is no option of an encoding; see hf-posenc patch --help")
-            for name in ("type", "max_length", "layers", "inject", "host")
+            for name in ("type", "max_length", "layers", "inject", "original")
         ),
         *(("rope", ("--option", f"{name}=3"), f"has no option '{name}'") for name in ("model", "encoding", "keep_original")),
         ("{type: rope}", (), "is no JSON"),

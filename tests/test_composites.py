@@ -654,7 +654,7 @@ def test_inspect(tmp_path):
     report = hf_posenc.inspect(model)
     assert hf_posenc.inspect(tmp_path) == report == hf_posenc.inspect(model.config)
     assert report.model_class == "PosEncCLIPModel" and report.encoding == "sinusoidal+alibi" and report.max_length == 40
-    assert report.locations["embed"] == ("text_model.embeddings.position_embedding",) and report.host_kept
+    assert report.locations["embed"] == ("text_model.embeddings.position_embedding",) and report.can_unpatch
     assert all(path.startswith("text_model.") for paths in report.locations.values() for path in paths)
 
 

@@ -38,7 +38,7 @@ def test_options_of_a_composition_are_saved(tmp_path):
     randomize_encoding(model).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())["position_encoding"]
     rope, alibi = {"theta": 50.0, "layout": "interleaved"}, {"slopes": "fixed", "sides": "symmetric", "per_layer": False}
-    host = saved.pop("host")
+    host = saved.pop("original")
     options["sinusoidal"] |= {"bases": None, "frequencies": "fixed", "trained_length": None}
     assert host["kept"] and saved == {
         "type": "sinusoidal+rope+alibi", **options, "rope": rope, "alibi": alibi, "inject": "input", "max_length": 9
@@ -54,7 +54,7 @@ def test_options_of_a_composition_are_saved(tmp_path):
     other = AutoModel.from_pretrained(tmp_path, position_encoding=given)
     expected = {"sinusoidal": {**options["sinusoidal"], "base": 3.0}, "rope": {**rope, "theta": 5.0}, "alibi": alibi}
     assert {part: other.config.position_encoding[part] for part in expected} == expected
-    assert other.config.position_encoding["max_length"] == 9 and other.config.position_encoding["host"] == host
+    assert other.config.position_encoding["max_length"] == 9 and other.config.position_encoding["original"] == host
     assert (other.posenc.rope.theta, other.posenc.rope.layout, other.posenc.sinusoidal.base) == (5.0, "interleaved", 3.0)
     given = {"type": "sinusoidal+rotary+alibi", "rope__theta": 6.0}
     assert AutoModel.from_pretrained(tmp_path, position_encoding=given).posenc.rope.theta == 6.0

@@ -53,7 +53,7 @@ push(randomize(model, seed=5), "me/model", tokenizer=tokenizer)
 results["tokenizer"] = tokenizer.model_max_length
 
 masked = patched("bert", "alibi", head="ForMaskedLM")
-masked.config.position_encoding["host"]["name_or_path"] = "checkpoint 7"
+masked.config.position_encoding["original"]["name_or_path"] = "checkpoint 7"
 push(masked, "unlimited", tokenizer=tokenizer, private=True, commit_message="Here it is")
 push(masked, "me/unlimited", private=False)
 push(stock("bert"), "me/stock", tokenizer=tokenizer)
@@ -61,7 +61,7 @@ card = Path(hf_hub_download("me/stock", "README.md")).read_text().replace("`Bert
 HfApi().upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id="me/stock")
 push(stock("bert", seed=1), "me/stock", tokenizer=tokenizer)
 heads = patched("gpt2", "rope", head="DoubleHeadsModel")
-heads.config.position_encoding["host"]["name_or_path"] = "no-such-model"
+heads.config.position_encoding["original"]["name_or_path"] = "no-such-model"
 push(heads, "me/heads")
 push(patched("bert", "window"), "me/window")
 layer = hf_posenc.PositionEmbedding("sinusoidal", hidden_size=8, max_length=16)
@@ -86,7 +86,7 @@ push(alibi, "me/measured", evaluation=evaluation, figures=[folder / "length.png"
 push(alibi, "me/measured")
 push(alibi, "me/kept", save_directory=folder / "kept")
 for name in ("lab/gated", "lab/hidden", "lab/closed"):
-    alibi.config.position_encoding["host"]["name_or_path"] = name
+    alibi.config.position_encoding["original"]["name_or_path"] = name
     push(alibi, "me/of-" + name.partition("/")[2])
 push(alibi, "me/unreadable")
 

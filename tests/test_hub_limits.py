@@ -32,7 +32,7 @@ client = get_session()
 def push(name):
     arguments, pushed = dict(calls[name]), copy.deepcopy(model)
     if base := arguments.pop("base", None):
-        pushed.config.position_encoding["host"]["name_or_path"] = base
+        pushed.config.position_encoding["original"]["name_or_path"] = base
     start = time.monotonic()
     try:
         result = {"oid": hf_posenc.push_to_hub(pushed, f"me/{name}", evaluation=evaluation, **arguments).oid}

@@ -16,7 +16,7 @@ from hf_posenc import inspection
 def test_inspect(tmp_path):
     report = hf_posenc.inspect(patched("gpt2", "rope", "LMHeadModel", max_length=99))
     assert (report.encoding, report.options, report.max_length) == ("rope", {"theta": 10000.0, "layout": "half"}, 99)
-    assert report.locations == {"rotate": ("transformer.h.0.attn", "transformer.h.1.attn")} and report.host_kept
+    assert report.locations == {"rotate": ("transformer.h.0.attn", "transformer.h.1.attn")} and report.can_unpatch
     patched("bert", "sinusoidal", "ForMaskedLM").save_pretrained(tmp_path / "patched")
     report = hf_posenc.inspect(tmp_path / "patched")
     assert report.locations == {"embed": ("embeddings.position_embeddings",)} and report.max_length is None

@@ -62,7 +62,7 @@ def test_the_card_the_message_and_the_weights_are_searched(tmp_path):
     with pytest.raises(ValueError, match="config.json, line [0-9]+: '/data/of/joe.json' is a path of a machine"):
         push(model)
     model = patched("bert", "alibi")
-    model.config.position_encoding["host"]["name_or_path"] = f"{tempfile.gettempdir()}/model"
+    model.config.position_encoding["original"]["name_or_path"] = f"{tempfile.gettempdir()}/model"
     with pytest.raises(ValueError, match="(config.json|model.safetensors), line"):
         push(model)
     with pytest.raises(ValueError, match="evaluation.json, line [0-9]+: this looks like"):

@@ -68,7 +68,7 @@ def test_a_stock_checkpoint_is_patched(folders, expected, given):
     before = [keywords["config"].to_dict()] if hasattr(keywords.get("config"), "to_dict") else []
     loaded = Model.from_pretrained(folders / "stock", **keywords)
     model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
-    assert type(model) is Model and model.config.position_encoding["host"]["kept"]
+    assert type(model) is Model and model.config.position_encoding["original"]["kept"]
     assert_equal(first(model(tokens())), expected)
     again, original = hf_posenc.unpatch(model), stock("bert", "ForMaskedLM")
     assert_equal(first(again(tokens())), first(original(tokens())))
@@ -93,7 +93,7 @@ def test_arguments_for_weights(folders, expected, given):
 
 def test_through_the_auto_classes(folders, expected):
     model = AutoModelForMaskedLM.from_pretrained(folders / "stock", config=config(ROPE))
-    assert type(model) is Model and model.config.position_encoding["host"]["kept"]
+    assert type(model) is Model and model.config.position_encoding["original"]["kept"]
     assert_equal(first(model(tokens())), expected)
 
 
@@ -125,7 +125,7 @@ def test_a_patched_checkpoint_stays_what_it_is(folders, expected, name, given):
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     assert keywords == before
     assert_equal(first(model(tokens())), expected)
-    assert model.config.position_encoding["host"] == Config.from_pretrained(folders / name).position_encoding["host"]
+    assert model.config.position_encoding["original"] == Config.from_pretrained(folders / name).position_encoding["original"]
 
 
 def test_weights_and_a_config_alone(folders, expected):

@@ -644,6 +644,7 @@ RESERVED = [
     "max_length",
     "layers",
     "host",
+    "original",
     "inject",
     "where",
     "keep_original",

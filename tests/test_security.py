@@ -74,7 +74,7 @@ LENGTHS = st.sampled_from([1, 4, 8, 32, 129, 1024, 4095, 4096, 4097, 2**13, 2**1
 HOSTS = st.fixed_dictionaries(
     {"name_or_path": st.text(), "rows": LENGTHS, "kept": st.booleans(), "fingerprint": st.text(max_size=16)}
 )
-PLACEMENT = {"max_length": st.none() | LENGTHS, "host": st.none() | HOSTS, "inject": st.sampled_from(configuration.INJECT)}
+PLACEMENT = {"max_length": st.none() | LENGTHS, "original": st.none() | HOSTS, "inject": st.sampled_from(configuration.INJECT)}
 
 
 def right(annotation):
@@ -167,8 +167,8 @@ TOO_LARGE = {
     "two parts": lambda: tiny(
         {"type": "relative+learned", "max_length": 2**24, "relative": {"max_distance": 2**24}}, num_attention_heads=16
     ),
-    "host": lambda: tiny({"type": "alibi", "host": {**HOST, "rows": HUGE}}),
-    "host within integers": lambda: tiny({"type": "alibi", "host": {**HOST, "rows": 2**24}}, hidden_size=128),
+    "host": lambda: tiny({"type": "alibi", "original": {**HOST, "rows": HUGE}}),
+    "host within integers": lambda: tiny({"type": "alibi", "original": {**HOST, "rows": 2**24}}, hidden_size=128),
     "a layer's max_length": lambda: hf_posenc.PositionEmbedding("learned", 8, max_length=HUGE),
     "a layer's max_length within integers": lambda: hf_posenc.PositionEmbedding("learned", 128, max_length=2**24),
     "a layer's hidden_size": lambda: AutoModel.from_config(
@@ -236,7 +236,7 @@ STRANGE = {
     "the same as a length": ({"type": "alibi", "max_length": 10**5000}, "an integer of 16610 bits"),
     "many options": ({"type": "rope", **dict.fromkeys(map(str, range(9_000)), 1)}, "it takes 'theta', 'layout'"),
     "a long value": ({"type": "rope", "theta": ["y" * 900] * 50}, "allowed is a finite number"),
-    "a long host": ({"type": "rope", "host": ["y" * 900] * 50}, "written by patch"),
+    "a long host": ({"type": "rope", "original": ["y" * 900] * 50}, "written by patch"),
     "a long part": ({"type": "alibi+rope", "rope": "y" * 9_000}, "allowed is a dict"),
     "another key than a string": ({"type": "rope", 3: 4, "x": 5}, "3 can't be a key"),
     "a tuple for a key": ({"type": "rope", "theta": [{(1, 2): 3}]}, "can't be a key"),
@@ -246,7 +246,7 @@ STRANGE = {
     "in itself, many times": ({"type": "rope", "theta": WIDE}, "more than 65536"),
     "no number": ({"type": "rope", "theta": float("nan")}, "a finite number"),
     "no length": ({"type": "alibi", "max_length": True}, "an integer above 0"),
-    "an empty host table": ({"type": "alibi", "host": {**HOST, "rows": 0}}, "max_length=0"),
+    "an empty host table": ({"type": "alibi", "original": {**HOST, "rows": 0}}, "max_length=0"),
 }
 
 
@@ -257,11 +257,11 @@ def test_strange_values_are_refused_in_few_words(position_encoding, reason):
     assert len(str(error.value)) < 1_000
 
 
-@pytest.mark.parametrize("saved", [None, "rope", 3, {}, {"type": 3}, {"type": "rope", "theta": None, "host": 7}])
+@pytest.mark.parametrize("saved", [None, "rope", 3, {}, {"type": 3}, {"type": "rope", "theta": None, "original": 7}])
 def test_a_strange_config_with_position_encoding_given_beside_it(saved):
     with pytest.raises(ValueError):
         config = hf_posenc.PosEncBertConfig.from_dict(
-            {"position_encoding": saved}, position_encoding={"type": "rope", "theta": {}, "host": {"kept": True}}
+            {"position_encoding": saved}, position_encoding={"type": "rope", "theta": {}, "original": {"kept": True}}
         )
         raise AssertionError(config)
 
@@ -582,7 +582,7 @@ def strangers(tmp_path_factory):
     weights("missing", lambda tensors: tensors.pop("posenc.weight"))
     for number, place in enumerate(PLACES):
         model = patched("bert", "alibi")
-        model.config.position_encoding["host"]["name_or_path"] = place
+        model.config.position_encoding["original"]["name_or_path"] = place
         model.save_pretrained(root / f"place{number}")
     with serve() as hub:
         run_python(LOAD, root, hub.endpoint, TOKEN, fresh=True)

@@ -78,8 +78,9 @@ def test_the_length_follows_the_model(minilm, tmp_path):
     assert SentenceTransformer(str(tmp_path / "back"), device="cpu").max_seq_length == 256
     longer = hf_posenc.extend(hf_posenc.patch(stock_model, "alibi", max_length=128), 600)
     assert longer.max_seq_length == 600 and hf_posenc.unpatch(longer).max_seq_length == 256
-    host = model[0].model.config.position_encoding["host"]
-    assert host["max_seq_length"] == 256 and "max_seq_length" not in patched("bert", "alibi").config.position_encoding["host"]
+    original = model[0].model.config.position_encoding["original"]
+    assert original["max_seq_length"] == 256
+    assert "max_seq_length" not in patched("bert", "alibi").config.position_encoding["original"]
 
 
 @pytest.mark.parametrize("host", ["bert", "roberta", "mpnet"])

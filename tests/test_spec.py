@@ -28,7 +28,7 @@ GIVEN = {
     "an encoding twice": {"type": "rope+rope", "rope__layers": "::2", "rope_2__layers": "1::2", "rope_2__theta": 50},
     "vectors in layers": {"type": "sinusoidal", "inject": "every_layer", "layers": [2]},
     "promise": {"type": "learned", "max_length": 99},
-    "host": {"type": "none", "host": HOST},
+    "original": {"type": "none", "original": HOST},
     "layers of None": {"type": "alibi", "layers": None},
 }
 
@@ -46,15 +46,16 @@ def test_round_trips(case):
 
 
 def test_canonical_form():
-    assert PositionSpec.parse("rotary").to_dict() == {
-        "type": "rope", "theta": 10000.0, "layout": "half", "inject": "input", "max_length": None, "host": None
-    }  # fmt: skip
-    spec = PositionSpec.parse({"type": "rotary+relative_key", "rotary__layers": [1, 0], "shaw__max_distance": 3, "host": HOST})
+    options = {"type": "rope", "theta": 10000.0, "layout": "half"}
+    assert PositionSpec.parse("rotary").to_dict() == {**options, "inject": "input", "max_length": None, "original": None}
+    spec = PositionSpec.parse(
+        {"type": "rotary+relative_key", "rotary__layers": [1, 0], "shaw__max_distance": 3, "original": HOST}
+    )
     assert spec == PositionSpec(
         type="rope+shaw",
         options={"rope": {"theta": 10000.0, "layout": "half"}, "shaw": {"max_distance": 3, "terms": "keys", "per_layer": True}},
         layers={"rope": (1, 0)},
-        host=OriginalSpec("somebody/base", 512, True, "00ff"),
+        original=OriginalSpec("somebody/base", 512, True, "00ff"),
     )
     assert spec.to_dict()["rope"] == {"theta": 10000.0, "layout": "half", "layers": [1, 0]} and "layers" not in spec.to_dict()
     assert spec.encoding is encoding_class("rope+shaw") and list(spec.parts) == ["rope", "shaw"]
@@ -69,11 +70,11 @@ def test_what_is_written_is_a_copy():
 
 
 def test_frozen():
-    spec = PositionSpec.parse({"type": "alibi", "host": HOST})
+    spec = PositionSpec.parse({"type": "alibi", "original": HOST})
     with pytest.raises(FrozenInstanceError):
         spec.type = "rope"
     with pytest.raises(FrozenInstanceError):
-        spec.host.rows = 3
+        spec.original.rows = 3
     assert replace(spec, max_length=3).max_length == 3 and spec.max_length is None
 
 
@@ -108,13 +109,13 @@ MALFORMED = {
     "max_length of True": ({"type": "alibi", "max_length": True}, "max_length=True"),
     "layers": ({"type": "alibi", "layers": "some"}, "layers='some'"),
     "part of text": ({"type": "rope+alibi", "rope": "fast"}, "'fast'"),
-    "host of text": ({"type": "alibi", "host": "bert"}, "host.*'bert'"),
-    "host without a key": ({"type": "alibi", "host": {k: v for k, v in HOST.items() if k != "kept"}}, "host.*00ff"),
-    "host with another key": ({"type": "alibi", "host": {**HOST, "more": 1}}, "more"),
-    "rows of text": ({"type": "alibi", "host": {**HOST, "rows": "512"}}, "host.*'512'"),
-    "rows of True": ({"type": "alibi", "host": {**HOST, "rows": True}}, "host.*True"),
-    "no rows": ({"type": "alibi", "host": {**HOST, "rows": 0}}, "0"),
-    "kept of a number": ({"type": "alibi", "host": {**HOST, "kept": 1}}, "'kept': 1"),
+    "original of text": ({"type": "alibi", "original": "bert"}, "original.*'bert'"),
+    "original without a key": ({"type": "alibi", "original": {k: v for k, v in HOST.items() if k != "kept"}}, "original.*00ff"),
+    "original with another key": ({"type": "alibi", "original": {**HOST, "more": 1}}, "more"),
+    "rows of text": ({"type": "alibi", "original": {**HOST, "rows": "512"}}, "original.*'512'"),
+    "rows of True": ({"type": "alibi", "original": {**HOST, "rows": True}}, "original.*True"),
+    "no rows": ({"type": "alibi", "original": {**HOST, "rows": 0}}, "0"),
+    "kept of a number": ({"type": "alibi", "original": {**HOST, "kept": 1}}, "'kept': 1"),
 }
 
 
@@ -131,8 +132,8 @@ def test_malformed(case):
 def test_huge_values_are_refused_quickly():
     deep = {"type": "alibi"}
     for _ in range(500):
-        deep = {"type": "alibi", "host": deep}
-    for given in ({"type": "alibi", "host": "x" * 10**7}, {"type": "alibi", "layers": list(range(10**6))}, deep):
+        deep = {"type": "alibi", "original": deep}
+    for given in ({"type": "alibi", "original": "x" * 10**7}, {"type": "alibi", "layers": list(range(10**6))}, deep):
         with pytest.raises(ValueError) as error:
             PositionSpec.parse(given)
         assert len(str(error.value)) < 1000
@@ -155,7 +156,7 @@ def test_only_what_came_from_the_hub_names_a_host(tmp_path, monkeypatch, in_the_
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     for new in (there, hidden, hf_posenc.patch(model, "alibi")):
-        assert new.config.position_spec.host.name_or_path == ""
+        assert new.config.position_spec.original.name_or_path == ""
         new.save_pretrained("saved")
         assert b"team/secret" not in b"".join(path.read_bytes() for path in Path("saved").iterdir())
 
@@ -164,9 +165,9 @@ def test_host_spec(in_the_hubs_cache):
     assert OriginalSpec.parse(None) is None and OriginalSpec.parse({**HOST, "rows": None}).rows is None
     model = stock("bert")
     model.name_or_path = model.config.name_or_path = in_the_hubs_cache
-    host = hf_posenc.patch(model, "alibi").config.position_spec.host
+    host = hf_posenc.patch(model, "alibi").config.position_spec.original
     assert host == OriginalSpec("somebody/base", LENGTH, True, host.fingerprint) and len(host.fingerprint) == 16
-    assert not hf_posenc.patch(model, "alibi", keep_original=False).config.position_spec.host.kept
+    assert not hf_posenc.patch(model, "alibi", keep_original=False).config.position_spec.original.kept
 
 
 @pytest.fixture
@@ -263,8 +264,8 @@ def test_the_parsed_spec_is_not_saved(tmp_path):
 
 
 def test_merged():
-    saved = PositionSpec.parse({"type": "rope+alibi", "rope__layers": [0], "host": HOST}).to_dict()
-    assert merged(saved, None) == saved and merged(saved, "rotary+alibi")["host"] == HOST
+    saved = PositionSpec.parse({"type": "rope+alibi", "rope__layers": [0], "original": HOST}).to_dict()
+    assert merged(saved, None) == saved and merged(saved, "rotary+alibi")["original"] == HOST
     changed = merged(saved, {"type": "rope+alibi", "rope": {"layers": [1]}, "max_length": 7})
     assert PositionSpec.parse(changed) == replace(PositionSpec.parse(saved), layers={"rope": (1,)}, max_length=7)
     with pytest.raises(ValueError, match="saved with the 'rope\\+alibi' encoding, not 'rope'"):
@@ -297,8 +298,8 @@ def test_options_are_overridden_in_any_spelling(spelling, tmp_path):
     outer = {"type": "learned+alibi", "learned": {"init": "sinusoidal"}, "max_length": 9}
     spec = PositionSpec.parse({**outer, "where": {"encoder": {}, "decoder": spelling}})
     expected = {"init": "sinusoidal", "std": 3.0}
-    assert spec.acting("decoder").options["learned"].items() >= expected.items()
-    assert spec.acting("encoder").options["learned"].items() >= {**expected, "std": 0.02}.items()
+    assert spec.encoding_for("decoder").options["learned"].items() >= expected.items()
+    assert spec.encoding_for("encoder").options["learned"].items() >= {**expected, "std": 0.02}.items()
     hf_posenc.PosEncBertConfig(position_encoding=outer).save_pretrained(tmp_path)
     given = {"type": "learnable+alibi", **spelling}
     loaded = AutoConfig.from_pretrained(tmp_path, position_encoding=given).position_encoding

@@ -146,9 +146,9 @@ class Structure:
         one promises."""
         config = self.stack.config
         spec = getattr(config, "position_spec", None)
-        if spec is not None and spec.host is not None and spec.host.rows is not None:
+        if spec is not None and spec.original is not None and spec.original.rows is not None:
             config = copy.copy(config)
-            setattr(config, LENGTH_FIELD, spec.host.rows)
+            setattr(config, LENGTH_FIELD, spec.original.rows)
         return _least(source.trained_length(config) for source in self.sources)
 
     @property

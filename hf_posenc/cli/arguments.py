@@ -64,7 +64,7 @@ def given_encoding(given: str, options: list[str]) -> dict[str, Any]:
     encoding = _parsed(given) if given.startswith("{") else {"type": given}
     settings = given_settings(options)
     for name in settings:
-        if name in ("type", "max_length", "layers", "submodel", "where", "inject", "host"):
+        if name in ("type", "max_length", "layers", "submodel", "where", "inject", "original"):
             raise ValueError(f"--option {name}: {name!r} is no option of an encoding; see hf-posenc patch --help")
         if name in encoding:
             raise ValueError(f"--option {name}: {name!r} is given twice")

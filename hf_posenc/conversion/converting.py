@@ -79,7 +79,7 @@ def convert(
     if isinstance(model, PosEncModelMixin):
         held = model.config.position_spec
         way = "hf_posenc.convert(hf_posenc.unpatch(model), …), or `hf-posenc unpatch` first"
-        if held.host is None:
+        if held.original is None:
             way = (
                 "it has no other positions to go back to (it was made from scratch, or by from_v4). Patch the checkpoint that "
                 "from_v4 read, and let hf_posenc.training.distill train it with this model as --teacher"

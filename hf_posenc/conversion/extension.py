@@ -149,16 +149,16 @@ def _extended_model(model: Any, max_length: int | None, method: str | None, sett
     spec, stack = specs.read(model.config), next(filter(is_patched, model.modules()))
     geometry = stack.posenc.geometry
     kinds = [(each.type, dict(each.options)) for each in spec.all_encodings]
-    asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings, spec.host is not None)
+    asked = _asked(kinds, geometry, spec.max_length, max_length, method, settings, spec.original is not None)
     config = copy.deepcopy(model.config)
     # The length field of a model made from scratch is the only thing that tells its trained length, and changes below.
-    options = dict(spec.options) if spec.host else spec.encoding.with_explicit_defaults(geometry, dict(spec.options))
+    options = dict(spec.options) if spec.original else spec.encoding.with_explicit_defaults(geometry, dict(spec.options))
     options = _longer(spec.type, options, asked, geometry) or options
     others = {name: _longer_spec(each, asked, geometry) for name, each in spec.others.items()}
     specs.write(config, replace(spec, max_length=max_length, options=options, others=others))
     rows = getattr(config, LENGTH_FIELD, None)
     if rows is not None and spec.replaces_all:  # as patch has it: the promise in the host's count, or the host's own length
-        host = spec.host.rows if spec.host else rows
+        host = spec.original.rows if spec.original else rows
         setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack._posenc_pass.offset)
         config.check_size()
     return _rebuilt(model, config, asked)

@@ -79,7 +79,7 @@ def patch(
         held = model.config.position_spec
         inner = "" if held.submodel is None else f", in its {held.submodel}, and only one of its models can have one"
         way = "hf_posenc.patch(hf_posenc.unpatch(model), …)"
-        if held.host is None:
+        if held.original is None:
             way = "it has no other positions to go back to; begin with what it was made from (by from_v4: with that checkpoint)"
         raise ValueError(f"this model has the {held.type!r} encoding already{inner}: {way}")
     if not is_transformers(type(model)):

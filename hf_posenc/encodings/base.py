@@ -29,6 +29,7 @@ RESERVED = {
     "max_length",
     "layers",
     "host",
+    "original",
     "inject",
     "where",
     "keep_original",

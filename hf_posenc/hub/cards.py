@@ -129,7 +129,7 @@ def user_classes(encoding: str) -> list[type]:
 def host_name(model: PreTrainedModel) -> str | None:
     """The name or path from which a patched model's host was loaded."""
     spec = getattr(model.config, "position_spec", None)
-    return (spec and spec.host and spec.host.name_or_path) or None
+    return (spec and spec.original and spec.original.name_or_path) or None
 
 
 def _base_model(model: PreTrainedModel) -> str | None:
@@ -209,10 +209,10 @@ def _loading(model: PreTrainedModel, report: Report, auto: str | None, repo_id: 
             f'model = {remote}.from_pretrained("{repo_id}", trust_remote_code=True)',
         )
     host, spec = report.model_class.removeprefix(derived.PREFIX), getattr(model.config, "position_spec", None)
-    if report.host_kept:
+    if report.can_unpatch:
         lines += ["", f"As a stock `{host}`: these weights, with the positions that the model had before it was patched.", ""]
         lines += _fenced("python", "import hf_posenc", "", "model = hf_posenc.unpatch(model)")
-    elif base and spec is not None and spec.host is not None:
+    elif base and spec is not None and spec.original is not None:
         lines += ["", "As the stock model: the base model's own positions are not kept here, so that is the base itself.", ""]
         lines += _fenced("python", stock, "", f'model = {auto or host}.from_pretrained("{base}")')
     return lines

@@ -106,7 +106,7 @@ class OriginalState(nn.Module):
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
-        check_size("the host's own positions, position_encoding['host'],", sum(map(math.prod, shapes.values())))
+        check_size("the host's own positions, position_encoding['original'],", sum(map(math.prod, shapes.values())))
         for key, shape in shapes.items():
             *path, name = key.split(".")
             module: nn.Module = self
@@ -434,7 +434,7 @@ def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
         return
     if spec.calibration is not None:
         offsets.install(found.stack, found.contributions.items())
-    if spec.host and spec.host.kept and (kept := found.saved_shapes(spec.host.rows)):
+    if spec.original and spec.original.kept and (kept := found.saved_shapes(spec.original.rows)):
         found.stack.posenc.original = OriginalState(kept)
 
 

@@ -100,11 +100,11 @@ def _is_patched(cls: Any, saved: dict[str, Any]) -> bool:
 
 def _as_saved(saved: Any, *given: Any) -> Any:
     """The encoding as saved, with what is given on loading. Raises ValueError for another type than was saved."""
-    encoding = saved
+    encoding = saved = specs.with_current_keys(saved)
     for each in given:
         encoding = specs.merged(encoding, each)
-    host = saved.get("host") if isinstance(saved, dict) else None
-    return encoding if encoding.get("host") else {**encoding, "host": host}
+    original = saved.get("original") if isinstance(saved, dict) else None
+    return encoding if encoding.get("original") else {**encoding, "original": original}
 
 
 def _agreed(encoding: Any, in_config: Any) -> PositionSpec | None:
@@ -113,7 +113,7 @@ def _agreed(encoding: Any, in_config: Any) -> PositionSpec | None:
     configured = None if in_config is None else PositionSpec.parse(in_config)
     if given is None or configured is None:
         return configured if given is None else given
-    if replace(given, host=None) != replace(configured, host=None):
+    if replace(given, original=None) != replace(configured, original=None):
         raise ValueError(
             f"position_encoding={short_repr(encoding)}, but config.position_encoding is {short_repr(in_config)}: give one "
             f"of them"

@@ -90,7 +90,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
     host = OriginalSpec(_public_name(model.config.name_or_path or ""), rows, kept, fingerprint(stacks))
     config = copy.deepcopy(model.config)
     specs.change_class(config, derived.config_class)
-    specs.write(config, replace(spec, host=host, calibration=None))
+    specs.write(config, replace(spec, original=host, calibration=None))
     setattr(config, specs.PLAN, [plan.to_dict() for plan in find.plan_of(found)])
     if spec.max_length is not None and rows is not None and spec.replaces_all:
         setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
@@ -140,7 +140,7 @@ def to_stock(model: Any, stock: Any) -> Any:
     Raises ValueError where they were not kept. Warns where the weights are no longer those which were patched.
     """
     spec = specs.read(model.config)
-    host, submodel, where = spec.host, spec.submodel, spec.where
+    host, submodel, where = spec.original, spec.submodel, spec.where
     if host is None:
         raise ValueError(
             "this model was made from scratch with its encoding, or by from_v4, not patched (its config has no 'host'), so "

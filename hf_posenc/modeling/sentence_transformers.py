@@ -45,14 +45,14 @@ def apply_to_sentence_transformer(
         # which stays the host's if the encoding has no limit.
         holder.config_keys = [*type(first).config_keys, "max_seq_length"]
         spec = model.config.position_spec
-        if spec.host is not None and not isinstance(first.model, PosEncModelMixin):
-            specs.write(model.config, replace(spec, host=replace(spec.host, max_seq_length=first.max_seq_length)))
+        if spec.original is not None and not isinstance(first.model, PosEncModelMixin):
+            specs.write(model.config, replace(spec, original=replace(spec.original, max_seq_length=first.max_seq_length)))
     else:
         vars(holder).pop("config_keys", None)
         spec = first.model.config.position_spec if isinstance(first.model, PosEncModelMixin) else None
         stacks = find_all(model if spec is None or spec.submodel is None else submodel_of(model, spec.submodel)).values()
         lengths = [found.usable_length for found in stacks if found.usable_length]
-        before = spec.host.max_seq_length if spec is not None and spec.host is not None else None
+        before = spec.original.max_seq_length if spec is not None and spec.original is not None else None
         if before is not None:
             holder.max_seq_length = before
         else:

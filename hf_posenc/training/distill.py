@@ -186,7 +186,7 @@ def check_student(arguments: argparse.Namespace, given: list[str]) -> None:
     if arguments.calibrate:
         raise SystemExit(f"{name} is patched already: --calibrate goes with a model that isn't, and --position_encoding")
     if not arguments.teacher:
-        host = config.position_spec.host
+        host = config.position_spec.original
         original = (host and host.name_or_path) or "ORIGINAL"
         command = shlex.join(["python", "-m", "hf_posenc.training.distill", *given, "--teacher", original])
         raise SystemExit(f"{name} is patched already: name the model that it was made from,\n  {command}")
@@ -202,7 +202,7 @@ def load_teacher(
         found = sentences.load(name) if arguments.teacher else modules
         teacher = AutoModel.from_pretrained(name, dtype=torch.float32) if found is None else found[0].model
         report = hf_posenc.inspect(teacher)
-        if report.host_kept:
+        if report.can_unpatch:
             raise ValueError("it is patched: a teacher has the positions that it was trained with")
         if report.ignored:
             raise ValueError(

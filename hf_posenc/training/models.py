@@ -93,7 +93,7 @@ def without_origin(config: Any) -> None:
     """Remove from a config what describes the weights it came with: a model from scratch has no base model."""
     config.name_or_path = ""
     if hasattr(config, "position_encoding"):
-        kept = {name: value for name, value in config.position_encoding.items() if name not in ("host", "calibration")}
+        kept = {name: value for name, value in config.position_encoding.items() if name not in ("original", "calibration")}
         config.position_encoding = kept
 
 

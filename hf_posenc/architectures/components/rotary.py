@@ -50,7 +50,7 @@ class RotaryEmbedding(PositionComponent):
     def _make_for_the_hosts_length(self, stack: Any) -> None:
         """Make the module anew where the config says another length than the host's, by which some rules choose their
         frequencies: `unpatch` gives the module back as the stock model has it."""
-        host, config = stack.config.position_spec.host, getattr(self.module, "config", None)
+        host, config = stack.config.position_spec.original, getattr(self.module, "config", None)
         if host is None or config is None or host.rows in (None, getattr(config, LENGTH_FIELD, None)):
             return
         config = copy.copy(config)
