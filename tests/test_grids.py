@@ -16,8 +16,7 @@ from transformers import AutoModel
 import hf_posenc
 from conftest import assert_apart, assert_close, assert_equal, randomize, randomize_encoding
 from conftest import stock as text_model
-from hf_posenc.encodings import Geometry, PositionContext, base, encoding_class
-from hf_posenc.serialization import probe
+from hf_posenc.encodings import Geometry, PositionContext, encoding_class
 from test_vision import MODELS, ORDER, PATCHES, SIZES, images, in_order, patched, patches_in_order, states, stock, with_vectors
 
 CELLS = [(row, column) for row in range(4) for column in range(4)]
@@ -366,14 +365,6 @@ def test_frames_rows_and_columns(own_registry):
     assert verb == "embed" and positions[0].tolist() == [[frame, *cell] for frame in range(2) for cell in CELLS]
     with pytest.raises(ValueError, match="'volume' takes 3 coordinates of each token.* a token has 2"):
         hf_posenc.patch(stock("vit"), "volume")
-
-
-@pytest.mark.parametrize("name", ["sinusoidal_2d", "rope_2d"])
-def test_code_that_is_saved_is_called_with_cells(name):
-    geometry = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "axes": 2}
-    seen = probe.observe(base, encoding_class(name), {"options": {}, "geometry": geometry}, 0)
-    calls = [digest for call, digest in seen.items() if call.startswith(("embed", "rotate"))]
-    assert len(calls) == 12 and not any(digest.startswith("raises") for digest in calls)
 
 
 # What has no grid.

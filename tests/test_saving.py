@@ -617,8 +617,6 @@ ELSEWHERE = {
     "hf_posenc/encodings/determinism.py:": "a pickler of bytes in memory",
     "hf_posenc/explorer/encodings.py:picture": "bytes in memory",
     "hf_posenc/hub/push.py:_keep": "in the temporary directory of push_to_hub",
-    "hf_posenc/serialization/probe.py:_run": "in the temporary directory of the probe",
-    "hf_posenc/serialization/probe.py:_main": "in the temporary directory of the probe",
     "benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
     "tools/reach.py:Kept.add": "a line is added to the end",
     "hf_posenc/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",

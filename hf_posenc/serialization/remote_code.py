@@ -20,8 +20,8 @@ import torch
 
 from hf_posenc.configuration import plans_of
 from hf_posenc.encodings import Geometry
-from hf_posenc.serialization import probe
 from hf_posenc.serialization.copies import ENTRY
+from hf_posenc.serialization.import_check import refusal
 from hf_posenc.serialization.user_code import PACKAGE, UserCode, flat, is_ours, parsed
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ COMPONENTS = f"{PACKAGE}.architectures.components."
 def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> dict[str, str]:
     """File name -> source of all code needed by a model of module `root` with these encodings, (class, options) each.
 
-    Raises ValueError if a user's encoding can't be copied, or if its copy doesn't do the same.
+    Raises ValueError if a user's encoding can't be copied, or if its copy can't be imported.
     """
     encodings = list(encodings)
     classes = [cls for cls, _ in encodings]
@@ -60,7 +60,12 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
     texts = {name: header + text for name, text in {ENTRY: entry, **found}.items()}
     saved = {f"{name}.py": text for name, text in {**texts, **code.texts}.items()}
     if users:
-        _try(code, saved, [(cls, options) for cls, options in encodings if cls in users], config)
+        own = [(cls, options) for cls, options in encodings if cls in users]
+        made = [{"type": cls.type, "options": options, "geometry": asdict(_geometry(cls, config))} for cls, options in own]
+        if reason := refusal(code, saved, made):
+            raise ValueError(f"{', '.join(map(str, code.paths.values()))} can't be saved with the model: {reason}")
+        for path in code.paths.values():
+            _announce(path)
     return saved
 
 
@@ -88,16 +93,6 @@ def _planned(config: Any) -> list[str]:
     components = [module for name, module in sys.modules.items() if name.startswith(COMPONENTS)]
     needed = {cls.__module__ for module in components for cls in vars(module).values() if getattr(cls, "__name__", "") in kinds}
     return sorted(needed) + [f"{PACKAGE}.attention.known_models"] * any(plan.custom_attentions for plan in plans)
-
-
-def _try(code: UserCode, saved: dict[str, str], encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> None:
-    """Raises ValueError if the saved code doesn't do what the classes here do; says which files are saved if it does."""
-    jobs = [{"type": cls.type, "options": options, "geometry": asdict(_geometry(cls, config))} for cls, options in encodings]
-    blocked = {PACKAGE, *(module.partition(".")[0] for module in code.modules)}
-    if reason := probe.difference(saved, jobs, sys.modules[f"{PACKAGE}.encodings.base"], blocked):
-        raise ValueError(f"{', '.join(map(str, code.paths.values()))} can't be saved with the model: {reason}")
-    for path in code.paths.values():
-        _announce(path)
 
 
 def _geometry(cls: Any, config: Any) -> Geometry:

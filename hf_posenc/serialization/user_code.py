@@ -11,7 +11,9 @@ import sys
 import threading
 import tokenize
 import warnings
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 
 PACKAGE = __name__.rpartition(".")[0].removesuffix(".serialization")  # of a copy, the folder that it is in
 ENCODINGS = f"{PACKAGE}.encodings"
@@ -44,14 +46,14 @@ class UserCode:
 
     texts: name of a copy -> its source, packages before their modules.
     paths: name of a copy -> the original.
-    modules: the names they were imported by.
+    modules: name of a copy -> the name it was imported by.
     ours: the modules and packages of ours that they import.
     """
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
         self.paths: dict[str, Path] = {}
-        self.modules: set[str] = set()
+        self.modules: dict[str, str] = {}
         self.ours: set[str] = set()
 
     def add_class(self, cls: type) -> None:
@@ -74,7 +76,7 @@ class UserCode:
             raise ValueError(f"{self.paths[taken]} and {path} would both be saved as {name}.py: rename one of them")
         if taken is None:
             self.paths[name] = path
-            self.modules.add(module)
+            self.modules[name] = module
             self.texts[name] = self._copy(module, path)
         return name
 
@@ -87,7 +89,20 @@ class UserCode:
                 tree = parsed(source)
         except (OSError, SyntaxError, ValueError) as error:
             raise ValueError(f"{path} can't be saved with the model, since it can't be read: {error}") from error
+        if edited := _edited(module, source):
+            raise ValueError(
+                f"{path} can't be saved with the model: its {edited} was edited after it was imported. Restart Python, and "
+                "load the model again"
+            )
         nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+        tops = {name.partition(".")[0] for name in imported} - {PACKAGE}
+        if own := sorted(top for top in tops if top == module.partition(".")[0] or _is_own(top)):
+            raise ValueError(
+                f"{path} can't be saved with the model: it imports {', '.join(own)} by full name, which other machines don't "
+                "have. Put the files into one directory, and import them relatively (from .helpers import …)"
+            )
         lines = [line.encode() for line in source.split("\n")]
         for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset), reverse=True):
             end = (node.end_lineno or node.lineno) - 1
@@ -151,6 +166,36 @@ class UserCode:
                 names.update(node.name.split("."))
         self.ours |= {ENCODINGS} if "encodings" in names else set()
         self.ours |= {f"{ENCODINGS}.{name}" for name in names if f"{ENCODINGS}.{name}" in sys.modules}
+
+
+def _edited(module: str, source: str) -> str | None:
+    """The name of a function of a module, or of its classes, that isn't in its file as it is now."""
+    loaded = sys.modules.get(module)
+    if loaded is None or type(getattr(loaded, "__loader__", None)) is not SourceFileLoader:
+        return None  # others rewrite functions
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        codes = [compile(source, "", "exec", dont_inherit=True)]
+    for each in codes:  # which grows
+        codes += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
+    classes = [value for value in vars(loaded).values() if isinstance(value, type) and value.__module__ == module]
+    for name, value in (item for holder in (loaded, *classes) for item in vars(holder).items()):
+        code = getattr(getattr(value, "__func__", value), "__code__", None)
+        if isinstance(code, CodeType) and code.co_filename == loaded.__file__ and code not in codes:
+            return name
+    return None
+
+
+def _is_own(top: str) -> bool:
+    """Whether a top-level module is a file of the user's: neither a part of Python nor of an installed package."""
+    if top in (*sys.stdlib_module_names, "torch", "transformers"):
+        return False
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:
+        return True
+    places = [*(spec.submodule_search_locations or ()), spec.origin or ""] if spec else []
+    return bool(places) and all({"site-packages", "dist-packages"}.isdisjoint(Path(place).parts) for place in places)
 
 
 def _from(text: str, name: str) -> str:
