@@ -609,7 +609,6 @@ ATOMIC = {"atomic_file", "replaced", "new_directory", "TemporaryDirectory"}
 ELSEWHERE = {
     "hf_posenc/serialization/atomic.py": "the atomic writers themselves",
     "hf_posenc/serialization/mixins.py:_label": "in the temporary directory of save_pretrained",
-    "hf_posenc/serialization/mixins.py:EncodingModelMixin._label": "in the temporary directory of save_pretrained",
     "hf_posenc/serialization/mixins.py:EncodingModelMixin.save_pretrained": "distributed checkpoints are written by all ranks",
     "hf_posenc/serialization/mixins.py:EncodingConfigMixin.save_pretrained": "where the package isn't installed",
     "hf_posenc/serialization/copies.py:copy_code": "where the package isn't installed",

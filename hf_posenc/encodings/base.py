@@ -271,7 +271,7 @@ class PositionEncoding(nn.Module):
         return {}
 
     def stored(self) -> dict[str, "StoredTensor"]:
-        """Tensors of the state_dict, by name, that are in files and are copied from there when a model is saved."""
+        """Tensors of the state_dict, by name, that are mapped from files."""
         return {}
 
     def check_values(self) -> None:

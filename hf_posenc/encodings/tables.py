@@ -127,6 +127,7 @@ class Rows(PositionEncoding):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.table is not None:
+            self.table.check_length()
             destination[f"{prefix}weight"] = self.table.tensor
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -3,13 +3,12 @@
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from safetensors import safe_open
 from torch import nn
@@ -149,11 +148,11 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
             if re.search(r"[/\\:]", name):
                 raise ValueError(f"the index of this checkpoint names {name!r}, which is no file of its own folder")
         _refuse_mixed(checkpoint_files or (), model.config.position_encoding)
-        if tables := _stored(model):
-            (table, *_) = tables.values()
+        encodings = (module for module in model.modules() if isinstance(module, PositionEncoding))
+        for table in (table for encoding in encodings for table in encoding.stored().values()):
             raise ValueError(
-                f"{table.path} was given for {', '.join(tables)}, and this checkpoint has its table in its own weights; leave "
-                "the file out, or patch the stock model with it"
+                f"{table.path} was given, and this checkpoint has its table in its own weights. Leave the file out, or patch "
+                "the stock model with it"
             )
         info, *others = PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
@@ -165,10 +164,6 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         if not self.should_save_on_this_rank(is_main_process) or kwargs.get("distributed_checkpoint"):
             super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # nothing, or this rank's part
         else:
-            if tables := _stored(self):  # written by _label: in memory they might not have room
-                given, *others = args or (kwargs.pop("state_dict", None),)
-                state = self.state_dict() if given is None else given
-                args = ({name: tensor for name, tensor in state.items() if name not in tables}, *others)
             with contextlib.nullcontext(Path(save_directory)) if IS_COPY else _replaced(save_directory) as folder:
                 super().save_pretrained(folder, is_main_process, *args, **_named(kwargs, save_directory))
                 self._label(folder)
@@ -180,18 +175,9 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
 
     def _label(self, folder: Path) -> None:
         label = json.dumps(portable(self.config.position_encoding), sort_keys=True)
-        paths = [path for path in sorted(folder.glob("*.safetensors")) if LABEL not in _metadata(path)]
-        tables = _stored(self)
-        for path in paths if tables else ():
-            with safe_open(path, framework="pt") as file:
-                tables = {name: table for name, table in tables.items() if name not in file.keys()}  # noqa: SIM118
-        for index, path in enumerate(paths):
-            _label(path, label, {} if index else tables)
-        for index_file in folder.glob("*.safetensors.index.json") if paths else ():
-            quoted = json.loads(index_file.read_text(encoding="utf-8"))
-            quoted["weight_map"] |= dict.fromkeys(tables, paths[0].name)
-            quoted["metadata"]["total_size"] += sum(table.size for table in tables.values())
-            index_file.write_text(json.dumps(quoted, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for path in sorted(folder.glob("*.safetensors")):
+            if LABEL not in _metadata(path):
+                _label(path, label)
 
 
 def _replaced(directory: Any) -> contextlib.AbstractContextManager[Path]:
@@ -239,16 +225,8 @@ def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> di
     return {"repo_id": Path(save_directory).absolute().name, **kwargs}
 
 
-def _stored(model: Any) -> dict[str, "StoredTensor"]:
-    """The tensors of a model that are in files, by their names in its state_dict; none where adapters alone are saved."""
-    if _compat.has_adapters(model):
-        return {}
-    encodings = {path: module for path, module in model.named_modules() if isinstance(module, PositionEncoding)}
-    return {f"{path}.{name}": table for path, module in encodings.items() for name, table in module.stored().items()}
-
-
-def _label(path: Path, encoding: str, tables: dict[str, "StoredTensor"]) -> None:
-    """Write the encoding into the metadata of a weight file, and tables from other files beside its tensors.
+def _label(path: Path, encoding: str) -> None:
+    """Write the encoding into the metadata of a weight file.
 
     Transformers accepts no metadata, and safetensors writes several entries in a random order, so that equal models would
     give different files. The format: https://huggingface.co/docs/safetensors.
@@ -256,37 +234,13 @@ def _label(path: Path, encoding: str, tables: dict[str, "StoredTensor"]) -> None
     labelled = path.with_suffix(".labelled")
     with path.open("rb") as file, labelled.open("wb") as copy:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        start, metadata = file.tell(), {**header.pop("__metadata__", {}), LABEL: encoding}
-        sources = {name: entry["data_offsets"] for name, entry in header.items()}
-        for name, table in tables.items():
-            header[name] = {"dtype": table.dtype, "shape": [*table.shape], "data_offsets": [0, table.size]}
-        names, end = sorted(header, key=lambda name: (-_width(header[name]), *sources.get(name, ()))), 0
-        for name in names:
-            begin, end = end, end + header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
-            header[name] = {**header[name], "data_offsets": [begin, end]}
-        text = json.dumps({"__metadata__": metadata, **{name: header[name] for name in names}}, separators=(",", ":")).encode()
+        metadata = {**header.pop("__metadata__", {}), LABEL: encoding}
+        text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % 64)
         copy.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            if name in tables:
-                tables[name].copy_to(copy)
-            else:
-                file.seek(start + sources[name][0])
-                _copy(file, copy, sources[name][1] - sources[name][0])
+        shutil.copyfileobj(file, copy, 2**24)  # the offsets in the header count from its end
     shutil.copymode(path, labelled)
     os.replace(labelled, path)
-
-
-def _width(entry: dict[str, Any]) -> int:
-    """The bytes of a value. Where wider ones come first, as safetensors writes them, all lie at multiples of their width."""
-    begin, end = entry["data_offsets"]
-    return (end - begin) // max(1, math.prod(entry["shape"]))
-
-
-def _copy(file: BinaryIO, copy: BinaryIO, size: int) -> None:
-    while size and (piece := file.read(min(size, 2**24))):
-        copy.write(piece)
-        size -= len(piece)
 
 
 def _metadata(path: str | os.PathLike[str]) -> dict[str, str]:
