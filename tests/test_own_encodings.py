@@ -4,6 +4,7 @@ import math
 import random
 from typing import Annotated
 
+import numpy
 import pytest
 import torch
 from transformers import AutoModel
@@ -199,6 +200,12 @@ def test_what_would_come_back_differently_is_refused():
                 case "module":
                     self.inner = torch.nn.Module()
                     self.inner.noise = random.random()
+                case "numbers":
+                    self.noise = {"slopes": [torch.rand(()).item(), 2.0]}
+                case "array":
+                    self.noise = numpy.random.rand(4)
+                case "numbers of parameters":
+                    self.noise = [torch.nn.Parameter(torch.rand(4)), torch.tensor(torch.nan), numpy.arange(3), object()]
                 case "seeded":
                     self.noise = torch.rand(4, generator=torch.Generator().manual_seed(3))
                 case "saved":
@@ -209,12 +216,12 @@ def test_what_would_come_back_differently_is_refused():
         def distance_bias(self, distance):
             return distance[None] * 0.0
 
-    for place in ("buffer", "plain", "number", "module"):
+    for place in ("buffer", "plain", "number", "module", "numbers", "array"):
         with pytest.raises(ValueError, match=r"noise of the 'test-random' encoding isn't saved.*persistent buffer"):
             hf_posenc.patch(stock("bert"), "test-random", place=place)
     with pytest.raises(ValueError, match=r"Random.weight holds uninitialised memory: fill it in __init__"):
         hf_posenc.patch(stock("bert"), "test-random", place="empty")
-    for place in ("seeded", "saved"):
+    for place in ("seeded", "saved", "numbers of parameters"):
         hf_posenc.patch(stock("bert"), "test-random", place=place)
 
 
@@ -300,9 +307,6 @@ class Odd(hf_posenc.PositionEncoding, type="test-odd"):
                 self.draw = torch.Generator().manual_seed(3)
             case "lstm":
                 self.lstm = torch.nn.LSTM(2, 2)
-            case "closure":
-                noise = torch.randn(4)
-                self.noise = lambda: noise
             case "tied":
                 self.a, self.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
                 self.b.weight = self.a.weight
@@ -332,7 +336,6 @@ def test_what_an_encoding_may_hold():
             if holds == "integers":
                 assert posenc.index.tolist() == [0, 1, 2, 3]
     for holds, words in {
-        "closure": "noise of the 'test-odd' encoding isn't saved",
         "tied": "Odd.b.weight and a.weight are one tensor: register it once",
         "lazy": "Odd.lazy.weight has no shape before it is called",
         "sparse": "Odd.table is a sparse or quantised tensor",
