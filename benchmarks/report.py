@@ -9,7 +9,7 @@ from benchmarks.grid import Group
 from benchmarks.targets import TARGETS, Verdict, verdicts
 from hf_posenc import plots
 from hf_posenc.evaluation import records
-from hf_posenc.plots.ratios import groups_by_panel
+from hf_posenc.plots.speed_records import groups_by_panel
 
 MARKERS = "<!-- tables by scripts/bench.py: begin -->", "<!-- tables by scripts/bench.py: end -->"
 LEGEND = (

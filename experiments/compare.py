@@ -37,7 +37,7 @@ from experiments.generalisation.several import Part
 from experiments.generalisation.study import Study
 from experiments.generalisation.tasks import ALL, COMPARED, Task
 from hf_posenc.evaluation import records, terminals
-from hf_posenc.plots.style import require_matplotlib
+from hf_posenc.figures import require_matplotlib
 from hf_posenc.serialization.atomic import write_text
 from hf_posenc.training.flags import at_least, positive, positive_or_0
 

@@ -27,7 +27,7 @@ from hf_posenc.evaluation.metrics import UNCORRECTED, Difference, Ranks, Score, 
 from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, lexical_similarity, strategies
 from hf_posenc.evaluation.retrieval_by_length import BAG, cases
 from hf_posenc.evaluation.stdlib_corpus import split
-from hf_posenc.plots.style import LIGHT
+from hf_posenc.figures import LIGHT
 from hf_posenc.serialization.atomic import atomic_file, replaced
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 

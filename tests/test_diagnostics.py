@@ -11,7 +11,7 @@ import torch
 import hf_posenc
 from conftest import patched
 from hf_posenc import diagnostics
-from hf_posenc.diagnostics import indicators
+from hf_posenc.diagnostics import matrix_properties
 from hf_posenc.encodings import Geometry, build, canonical
 
 pytestmark = pytest.mark.usefixtures("own_registry")
@@ -182,14 +182,14 @@ def test_indicators(causal):
     matrix = torch.randint(-3, 4, (2, 7, 7), generator=torch.Generator().manual_seed(0)).double()
     matrix[0, 3, 5] = matrix[0, 5, 3] = -INF
     if causal:
-        matrix = matrix.masked_fill(indicators.distances(7) > 0, NAN)
+        matrix = matrix.masked_fill(matrix_properties.distances(7) > 0, NAN)
     for place in range(2):
         given = matrix[place].tolist()
         invariance, falling, same = loops(given)
-        close(indicators.translation_invariance(matrix, 1e-9)[place], invariance)
-        close(indicators.monotonicity(matrix, 1e-9)[place], falling)
-        close(indicators.monotonicity(matrix, 1e-9, near=2)[place], loops(given, near=2)[1])
-        close(indicators.symmetry(matrix, 1e-9)[place], same)
+        close(matrix_properties.translation_invariance(matrix, 1e-9)[place], invariance)
+        close(matrix_properties.monotonicity(matrix, 1e-9)[place], falling)
+        close(matrix_properties.monotonicity(matrix, 1e-9, near=2)[place], loops(given, near=2)[1])
+        close(matrix_properties.symmetry(matrix, 1e-9)[place], same)
 
 
 def test_properties_of_alibi_and_of_nothing():

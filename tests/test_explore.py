@@ -26,12 +26,12 @@ import hf_posenc
 from conftest import ENCODINGS, ROOT, stock
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_encoding
-from hf_posenc.encodings import canonical, checked_value, encoding_class
+from hf_posenc.encodings import canonical, checked_value, encoding_class, options_of
 from tools.hosts import tiny
 
 gradio = pytest.importorskip("gradio")
 from hf_posenc.encodings import construction  # noqa: E402
-from hf_posenc.explorer import budget, encodings, fields, forms, gate, models, serving, work  # noqa: E402
+from hf_posenc.explorer import budget, encodings, fields, gate, models, option_fields, server, work  # noqa: E402
 from hf_posenc.explorer.budget import GIB, Budget, Limits, Refused  # noqa: E402
 from hf_posenc.explorer.encodings import Sizes  # noqa: E402
 
@@ -56,7 +56,7 @@ def test_fields_are_the_options(name):
         for option, annotation in part.option_types().items()
         if option != "file"  # of this machine: none of a reader's
     }
-    fields = {field.option: field for field in forms.fields(name)}
+    fields = {field.option: field for field in option_fields.fields(name)}
     assert fields.keys() == options.keys()
     for option, field in fields.items():
         for value in (*field.values, field.default):
@@ -77,15 +77,15 @@ def test_fields_are_the_options(name):
     ],
 )
 def test_what_is_written_into_a_field(name, option, written, given):
-    (field,) = (field for field in forms.fields(name) if field.option == option)
-    found = forms.changed({"type": name, option: 3}, field, written)
+    (field,) = (field for field in option_fields.fields(name) if field.option == option)
+    found = option_fields.changed({"type": name, option: 3}, field, written)
     assert found == {"type": name, **given}
     assert canonical(found) == canonical({"type": name, **given})
 
 
 def test_unknown_names_have_no_fields():
     with pytest.raises(ValueError, match="unknown position encoding 'siusoidal'"):
-        forms.fields("siusoidal")
+        option_fields.fields("siusoidal")
 
 
 # Encodings.
@@ -94,9 +94,10 @@ def test_unknown_names_have_no_fields():
 @pytest.mark.parametrize("name", [*ENCODINGS, "sinusoidal+alibi"])
 def test_figures_of_encodings(name):
     encoding = of_type(name)
-    vectors, scores = encodings.ways(encoding)
+    verbs = {*encoding_class(canonical(encoding)["type"]).mechanisms(options_of(canonical(encoding)))}
     found = encodings.figures(encoding, SMALL)
-    assert [*found] == [*("vectors", "waves", "similarity") * vectors, *("bias", "decay") * scores]
+    vectors, scores = "embed" in verbs, bool(verbs - {"embed", "value_bias"})
+    assert {*found} == {*("vectors", "waves", "similarity") * vectors, *("bias", "decay") * scores}
     assert bool(encodings.numbers(encoding, SMALL)) == bool(found)
     assert encodings.facts(encoding).startswith("### ")
 
@@ -153,7 +154,7 @@ def test_models_are_measured(folders, kind):
     assert both[1].label == "alibi, slopes=learned" and "alibi (slopes='learned'" in str(both[1].report())
     found = dict(models.measured(both, []))
     assert [*found] == ["probing 0", "probing 1", "numbers"]
-    assert found["numbers"].splitlines()[0] == kind
+    assert found["numbers"].startswith(f"{kind}: ")
 
 
 def test_two_models_of_one_name(folders):
@@ -316,7 +317,7 @@ def test_fields_hold_text(written):
 
 
 def test_a_long_option_is_an_error_with_words():
-    (field,) = (field for field in forms.fields("sinusoidal") if field.option == "base")
+    (field,) = (field for field in option_fields.fields("sinusoidal") if field.option == "base")
     with pytest.raises(gradio.Error, match="base has 300 characters"):
         fields._written(field, {"type": "sinusoidal"}, "[" * 300)
 
@@ -552,13 +553,13 @@ def test_pages_that_others_reach(monkeypatch, host, environment, public):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert serving._is_public(host) == public
+    assert server._is_public(host) == public
 
 
 @pytest.mark.parametrize("limit", ["max_parameters", "max_memory", "max_seconds"])
 def test_limits_are_above_zero(limit):
     with pytest.raises(ValueError, match=f"{limit}=0 is not allowed. Give a number above 0."):
-        serving.serve(**{limit: 0})
+        server.serve(**{limit: 0})
 
 
 # Serving.
@@ -576,7 +577,7 @@ def test_a_port_that_is_taken():
 
 def test_ports_that_there_are_not():
     with pytest.raises(ValueError, match="port=70000: allowed is 1 to 65535"):
-        serving.serve(port=70000)
+        server.serve(port=70000)
 
 
 def test_without_gradio(monkeypatch):
@@ -708,7 +709,8 @@ def test_a_model_and_what_is_beside_it(tab, folders):
     tab.get_by_label("the same model with another encoding").check()
     measure.click()
     identical = "Attention among identical words"
-    captions = (f"{identical}, where position alone decides", f"{identical} in what is beside it")
+    alone = f"{identical}, where position alone decides"
+    captions = (alone, f"{alone}: the other model")
     on_texts = ("Attention by distance, on the texts", "How far away the tokens are on which a state depends")
     tab.get_by_label("In numbers").filter(visible=True).wait_for()
     sees(tab, *captions, *on_texts)

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 import hf_posenc
 from conftest import ROOT, slow, stock
 from hf_posenc import diagnostics, plots
+from hf_posenc import figures as style
 from hf_posenc.cli import app
-from hf_posenc.plots import style
+from hf_posenc.plots import length_records
 
 pytest.importorskip("matplotlib")
 L = 12
@@ -408,7 +409,7 @@ def test_needles():
 def test_few_methods_are_shown():
     names = ["bag of words", "stock, truncated at 24", "stock, chunked by 24, mean", "stock, chunked by 24, max", "alibi"]
     names += ["other, truncated at 24", "other, chunked by 24, mean", "other, chunked by 24, max"]
-    shown = plots.measured.shown(names, ["stock", "alibi", "other"], names[1])
+    shown = length_records.shown(names, ["stock", "alibi", "other"], names[1])
     assert shown == [names[1], names[2], "alibi", "other, truncated at 24"]
 
 

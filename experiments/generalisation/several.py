@@ -16,7 +16,7 @@ from experiments.generalisation.runs import task_of, times
 from experiments.generalisation.study import Study
 from experiments.generalisation.tasks import ALL
 from hf_posenc.evaluation.metrics import UNCORRECTED
-from hf_posenc.plots.style import NORMAL, Sheet, panels
+from hf_posenc.figures import NORMAL, Sheet, panels
 
 REFUSED = "refused"
 COLUMNS = 3
@@ -153,7 +153,7 @@ def draw(parts: Sequence[Part], path: Path) -> None:
         axis.set(ylabel=figures.NAMES[figures.CURVES[ALL[task].measure]], xlabel="length of the test")
     sheet.heading("means over seeds; shaded: from the least to the largest; upright: L; dotted: chance", NORMAL)
     sheet.legend(columns=2 * columns)
-    sheet.done()
+    sheet.finish()
 
 
 def styles_of(sheet: Sheet, labels: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The command `hf-posenc list | inspect | patch | convert | unpatch | extend | eval | bench | plot | explore | card | push`.
 
-One file per subcommand, two for `plot`; all files here are imported. What they share: `arguments` (arguments of several
+One file per subcommand; all files here are imported. What they share: `arguments` (arguments of several
 commands), `completion` (what the Tab key offers), `output` (text or JSON), `folders` and `texts` (what is read and written).
 """
 

@@ -12,10 +12,9 @@ from hf_posenc.serialization.saved_files import parsed_json
 
 LISTS = "A value may be JSON; a list is [1, 2] or 1,2."
 
-Encoding = Annotated[
-    str,
-    typer.Argument(help='A name, a composition "a+b", or JSON with "type".', autocompletion=completion.encodings),
-]
+ENCODING = 'A name, a composition "a+b", or JSON with "type".'
+
+Encoding = Annotated[str, typer.Argument(help=ENCODING, autocompletion=completion.encodings)]
 MaxLength = Annotated[
     int | None,
     typer.Option(
@@ -57,6 +56,7 @@ Inject = Annotated[
 ]
 KeepHost = Annotated[bool, typer.Option(help="Keep the model's own positions, for unpatch.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace the model and tokenizer in the output directory. Other files are kept.")]
+TextColumn = Annotated[str, typer.Option(help="The column of --texts.")]
 OutputDir = Annotated[Path, typer.Option(help="The folder in which the model and its tokenizer are saved.")]
 
 

@@ -21,6 +21,7 @@ from hf_posenc.cli.arguments import (
     OutputDir,
     Overwrite,
     Submodel,
+    TextColumn,
     given_encoding,
 )
 from hf_posenc.cli.folders import Original, check_output_dir, embedder, load, save, write
@@ -54,7 +55,7 @@ def convert(
     option: Options = None,
     layers: Layers = None,
     submodel: Submodel = None,
-    text_column: Annotated[str, typer.Option(help="The column of --texts.")] = "text",
+    text_column: TextColumn = "text",
     queries: Annotated[
         Path | None,
         typer.Option(

@@ -10,6 +10,7 @@ from rich.table import Table
 from hf_posenc import diagnostics
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.cli import app
+from hf_posenc.cli.arguments import TextColumn
 from hf_posenc.cli.folders import Original, embedder, inner_model, names_of
 from hf_posenc.cli.output import AsJson, Output, by_length
 from hf_posenc.cli.texts import read
@@ -30,7 +31,7 @@ def eval_(
         typer.Argument(help="Folders or Hub ids; all of them language models, or none. The first is what others stand beside."),
     ],
     texts: Annotated[Path, typer.Option(help="Long texts of the models' kind: .jsonl, .json, .csv, .parquet, or .txt.")],
-    text_column: Annotated[str, typer.Option(help="The column of --texts.")] = "text",
+    text_column: TextColumn = "text",
     queries: Annotated[
         Path | None,
         typer.Option(

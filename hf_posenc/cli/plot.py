@@ -1,15 +1,23 @@
-"""hf-posenc plot"""
+"""hf-posenc plot: a command for each figure of hf_posenc.plots, with the options that its signature has"""
 
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hf_posenc import plots
+from hf_posenc import plots  # noqa: F401  # registers the figures
 from hf_posenc.cli import app, console
-from hf_posenc.cli.arguments import Options, given_encoding
-from hf_posenc.plots.style import checked_path
+from hf_posenc.cli.arguments import ENCODING, Encoding, Options, TextColumn, given_encoding
+from hf_posenc.cli.folders import load, names_of
+from hf_posenc.cli.texts import read
+from hf_posenc.diagnostics import Result
+from hf_posenc.diagnostics.registry import FIGURES, Figure
+from hf_posenc.figures import checked_path
 from hf_posenc.serialization.saved_files import read_json
+from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
 kinds = typer.Typer(
     no_args_is_help=True,
@@ -18,186 +26,121 @@ kinds = typer.Typer(
 )
 app.add_typer(kinds, name="plot")
 
-ENCODING = 'A name, a composition "a+b", or JSON with "type".'
-One = Annotated[str, typer.Argument(help=ENCODING)]
-Several = Annotated[list[str], typer.Argument(help=f"One or more. {ENCODING}")]
-Output = Annotated[Path, typer.Option(help="The figure's file: .png, .svg or .pdf.")]
-Dark = Annotated[bool, typer.Option("--dark", help="For a dark page.")]
-Length = Annotated[int, typer.Option(help="Number of positions.")]
-HiddenSize = Annotated[int, typer.Option(help="Number of features of a vector.")]
-Heads = Annotated[int, typer.Option(help="Number of attention heads.")]
-Causal = Annotated[bool | None, typer.Option(help="Whether queries see no later keys.", show_default="of decoders' encodings")]
-Record = Annotated[Path, typer.Argument(help="The JSON file that the script wrote.")]
+MODEL = "Local path or Hub ID of a model, patched or not, or a .json file with a result of hf_posenc.diagnostics (to_json)."
+Output = Annotated[Path, typer.Option(help="The file of the figure: .png, .svg, or .pdf.")]
 
 
-@kinds.command("vectors")
-def vectors(
-    encoding: One,
-    output: Output,
-    option: Options = None,
-    length: Length = 128,
-    hidden_size: HiddenSize = 128,
-    dark: Dark = False,
-) -> None:
-    """The vectors that an encoding adds: position × feature.
-
-    [bold]hf-posenc plot vectors sinusoidal --option base=100 --output vectors.png[/]
-    """
-    chosen = given_encoding(encoding, option or [])
-    plots.vectors(chosen, length=length, hidden_size=hidden_size, dark=dark, path=output)
-    said(output)
+def _encoding(encoding: Encoding, *, option: Options = None) -> dict[str, Any]:
+    return given_encoding(encoding, option or [])
 
 
-@kinds.command("waves")
-def waves(
-    output: Output,
-    encoding: One = "sinusoidal",
-    option: Options = None,
-    column: Annotated[list[int] | None, typer.Option(help="A feature; may be repeated.", show_default="six of them")] = None,
-    length: Length = 64,
-    hidden_size: HiddenSize = 32,
-    dark: Dark = False,
-) -> None:
-    """Single columns of the vectors over the positions.
-
-    [bold]hf-posenc plot waves --column 0 --column 8 --output waves.png[/]
-    """
-    chosen = given_encoding(encoding, option or [])
-    plots.waves(chosen, columns=column or None, length=length, hidden_size=hidden_size, dark=dark, path=output)
-    said(output)
-
-
-@kinds.command("similarity")
-def similarity(
-    encoding: One,
-    output: Output,
-    option: Options = None,
-    length: Length = 128,
-    hidden_size: HiddenSize = 128,
-    dark: Dark = False,
-) -> None:
-    """Dot products of the vectors, of all pairs of positions and by distance.
-
-    [bold]hf-posenc plot similarity sinusoidal --output similarity.png[/]
-    """
-    chosen = given_encoding(encoding, option or [])
-    plots.similarity(chosen, length=length, hidden_size=hidden_size, dark=dark, path=output)
-    said(output)
-
-
-@kinds.command("counter")
-def counter(
-    output: Output,
-    bits: Annotated[int, typer.Option(help="Number of bits, 2 to 7.")] = 5,
-    dark: Dark = False,
-) -> None:
-    """The binary counter beside sines: bits flip at different rates.
-
-    [bold]hf-posenc plot counter --bits 4 --output counter.png[/]
-    """
-    plots.counter(bits=bits, dark=dark, path=output)
-    said(output)
-
-
-@kinds.command("criteria")
-def criteria(
-    output: Output,
-    encodings: Annotated[
-        list[str] | None, typer.Argument(help=f"Up to six. {ENCODING}", show_default="counter normalized sinusoidal")
-    ] = None,
-    hidden_size: HiddenSize = 64,
-    dark: Dark = False,
-) -> None:
-    """The three criteria of an encoding, and which scheme fails which.
-
-    [bold]hf-posenc plot criteria counter normalized learned --output criteria.png[/]
-    """
-    chosen = [given_encoding(each, []) for each in encodings or ("counter", "normalized", "sinusoidal")]
-    plots.criteria(chosen, hidden_size=hidden_size, dark=dark, path=output)
-    said(output)
-
-
-@kinds.command("bias")
-def bias(
-    encoding: One,
-    output: Output,
-    option: Options = None,
-    length: Length = 48,
-    num_attention_heads: Heads = 8,
-    causal: Causal = None,
-    head: Annotated[list[int] | None, typer.Option(help="From 0; may be repeated.", show_default="up to 8")] = None,
-    dark: Dark = False,
-) -> None:
-    """What an encoding adds to scores: a map of query × key for each head.
-
-    [bold]hf-posenc plot bias alibi --causal --output bias.png[/]
-    """
-    chosen = given_encoding(encoding, option or [])
-    sizes: Any = {"length": length, "num_attention_heads": num_attention_heads, "causal": causal}
-    plots.bias(chosen, heads=head or None, dark=dark, path=output, **sizes)
-    said(output)
-
-
-@kinds.command("decay")
-def decay(
-    encodings: Several,
-    output: Output,
-    option: Options = None,
-    length: Length = 128,
-    num_attention_heads: Heads = 8,
-    hidden_size: HiddenSize = 512,
-    causal: Causal = None,
-    head: Annotated[list[int] | None, typer.Option(help="From 0; may be repeated.", show_default="up to 4")] = None,
-    dark: Dark = False,
-) -> None:
-    """What encodings make of distance, side by side: biases, rotations, vectors. --option is for a single encoding.
-
-    [bold]hf-posenc plot decay alibi kerple rope sinusoidal --output decay.png[/]
-    """
+def _encodings(
+    encodings: Annotated[list[str], typer.Argument(help=f"One or more. {ENCODING}")], *, option: Options = None
+) -> list[dict[str, Any]]:
     if option and len(encodings) > 1:
         raise ValueError(
             f'--option {option[0]!r}: of several encodings give options as JSON, \'{{"type": "rope", "theta": 100}}\''
         )
-    chosen = [given_encoding(each, option or []) for each in encodings]
-    sizes: Any = {"num_attention_heads": num_attention_heads, "hidden_size": hidden_size, "causal": causal}
-    plots.decay(chosen, length=length, heads=head or None, dark=dark, path=output, **sizes)
-    said(output)
+    return [given_encoding(each, option or []) for each in encodings]
 
 
-@kinds.command("lengths")
-def lengths(record: Record, output: Output, dark: Dark = False) -> None:
-    """Models by length, measured by scripts/eval_length.py.
-
-    [bold]hf-posenc plot lengths scripts/results/length-linux-doc-6.1.json --output lengths.png[/]
-    """
-    plots.lengths(_read(record, output), dark=dark, path=output)
-    said(output)
+def _record(record: Annotated[Path, typer.Argument(help="The JSON file that the script wrote.")]) -> Any:
+    return read_json(record)
 
 
-@kinds.command("needle")
-def needle(record: Record, output: Output, dark: Dark = False) -> None:
-    """How often a fact was found, by length and depth, measured by scripts/eval_length.py.
-
-    [bold]hf-posenc plot needle scripts/results/needle.json --output needle.png[/]
-    """
-    plots.needle(_read(record, output), dark=dark, path=output)
-    said(output)
+def _result(measure: Callable[..., Any], model: Annotated[str, typer.Argument(help=MODEL)], **options: Any) -> Any:
+    return _saved(model) or measure(load(model), **options)
 
 
-@kinds.command("bench")
-def bench(record: Record, output: Output, dark: Dark = False) -> None:
-    """Throughput beside the stock model, measured by scripts/bench.py.
+def _results(
+    measure: Callable[..., Any],
+    models: Annotated[list[str], typer.Argument(help=f"One or more. {MODEL}")],
+    *,
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="In-domain texts: .jsonl, .json, .csv, .parquet, or .txt.", show_default="none, for .json files"),
+    ] = None,
+    text_column: TextColumn = "text",
+    count: Annotated[int, typer.Option(min=1, help="Number of texts, from the first.")] = 8,
+    **options: Any,
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, model in zip(names_of(models), models, strict=True):
+        if (result := _saved(model)) is None:
+            if texts is None:
+                raise ValueError(f"{model} is measured on texts: give a file of them as --texts")
+            rows = [text for (text,) in read(texts, {"--text-column": text_column})][:count]
+            loaded = load(model)
+            result = measure(loaded, rows, tokenizer=getattr(loaded, "tokenizer", None) or load_tokenizer(model), **options)
+        found[name] = result
+    return found
 
-    [bold]hf-posenc plot bench scripts/results/bench.json --output bench.png[/]
-    """
-    plots.bench(_read(record, output), dark=dark, path=output)
-    said(output)
+
+def _saved(model: str) -> Any:
+    """The result in a .json file; None for a model."""
+    file = Path(model)
+    if file.suffix != ".json":
+        return None
+    try:
+        return Result.from_dict(read_json(file))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is no result of hf_posenc.diagnostics, as to_json writes it: {error}") from None
 
 
-def _read(file: Path, output: Path) -> Any:
-    checked_path(output)
-    return read_json(file)
+READERS: dict[str, Callable[..., Any]] = {
+    "encoding": _encoding,
+    "encodings": _encodings,
+    "record": _record,
+    "result": _result,
+    "results": _results,
+}
+"""The name of what a figure draws -> what reads it from arguments, after the diagnostic of models if it is of one."""
 
 
-def said(output: Path) -> None:
-    console.print(f"{output} is written.", markup=False, highlight=False)
+def _options(function: Callable[..., Any], settings: dict[str, Any]) -> list[inspect.Parameter]:
+    """The arguments of a function that have a `Help`, as options. settings: other defaults."""
+    found = []
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        for help_ in getattr(parameter.annotation, "__metadata__", ()):
+            kind, flag = parameter.annotation.__origin__, "--" + parameter.name.replace("_", "-")
+            names = {bool: [flag], Sequence[int] | None: [flag.removesuffix("s")]}.get(kind, [])
+            option = typer.Option(*names, help=help_.text, show_default=help_.default or True)
+            taken: Any = list[int] | None if kind == Sequence[int] | None else kind
+            default = settings.get(parameter.name, parameter.default)
+            found.append(parameter.replace(annotation=Annotated[taken, option], default=default, kind=parameter.KEYWORD_ONLY))
+    return found
+
+
+def _command(figure: Figure) -> Callable[..., None]:
+    """The command that draws a figure."""
+    subject, read_subject, arguments = figure.subject, None, []
+    if subject is not None:
+        reader = READERS[subject.name]
+        read_subject = partial(reader, figure.measure) if figure.measure else reader
+        arguments = [
+            each for each in inspect.signature(read_subject, eval_str=True).parameters.values() if each.kind != each.VAR_KEYWORD
+        ]
+        if subject.default is not subject.empty:
+            arguments[0] = arguments[0].replace(default=subject.default)
+        if figure.measure:
+            arguments += _options(figure.measure, figure.settings)
+    output = inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, annotation=Output)
+    parameters = [*arguments, output, *_options(figure.draw, {})]
+
+    def command(output: Path, **given: Any) -> None:
+        checked_path(output)
+        given = {name: None if value == [] else value for name, value in given.items()}
+        of_subject = {each.name: given.pop(each.name) for each in arguments}
+        subjects = [] if read_subject is None else [read_subject(**of_subject)]
+        figure.draw(*subjects, path=output, **given)
+        console.print(f"{output} is written.", markup=False, highlight=False)
+
+    command.__signature__ = inspect.Signature([each.replace(kind=each.KEYWORD_ONLY) for each in parameters])  # type: ignore[attr-defined]
+    return command
+
+
+for _name, _figure in sorted(FIGURES.items()):
+    _kind = _name.replace("_", "-")
+    _about = inspect.getdoc(_figure.draw).partition("\n\n")[0]
+    _example = f"[bold]hf-posenc plot {_kind} {_figure.example} --output {_kind}.png[/]"
+    kinds.command(_kind, help=f"{_about}\n\n{_example}")(_command(_figure))

@@ -1,41 +1,23 @@
 """What can be measured of an encoding, and of a model before and after it is patched. Results are frozen dataclasses with
-`to_dict`, `to_json` and a summary as `str`."""
+`to_dict`, `to_json` and a summary as `str`.
 
-from hf_posenc.diagnostics.attention_distance_maps import AttentionByDistance, attention_by_distance
-from hf_posenc.diagnostics.length_curves import LengthCurve, length_curve
-from hf_posenc.diagnostics.precision_errors import Precision, Uniqueness, precision, uniqueness
-from hf_posenc.diagnostics.probing import Probing, probing
-from hf_posenc.diagnostics.receptive_fields import ReceptiveField, receptive_field
+One question, one file: its result, the function that measures it, and the figure of it. All files here are imported."""
+
+import importlib
+import pkgutil
+from typing import Any
+
+from hf_posenc.diagnostics.registry import DIAGNOSTICS
 from hf_posenc.diagnostics.result import Result
-from hf_posenc.diagnostics.shift_errors import ShiftError, shift_error
-from hf_posenc.diagnostics.similarities import Decay, Properties, Similarity, decay, properties, similarity
-from hf_posenc.diagnostics.wavelength_tables import Wavelengths, wavelengths
-from hf_posenc.diagnostics.word_order import OrderSensitivity, order_sensitivity
+from hf_posenc.encodings import did_you_mean
 
-__all__ = [
-    "AttentionByDistance",
-    "Decay",
-    "LengthCurve",
-    "OrderSensitivity",
-    "Precision",
-    "Probing",
-    "Properties",
-    "ReceptiveField",
-    "Result",
-    "ShiftError",
-    "Similarity",
-    "Uniqueness",
-    "Wavelengths",
-    "attention_by_distance",
-    "decay",
-    "length_curve",
-    "order_sensitivity",
-    "precision",
-    "probing",
-    "properties",
-    "receptive_field",
-    "shift_error",
-    "similarity",
-    "uniqueness",
-    "wavelengths",
-]
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+_PUBLIC = {"Result": Result, **Result.classes, **{name: each.measure for name, each in DIAGNOSTICS.items()}}
+globals().update(_PUBLIC)
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __all__)}")

@@ -1,17 +1,23 @@
 """Attention by distance, on texts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_posenc.diagnostics.encoding_input import POSITIVE
-from hf_posenc.diagnostics.indicators import distances
-from hf_posenc.diagnostics.model_input import Texts, reader
+from hf_posenc.diagnostics.matrix_properties import distances
+from hf_posenc.diagnostics.model_input import Texts, prepare_model
+from hf_posenc.diagnostics.registry import Dark, Layers, Path, TextLength, diagnostic, figure
 from hf_posenc.diagnostics.result import Result, by_layer
 from hf_posenc.encodings import checked_value
+from hf_posenc.figures import WIDTH, Sheet, selected
+
+LINES = 4
+"""The default maximum number of layers in a figure: each has a line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +46,9 @@ class AttentionByDistance(Result):
             yield f"  weight at distance {distance}: {by_layer(self.weights[..., self.distances.index(distance)])}"
 
 
+@diagnostic("texts", on_page=True)
 def attention_by_distance(
-    model: Any, texts: Texts, *, tokenizer: Any = None, max_distance: int = 64, length: int = 256
+    model: Any, texts: Texts, *, tokenizer: Any = None, max_distance: int = 64, length: TextLength = 256
 ) -> AttentionByDistance:
     """How much attention tokens give to those 0, 1, 2, … tokens away, by layer and head.
 
@@ -59,13 +66,13 @@ def attention_by_distance(
         know.
     """
     checked_value("max_distance", max_distance, POSITIVE)
-    read = reader(model, tokenizer)
-    rows = read.read(texts, length)
+    runner = prepare_model(model, tokenizer)
+    rows = runner.read(texts, length)
     weights: Any = 0
     total: Any = 0
     pairs, queries = torch.zeros(2 * max_distance + 1), 0
     for row in rows:
-        given = read.attentions(row)
+        given = runner.attentions(row)
         size = given.shape[-1]
         distance = distances(size)
         near = distance.abs() <= max_distance
@@ -78,7 +85,7 @@ def attention_by_distance(
     last = max_distance if (weights[..., max_distance + 1 :] > 0).any() else 0
     kept = slice(0, max_distance + last + 1)
     return AttentionByDistance(
-        read.name,
+        runner.name,
         len(rows),
         queries,
         tuple(range(-max_distance, last + 1)),
@@ -86,3 +93,50 @@ def attention_by_distance(
         (weights / pairs)[..., kept],
         total / queries,
     )
+
+
+@figure(
+    attention_by_distance,
+    example="bert-base-uncased bert-alibi --texts my.jsonl",
+    caption="Attention by distance, on the texts",
+)
+def draw_attention(
+    results: AttentionByDistance | Mapping[str, AttentionByDistance],
+    *,
+    layers: Layers = None,
+    dark: Dark = False,
+    path: Path = None,
+) -> Any:
+    """Draw attention by distance on texts.
+
+    To the left the mean weight of a pair over the heads of a layer, a line for each; to the right the mean distance of what
+    each head attends to. A row for each model.
+
+    results: of `diagnostics.attention_by_distance`; of several models, such as before and after a conversion, by name.
+    layers: which have a line, from 0; without, up to 4 at equal steps.
+
+    Returns a matplotlib Figure. Raises ValueError for another result or layers that aren't there; ImportError
+    without matplotlib.
+    """
+    named = AttentionByDistance.named(results)
+    sheet = Sheet((WIDTH, 0.6 + 2.4 * len(named)), len(named), 2, dark=dark, path=path, width_ratios=(1.5, 1))
+    reach = [result.mean_distance.numpy() for result in named.values()]
+    for (left, right), (name, result), distance in zip(sheet.axes, named.items(), reach, strict=True):
+        weights = result.weights.numpy().mean(axis=1)
+        for place, layer in enumerate(selected("layers", layers, len(weights), LINES)):
+            left.plot(result.distances, weights[layer], label=f"layer {layer}", **sheet.line(place))
+        left.set_yscale("log")
+        left.set_ylabel("mean weight of a pair")
+        sheet.title(left, name)
+        image = sheet.layers_by_heads(right, distance, ".0f", max(float(np.nanmax(each)) for each in reach))
+        sheet.colorbar(image, right, "mean distance, tokens")
+    across, along = (
+        [get() for get in gets] for gets in zip(*((a.get_xlim, a.get_ylim) for a in sheet.axes[:, 0]), strict=True)
+    )
+    for axis in sheet.axes[:, 0]:
+        axis.set_xlim(min(low for low, _ in across), max(high for _, high in across))
+        axis.set_ylim(min(low for low, _ in along), max(high for _, high in along))
+    sheet.axes[-1, 0].set_xlabel("distance in tokens: key − query")
+    sheet.axes[-1, 1].set_xlabel("head")
+    sheet.legend(columns=LINES)
+    return sheet.finish()

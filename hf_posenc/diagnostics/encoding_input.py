@@ -4,10 +4,11 @@ Shapes: L positions, Q queries, H heads, D hidden_size, E head_dim, P probes (pa
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from hf_posenc.encodings import (
     checked_value,
     encoding_class,
     global_rng_lock,
+    options_of,
     placed,
     quoted,
 )
@@ -50,8 +52,8 @@ class Sizes(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Subject:
-    """An encoding, in float64 on the CPU, of which the first `length` positions are measured."""
+class MeasuredEncoding:
+    """An encoding in float64 on the CPU, of which the first `length` positions are measured."""
 
     encoding: Any
     length: int
@@ -71,7 +73,7 @@ class Subject:
     def quantity(self, asked: Quantity | None) -> Quantity:
         """What is measured of this encoding. Raises ValueError where it doesn't act so, in both ways and none is asked for, or
         where a part that acts so isn't in this module."""
-        known = _ways(self.verbs)
+        known = _quantities(self.verbs)
         if not self.encoding.type:
             raise ValueError(f"this module does nothing to positions: {OF_ATTENTIONS}")
         if asked is not None and asked not in known:
@@ -85,7 +87,7 @@ class Subject:
         if len(known) > 1 and asked is None:
             raise ValueError(f"{self.name!r} acts by vectors and in attention: say which, quantity='vectors' or 'scores'")
         quantity = asked or known[0]
-        if lacking := [name for name, verbs in self._elsewhere().items() if quantity in _ways(verbs)]:
+        if lacking := [name for name, verbs in self._elsewhere().items() if quantity in _quantities(verbs)]:
             here = list(self.encoding.named_parts())
             raise ValueError(
                 f"this module has of {self.name!r} the part {', '.join(here)}, and not {', '.join(lacking)}: the stack's has "
@@ -108,12 +110,12 @@ class Subject:
         return added.to(dtype).to(EXACT)
 
     def ones(self) -> tuple[Tensor, Tensor]:
-        """One query and one key, `[1, H, E]`, whose features are all 1: their product after turning is what a random query with
-        features of variance 1 has with itself on average."""
+        """One query and one key, `[1, H, E]`, whose features are all 1. Their product after the rotation is the mean product of
+        a random query, with features of variance 1, with itself."""
         one = torch.ones(1, max(1, self.encoding.geometry.num_attention_heads), self._head_dim, dtype=EXACT)
         return one, one
 
-    def drawn(self, probes: int, seed: int) -> tuple[Tensor, Tensor]:
+    def random_probes(self, probes: int, seed: int) -> tuple[Tensor, Tensor]:
         """Queries and keys from N(0, 1), `[P, H, E]`."""
         generator = torch.Generator().manual_seed(seed)
         shape = (2, probes, max(1, self.encoding.geometry.num_attention_heads), self._head_dim)
@@ -121,7 +123,7 @@ class Subject:
         return query, key
 
     @torch.no_grad()
-    def turned(self, query: Tensor, key: Tensor, dtype: torch.dtype = EXACT) -> tuple[Tensor, Tensor]:
+    def rotated(self, query: Tensor, key: Tensor, dtype: torch.dtype = EXACT) -> tuple[Tensor, Tensor]:
         """The same query and key `[P, H, E]` at every position, rotated: `[P, H, L, E]`, in `dtype`."""
         states = [each.to(dtype)[:, :, None].expand(-1, -1, self.length, -1) for each in (query, key)]
         return self._of(dtype)("rotate", *states, self._context())
@@ -136,7 +138,7 @@ class Subject:
         encoding, context, index = self._of(dtype), self._context(), torch.arange(self.length)
         queries = index if rows is None else torch.tensor(rows)
         distance = index - queries[:, None]
-        query, key = self.turned(query, key, dtype)
+        query, key = self.rotated(query, key, dtype)
         total = torch.zeros(len(query), query.shape[1], len(queries), self.length, dtype=dtype)
         if "rotate" in self.verbs:
             total = query[:, :, queries] @ key.mT * context.scaling
@@ -161,13 +163,13 @@ class Subject:
         return placed(copy.deepcopy(self.encoding), torch.device("cpu"), dtype)
 
 
-def _ways(verbs: Sequence[str]) -> list[Quantity]:
+def _quantities(verbs: Sequence[str]) -> list[Quantity]:
     """What can be measured of an encoding that acts by these verbs."""
-    ways: dict[Quantity, bool] = {"vectors": "embed" in verbs, "scores": not ON_SCORES.isdisjoint(verbs)}
-    return [quantity for quantity, acts in ways.items() if acts]
+    found: dict[Quantity, bool] = {"vectors": "embed" in verbs, "scores": not ON_SCORES.isdisjoint(verbs)}
+    return [quantity for quantity, acts in found.items() if acts]
 
 
-def subject(encoding: Any, length: int, sizes: Sizes) -> Subject:
+def prepare_encoding(encoding: Any, length: int, sizes: Sizes) -> MeasuredEncoding:
     """The encoding that is meant by a name, a dict, a module or a `PositionEmbedding`; a module is copied.
 
     Raises ValueError for anything else, a wrong size, sizes beside a module that has its own, and more positions than it has.
@@ -188,7 +190,7 @@ def subject(encoding: Any, length: int, sizes: Sizes) -> Subject:
     limit = built.geometry.max_length
     if limit is not None and length > limit:
         raise ValueError(f"length={length}: this {built.type!r} encoding has {limit} positions: give a smaller length")
-    return Subject(placed(built.requires_grad_(False).eval(), torch.device("cpu"), EXACT), length)
+    return MeasuredEncoding(placed(built.requires_grad_(False).eval(), torch.device("cpu"), EXACT), length)
 
 
 def _built(
@@ -215,3 +217,37 @@ def _built(
     with global_rng_lock(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return build(encoding, geometry)
+
+
+def quantities(encoding: Any) -> list[Quantity]:
+    """What can be measured of an encoding that is given by name or as a dict, which may not name files."""
+    given = canonical(encoding)
+    return _quantities(encoding_class(given["type"]).mechanisms(options_of(given)))
+
+
+def sizes_of(encoding: Any, **sizes: Any) -> Any:
+    """The sizes with which an encoding is built: those that aren't None, and none for a module, which has its own."""
+    return {name: size for name, size in sizes.items() if size is not None} if isinstance(encoding, str | Mapping) else {}
+
+
+def embedding(encoding: Any, length: int, **sizes: int | bool | None) -> MeasuredEncoding:
+    """`prepare_encoding` with `sizes_of`. Raises ValueError for an encoding that adds no vectors or has fewer positions."""
+    found = prepare_encoding(encoding, length, sizes_of(encoding, **sizes))
+    found.quantity("vectors")
+    return found
+
+
+def vectors_of(encoding: Any, length: int, hidden_size: int) -> np.ndarray:
+    """The vectors of positions 0 … length - 1, `[L, D]`. Raises as `embedding`."""
+    return embedding(encoding, length, hidden_size=hidden_size, num_attention_heads=1).vectors().numpy()
+
+
+def label(encoding: Any) -> str:
+    """An encoding's name with the options that differ from their defaults; of a composition its name."""
+    if isinstance(encoding, PositionEncoding):
+        kind, options = type(encoding), dict(encoding._options or {})
+    else:
+        given = canonical(encoding if isinstance(encoding, str) else dict(encoding), in_code=True)
+        kind, options = encoding_class(given["type"]), options_of(given)
+    changed = {name: value for name, value in options.items() if value != getattr(kind, name, None)}
+    return kind.type if "+" in kind.type else ", ".join([kind.type, *(f"{name}={value}" for name, value in changed.items())])

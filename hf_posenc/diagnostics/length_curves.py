@@ -1,6 +1,6 @@
 """Length curves: how well a model reads the same tokens behind more and more text."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,12 +10,20 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_posenc.diagnostics.encoding_input import POSITIVE, POSITIVES
-from hf_posenc.diagnostics.model_input import Reader, Texts, reader
+from hf_posenc.diagnostics.model_input import ModelRunner, Texts, prepare_model
 from hf_posenc.diagnostics.receptive_fields import sees_later
+from hf_posenc.diagnostics.registry import Dark, Path, diagnostic, figure
 from hf_posenc.diagnostics.result import Result
-from hf_posenc.encodings import checked_value, short_repr
+from hf_posenc.encodings import checked_value
+from hf_posenc.figures import WIDTH, Sheet
 
 Measure = Literal["loss", "masked loss", "cosine"]
+MEASURES: dict[Measure, str] = {
+    "loss": "loss, nats per token",
+    "masked loss": "loss, nats per masked token",
+    "cosine": "cosine with states at the shortest length",
+}
+"""Measure -> the label of its axis."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +52,7 @@ class LengthCurve(Result):
             yield f"  {length} tokens: {mean:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
 
+@diagnostic("texts")
 @torch.no_grad()
 def length_curve(
     model: Any,
@@ -68,29 +77,29 @@ def length_curve(
         targets: number of tokens.
 
     Raises:
-        ValueError: texts that are too short, lengths that the model doesn't read, a masked model without a tokenizer, a
+        ValueError: texts that are too short, lengths that the model doesn't runner, a masked model without a tokenizer, a
             language model that sees the tokens it is to predict.
     """
     checked_value("targets", targets, POSITIVE)
-    read = reader(model, tokenizer)
-    rows = read.read(texts, None, least=1) if _is_batch(texts) else _plain(read, texts)
-    front, back = ((), ()) if _is_batch(texts) else _frame(read.asked_tokenizer())
+    runner = prepare_model(model, tokenizer)
+    rows = runner.read(texts, None, least=1, special=False)
+    front, back = ((), ()) if isinstance(texts, Tensor | Mapping) else _frame(runner.required_tokenizer())
     beside = len(front) + len(back)
     shortest, longest = targets + beside + 1, min(row["input_ids"].shape[1] for row in rows) + beside
-    reach = longest if read.usable is None else min(longest, read.usable)
+    reach = longest if runner.usable is None else min(longest, runner.usable)
     if lengths is None:
         lengths = [length for power in range(1, 24) if shortest <= (length := targets * 2**power) <= reach]
         if len(lengths) < 2:
             raise ValueError(
-                f"the shortest text has {longest} tokens and the model reads {read.usable or 'any number'}: give texts of "
+                f"the shortest text has {longest} tokens and the model reads {runner.usable or 'any number'}: give texts of "
                 f"{4 * targets} tokens, fewer targets, or lengths"
             )
-    _check_lengths(read, lengths, shortest, longest)
-    measure = _measure(read, {name: values[:, -lengths[0] :] for name, values in rows[0].items()})
-    by_text = torch.stack([_scores(read, measure, row, lengths, targets, (front, back)) for row in rows])
+    _check_lengths(runner, lengths, shortest, longest)
+    measure = _measure(runner, {name: values[:, -lengths[0] :] for name, values in rows[0].items()})
+    by_text = torch.stack([_scores(runner, measure, row, lengths, targets, (front, back)) for row in rows])
     error = by_text.std(0) / len(rows) ** 0.5 if len(rows) > 1 else None
     return LengthCurve(
-        read.name,
+        runner.name,
         len(rows),
         targets,
         measure,
@@ -101,19 +110,30 @@ def length_curve(
     )
 
 
-def _is_batch(texts: Any) -> bool:
-    return isinstance(texts, (Tensor, Mapping))
+@figure(length_curve, example="gpt2 gpt2-alibi --texts my.jsonl")
+def draw_length_curve(results: LengthCurve | Mapping[str, LengthCurve], *, dark: Dark = False, path: Path = None) -> Any:
+    """Draw how well the same tokens are read after more and more text: the mean over texts with its standard error.
 
+    results: of `diagnostics.length_curve`; of several models by name, a line for each, all in the same measure.
 
-def _plain(read: Reader, texts: Any) -> list[dict[str, Tensor]]:
-    """Whole texts as input_ids, `[1, L]` each, without special tokens."""
-    if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise ValueError(f"texts={short_repr(texts)[:100]}: allowed are several strings, or a batch of input_ids")
-    encode = read.asked_tokenizer()
-    ids = [encode(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-    if not ids:
-        raise ValueError("texts has none: give some texts, or a batch of input_ids")
-    return [{"input_ids": torch.tensor([each], dtype=torch.long, device=read.model.device)} for each in ids]
+    Returns a matplotlib Figure. Raises ValueError for other results or several measures, ImportError without matplotlib.
+    """
+    named = LengthCurve.named(results)
+    measures = {result.measure for result in named.values()}
+    if len(measures) > 1:
+        raise ValueError(
+            f"the models were measured by {' and '.join(sorted(measures))}: draw each measure in a figure of its own"
+        )
+    sheet = Sheet((WIDTH * 0.7, 3.3), dark=dark, path=path)
+    axis = sheet.axes[0, 0]
+    for place, (name, result) in enumerate(named.items()):
+        style = sheet.line(place, markers=True) | {"linestyle": sheet.line(place)["linestyle"]}
+        errors = [error or 0.0 for error in result.error]
+        axis.errorbar(result.lengths, result.mean, yerr=errors, capsize=2.5, elinewidth=1.2, label=name, **style)
+    sheet.length_axis(axis, sorted({length for result in named.values() for length in result.lengths}))
+    axis.set_ylabel(MEASURES[measures.pop()])
+    sheet.name_lines([*named])
+    return sheet.finish()
 
 
 def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -124,16 +144,16 @@ def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(whole[:start]), tuple(whole[start + len(plain) :])
 
 
-def _check_lengths(read: Reader, lengths: Sequence[int], shortest: int, longest: int) -> None:
+def _check_lengths(runner: ModelRunner, lengths: Sequence[int], shortest: int, longest: int) -> None:
     for length in checked_value("lengths", lengths, POSITIVES):
         if length < shortest:
             raise ValueError(f"lengths has {length}: the targets and a token before them take {shortest}")
         if length > longest:
             raise ValueError(f"lengths has {length}, and the shortest text has {longest} tokens: give longer texts")
-        if read.usable is not None and length > read.usable:
+        if runner.usable is not None and length > runner.usable:
             raise ValueError(
-                f"lengths has {length}, and {read.name} reads up to {read.usable} tokens: hf_posenc.extend or hf_posenc.patch "
-                "with max_length make it longer"
+                f"lengths has {length}, and {runner.name} reads up to {runner.usable} tokens: hf_posenc.extend or "
+                "hf_posenc.patch with max_length make it longer"
             )
     if not lengths or list(lengths) != sorted({*lengths}):
         raise ValueError(f"lengths={lengths!r}: allowed are lengths in ascending order, each once")
@@ -149,27 +169,27 @@ def _class_name(model: Any) -> str:
     return getattr(type(model), "original_class", type(model)).__name__
 
 
-def _measure(read: Reader, row: Mapping[str, Tensor]) -> Measure:
+def _measure(runner: ModelRunner, row: Mapping[str, Tensor]) -> Measure:
     """How a model is measured, by the lists of the Auto classes that its host's class is in, and by whether it sees later
     tokens of a text.
 
     Raises ValueError for a causal language model that does: it would be asked for tokens that it sees.
     """
-    name = _class_name(read.model)
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not sees_later(read, row):
+    name = _class_name(runner.model)
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not sees_later(runner, row):
         return "loss"
     if name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
         return "masked loss"
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ValueError(
-            f"{read.name} is to predict the next token, and sees it here: make its config causal, as by is_decoder=True, or "
+            f"{runner.name} is to predict the next token, and sees it here: make its config causal, as by is_decoder=True, or "
             "give its base_model, whose states are measured"
         )
     return "cosine"
 
 
 def _scores(
-    read: Reader,
+    runner: ModelRunner,
     measure: Measure,
     row: Mapping[str, Tensor],
     lengths: Sequence[int],
@@ -188,20 +208,20 @@ def _scores(
         beside = {name: values[:, -length:] for name, values in row.items() if name != "input_ids"}
         place = torch.arange(length - back.shape[1] - targets, length - back.shape[1], device=ids.device)
         if measure == "cosine":
-            states.append(read.states({"input_ids": whole, **beside})[place].double())
+            states.append(runner.states({"input_ids": whole, **beside})[place].double())
             found.append(F.cosine_similarity(states[-1], states[0], dim=-1).mean())
             continue
         goal = whole[0, place]
         if measure == "masked loss":
             place, goal = place[::4], goal[::4]
-            whole = whole.index_fill(1, place, _mask(read))
-        logits = read.model(input_ids=whole, **beside, use_cache=False, return_dict=True).logits[0]
+            whole = whole.index_fill(1, place, _mask(runner))
+        logits = runner.model(input_ids=whole, **beside, use_cache=False, return_dict=True).logits[0]
         found.append(F.cross_entropy(logits[place if measure == "masked loss" else place - 1].double(), goal))
     return torch.stack(found).cpu()
 
 
-def _mask(read: Reader) -> int:
-    mask = getattr(read.tokenizer, "mask_token_id", None)
+def _mask(runner: ModelRunner) -> int:
+    mask = getattr(runner.tokenizer, "mask_token_id", None)
     if mask is None:
-        raise ValueError(f"{read.name} is measured by masked tokens: give a tokenizer that has a mask token")
+        raise ValueError(f"{runner.name} is measured by masked tokens: give a tokenizer that has a mask token")
     return mask

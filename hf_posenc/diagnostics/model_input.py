@@ -29,7 +29,7 @@ input_ids."""
 
 
 @dataclass(frozen=True)
-class Reader:
+class ModelRunner:
     """A model in eval mode that gives out its attention, as a copy that shares the tensors of the given one.
 
     name: the class of the given one. tokenizer: None where none is known. usable: the longest input in tokens; None: no limit,
@@ -63,8 +63,10 @@ class Reader:
         """The difference of log-odds, in nats, that rounding makes in the model's dtype."""
         return max(1e-4, 4 * torch.finfo(self.model.dtype).eps)
 
-    def read(self, texts: Texts, length: int | None, least: int = 2) -> list[dict[str, Tensor]]:
+    def read(self, texts: Texts, length: int | None, least: int = 2, special: bool = True) -> list[dict[str, Tensor]]:
         """Each text as name -> `[1, L]`, without padding, cut to `length` tokens and to what the model reads; whole with None.
+
+        special: whether strings get special tokens. Without them, only input_ids are returned of a string.
 
         Raises ValueError for texts of fewer than `least` tokens, ids that the model has no embedding of, and a batch of other
         inputs.
@@ -72,7 +74,7 @@ class Reader:
         if length is not None:
             checked_value("length", length, Annotated[int, GreaterThan(least - 1)])
             length = length if self.usable is None else min(length, self.usable)
-        rows = list(self._rows(texts, length))
+        rows = list(self._rows(texts, length, special))
         if not rows:
             raise ValueError("texts has none: give some texts, or a batch of input_ids")
         check_known(self.tokenizer, (row["input_ids"] for row in rows))
@@ -83,7 +85,7 @@ class Reader:
             check_ids(ids, self.embedding, f"text {place}")
         return [{name: values.to(self.model.device) for name, values in row.items()} for row in rows]
 
-    def _rows(self, texts: Any, length: int | None) -> Iterable[dict[str, Tensor]]:
+    def _rows(self, texts: Any, length: int | None, special: bool) -> Iterable[dict[str, Tensor]]:
         if isinstance(texts, Tensor):
             texts = {"input_ids": texts}
         if isinstance(texts, Mapping):
@@ -110,10 +112,11 @@ class Reader:
         for text in texts:
             if not isinstance(text, str):
                 raise ValueError(f"texts holds {short_repr(text)[:100]}: allowed are strings, or one batch of input_ids")
-            given = self.asked_tokenizer()(text, truncation=length is not None, max_length=length)
-            yield {name: torch.tensor([given[name]]) for name in FROM_BATCHES if name in given}
+            settings = {"truncation": True, "max_length": length} if length else {"verbose": False}
+            given = self.required_tokenizer()(text, add_special_tokens=special, **settings)
+            yield {name: torch.tensor([given[name]]) for name in FROM_BATCHES[: 1 + special] if name in given}
 
-    def asked_tokenizer(self) -> Any:
+    def required_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ValueError("texts are strings, and no tokenizer was given: tokenizer=…, or give input_ids")
         return self.tokenizer
@@ -148,7 +151,7 @@ class Reader:
         return self.stack(**row, use_cache=False, return_dict=True).last_hidden_state[0]
 
 
-def reader(model: Any, tokenizer: Any = None) -> Reader:
+def prepare_model(model: Any, tokenizer: Any = None) -> ModelRunner:
     """The model that is meant: of Transformers, patched or stock, or a SentenceTransformer with one.
 
     Raises ValueError for anything else, for a model of an encoder and a decoder, and for one that reads no tokens.
@@ -170,7 +173,7 @@ def reader(model: Any, tokenizer: Any = None) -> Reader:
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin: Any = copy.deepcopy(model, shared)
     twin.eval().set_attn_implementation("eager")
-    return Reader(twin, name, tokenizer, _usable(model))
+    return ModelRunner(twin, name, tokenizer, _usable(model))
 
 
 def _usable(model: Any) -> int | None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_posenc.diagnostics.encoding_input import Quantity, Sizes, Subject, subject
+from hf_posenc.diagnostics.encoding_input import MeasuredEncoding, Quantity, Sizes, prepare_encoding
+from hf_posenc.diagnostics.registry import diagnostic
 from hf_posenc.diagnostics.result import Result
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Precision(Result):
             yield f"  {dtype}: error {error:.2g}; neighbours told apart for {apart} positions, {distinct} distinct"
 
 
+@diagnostic("encoding", on_page=True)
 def uniqueness(encoding: Any, length: int = 512, *, quantity: Quantity | None = None, **sizes: "Unpack[Sizes]") -> Uniqueness:
     """Whether each position is another one to the encoding.
 
@@ -73,7 +75,7 @@ def uniqueness(encoding: Any, length: int = 512, *, quantity: Quantity | None = 
 
     Args, and what is raised: as of `similarity`.
     """
-    measured = subject(encoding, length, sizes)
+    measured = prepare_encoding(encoding, length, sizes)
     kind = measured.quantity(quantity)
     middle = length - 1 if measured.is_causal else length // 2
     found = _features(measured, kind, middle, torch.float64, sizes.get("seed", 0))
@@ -87,6 +89,7 @@ def uniqueness(encoding: Any, length: int = 512, *, quantity: Quantity | None = 
     return Uniqueness(measured.name, kind, length, _distinct(_same(found)), float(least), nearest, relative)
 
 
+@diagnostic("encoding")
 def precision(
     encoding: Any,
     length: int = 512,
@@ -104,7 +107,7 @@ def precision(
     """
     if odd := [dtype for dtype in dtypes if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)]:
         raise ValueError(f"dtypes has {odd[0]!r}: allowed are floating-point dtypes, as torch.bfloat16")
-    measured = subject(encoding, length, sizes)
+    measured = prepare_encoding(encoding, length, sizes)
     kind = measured.quantity(quantity)
     query = length - 1 if measured.is_causal else 0
 
@@ -128,11 +131,11 @@ def precision(
     )
 
 
-def _features(measured: Subject, kind: Quantity, query: int, dtype: torch.dtype, seed: int) -> Tensor:
+def _features(measured: MeasuredEncoding, kind: Quantity, query: int, dtype: torch.dtype, seed: int) -> Tensor:
     """By position what distinguishes it, `[L, F]`: its vector, or its scores in all heads with all probes."""
     if kind == "vectors":
         return measured.vectors(dtype)
-    return measured.scores(*measured.drawn(PROBES, seed), rows=[query], dtype=dtype)[:, :, 0].flatten(0, 1).T
+    return measured.scores(*measured.random_probes(PROBES, seed), rows=[query], dtype=dtype)[:, :, 0].flatten(0, 1).T
 
 
 def _same(features: Tensor) -> Tensor:

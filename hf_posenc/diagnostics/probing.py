@@ -3,16 +3,21 @@ https://openreview.net/forum?id=onxoVA9FxMw)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.diagnostics.encoding_input import POSITIVE, SEVERAL
-from hf_posenc.diagnostics.indicators import monotonicity, strength, symmetry, translation_invariance
-from hf_posenc.diagnostics.model_input import Reader, reader
+from hf_posenc.diagnostics.matrix_properties import monotonicity, strength, symmetry, translation_invariance
+from hf_posenc.diagnostics.model_input import ModelRunner, prepare_model
+from hf_posenc.diagnostics.registry import Dark, Help, Layers, Path, diagnostic, figure
 from hf_posenc.diagnostics.result import Result, by_layer
 from hf_posenc.encodings import checked_value
+from hf_posenc.figures import NORMAL, SMALL, Sheet, require_matplotlib, selected
+
+MAX_LAYERS, MAX_HEADS = 4, 6
+"""The default maximum numbers of rows and columns of a figure."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +61,11 @@ class Probing(Result):
         return float(zero[..., ~later if zero[..., later].all() else later | True].double().mean())
 
 
+@diagnostic("model", on_page=True)
 def probing(
     model: Any,
     words: int | Sequence[str] | Sequence[int] = 8,
-    length: int = 64,
+    length: Annotated[int, Help("How often a word is repeated.")] = 64,
     *,
     tokenizer: Any = None,
     near: int = 20,
@@ -83,44 +89,93 @@ def probing(
     """
     checked_value("length", length, SEVERAL)
     checked_value("near", near, POSITIVE)
-    read = reader(model, tokenizer)
-    if read.usable is not None and length > read.usable:
-        raise ValueError(f"length={length}: {read.name} reads up to {read.usable} tokens: give a smaller length")
-    ids = _ids(read, words, seed)
+    runner = prepare_model(model, tokenizer)
+    if runner.usable is not None and length > runner.usable:
+        raise ValueError(f"length={length}: {runner.name} reads up to {runner.usable} tokens: give a smaller length")
+    ids = _ids(runner, words, seed)
     weights: Any = 0
     odds: Any = 0
     for word in ids:
-        (row,) = read.read(torch.full((1, length), word), length)
-        given = read.attentions(row)
+        (row,) = runner.read(torch.full((1, length), word), length)
+        given = runner.attentions(row)
         weights = weights + given / len(ids)
         odds = odds + (given.log() - given.diagonal(dim1=-2, dim2=-1).log()[..., None]) / len(ids)
     earlier, later = weights.tril(-1).sum((-2, -1)), weights.triu(1).sum((-2, -1))
     return Probing(
-        read.name,
+        runner.name,
         length,
         len(ids),
         near,
         weights,
         strength(odds),
-        translation_invariance(odds, read.still),
-        monotonicity(odds, read.still),
-        monotonicity(odds, read.still, near),
-        symmetry(odds, read.still),
+        translation_invariance(odds, runner.still),
+        monotonicity(odds, runner.still),
+        monotonicity(odds, runner.still, near),
+        symmetry(odds, runner.still),
         earlier / (earlier + later),
     )
 
 
-def _ids(read: Reader, words: Any, seed: int) -> list[int]:
+@figure(
+    probing,
+    example="bert-base-uncased",
+    caption="Attention among identical words, where position alone decides",
+    length=32,
+)
+def draw_probing(
+    result: Probing,
+    *,
+    layers: Layers = None,
+    heads: Annotated[Sequence[int] | None, Help("A head, from 0. Can be repeated.", "up to 6")] = None,
+    dark: Dark = False,
+    path: Path = None,
+) -> Any:
+    """Draw attention among identical words, where position alone decides.
+
+    A row for each layer, a map of query × key for each head, and beneath it the strength of position there, in nats.
+
+    result: of `diagnostics.probing`. layers, heads: which are shown, from 0; without, up to 4 and 6 at equal steps.
+
+    Colours are logarithmic, from a fiftieth of the weight that all pairs would have if position didn't count ("even") to 1.
+    Returns a matplotlib Figure. Raises ValueError for another result, or layers or heads that aren't there; ImportError
+    without matplotlib.
+    """
+    require_matplotlib()
+    from matplotlib.colors import LogNorm
+
+    values = Probing.checked(result).attention.numpy()
+    rows = selected("layers", layers, values.shape[0], MAX_LAYERS)
+    columns = selected("heads", heads, values.shape[1], MAX_HEADS)
+    size = (1.2 + 1.05 * len(columns), 0.8 + 1.3 * len(rows))
+    sheet = Sheet(size, len(rows), len(columns), dark=dark, path=path, sharex=True, sharey=True)
+    even = 1 / result.length
+    norm = LogNorm(even / 50, 1)
+    for line, (layer, row) in enumerate(zip(rows, sheet.axes, strict=True)):
+        for head, axis in zip(columns, row, strict=True):
+            image = sheet.heatmap(axis, values[layer, head], norm=norm, aspect="equal")
+            axis.tick_params(length=2)
+            strength = f"{result.strength[layer, head]:.2f}"
+            sheet.title(axis, f"head {head}\n{strength}" if line == 0 else strength, SMALL)
+        row[0].set_ylabel(f"layer {layer}")
+    sheet.heading(f"{result.model}: attention among {result.length} identical words")
+    label = "key (above each map: the strength of position, in nats)"
+    sheet.figure.supxlabel(label, fontsize=NORMAL, color=sheet.theme.ink)
+    bar = sheet.colorbar(image, list(sheet.axes.flat), "attention weight", extend="min", aspect=12 * len(rows))
+    sheet.annotate_colorbar(bar, even, "even")
+    return sheet.finish()
+
+
+def _ids(runner: ModelRunner, words: Any, seed: int) -> list[int]:
     if isinstance(words, int):
         checked_value("words", words, POSITIVE)
-        special = {*getattr(read.tokenizer, "all_special_ids", ()), *_special_ids(read.model.config)}
-        order = torch.randperm(read.vocabulary, generator=torch.Generator().manual_seed(seed)).tolist()
+        special = {*getattr(runner.tokenizer, "all_special_ids", ()), *_special_ids(runner.model.config)}
+        order = torch.randperm(runner.vocabulary, generator=torch.Generator().manual_seed(seed)).tolist()
         return [word for word in order if word not in special][:words]
     if isinstance(words, str) or not isinstance(words, Sequence) or not words:
         raise ValueError(f"words={words!r}: allowed are a number, or a list of words or of ids")
     if odd := [word for word in words if isinstance(word, bool) or not isinstance(word, int | str)]:
         raise ValueError(f"words has {odd[0]!r}: allowed are words or ids")
-    return [word if isinstance(word, int) else _id(read, word) for word in words]
+    return [word if isinstance(word, int) else _id(runner, word) for word in words]
 
 
 def _special_ids(config: Any) -> set[int]:
@@ -129,8 +184,8 @@ def _special_ids(config: Any) -> set[int]:
     return {each for value in told for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
 
 
-def _id(read: Reader, word: str) -> int:
-    ids = read.asked_tokenizer()(word, add_special_tokens=False)["input_ids"]
+def _id(runner: ModelRunner, word: str) -> int:
+    ids = runner.required_tokenizer()(word, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         raise ValueError(f"words has {word!r}, of {len(ids)} tokens: give words of one token each")
     return ids[0]

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.diagnostics.encoding_input import POSITIVE
-from hf_posenc.diagnostics.model_input import Reader, Texts, reader
+from hf_posenc.diagnostics.model_input import ModelRunner, Texts, prepare_model
+from hf_posenc.diagnostics.registry import Dark, Path, TextLength, diagnostic, figure
 from hf_posenc.diagnostics.result import Result
 from hf_posenc.encodings import checked_value
+from hf_posenc.figures import NORMAL, SMALL, WIDTH, Sheet
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +42,13 @@ class ReceptiveField(Result):
             yield f"  {share:.0%} of it within {radius} tokens"
 
 
+@diagnostic("texts", on_page=True)
 def receptive_field(
     model: Any,
     texts: Texts,
     *,
     tokenizer: Any = None,
-    length: int = 256,
+    length: TextLength = 256,
     query: Literal["middle", "last"] | None = None,
     shares: Sequence[float] = (0.5, 0.9, 0.99),
     probes: int = 4,
@@ -72,15 +75,15 @@ def receptive_field(
     if odd := [share for share in checked_value("shares", shares, tuple[float, ...]) if not 0 < share <= 1]:
         raise ValueError(f"shares has {odd[0]!r}: allowed are numbers above 0, up to 1")
     checked_value("probes", probes, POSITIVE)
-    read = reader(model, tokenizer)
-    rows = read.read(texts, length)
+    runner = prepare_model(model, tokenizer)
+    rows = runner.read(texts, length)
     if query is None:
-        query = "middle" if sees_later(read, rows[0]) else "last"
+        query = "middle" if sees_later(runner, rows[0]) else "last"
     found = []
     for row in rows:
         size = row["input_ids"].shape[1]
         place = size // 2 if query == "middle" else size - 1
-        norms = _norms(read, row, place, probes, seed)
+        norms = _norms(runner, row, place, probes, seed)
         found.append((norms / norms.sum(), torch.arange(size) - place))
     farthest = max(int(distance.abs().max()) for _, distance in found)
     total, count = (torch.zeros(2 * farthest + 1, dtype=torch.float64) for _ in range(2))
@@ -93,7 +96,7 @@ def receptive_field(
     seen = (count > 0) & ((torch.arange(2 * farthest + 1) <= farthest) | (total > 0))
     kept = slice(int(seen.nonzero()[0]), int(seen.nonzero()[-1]) + 1)
     return ReceptiveField(
-        read.name,
+        runner.name,
         len(rows),
         query,
         tuple(range(-farthest, farthest + 1))[kept],
@@ -104,12 +107,59 @@ def receptive_field(
     )
 
 
-def sees_later(read: Reader, row: Mapping[str, Tensor]) -> bool:
+@figure(
+    receptive_field,
+    example="bert-base-uncased --texts my.jsonl",
+    caption="How far away the tokens are on which a state depends",
+)
+def draw_receptive_field(
+    results: ReceptiveField | Mapping[str, ReceptiveField], *, dark: Dark = False, path: Path = None
+) -> Any:
+    """Draw how far away the tokens are on which a state depends.
+
+    The share of the gradient by distance, and that of all tokens up to a distance, with the radius of each share that was asked
+    for.
+
+    results: of `diagnostics.receptive_field`; of several models by name, a line for each.
+
+    Returns a matplotlib Figure. Raises ValueError for another result, ImportError without matplotlib.
+    """
+    named = ReceptiveField.named(results)
+    sheet = Sheet((WIDTH, 3.2), 1, 2, dark=dark, path=path)
+    left, right = sheet.axes[0]
+    for place, (name, result) in enumerate(named.items()):
+        style = sheet.line(place)
+        left.plot(result.distances, result.share.numpy(), label=name, **style)
+        cumulative = result.cumulative.numpy()
+        right.plot(range(len(cumulative)), cumulative, **style)
+        marker = sheet.line(place, markers=True)["marker"]
+        right.plot(result.radius, result.shares, color=style["color"], linestyle="none", marker=marker, markersize=5)
+        for radius, share in zip(result.radius, result.shares, strict=True) if len(named) == 1 else ():
+            right.annotate(
+                f"{share:.0%} within {radius}",
+                (radius, share),
+                xytext=(7, -3),
+                textcoords="offset points",
+                va="top",
+                fontsize=SMALL,
+                color=sheet.theme.ink,
+            )
+    left.set_yscale("log")
+    left.set(xlabel="distance in tokens: input − state", ylabel="share of the gradient")
+    right.set(xlabel="tokens up to this distance", ylabel="share of the gradient", ylim=(0, 1.03), xlim=(0, None))
+    sheet.grid(right, "y")
+    sheet.title(left, "by distance", NORMAL)
+    sheet.title(right, "all up to a distance", NORMAL)
+    sheet.name_lines([*named])
+    return sheet.finish()
+
+
+def sees_later(runner: ModelRunner, row: Mapping[str, Tensor]) -> bool:
     """Whether the first token's state depends on any other."""
-    return bool((_norms(read, row, 0, 1, 0)[1:] > 0).any())
+    return bool((_norms(runner, row, 0, 1, 0)[1:] > 0).any())
 
 
-def _norms(read: Reader, row: Mapping[str, Tensor], place: int, probes: int, seed: int) -> Tensor:
+def _norms(runner: ModelRunner, row: Mapping[str, Tensor], place: int, probes: int, seed: int) -> Tensor:
     """By token, the norm of the gradient of the state at `place` by its embedding, times √probes: `[L]`, float64."""
     inputs: list[Tensor] = []
 
@@ -118,7 +168,7 @@ def _norms(read: Reader, row: Mapping[str, Tensor], place: int, probes: int, see
     def leaf(module: Any, args: Any, output: Any) -> Tensor:
         if not isinstance(output, Tensor) or output.shape[:2] != (1, size):  # quantised (I-BERT), padded (Longformer)
             raise ValueError(
-                f"{read.name} embeds its tokens in another way than by one vector each, and gives no gradients by them: "
+                f"{runner.name} embeds its tokens in another way than by one vector each, and gives no gradients by them: "
                 "measure what needs none, as order_sensitivity"
             )
         inputs.append(output.detach().requires_grad_())
@@ -126,9 +176,9 @@ def _norms(read: Reader, row: Mapping[str, Tensor], place: int, probes: int, see
 
     with torch.inference_mode(False), torch.enable_grad():
         row = {name: values.clone() for name, values in row.items()}  # autograd keeps no tensors of inference mode
-        handle = read.embedding.register_forward_hook(leaf)  # of the copy
+        handle = runner.embedding.register_forward_hook(leaf)  # of the copy
         try:
-            state = read.states(row)[place]
+            state = runner.states(row)[place]
         finally:
             handle.remove()
         squares = torch.zeros(size, dtype=torch.float64)

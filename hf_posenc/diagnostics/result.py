@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ NAME = "diagnostic"
 """The key of `to_dict` that names the class."""
 INFINITE = {"inf": math.inf, "-inf": -math.inf}
 """Infinite numbers, which JSON doesn't have, are these strings there."""
+
+
+R = TypeVar("R", bound="Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,22 @@ class Result:
             raise ValueError(f"{cls.__name__} has the fields {', '.join(sorted(names))}; missing or unknown: {sorted(odd)}")
         kinds = get_type_hints(cls)
         return cls(**{name: _restored(value, kinds[name]) for name, value in given.items()})
+
+    @classmethod
+    def checked(cls: type[R], result: Any) -> R:
+        """The result that a figure is of. Raises ValueError for anything else."""
+        if not isinstance(result, cls):
+            raise ValueError(f"this figure is of a {cls.__name__} of hf_posenc.diagnostics, not of a {type(result).__name__}")
+        return result
+
+    @classmethod
+    def named(cls: type[R], results: R | Mapping[str, R]) -> dict[str, R]:
+        """The results that a figure compares, by name: those of several models, or one, named after its model."""
+        if not isinstance(results, Mapping):
+            return {getattr(cls.checked(results), "model", ""): results}
+        if not results:
+            raise ValueError(f"no results: give one {cls.__name__} or more")
+        return {name: cls.checked(result) for name, result in results.items()}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Result) and self.to_dict() == other.to_dict()

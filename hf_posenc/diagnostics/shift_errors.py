@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_posenc.diagnostics.encoding_input import POSITIVES, SEVERAL, Sizes, subject
+from hf_posenc.diagnostics.encoding_input import POSITIVES, SEVERAL, Sizes, prepare_encoding
+from hf_posenc.diagnostics.registry import diagnostic
 from hf_posenc.diagnostics.result import Result
 from hf_posenc.encodings import checked_value
 
@@ -36,6 +37,7 @@ class ShiftError(Result):
             yield f"  k = {offset}: {error:.3g}"
 
 
+@diagnostic("vectors", on_page=True)
 def shift_error(
     encoding: Any, length: int = 256, *, offsets: Sequence[int] | None = None, **sizes: "Unpack[Sizes]"
 ) -> ShiftError:
@@ -62,7 +64,7 @@ def shift_error(
             raise ValueError(f"offsets={offset}: allowed is up to a half of length={length}")
         if offset > length - 4:  # two positions to fit to, two to measure on
             raise ValueError(f"offsets={offset}: length={length} is too short for it, give {offset + 4} positions or more")
-    measured = subject(encoding, length, sizes)
+    measured = prepare_encoding(encoding, length, sizes)
     measured.quantity("vectors")
     vectors = measured.vectors()
     return ShiftError(measured.name, length, tuple(offsets), tuple(_residual(vectors, offset) for offset in offsets))

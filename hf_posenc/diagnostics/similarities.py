@@ -1,23 +1,29 @@
-"""How alike positions are to an encoding, by pair and by distance, and the three properties of Wang et al. (2021).
+"""How similar positions are to an encoding, by pair.
 
-Shapes: L positions, H heads, D hidden_size, N distances.
+Shapes: L positions, H heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hf_posenc.diagnostics.encoding_input import POSITIVE, Quantity, Sizes, subject
-from hf_posenc.diagnostics.indicators import by_distance, distances, monotonicity, symmetry, translation_invariance
+from hf_posenc.diagnostics.encoding_input import Quantity, Sizes, label, prepare_encoding, sizes_of
+from hf_posenc.diagnostics.matrix_properties import distances
+from hf_posenc.diagnostics.registry import Causal, Dark, Encoding, Help, HiddenSize, Length, NumHeads, Path, diagnostic, figure
 from hf_posenc.diagnostics.result import Result, heads, ranged
-from hf_posenc.encodings import checked_value
-from hf_posenc.encodings.rope import RoPE
+from hf_posenc.encodings import encoding_class
+from hf_posenc.encodings.alibi import UNSEEN
+from hf_posenc.figures import NORMAL, SMALL, Sheet, panels, selected
 
 if TYPE_CHECKING:
     from typing import Unpack
+
+MAPS = 8
+"""The default maximum number of heads in a figure: each has a map."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,62 +49,7 @@ class Similarity(Result):
             yield f"  cosines: {ranged(self.cosine)}"
 
 
-@dataclass(frozen=True, eq=False)
-class Decay(Result):
-    """The result of `decay`: `Similarity.matrix` by distance.
-
-    distances: key position - query position, in tokens, from the most negative.
-    mean: `[H, N]`, over all pairs at this distance. spread: `[H, N]`, their standard deviation: 0 where distance alone counts.
-    bound: `[N]`, of `rope` the bound of Su et al. (2021, section 3.4.3), relative to its value at distance 0: the mean over
-        pairs of features j of |Σ_{i ≤ j} exp(√-1 · distance · frequency_i)|; None for others.
-    """
-
-    encoding: str
-    quantity: Quantity
-    distances: tuple[int, ...]
-    mean: Tensor
-    spread: Tensor
-    bound: Tensor | None
-
-    def lines(self) -> Iterator[str]:
-        yield f"{self.encoding}: {self.quantity} by distance, {heads(self.mean)}"
-        by_place = {distance: place for place, distance in enumerate(self.distances)}
-        for distance in dict.fromkeys((0, -1, -2, -4, -8, -16, -32, -64, self.distances[0])):
-            if distance in by_place:
-                place = by_place[distance]
-                spread = f", spread up to {self.spread[:, place].max():.3g}" if (self.spread[:, place] > 1e-9).any() else ""
-                yield f"  {-distance} tokens before: {ranged(self.mean[:, place])}{spread}"
-
-
-@dataclass(frozen=True, eq=False)
-class Properties(Result):
-    """The result of `properties`: those of Wang et al. (2021), each of `[H]` heads, from 0 to 1.
-
-    translation_invariance: the part of the variance between different positions that distance explains (R²); 1: distance
-        alone counts.
-    monotonicity: of all pairs of distances on one side of a query, the part in which the farther key is the less similar one
-        (ties count half): 1 falls everywhere, 0.5 is as good as chance.
-    local_monotonicity: the same of distances up to `near` tokens.
-    symmetry: the part of the variance that stays when i and j change places; NaN in a causal stack.
-    NaN where all positions are the same to the encoding.
-    """
-
-    encoding: str
-    quantity: Quantity
-    length: int
-    near: int
-    translation_invariance: Tensor
-    monotonicity: Tensor
-    local_monotonicity: Tensor
-    symmetry: Tensor
-
-    def lines(self) -> Iterator[str]:
-        yield f"{self.encoding}: {self.quantity} of {self.length} positions, {heads(self.symmetry)}"
-        yield f"  translation invariance: {ranged(self.translation_invariance)}"
-        yield f"  monotonicity: {ranged(self.monotonicity)}; up to {self.near} tokens: {ranged(self.local_monotonicity)}"
-        yield f"  symmetry: {ranged(self.symmetry)}"
-
-
+@diagnostic("encoding")
 def similarity(encoding: Any, length: int = 128, *, quantity: Quantity | None = None, **sizes: "Unpack[Sizes]") -> Similarity:
     """How alike each two positions are: dot products and cosines of vectors, scores of a fixed query and key, biases.
 
@@ -111,7 +62,7 @@ def similarity(encoding: Any, length: int = 128, *, quantity: Quantity | None = 
     Raises:
         ValueError: an unknown encoding, one that doesn't act in the way asked for, or a wrong size.
     """
-    measured = subject(encoding, length, sizes)
+    measured = prepare_encoding(encoding, length, sizes)
     kind = measured.quantity(quantity)
     if kind == "vectors":
         vectors = measured.vectors()
@@ -125,53 +76,81 @@ def similarity(encoding: Any, length: int = 128, *, quantity: Quantity | None = 
     matrix = measured.scores(*measured.ones())[0]
     among: Tensor | None = None
     if not {"distance_bias", "score_bias"} & {*measured.verbs}:
-        query, key = (each[0] for each in measured.turned(*measured.ones()))
+        query, key = (each[0] for each in measured.rotated(*measured.ones()))
         among = query @ key.mT / (query.norm(dim=-1)[..., None] * key.norm(dim=-1)[..., None, :])
         among = _of_heads(among.where(matrix.isfinite(), torch.nan))
     return Similarity(measured.name, kind, _of_heads(matrix), among)
 
 
-def decay(encoding: Any, length: int = 128, *, quantity: Quantity | None = None, **sizes: "Unpack[Sizes]") -> Decay:
-    """`similarity` by distance and head. Args and errors: as there."""
-    measured = subject(encoding, length, sizes)
-    found = similarity(encoding, length, quantity=quantity, **sizes)
-    last = 0 if measured.is_causal else length - 1
-    distance = range(1 - length, last + 1)
-    mean, spread = (each[:, : len(distance)] for each in by_distance(found.matrix))
-    bound = None
-    if measured.verbs == ("rotate",) and isinstance(measured.encoding, RoPE):
-        bound = rotation_bound(measured.encoding.angular_frequencies(length), torch.tensor(distance))
-    return Decay(found.encoding, found.quantity, tuple(distance), mean, spread, bound)
+@figure("scores", example="alibi --causal", caption="Scores by query and key")
+def draw_bias(
+    encoding: Encoding | Similarity,
+    *,
+    length: Length = 48,
+    num_attention_heads: NumHeads = 8,
+    hidden_size: HiddenSize = 768,
+    causal: Causal = None,
+    heads: Annotated[Sequence[int] | None, Help("A head, from 0. Can be repeated.", "up to 8")] = None,
+    dark: Dark = False,
+    path: Path = None,
+) -> Any:
+    """Draw what an encoding adds to scores, a map of query × key for each head.
 
+    Of an encoding that rotates it is the score of a query and a key whose features are all 1, with the bias of one that does
+    both. What a query doesn't see is blank.
 
-def properties(
-    encoding: Any, length: int = 64, *, quantity: Quantity | None = None, near: int = 20, **sizes: "Unpack[Sizes]"
-) -> Properties:
-    """Translation invariance, monotonicity and symmetry of what `similarity` gives (Wang et al., 2021).
+    encoding: a name, a dict `{"type": name, **options}`, a module, which keeps its own sizes, or what `diagnostics.similarity`
+        gave.
+    causal: whether queries see no later keys; by default for encodings of decoders.
+    heads: which are shown, from 0; without, up to 8 of them at equal steps.
 
-    Args: as of `similarity`; near: the distance in tokens up to which `local_monotonicity` counts.
-
-    Raises: as `similarity`.
+    Returns a matplotlib Figure. Raises ValueError for an encoding that does nothing to scores, or heads that aren't there;
+    ImportError without matplotlib.
     """
-    checked_value("near", near, POSITIVE)
-    found = similarity(encoding, length, quantity=quantity, **sizes)
-    still = 1e-9 * float(found.matrix[found.matrix.isfinite()].abs().max())
-    return Properties(
-        found.encoding,
-        found.quantity,
-        length,
-        near,
-        translation_invariance(found.matrix, still),
-        monotonicity(found.matrix, still),
-        monotonicity(found.matrix, still, near),
-        symmetry(found.matrix, still),
-    )
+    if isinstance(encoding, Similarity):
+        found, name = encoding, encoding.encoding
+    else:
+        sizes = sizes_of(encoding, num_attention_heads=num_attention_heads, hidden_size=hidden_size, causal=causal)
+        found, name = similarity(encoding, length, quantity="scores", **sizes), label(encoding)
+    values = without_unseen(found.matrix)
+    shown = selected_heads(heads, len(values), MAPS)
+    columns = min(4, len(shown))
+    rows = -(-len(shown) // columns)
+    size = (1.2 + 1.5 * columns, 0.7 + 1.75 * rows) if len(shown) > 1 else (3.6, 3.2)
+    sheet = Sheet(size, rows, columns, dark=dark, path=path, sharex=True, sharey=True)
+    low, high = np.nanmin(values[shown]), np.nanmax(values[shown])
+    for axis, head in zip(panels(sheet.axes, len(shown)), shown, strict=True):
+        image = sheet.heatmap(axis, values[head], low, high, aspect="equal")
+        name_of_map = "all heads" if len(values) == 1 else f"head {head}"
+        ends = f"{np.nanmin(values[head]):.3g} to {np.nanmax(values[head]):.3g}".replace("-", "−")
+        sheet.title(axis, f"{name_of_map}\n{ends}", SMALL)
+        axis.tick_params(length=2)
+    for axis in sheet.axes[:, 0]:
+        axis.set_ylabel("query")
+    sheet.figure.supxlabel("key", fontsize=NORMAL, color=sheet.theme.ink)
+    rotates = _rotates(found)
+    sheet.heading(f"{name}: {'score' if rotates else 'bias'}")
+    sheet.colorbar(image, list(sheet.axes.flat), "score" if rotates else "added to the score", aspect=15 * rows)
+    return sheet.finish()
 
 
-def rotation_bound(frequencies: Tensor, distance: Tensor) -> Tensor:
-    """The mean over j of |Σ_{i ≤ j} exp(√-1 · distance · frequency_i)|, relative to distance 0: `[R]`, `[N]` -> `[N]`."""
-    sums = torch.polar(torch.ones(()).double(), distance.double()[:, None] * frequencies).cumsum(-1).abs().mean(-1)
-    return 2 * sums / (len(frequencies) + 1)
+def without_unseen(values: Tensor) -> np.ndarray:
+    """The values with NaN for infinite biases, and for finite ones that hide a key."""
+    numbers = values.numpy()
+    return np.where(np.isfinite(numbers) & (numbers > UNSEEN / 2), numbers, np.nan)
+
+
+def selected_heads(given: Sequence[int] | None, count: int, most: int) -> list[int]:
+    """The heads that are shown; of an encoding whose heads are alike the one that stands for all."""
+    return [0] if count == 1 else selected("heads", given, count, most)
+
+
+def _rotates(found: Similarity) -> bool:
+    """Whether the matrix holds scores of rotated queries and keys, to which biases may have been added."""
+    try:
+        return "rotate" in encoding_class(found.encoding).mechanisms()
+    except ValueError:  # a result of an encoding that isn't registered here
+        return found.cosine is not None
 
 
 def _of_heads(values: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_posenc.diagnostics.encoding_input import Sizes, subject
+from hf_posenc.diagnostics.encoding_input import Sizes, prepare_encoding
+from hf_posenc.diagnostics.registry import diagnostic
 from hf_posenc.diagnostics.result import Result, ranged
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Wavelengths(Result):
         yield f"  {int((self.turns >= 1).sum())} of them turn once or more in {self.length} tokens"
 
 
+@diagnostic("encoding")
 def wavelengths(encoding: Any, length: int = 512, **sizes: "Unpack[Sizes]") -> Wavelengths:
     """How fast the sines of an encoding turn, by pair of features.
 
@@ -47,7 +49,7 @@ def wavelengths(encoding: Any, length: int = 512, **sizes: "Unpack[Sizes]") -> W
     Raises:
         ValueError: an encoding that isn't made of sines, or a composition of two that are; a wrong size.
     """
-    measured = subject(encoding, length, sizes)
+    measured = prepare_encoding(encoding, length, sizes)
     parts = {name: part.angular_frequencies(length) for name, part in measured.encoding.named_parts().items()}
     found = {name: frequencies.detach() for name, frequencies in parts.items() if frequencies is not None}
     if len(found) != 1:

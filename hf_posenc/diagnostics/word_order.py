@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_posenc.diagnostics.model_input import Texts, reader
+from hf_posenc.diagnostics.model_input import Texts, prepare_model
+from hf_posenc.diagnostics.registry import diagnostic
 from hf_posenc.diagnostics.result import Result
 
 
@@ -36,6 +37,7 @@ class OrderSensitivity(Result):
             yield f"  {change}: {tokens:.3g} of a token, {text:.3g} of the text"
 
 
+@diagnostic("texts", on_page=True)
 @torch.no_grad()
 def order_sensitivity(model: Any, texts: Texts, *, tokenizer: Any = None, length: int = 256, seed: int = 0) -> OrderSensitivity:
     """How much the last states change when the tokens of a text change places; a bag of words changes nothing.
@@ -50,9 +52,9 @@ def order_sensitivity(model: Any, texts: Texts, *, tokenizer: Any = None, length
     Raises:
         ValueError: texts of fewer than four tokens that could change places, ids that the model doesn't know.
     """
-    read = reader(model, tokenizer)
-    rows, generator = read.read(texts, length), torch.Generator().manual_seed(seed)
-    special = torch.tensor(sorted({*getattr(read.tokenizer, "all_special_ids", ())}), dtype=torch.long)
+    runner = prepare_model(model, tokenizer)
+    rows, generator = runner.read(texts, length), torch.Generator().manual_seed(seed)
+    special = torch.tensor(sorted({*getattr(runner.tokenizer, "all_special_ids", ())}), dtype=torch.long)
     tokens: dict[str, list[float]] = {name: [] for name in CHANGES}
     text: dict[str, list[float]] = {name: [] for name in CHANGES}
     for place, row in enumerate(rows):
@@ -62,15 +64,15 @@ def order_sensitivity(model: Any, texts: Texts, *, tokenizer: Any = None, length
             raise ValueError(
                 f"text {place} has {len(free)} tokens that could change places, and 4 are needed: give longer texts"
             )
-        before = read.states(row).double()
+        before = runner.states(row).double()
         for name, change in CHANGES.items():
             order = torch.arange(ids.shape[1])
             order[free] = free[change(len(free), generator)]  # of each place, which token stands there now
-            after = read.states({**row, "input_ids": ids[:, order.to(ids.device)]}).double()
+            after = runner.states({**row, "input_ids": ids[:, order.to(ids.device)]}).double()
             tokens[name].append(float(1 - F.cosine_similarity(after, before[order.to(ids.device)], dim=-1).mean()))
             text[name].append(float(1 - F.cosine_similarity(after.mean(0), before.mean(0), dim=0)))
     return OrderSensitivity(
-        read.name, len(rows), tuple(CHANGES), tuple(map(mean, tokens.values())), tuple(map(mean, text.values()))
+        runner.name, len(rows), tuple(CHANGES), tuple(map(mean, tokens.values())), tuple(map(mean, text.values()))
     )
 
 

@@ -1,8 +1,8 @@
 """A page on which encodings and models are looked at: `hf-posenc explore`, or an app of its own, as a Space has it.
 
-`forms` says which fields an encoding's options have, `encodings` and `models` what is shown of each, `page` lays it out in
-Gradio, `serving` starts it. Without Gradio, importing this package raises an ImportError which names the extra:
-`pip install "hf-posenc[explore]"`.
+`option_fields` says which fields an encoding's options have, `encodings` and `models` compute what is shown of each,
+`components` shows it in Gradio, `page` lays it out, and `server` starts it. Without Gradio, importing
+this package raises an ImportError which names the extra: `pip install "hf-posenc[explore]"`.
 """
 
 try:
@@ -12,6 +12,6 @@ except ImportError as error:
     raise ImportError(f'the page is made by Gradio and matplotlib ({error}): pip install "hf-posenc[explore]"') from None
 
 from hf_posenc.explorer.page import page
-from hf_posenc.explorer.serving import serve
+from hf_posenc.explorer.server import serve
 
 __all__ = ["page", "serve"]

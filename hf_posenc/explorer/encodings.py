@@ -1,26 +1,23 @@
 """What the page shows of encodings: figures, facts, numbers, and the code that puts them into a model."""
 
 import base64
+import inspect
 import io
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_posenc import diagnostics, plots
-from hf_posenc.diagnostics.encoding_input import ON_SCORES
-from hf_posenc.encodings import at_most, canonical, catalog, encoding_class, options_of
+from hf_posenc.diagnostics.encoding_input import label, quantities
+from hf_posenc.diagnostics.registry import DIAGNOSTICS, page_figures
+from hf_posenc.encodings import at_most, canonical, catalog, encoding_class
 from hf_posenc.explorer.budget import Budget
-from hf_posenc.explorer.forms import Encoding
-from hf_posenc.plots.drawn import label
+from hf_posenc.explorer.option_fields import Encoding
 
-FIGURES = ("decay", "bias", "vectors", "waves", "similarity")
-"""The kinds of figures, as `hf_posenc.plots` names them, in the order in which they are shown."""
 BYTES = 64
 """The memory that a drawing reserves for each value of an encoding: three copies in float32, the rest in float64."""
-LARGEST_MAP = 48
-"""Number of positions of the maps of heads at most: more can't be told apart on a page."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +30,8 @@ class Sizes:
     causal: bool | None = None
 
     def given(self) -> dict[str, Any]:
-        """As keywords of `hf_posenc.diagnostics`."""
-        sizes = {"hidden_size": self.hidden_size, "num_attention_heads": self.num_attention_heads}
-        return sizes if self.causal is None else sizes | {"causal": self.causal}
-
-
-def ways(encoding: Encoding) -> tuple[bool, bool]:
-    """Whether an encoding adds vectors to inputs, and whether it acts on scores."""
-    given = canonical(encoding)
-    verbs = encoding_class(given["type"]).mechanisms(options_of(given))
-    return "embed" in verbs, not ON_SCORES.isdisjoint(verbs)
+        """As arguments of a diagnostic, without None."""
+        return {name: size for name, size in asdict(self).items() if size is not None}
 
 
 def shown(encoding: Encoding, sizes: Sizes, dark: bool, budget: Budget) -> Iterator[dict[str, Any]]:
@@ -70,50 +59,41 @@ def picture(figure: Any) -> str:
 
 
 def figures(encoding: Encoding, sizes: Sizes, dark: bool = False) -> dict[str, Any]:
-    """Name -> figure, of those of FIGURES that the encoding has: none where it neither adds vectors nor acts on scores.
+    """Name -> figure, of the page's figures of what the encoding does: none if it neither adds vectors nor acts on scores.
 
     Raises ValueError for an encoding, an option or a size that there isn't.
     """
-    vectors, scores = ways(encoding)
-    made: dict[str, Any] = {}
-    if vectors:
-        given: Any = {"length": sizes.length, "hidden_size": sizes.hidden_size, "dark": dark}
-        made |= {
-            "vectors": plots.vectors(encoding, **given),
-            "waves": plots.waves(encoding, **given),
-            "similarity": plots.similarity(encoding, **given),
-        }
-    if scores:
-        length = min(LARGEST_MAP, sizes.length)
-        found = diagnostics.similarity(encoding, length, quantity="scores", **sizes.given())
-        made["bias"] = plots.bias(replace(found, encoding=label(encoding)), dark=dark)
-        made["decay"] = decays([encoding], sizes, dark)
+    made = {}
+    for name, figure in page_figures(*quantities(encoding)).items():
+        taken = inspect.signature(figure.draw).parameters
+        given = {"quantity": figure.needs, **sizes.given(), "dark": dark}
+        made[name] = figure.draw(
+            [encoding] if figure.several else encoding, **{name: value for name, value in given.items() if name in taken}
+        )
     return made
 
 
 def decays(encodings: list[Encoding], sizes: Sizes, dark: bool = False) -> Any:
-    """Side by side what the encodings make of distance: those that act on scores there, others by the dot products of their
-    vectors. None where no encoding does either."""
+    """The encodings by distance, side by side: the scores of those that act on scores, the dot products of other vectors.
+
+    None if no encoding does either.
+    """
     found = []
     for encoding in encodings:
-        vectors, scores = ways(encoding)
-        if vectors or scores:
-            result = diagnostics.decay(encoding, sizes.length, quantity="scores" if scores else "vectors", **sizes.given())
+        if measured := quantities(encoding):
+            result = diagnostics.decay(encoding, quantity=measured[-1], **sizes.given())
             found.append(replace(result, encoding=label(encoding)))
     return plots.decay(found, dark=dark) if found else None
 
 
 def numbers(encoding: Encoding, sizes: Sizes) -> str:
-    """What `hf_posenc.diagnostics` measures."""
-    vectors, scores = ways(encoding)
-    found: list[Any] = []
-    for quantity, acts in (("vectors", vectors), ("scores", scores)):
-        if acts:
-            given: Any = {"quantity": quantity, **sizes.given()}
-            found.append(diagnostics.properties(encoding, sizes.length, **given))
-            found.append(diagnostics.uniqueness(encoding, sizes.length, **given))
-    if vectors:
-        found.append(diagnostics.shift_error(encoding, sizes.length, **sizes.given()))
+    """What the diagnostics on the page measure."""
+    found = []
+    for each in DIAGNOSTICS.values():
+        if each.on_page and each.needs == "encoding":
+            found += [each.measure(encoding, quantity=quantity, **sizes.given()) for quantity in quantities(encoding)]
+        elif each.on_page and each.needs in quantities(encoding):
+            found.append(each.measure(encoding, **sizes.given()))
     return "\n\n".join(map(str, found))
 
 

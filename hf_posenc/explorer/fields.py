@@ -6,7 +6,7 @@ from typing import Any
 import gradio as gr
 
 from hf_posenc.encodings import list_encodings
-from hf_posenc.explorer import forms
+from hf_posenc.explorer import option_fields
 from hf_posenc.explorer.budget import MAX_WRITTEN, checked_field
 from hf_posenc.explorer.encodings import Sizes
 
@@ -30,7 +30,7 @@ def picker(label: str, first: str) -> gr.State:
         @gr.render(inputs=name)
         def options(given: str | None) -> None:
             try:
-                found = forms.fields(checked_field("The encoding", given))
+                found = option_fields.fields(checked_field("The encoding", given))
             except ValueError:  # shown where the encoding would be
                 return
             for field in found:
@@ -41,7 +41,7 @@ def picker(label: str, first: str) -> gr.State:
     return chosen
 
 
-def _option(field: forms.Field, chosen: gr.State) -> None:
+def _option(field: option_fields.Field, chosen: gr.State) -> None:
     write = partial(_written, field)
     if field.values:
         default = "" if field.default is None else field.default
@@ -60,9 +60,11 @@ def _option(field: forms.Field, chosen: gr.State) -> None:
     gr.on([box.submit, box.blur], write, [chosen, box], chosen, trigger_mode="multiple", api_visibility="private")
 
 
-def _written(field: forms.Field, encoding: forms.Encoding, written: Any) -> forms.Encoding:
+def _written(field: option_fields.Field, encoding: option_fields.Encoding, written: Any) -> option_fields.Encoding:
     try:
-        return forms.changed(encoding, field, checked_field(field.option, written) if isinstance(written, str) else written)
+        return option_fields.changed(
+            encoding, field, checked_field(field.option, written) if isinstance(written, str) else written
+        )
     except ValueError as error:
         raise gr.Error(str(error)) from None
 

@@ -14,16 +14,17 @@ from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFo
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModel
 
-from hf_posenc import diagnostics, plots
+from hf_posenc import plots  # noqa: F401  # registers the figures
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.architectures.find import submodels_of
 from hf_posenc.conversion.patching import patch, unpatch
+from hf_posenc.diagnostics.encoding_input import label
+from hf_posenc.diagnostics.registry import DIAGNOSTICS, FIGURES, Diagnostic
 from hf_posenc.explorer.budget import MAX_LAYERS, Budget, Limits, Refused, checked_field, checked_texts
 from hf_posenc.explorer.encodings import picture
-from hf_posenc.explorer.forms import Encoding
+from hf_posenc.explorer.option_fields import Encoding
 from hf_posenc.inspection import Report, inspect, without_weights
 from hf_posenc.modeling.derived import PosEncModelMixin
-from hf_posenc.plots.drawn import label
 from hf_posenc.serialization.saved_files import explained, read_config
 from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
@@ -38,7 +39,7 @@ OTHER_FILES = r"(?!adapter_)[^/]+\.(json|txt|model)"
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredModel:
     """A model that is measured.
 
     label: what figures call it.
@@ -65,10 +66,12 @@ class Subject:
                 return str(refused)
             return inspect(self.model, submodel=self.submodel)
 
-    def repeated(self) -> int:
-        """How often a word can be repeated, up to REPEATED."""
+    def measure(self, diagnostic: Diagnostic, texts: list[str]) -> Any:
+        if diagnostic.needs == "texts":
+            return diagnostic.measure(self.reader, texts, tokenizer=self.tokenizer, length=LENGTH)
         report = self.report()
-        return min(REPEATED, report.max_length or REPEATED) if isinstance(report, Report) else REPEATED
+        limit = report.max_length if isinstance(report, Report) else None
+        return diagnostic.measure(self.reader, length=min(REPEATED, limit or REPEATED))
 
 
 def shown(names: list[str], encoding: Encoding | None, written: str, dark: bool, limits: Limits) -> Iterator[tuple[str, Any]]:
@@ -172,7 +175,7 @@ def _activations(model: Any) -> int:
     return layers * (68 * LENGTH * width + (10 + 3 * 8) * heads * LENGTH**2)
 
 
-def load(name: str) -> Subject:
+def load(name: str) -> MeasuredModel:
     """A model without its head, and its tokenizer, or None if it has none. Code that comes with a model isn't run.
 
     name: a local path, or a Hub ID. Raises ValueError if the weights don't load, and OSError if there is no model.
@@ -180,10 +183,10 @@ def load(name: str) -> Subject:
     with explained(f"the weights of {name}"):
         model = AutoModel.from_pretrained(name, trust_remote_code=False)
     submodel = next(iter(submodels_of(model)), None)
-    return Subject(name.rpartition("/")[2], model.eval(), load_tokenizer(name), submodel)
+    return MeasuredModel(name.rpartition("/")[2], model.eval(), load_tokenizer(name), submodel)
 
 
-def with_encoding(subject: Subject, encoding: Encoding) -> Subject:
+def with_encoding(subject: MeasuredModel, encoding: Encoding) -> MeasuredModel:
     """A copy of the model with another encoding, as `patch` makes it: nothing is trained.
 
     Raises ValueError where it can't have it, as one that is patched and hasn't kept its own positions.
@@ -194,7 +197,7 @@ def with_encoding(subject: Subject, encoding: Encoding) -> Subject:
     return replace(subject, label=label(encoding), model=patched.eval())
 
 
-def told_apart(subjects: list[Subject]) -> list[Subject]:
+def told_apart(subjects: list[MeasuredModel]) -> list[MeasuredModel]:
     """With a number behind labels that are there already: two folders may have one name."""
     labels = [subject.label for subject in subjects]
     return [
@@ -203,30 +206,25 @@ def told_apart(subjects: list[Subject]) -> list[Subject]:
     ]
 
 
-def measured(subjects: list[Subject], texts: list[str], dark: bool = False) -> Iterator[tuple[str, Any]]:
-    """Names and figures, one after the other as they are measured: "probing 0", "probing 1", … what attention does with
-    identical words in each model; of all models, if there are texts, "attention" by distance and "receptive_field"; at last
+def measured(subjects: list[MeasuredModel], texts: list[str], dark: bool = False) -> Iterator[tuple[str, Any]]:
+    """Names and figures, as they are measured: of all models, or "name 0", "name 1", … if a figure is of one. At last
     "numbers", a text.
 
     Raises ValueError for models that a measure can't be taken of, and for texts that can't be read.
     """
     subjects = told_apart(subjects)
-    numbers = []
-    for place, subject in enumerate(subjects):
-        probing = diagnostics.probing(subject.reader, length=subject.repeated())
-        numbers.append(f"{subject.label}\n{probing}")
-        yield f"probing {place}", plots.probing(replace(probing, model=subject.label), dark=dark)
-    if texts:
-        for name, measure, draw in _ON_TEXTS:
-            results = {each.label: measure(each.reader, texts, tokenizer=each.tokenizer, length=LENGTH) for each in subjects}
-            yield name, draw(results, dark=dark)
-        for each in subjects:
-            order = diagnostics.order_sensitivity(each.reader, texts, tokenizer=each.tokenizer, length=LENGTH)
-            numbers.append(f"{each.label}\n{order}")
+    needed = ("model", "texts") if texts else ("model",)
+    numbers: list[str] = []
+    for diagnostic in sorted((each for each in DIAGNOSTICS.values() if each.on_page), key=lambda each: each.needs):
+        if diagnostic.needs not in needed:
+            continue
+        results = {each.label: replace(each.measure(diagnostic, texts), model=each.label) for each in subjects}
+        numbers += map(str, results.values())
+        for name, figure in FIGURES.items():
+            if figure.measure is not diagnostic.measure or not figure.caption:
+                continue
+            if figure.several:
+                yield name, figure.draw(results, dark=dark)
+            else:
+                yield from ((f"{name} {place}", figure.draw(each, dark=dark)) for place, each in enumerate(results.values()))
     yield "numbers", "\n\n".join(numbers)
-
-
-_ON_TEXTS: tuple[tuple[str, Any, Any], ...] = (
-    ("attention", diagnostics.attention_by_distance, plots.attention),
-    ("receptive_field", diagnostics.receptive_field, plots.receptive_field),
-)

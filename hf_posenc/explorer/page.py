@@ -6,9 +6,9 @@ from typing import Any
 import gradio as gr
 
 from hf_posenc.explorer.budget import MAX_CHARACTERS, MAX_WRITTEN, Limits
+from hf_posenc.explorer.components import Changes, Decays, Left, OfEncoding, OfModels
 from hf_posenc.explorer.fields import changes, picker, sizes
 from hf_posenc.explorer.gate import Visitors
-from hf_posenc.explorer.shown import Changes, Decays, Left, OfEncoding, OfModels
 
 TITLE = """# Position encodings
 What they add to the inputs of a model, what they do to its attention, and what a trained model makes of its own.

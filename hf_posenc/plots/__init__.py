@@ -1,31 +1,26 @@
 """Figures of encodings, of models, and of what was measured, in one style, light and dark.
 
 Each function returns a `matplotlib.figure.Figure`, made without pyplot: no display is needed, and threads may draw at the same
-time. `path=` saves it, too, as PNG, SVG or PDF; `dark=True` draws it for a dark page. matplotlib is imported when the first
-figure is drawn; where it is missing, an ImportError names the extra: `pip install "hf-posenc[plot]"`.
+time. `path=` also saves it as PNG, SVG or PDF; `dark=True` draws it for a dark page. matplotlib is imported when the first
+figure is drawn. If it is missing, an ImportError names the extra: `pip install "hf-posenc[plot]"`.
+
+Figures of diagnostics are in the files of `hf_posenc.diagnostics`, the others here. All files here are imported.
 """
 
-from hf_posenc.plots.absolute import similarity, vectors, waves
-from hf_posenc.plots.analogy import counter
-from hf_posenc.plots.by_distance import bias, decay
-from hf_posenc.plots.measured import lengths, needle
-from hf_posenc.plots.models import attention, length_curve, probing, receptive_field
-from hf_posenc.plots.naive import criteria
-from hf_posenc.plots.ratios import bench
+import importlib
+import pkgutil
+from typing import Any
 
-__all__ = [
-    "attention",
-    "bench",
-    "bias",
-    "counter",
-    "criteria",
-    "decay",
-    "length_curve",
-    "lengths",
-    "needle",
-    "probing",
-    "receptive_field",
-    "similarity",
-    "vectors",
-    "waves",
-]
+from hf_posenc import diagnostics  # noqa: F401  # registers its figures
+from hf_posenc.diagnostics.registry import FIGURES
+from hf_posenc.encodings import did_you_mean
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+globals().update({name: each.draw for name, each in FIGURES.items()})
+__all__ = sorted(FIGURES)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __all__)}")

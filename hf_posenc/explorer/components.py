@@ -1,4 +1,4 @@
-"""What the page shows in Gradio, of encodings and of models. Functions return what changes, by component."""
+"""The components of the page in Gradio that show encodings and models. Methods return what changes, by component."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,19 +6,13 @@ from typing import Any
 import gradio as gr
 from gradio.components.plot import PlotData
 
+from hf_posenc.diagnostics.registry import page_figures
 from hf_posenc.explorer import encodings, models
 from hf_posenc.explorer.budget import Limits, Refused, checked_field
 from hf_posenc.explorer.fields import sizes_of
-from hf_posenc.explorer.forms import Encoding
+from hf_posenc.explorer.option_fields import Encoding
 from hf_posenc.explorer.work import results
 
-CAPTIONS = {
-    "decay": "By distance",
-    "bias": "Scores by query and key",
-    "vectors": "Vectors",
-    "waves": "Some columns of the vectors",
-    "similarity": "Dot products of the vectors",
-}
 NOTHING = "It neither adds vectors nor acts on scores: there is nothing to draw."
 Changes = dict[Any, Any]
 Left = Callable[[], bool]
@@ -38,7 +32,7 @@ class Problem:
 class Figure:
     """A figure beneath its caption; nothing where there is none."""
 
-    def __init__(self, caption: str) -> None:
+    def __init__(self, caption: str | None) -> None:
         with gr.Accordion(caption, visible=False) as self.frame:
             self.plot = gr.Plot(label=caption, show_label=False)
         self.parts = [self.frame, self.plot]
@@ -56,7 +50,9 @@ class OfEncoding:
         self.problem = Problem()
         with gr.Column() as self.rest:
             self.facts = gr.Markdown()
-            self.figures = {name: Figure(CAPTIONS[name]) for name in encodings.FIGURES if name not in without}
+            self.figures = {
+                name: Figure(each.caption) for name, each in page_figures("vectors", "scores").items() if name not in without
+            }
             with gr.Accordion("In numbers", open=False):
                 self.numbers = gr.Textbox(show_label=False, lines=8, max_lines=24, elem_classes="numbers")
             with gr.Accordion("In a model"):
@@ -105,12 +101,13 @@ class OfModels:
     def __init__(self) -> None:
         self.problem = Problem()
         self.reports = gr.Textbox(label="How they know word order", visible=False, lines=3, elem_classes="reports")
-        self.figures = {
-            "probing 0": Figure("Attention among identical words, where position alone decides"),
-            "probing 1": Figure("Attention among identical words in what is beside it"),
-            "attention": Figure("Attention by distance, on the texts"),
-            "receptive_field": Figure("How far away the tokens are on which a state depends"),
-        }
+        self.figures = {}
+        for name, each in {**page_figures("model"), **page_figures("texts")}.items():
+            if each.several:
+                self.figures[name] = Figure(each.caption)
+            else:
+                self.figures[f"{name} 0"] = Figure(each.caption)
+                self.figures[f"{name} 1"] = Figure(f"{each.caption}: the other model")
         self.numbers = gr.Textbox(label="In numbers", visible=False, lines=12, max_lines=40, elem_classes="numbers")
         self.parts = [self.problem.place, self.reports, self.numbers]
         self.parts += [part for figure in self.figures.values() for part in figure.parts]

@@ -6,8 +6,8 @@ Both take the record that it writes, length.json, as a dict.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_posenc.plots.absolute import Path
-from hf_posenc.plots.style import NORMAL, SMALL, WIDTH, Sheet
+from hf_posenc.diagnostics.registry import Dark, Path, figure
+from hf_posenc.figures import NORMAL, SMALL, WIDTH, Sheet
 
 METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
 """Task -> the metric that is shown."""
@@ -23,8 +23,11 @@ APART = 1.05
 """Lines of the lower panels stand side by side, each so much further along the logarithmic axis."""
 
 
-def lengths(record: Mapping[str, Any], *, dark: bool = False, path: Path | None = None) -> Any:
-    """A column for each task: above the metric by length, below the difference to the baseline with its 95 % interval.
+@figure("record", example="scripts/results/length-linux-doc-6.1.json")
+def lengths(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -> Any:
+    """Draw how well models do by length, as measured by scripts/eval_length.py.
+
+    A column for each task: above the metric by length, below the difference to the baseline with its 95 % interval.
 
     record: length.json of scripts/eval_length.py. Shown are the baseline, the first model's mean of chunks, and each other
     model as it is, or, where it is limited, truncated. Chance is what a random order gets.
@@ -65,13 +68,16 @@ def lengths(record: Mapping[str, Any], *, dark: bool = False, path: Path | None 
         below.axhline(1 if of_models else 0, color=sheet.theme.quiet, linestyle="--", linewidth=1.4)
         sheet.title(above, TITLES[task], NORMAL)
         sheet.title(below, "ratio to the dashed line" if of_models else "difference to the dashed line", NORMAL)
-        sheet.lengths(below, [int(column) for column in columns])
+        sheet.length_axis(below, [int(column) for column in columns])
     sheet.legend(entries, 2 if len(tasks) < 3 else 3)
-    return sheet.done()
+    return sheet.finish()
 
 
-def needle(record: Mapping[str, Any], *, dark: bool = False, path: Path | None = None) -> Any:
-    """A map for each method that `lengths` shows: how often a fact was found (R@1), by length and depth in the text.
+@figure("record", example="scripts/results/needle.json")
+def needle(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -> Any:
+    """Draw how often a fact was found, by length and depth, as measured by scripts/eval_length.py.
+
+    A map for each method that `lengths` shows: R@1 by length and depth in the text.
 
     record: length.json of scripts/eval_length.py, with the task "needle". n is how many questions were asked.
 
@@ -86,7 +92,7 @@ def needle(record: Mapping[str, Any], *, dark: bool = False, path: Path | None =
     sheet = Sheet(size, 1, len(names), dark=dark, path=path, sharey=True)
     for axis, name in zip(sheet.axes[0], names, strict=True):
         cells = [[heat[name][column][part]["score"] for column in columns] for part in range(depths)]
-        image = sheet.heat(axis, [[cell["recall_at_1"] for cell in row] for row in cells], 0, 1)
+        image = sheet.heatmap(axis, [[cell["recall_at_1"] for cell in row] for row in cells], 0, 1)
         texts = [[f"{cell['recall_at_1']:.2f}\nn={cell['queries']}" for cell in row] for row in cells]
         sheet.cells(axis, image, texts, SMALL - 1)
         axis.set_xticks(range(len(columns)), columns)
@@ -96,9 +102,9 @@ def needle(record: Mapping[str, Any], *, dark: bool = False, path: Path | None =
     first = sheet.axes[0, 0]
     first.set_yticks(range(depths), [f"{100 * part // depths}–{100 * (part + 1) // depths} %" for part in range(depths)])
     first.set_ylabel("depth of the fact")
-    bar = sheet.scale(image, list(sheet.axes[0]), "R@1", aspect=14)
-    sheet.mark(bar, chance(record, "needle"), "chance")
-    return sheet.done()
+    bar = sheet.colorbar(image, list(sheet.axes[0]), "R@1", aspect=14)
+    sheet.annotate_colorbar(bar, chance(record, "needle"), "chance")
+    return sheet.finish()
 
 
 def chance(record: Mapping[str, Any], task: str) -> float:

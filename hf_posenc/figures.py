@@ -1,5 +1,7 @@
 """The style of all figures: two themes, one palette, panels, labels, files.
 
+Diagnostics draw their own results in it, so it is below them.
+
 A figure is made without pyplot, whose state all threads share and which needs a display for some of its backends, and
 without rcParams, which are global as well: each artist is given its colour and size.
 """
@@ -131,10 +133,6 @@ class Sheet:
     def title(self, axis: Any, text: str, size: float = LARGE) -> None:
         axis.set_title(text, fontsize=size, color=self.theme.ink)
 
-    def note(self, axis: Any, x: float, y: float, text: str, **more: Any) -> Any:
-        """Text in a panel, at data coordinates unless `transform` says otherwise."""
-        return axis.text(x, y, text, **{"color": self.theme.ink, "fontsize": SMALL, **more})
-
     def line(self, place: int, markers: bool = False) -> dict[str, Any]:
         """Colour and dashes, or colour and marker, of line number `place`: no colour alone tells two lines apart."""
         colour = self.theme.lines[place % len(self.theme.lines)]
@@ -151,7 +149,7 @@ class Sheet:
         axis.grid(axis=which, color=self.theme.faint, linewidth=0.8)
         axis.set_axisbelow(True)
 
-    def heat(self, axis: Any, values: Any, low: float | None = None, high: float | None = None, **more: Any) -> Any:
+    def heatmap(self, axis: Any, values: Any, low: float | None = None, high: float | None = None, **more: Any) -> Any:
         """A map of values `[rows, columns]`, the first row on top, from dark (low) to light (high). NaN is blank."""
         axis.spines[:].set_visible(False)
         ends = {} if "norm" in more else {"vmin": low, "vmax": high}
@@ -166,16 +164,28 @@ class Sheet:
                 colour = "#ffffff" if shades[row, column] < 0.45 else "#000000"
                 axis.text(column, row, text, ha="center", va="center", fontsize=size, color=colour, linespacing=1.1)
 
-    def scale(self, image: Any, axes: Any, label: str, **more: Any) -> Any:
-        """A bar beside these panels that tells which colour is which number."""
+    def layers_by_heads(self, axis: Any, values: np.ndarray, form: str, high: float) -> Any:
+        """A map of `[layers, H]` from 0 to `high`, with the number in each cell while it can be read."""
+        image = self.heatmap(axis, values, 0, high)
+        if values.size <= 96:
+            self.cells(axis, image, [[f"{value:{form}}" for value in row] for row in values], SMALL - 1.5)
+        for ticks, count in ((axis.set_xticks, values.shape[1]), (axis.set_yticks, values.shape[0])):
+            shown = range(0, count, max(1, count // 6))
+            ticks(shown, [str(each) for each in shown])
+        axis.set_ylabel("layer")
+        axis.tick_params(length=0)
+        return image
+
+    def colorbar(self, image: Any, axes: Any, label: str, **more: Any) -> Any:
+        """A bar next to these panels that shows the number of each color."""
         bar = self.figure.colorbar(image, ax=axes, **more)
         self.dress(bar.ax)
         bar.outline.set_visible(False)
         bar.set_label(label, color=self.theme.ink, fontsize=NORMAL)
         return bar
 
-    def mark(self, bar: Any, value: float, text: str) -> None:
-        """Mark a value on the bar of `scale`."""
+    def annotate_colorbar(self, bar: Any, value: float, text: str) -> None:
+        """Mark a value on the bar of `colorbar`."""
         bar.ax.axhline(value, color=self.theme.lines[1], linewidth=2)
         bar.ax.annotate(
             text,
@@ -190,7 +200,7 @@ class Sheet:
             color=self.theme.ink,
         )
 
-    def lengths(self, axis: Any, lengths: Sequence[int], label: str = "tokens") -> None:
+    def length_axis(self, axis: Any, lengths: Sequence[int], label: str = "tokens") -> None:
         """A logarithmic axis of lengths, each written out; of two that would touch the longer one."""
         axis.set_xscale("log", base=2)
         shown = [
@@ -220,15 +230,18 @@ class Sheet:
             handlelength=3.2,
         )
 
+    def name_lines(self, names: Sequence[str]) -> None:
+        """A legend of the lines, or, of one of them, its name above the figure."""
+        if len(names) == 1:
+            self.heading(names[0])
+        else:
+            self.legend(columns=3)
+
     def heading(self, text: str, size: float = LARGE + 1) -> None:
         """The title of the whole figure."""
         self.figure.suptitle(text, fontsize=size, color=self.theme.ink)
 
-    def below(self, text: str) -> None:
-        """What the horizontal axes of all panels show."""
-        self.figure.supxlabel(text, fontsize=NORMAL, color=self.theme.ink)
-
-    def done(self) -> Any:
+    def finish(self) -> Any:
         """The figure, saved if there is a path."""
         if self._path is not None:
             save(self.figure, self._path)
@@ -241,3 +254,18 @@ def panels(axes: Any, count: int) -> Iterator[Any]:
         axis.set_visible(place < count)
         if place < count:
             yield axis
+
+
+def selected(what: str, given: Sequence[int] | None, count: int, most: int) -> list[int]:
+    """The heads, layers or columns that are shown: as given, or up to `most` at equal steps from the first to the last.
+
+    Raises ValueError for one that isn't there.
+    """
+    if given is None:
+        steps = max(1, min(most, count) - 1)
+        return sorted({round(place * (count - 1) / steps) for place in range(min(most, count))})
+    if not given:
+        raise ValueError(f"{what} is empty: name one or more of 0 to {count - 1}")
+    if wrong := [each for each in given if not 0 <= each < count]:
+        raise ValueError(f"{what}={wrong[0]}: there are {count}, 0 to {count - 1}")
+    return list(given)

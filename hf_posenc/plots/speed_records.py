@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hf_posenc.plots.absolute import Path
-from hf_posenc.plots.style import MARKERS, WIDTH, Sheet, panels
+from hf_posenc.diagnostics.registry import Dark, Path, figure
+from hf_posenc.figures import MARKERS, NORMAL, WIDTH, Sheet, panels
 
 STOCK, NONE = "stock", "none"
 KINDS = {
@@ -15,8 +15,11 @@ KINDS = {
 """Kinds of groups that have a panel for each dtype."""
 
 
-def bench(record: Mapping[str, Any], *, dark: bool = False, path: Path | None = None) -> Any:
-    """The throughput of every encoding as a ratio to the stock model, with 95 % intervals, on an encoder: a panel for each kind
+@figure("record", example="scripts/results/bench.json")
+def bench(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -> Any:
+    """Draw throughput compared with the stock model, as measured by scripts/bench.py.
+
+    The throughput of every encoding as a ratio to the stock model, with 95 % intervals, on an encoder: a panel for each kind
     of measurement and dtype, a colour and marker for each length.
 
     record: bench.json of scripts/bench.py.
@@ -66,9 +69,10 @@ def bench(record: Mapping[str, Any], *, dark: bool = False, path: Path | None = 
         axis.tick_params(axis="y", length=0)
     sheet.axes[0, 0].set_yticks(range(len(names)), names)
     sheet.axes[0, 0].set_ylim(len(names) - 0.5, -0.5)
-    sheet.below("throughput as a ratio to the stock model, with 95 % intervals")
+    label = "throughput as a ratio to the stock model, with 95 % intervals"
+    sheet.figure.supxlabel(label, fontsize=NORMAL, color=sheet.theme.ink)
     sheet.legend({f"{length} tokens": entries[length] for length in lengths}, len(lengths), loc="outside upper center")
-    return sheet.done()
+    return sheet.finish()
 
 
 def groups_by_panel(record: Mapping[str, Any]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.diagnostics.encoding_input import embedding, label
+from hf_posenc.diagnostics.registry import Dark, Encoding, HiddenSize, Path, figure
 from hf_posenc.encodings import Geometry, PositionEncoding, canonical, encoding_class
-from hf_posenc.plots.absolute import Path
-from hf_posenc.plots.drawn import Encoding, embedding, label
-from hf_posenc.plots.style import LARGE, NORMAL, WIDTH, Sheet
+from hf_posenc.figures import LARGE, NORMAL, WIDTH, Sheet
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 TABLE = LENGTHS[3]
@@ -79,14 +79,15 @@ def measured(encoding: Encoding, hidden_size: int) -> list[tuple[list[float], bo
     return found
 
 
+@figure("vectors", example="counter normalized learned")
 def criteria(
     encodings: Sequence[Encoding] = ("counter", "normalized", "sinusoidal"),
     *,
-    hidden_size: int = 64,
-    dark: bool = False,
-    path: Path | None = None,
+    hidden_size: HiddenSize = 64,
+    dark: Dark = False,
+    path: Path = None,
 ) -> Any:
-    """The three criteria of an encoding that adds vectors to the input, and which of these encodings fails which.
+    """Draw three criteria of an encoding that adds vectors, and which of these encodings fails which.
 
     Each position has a vector of its own; a step is the same in texts of any length; longer texts than before have vectors,
     too, whose values stay bounded (eight times the length doubles them at most). What is shown is measured on the encodings'
@@ -110,14 +111,14 @@ def criteria(
             style |= {"markerfacecolor": "none", "markersize": 3 + 2 * wide, "linewidth": 1 + 0.5 * wide}
             above.plot(LENGTHS, values, **style)
             y = 1 - (place + 0.5) / len(encodings)
-            mark = sheet.note(below, 0.08, y, HOLDS if holds else FAILS, ha="center", va="center", fontsize=LARGE + 2)
-            mark.set_color(sheet.theme.lines[2 if holds else 1])
-            sheet.note(below, 0.16, y, label(encoding), va="center", fontsize=NORMAL)
+            mark, color = (HOLDS, sheet.theme.lines[2]) if holds else (FAILS, sheet.theme.lines[1])
+            below.text(0.08, y, mark, ha="center", va="center", fontsize=LARGE + 2, color=color)
+            below.text(0.16, y, label(encoding), va="center", fontsize=NORMAL, color=sheet.theme.ink)
             below.plot([0.8, 0.98], [y, y], markevery=[0], **{**style, "markersize": 6})
         above.set_yscale("log")
-        sheet.lengths(above, LENGTHS)
+        sheet.length_axis(above, LENGTHS)
         above.set_ylabel(each.what)
         sheet.title(above, each.asked)
         below.set(xlim=(0, 1), ylim=(0, 1))
         below.set_axis_off()
-    return sheet.done()
+    return sheet.finish()

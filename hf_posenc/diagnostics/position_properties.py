@@ -1,0 +1,71 @@
+"""Translation invariance, monotonicity and symmetry of an encoding, the properties of Wang et al. (2021)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hf_posenc.diagnostics.encoding_input import POSITIVE, Quantity, Sizes
+from hf_posenc.diagnostics.matrix_properties import monotonicity, symmetry, translation_invariance
+from hf_posenc.diagnostics.registry import diagnostic
+from hf_posenc.diagnostics.result import Result, heads, ranged
+from hf_posenc.diagnostics.similarities import similarity
+from hf_posenc.encodings import checked_value
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+
+@dataclass(frozen=True, eq=False)
+class Properties(Result):
+    """The result of `properties`: those of Wang et al. (2021), each of `[H]` heads, from 0 to 1.
+
+    translation_invariance: the part of the variance between different positions that distance explains (R²); 1: distance
+        alone counts.
+    monotonicity: of all pairs of distances on one side of a query, the part in which the farther key is the less similar one
+        (ties count half): 1 falls everywhere, 0.5 is as good as chance.
+    local_monotonicity: the same of distances up to `near` tokens.
+    symmetry: the part of the variance that stays when i and j change places; NaN in a causal stack.
+    NaN where all positions are the same to the encoding.
+    """
+
+    encoding: str
+    quantity: Quantity
+    length: int
+    near: int
+    translation_invariance: Tensor
+    monotonicity: Tensor
+    local_monotonicity: Tensor
+    symmetry: Tensor
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.encoding}: {self.quantity} of {self.length} positions, {heads(self.symmetry)}"
+        yield f"  translation invariance: {ranged(self.translation_invariance)}"
+        yield f"  monotonicity: {ranged(self.monotonicity)}; up to {self.near} tokens: {ranged(self.local_monotonicity)}"
+        yield f"  symmetry: {ranged(self.symmetry)}"
+
+
+@diagnostic("encoding", on_page=True)
+def properties(
+    encoding: Any, length: int = 64, *, quantity: Quantity | None = None, near: int = 20, **sizes: "Unpack[Sizes]"
+) -> Properties:
+    """Translation invariance, monotonicity and symmetry of what `similarity` gives (Wang et al., 2021).
+
+    Args: as of `similarity`; near: the distance in tokens up to which `local_monotonicity` counts.
+
+    Raises: as `similarity`.
+    """
+    checked_value("near", near, POSITIVE)
+    found = similarity(encoding, length, quantity=quantity, **sizes)
+    still = 1e-9 * float(found.matrix[found.matrix.isfinite()].abs().max())
+    return Properties(
+        found.encoding,
+        found.quantity,
+        length,
+        near,
+        translation_invariance(found.matrix, still),
+        monotonicity(found.matrix, still),
+        monotonicity(found.matrix, still, near),
+        symmetry(found.matrix, still),
+    )
