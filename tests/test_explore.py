@@ -26,6 +26,7 @@ import hf_posenc
 from conftest import ENCODINGS, ROOT, stock
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_encoding
+from hf_posenc.diagnostics.registry import page_figures
 from hf_posenc.encodings import canonical, checked_value, encoding_class, options_of
 from tools.hosts import tiny
 
@@ -166,7 +167,8 @@ def test_two_models_of_one_name(folders):
 def test_models_on_texts(folders):
     subject = models.load(str(folders / "minilm"))
     found = dict(models.measured([subject, subject], ["The dog bit the man, and the man bit the dog."]))
-    assert [*found] == ["probing 0", "probing 1", "attention", "receptive_field", "numbers"]
+    on_texts = [*page_figures("texts")]
+    assert [*found] == ["probing 0", "probing 1", *on_texts, "numbers"] and {"attention", "receptive_field"} <= {*on_texts}
     assert [axis.get_title() for axis in found["attention"].axes if axis.get_title()] == ["minilm", "minilm (2)"]
 
 
@@ -711,7 +713,7 @@ def test_a_model_and_what_is_beside_it(tab, folders):
     identical = "Attention among identical words"
     alone = f"{identical}, where position alone decides"
     captions = (alone, f"{alone}: the other model")
-    on_texts = ("Attention by distance, on the texts", "How far away the tokens are on which a state depends")
+    on_texts = [figure.caption for figure in page_figures("texts").values()]
     tab.get_by_label("In numbers").filter(visible=True).wait_for()
     sees(tab, *captions, *on_texts)
     tab.get_by_label("another model").check()
