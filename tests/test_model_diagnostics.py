@@ -170,6 +170,22 @@ def test_padding_counts_for_nothing(host):
     assert together.tokens == 18 and together.texts == 2
 
 
+# Entropy.
+
+
+def test_attention_entropy(silent):
+    """Of weights that are known: in loops over floats."""
+    found = diagnostics.attention_entropy(silent, torch.ones(2, 9, dtype=torch.long))
+    for head in range(4):
+        rows = silent_attention(9, head)
+        entropy = statistics.mean(-sum(value * math.log(value) for value in row) for row in rows)
+        assert found.entropy[:, head].tolist() == pytest.approx([entropy] * 2, rel=1e-5)
+    assert found.even == pytest.approx(math.log(9)) and (found.texts, found.tokens) == (2, 18)
+    decoder = diagnostics.attention_entropy(patched("gpt2", "none"), tokens(1, 5))
+    assert decoder.even == pytest.approx(statistics.mean(math.log(seen) for seen in range(1, 6)))
+    assert diagnostics.Result.from_dict(json.loads(found.to_json())) == found
+
+
 # Gradients.
 
 
