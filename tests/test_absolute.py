@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_close, first, patched, randomize, randomize_encoding, stock, tokens
-from hf_posenc.encodings import Geometry, PositionContext, build, canonical
+from hf_posenc.encodings import CrossContext, Geometry, PositionContext, build, canonical
 from oracles import in_pieces, padded
 
 D, H, E = 12, 3, 5
@@ -144,11 +144,11 @@ def test_fire_formula_between_stacks(queries):
     """n_i is the greater of the query's position and the last one that the encoder's mask shows."""
     encoding = make("fire", width=7)
     parameters = doubles(encoding)
-    own = PositionContext(None, torch.tensor(queries), 0, torch.zeros(1, 1), other=encoding)
-    own.other_mask = torch.tensor([[0, 1, 1, 1, 1, 0]])
+    cross = CrossContext(encoding, torch.tensor([[0, 1, 1, 1, 1, 0]]))
+    own = PositionContext(None, torch.tensor(queries), 0, torch.zeros(1, 1), cross=cross)
     there = [[-1, 0, 1, 2, 3, 4]]
     expected = fire_rows(parameters, queries, there, lambda b, i: max(i, 3))
-    assert_same(encoding, bias_of(encoding, own.across(6), 6), parameters, expected)
+    assert_same(encoding, bias_of(encoding, own.for_cross_attention(6), 6), parameters, expected)
 
 
 def test_fire_start():

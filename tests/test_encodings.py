@@ -631,7 +631,7 @@ def test_key_positions(start, keys, first_key, expected):
     )
     actual = context.key_positions(len(expected[0]))
     assert not actual.is_floating_point() and actual.tolist() == expected
-    assert context.consecutive is (keys is None)
+    assert context.is_contiguous is (keys is None)
 
 
 MASKS = {

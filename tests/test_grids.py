@@ -16,7 +16,7 @@ from transformers import AutoModel
 import hf_posenc
 from conftest import assert_apart, assert_close, assert_equal, randomize, randomize_encoding
 from conftest import stock as text_model
-from hf_posenc.encodings import Geometry, PositionContext, encoding_class
+from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
 from test_vision import MODELS, ORDER, PATCHES, SIZES, images, in_order, patched, patches_in_order, states, stock, with_vectors
 
 CELLS = [(row, column) for row in range(4) for column in range(4)]
@@ -32,7 +32,9 @@ def made(name, geometry=None, **options):
 
 def context_of(encoding, grid=(4, 4), **changes):
     index = torch.arange(math.prod(grid))[None]
-    return PositionContext(encoding, index, 0, torch.zeros(1, 1, dtype=torch.long), **{"grid": grid, **changes})
+    return PositionContext(
+        encoding, index, 0, torch.zeros(1, 1, dtype=torch.long), patches=PatchLayout(**{"grid": grid, **changes})
+    )
 
 
 def drawn(*shape, seed=0):
@@ -393,7 +395,7 @@ def test_windows():
         assert states(patched(model, "sinusoidal_2d"), images()).isfinite().all()
         with pytest.raises(ValueError, match="the grid in which these lie isn't known here, as of windows"):
             patched(model, "rope_2d")(images())
-    window = replace(context_of(made("rope_2d")), positions=torch.arange(4)[None], images=(4,))
+    window = replace(context_of(made("rope_2d"), images=(4,)), positions=torch.arange(4)[None])
     with pytest.raises(ValueError, match="of each of 4 tokens"):
         window.coordinates(2)
 

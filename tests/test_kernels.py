@@ -13,7 +13,7 @@ import hf_posenc
 from conftest import ENCODINGS, assert_close, first, pairs, patched, slow, stock, tokens
 from hf_posenc.attention import bias_backends, blockwise
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
-from hf_posenc.encodings import Geometry, PositionContext, encoding_class
+from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
 from oracles import gradients, padded
 
 H, E = 3, 4
@@ -211,7 +211,7 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
     key, value = torch.zeros(2, H, given["key"], E), torch.zeros(2, H, given["key"], given["width"])
     index = torch.arange(given["query"])[None]
     context = PositionContext(module, index, given["past"], index.new_zeros(1, 1), given.get("keys"), scaling=0.5)
-    context.aside = given.get("aside", (0, 0))
+    context.patches = PatchLayout(given.get("aside", (0, 0)))
     with torch.set_grad_enabled(train):
         return bias_backends.select_backend([module], query, key, value, mask, context, given["causal"], given["dropout"])
 

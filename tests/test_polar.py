@@ -9,7 +9,7 @@ from transformers import FalconConfig, FalconForCausalLM, ViTConfig, ViTModel
 import hf_posenc
 from conftest import assert_close, first, patched, randomize, randomize_encoding, stock, tokens
 from hf_posenc.attention.dispatch import PARTS, rotate
-from hf_posenc.encodings import Geometry, PositionContext, encoding_class
+from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
 from oracles import in_pieces
 
 HEADS, E = 2, 8
@@ -185,7 +185,9 @@ def test_tokens_aside_are_at_position_0():
     model = randomize_encoding(hf_posenc.patch(randomize(ViTModel(config)).eval(), "pope"))
     module = next(module for module in model.modules() if hasattr(module, PARTS))
     query, key = random(1, 4, 5, 8).float(), random(1, 4, 5, 8, seed=1).float()
-    context = PositionContext(model.posenc, torch.arange(4)[None], 0, torch.zeros(1, 1, dtype=torch.long), aside=(1, 0))
+    context = PositionContext(
+        model.posenc, torch.arange(4)[None], 0, torch.zeros(1, 1, dtype=torch.long), patches=PatchLayout((1, 0))
+    )
     turned, turned_key = rotate(module, query, key, context)
     whole = PositionContext(model.posenc, torch.tensor([[0, 0, 1, 2, 3]]), 0, torch.zeros(1, 1, dtype=torch.long))
     expected, expected_key = model.posenc("rotate", query, key, whole)

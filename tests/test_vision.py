@@ -15,7 +15,7 @@ from transformers import AutoModel
 
 import hf_posenc
 from conftest import assert_apart, assert_close, assert_equal, randomize, randomize_encoding
-from hf_posenc.encodings import PositionContext
+from hf_posenc.encodings import PatchLayout, PositionContext
 from oracles import sinusoids
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8)
@@ -465,7 +465,7 @@ def test_frames_are_as_many_as_were_cut(cut, frames):
     """Tokens of several grids are those of frames if as many images were cut; else others were joined to the patches (EoMT)."""
     encoding = hf_posenc.patch(transformers.ViTModel(transformers.ViTConfig(**SIZES)), "alibi").posenc
     unknown = torch.empty(0, 0, dtype=torch.long)
-    context = PositionContext(encoding, unknown, 0, unknown, grid=(5, 5), aside=(1, 0), cut=cut)
-    assert_equal(context.placed(1 + 25 * frames, unknown.device).positions, torch.arange(25 * frames)[None])
+    context = PositionContext(encoding, unknown, 0, unknown, patches=PatchLayout((1, 0), grid=(5, 5), num_images=cut))
+    assert_equal(context.with_length(1 + 25 * frames, unknown.device).positions, torch.arange(25 * frames)[None])
     with pytest.raises(ValueError, match="226 tokens"):
-        context.placed(1 + 25 * 9, unknown.device)
+        context.with_length(1 + 25 * 9, unknown.device)

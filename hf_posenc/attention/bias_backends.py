@@ -66,8 +66,8 @@ def select_backend(
         and query.shape[2] > 1
         and keys >= MIN_KEYS_FOR_BACKEND[way]
         and query.shape[-1] == value.shape[-1]  # else SDPA computes all scores
-        and context.consecutive
-        and not any(context.aside)
+        and context.is_contiguous
+        and not context.has_extra_tokens
         and isinstance(context.past, int)
         and len(by_content) <= 1
         and all(encoding.has_distance_vectors() for encoding in by_content)
@@ -294,10 +294,10 @@ def _check_mask(mask: Any) -> None:
 def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
     """The sum of all that these encodings add to the scaled scores, broadcastable to `[B, H, Q, K]`, or None.
 
-    Keys of grouped-query attention may have fewer heads than queries. Tokens aside have a bias of 0.
+    Keys of grouped-query attention may have fewer heads than queries. Extra tokens have a bias of 0.
     """
     total = None
-    query, key = context.of_positions(query), context.of_positions(key)  # type: ignore[assignment]
+    query, key = context.strip_extra(query), context.strip_extra(key)  # type: ignore[assignment]
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     for encoding in encodings:
@@ -309,8 +309,8 @@ def score_bias(encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor
             if term is not None:
                 _check_heads(encoding, term[0], query.shape[1])
                 total = term if total is None else total + term
-    if total is not None and any(context.aside):
-        total = context.framed(total.expand(*total.shape[:2], query.shape[2], key.shape[2]), dims=2)
+    if total is not None and context.has_extra_tokens:
+        total = context.pad_extra(total.expand(*total.shape[:2], query.shape[2], key.shape[2]), dims=2)
     return total
 
 
@@ -335,7 +335,7 @@ def flex_bias(
     """
     biasing = [encoding for encoding in encodings if biases(encoding)]
     by_distance = all("score_bias" not in encoding.mechanisms() and not encoding.is_trained() for encoding in biasing)
-    if biasing and by_distance and own is None and context.consecutive and not any(context.aside):
+    if biasing and by_distance and own is None and context.is_contiguous and not context.has_extra_tokens:
         queries, keys = query.shape[2], key.shape[2]
         values = _sum_of_values(biasing, _distances(queries, keys, context), query.shape[1])
         if values is not None:
@@ -373,7 +373,7 @@ def _distances(queries: int, keys: int, context: PositionContext) -> Tensor:
 
 
 def _distance_bias(encoding: PositionEncoding, queries: int, keys: int, context: PositionContext) -> Tensor | None:
-    if context.consecutive:
+    if context.is_contiguous:
         return _toeplitz_bias(encoding, queries, keys, context)
     return _general_bias(encoding, keys, context)
 

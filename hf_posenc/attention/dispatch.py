@@ -134,14 +134,14 @@ def acting(module: nn.Module, context: PositionContext) -> list[PositionEncoding
 
 
 def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
-    """Queries and new keys, rotated by all that acts in this attention; those of tokens aside stay as they are, or, where an
-    encoding changes the width, are as at position 0."""
-    turned = _turned(module, context.of_positions(query), context.of_positions(key), context)
+    """Queries and new keys, rotated by all encodings that act in this attention. Those of extra tokens stay as they are. If an
+    encoding changes the width, they are rotated as at position 0."""
+    turned = _turned(module, context.strip_extra(query), context.strip_extra(key), context)
     given = [(new, old) for new, old in zip(turned, (query, key), strict=True) if new is not None]
-    if any(context.aside) and given and given[0][0].shape[-1] != given[0][1].shape[-1]:
+    if context.has_extra_tokens and given and given[0][0].shape[-1] != given[0][1].shape[-1]:
         length = given[0][1].shape[2]
         query, key = _turned(module, query, key, context.at_zero(length))
-    return context.put_back(turned[0], query), context.put_back(turned[1], key)
+    return context.restore_extra(turned[0], query), context.restore_extra(turned[1], key)
 
 
 def _turned(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
@@ -204,9 +204,9 @@ def attend(
     """The host's attention function, with queries and keys rotated and the bias of the encoding in its mask."""
     position_context = context_for(module, position_context)
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
-    context = position_context.placed(query.shape[2], query.device)
+    context = position_context.with_length(query.shape[2], query.device)
     if hasattr(module, ACROSS):
-        position_context = context = context.across(key.shape[2])
+        position_context = context = context.for_cross_attention(key.shape[2])
     if context is not position_context and key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{type(module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, which are other tokens than "
@@ -277,12 +277,12 @@ def with_weights(
 
 
 def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_head_dim: int, context: PositionContext) -> Tensor:
-    """The sum `[B, H, Q, E]` of all that these encodings add to the output of an attention with weights `[B, H, Q, K]`. Tokens
-    aside give and get nothing.
+    """The sum `[B, H, Q, E]` of all that these encodings add to the output of an attention with weights `[B, H, Q, K]`. Extra
+    tokens give and get nothing.
 
     Raises ValueError for vectors of another size than the values.
     """
-    weights = cast(Tensor, context.of_positions(context.of_positions(weights), dim=3))
+    weights = cast(Tensor, context.strip_extra(context.strip_extra(weights), dim=3))
     wanted = (*weights.shape[:3], value_head_dim)
     total = weights.new_zeros(())
     for encoding in encodings:
@@ -294,7 +294,7 @@ def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_hea
                 "vectors"
             )
         total = total if term is None else total + term
-    return context.framed(total.expand(wanted).mT, dims=1).mT
+    return context.pad_extra(total.expand(wanted).mT, dims=1).mT
 
 
 def refusal_of_pages(encodings: Iterable[PositionEncoding | type[PositionEncoding]], rotate_anew: bool) -> str | None:

@@ -249,7 +249,7 @@ class InterceptQK(TorchFunctionMode):
         """The context of this attention. Raises ValueError for queries or keys which are not those that it has positions of."""
         self.met = True
         layer = next((number for name in LAYER if (number := getattr(self.module, name, None)) is not None), None)
-        context = self.context.placed(query.shape[2], query.device).for_attention(scaling, layer)
+        context = self.context.with_length(query.shape[2], query.device).for_attention(scaling, layer)
         if query.shape[2] != context.length or (key.shape[2] != context.length and not self.has_cache):
             raise ValueError(
                 f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "

@@ -15,7 +15,14 @@ from hf_posenc.encodings.construction import (
     placed,
     without_values,
 )
-from hf_posenc.encodings.context import PositionContext, counted, length_of, positions_of
+from hf_posenc.encodings.context import (
+    CrossContext,
+    PatchLayout,
+    PositionContext,
+    length_of,
+    position_ids_from_mask,
+    positions_of,
+)
 from hf_posenc.encodings.mapped_tables import StoredTensor, names_in_code
 from hf_posenc.encodings.options import (
     GreaterThan,
@@ -45,7 +52,10 @@ for _module in pkgutil.iter_modules(__path__):
 __all__ = [
     "GreaterThan",
     "Geometry",
+    "CrossContext",
+    "PatchLayout",
     "PositionContext",
+    "position_ids_from_mask",
     "PositionEncoding",
     "StoredTensor",
     "at_most",
@@ -55,7 +65,6 @@ __all__ = [
     "check_size",
     "checked_max_length",
     "checked_value",
-    "counted",
     "described",
     "encoding_class",
     "global_rng_lock",

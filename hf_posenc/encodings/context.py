@@ -15,35 +15,66 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+@dataclass(frozen=True)
+class PatchLayout:
+    """How the tokens lie that a stack makes itself, of an image, a video or audio. Hooks record it during the forward pass.
+
+    extra_tokens: number of leading and trailing tokens without a position (class and register tokens). They are excluded from
+        the context's positions, and get neither rotation nor bias.
+    grid: the patches of an image by row and column, of a video by frame, row and column. Their positions are 0, 1, …, row by
+        row. Empty where the tokens are of something else, or the grid is unknown.
+    cells: `[1 or B, L, axes]`, the row and column of each token where its position in the grid doesn't give them.
+    images: number of tokens of each of several images that are packed in one row. Each has positions of its own.
+    kept_patches: `[B, K]`, the positions of the patches that remain after random masking.
+    num_images: number of images, or video frames, that were cut into patches in this forward pass.
+    frame_mask: `[B, L]`, which frames of a batch of audio aren't padding, where the model computes that mask itself.
+    windows: whether attentions may see a part of the tokens, such as a window, which then has positions of its own.
+    """
+
+    extra_tokens: tuple[int, int] = (0, 0)
+    grid: tuple[int, ...] = ()
+    cells: Tensor | None = None
+    images: tuple[int, ...] = ()
+    kept_patches: Tensor | None = None
+    num_images: int = 1
+    frame_mask: Tensor | None = None
+    windows: bool = False
+
+    def cells_of_one(self, length: int) -> Tensor | None:
+        """The cells of an image of `length` tokens among those packed in one row; None if several could be meant."""
+        if self.cells is None or self.cells.shape[1] != sum(self.images):
+            return None
+        first, *others = (each for each in self.cells.split(self.images, dim=1) if each.shape[1] == length)
+        return first if all(torch.equal(first, other) for other in others) else None
+
+
+@dataclass(frozen=True)
+class CrossContext:
+    """The encoding of a decoder's cross-attention, and which of the encoder's states `[B, K]` are visible; None for all."""
+
+    encoding: Any
+    mask: Tensor | None = None
+
+
 @dataclass
 class PositionContext:
-    """The positions of one forward pass, made by the stack and passed to each of its attentions.
+    """The positions of one forward pass. The stack makes it for all of its attentions.
 
     encoding: the stack's `PositionEncoding`.
     positions: `[1 or B, L]`, the positions of the new tokens (the queries, and the keys that enter the cache). Empty in a stack
-        that makes its tokens itself, of an image or a sound: `placed` fills it where their number is known.
-    past: number of keys cached before them; an int, or a 0-dim tensor for static caches.
+        that makes its tokens itself, of an image or audio, until `with_length` fills it.
+    past: number of keys cached before them. An int, or a 0-dim tensor for static caches.
     start: `[1 or B, 1]`, the index of the key at position 0, from which the positions of keys rise by one.
-    keys: `[1 or B, K]`, the positions of all keys where they don't; else None, and distances follow from indices alone.
+    keys: `[1 or B, K]`, the positions of all keys where they don't rise by one. Else None: distances follow from indices.
     computed: results of `cached`.
-    first_keys: by layer, the index of the first key that the cache still holds; empty if it holds all (above 0 behind a
-        sliding window).
+    first_keys: by layer, the index of the first key that the cache still holds; empty if it holds all. It is above 0 after a
+        sliding window has dropped keys.
     scaling: the factor on QKᵀ in the current attention, one for all heads or `[H, 1, 1]`.
-    first_key: of `first_keys`, the one of the current attention.
-    aside: number of tokens before and behind the others which have no position (class and register tokens of an image): they
-        are in no positions, and are neither rotated nor biased.
-    grid: the patches of an image by row and column (of a video by frame, row and column); their positions are 0, 1, … in that
-        order, row by row. Empty where the tokens are of something else, or nothing tells.
-    cells: `[1 or B, L, axes]`, the row and column of each token where positions in the grid don't tell them.
-    images: number of tokens of each of several images that are packed in one row. Each has positions of its own.
-    chosen: `[B, K]`, the positions of the patches that are left, where others were taken out.
-    cut: number of images, or frames of videos, that were cut into patches in this forward pass.
-    shown: `[B, L]`, which frames of a batch of sounds aren't padding, where the host makes that mask of the sounds' own.
-    windows: whether attentions may see a part of the tokens, as those of a window, which are then counted by themselves.
-    newest: `[1 or B, L]`, the positions that tell the length of a text, where those of this context don't: of the new tokens in
-        a context of all keys (`for_keys`), of the other stack's states in one of cross-attention; else None.
-    other: the encoding of a decoder's cross-attention, if it has one. other_mask: `[B, K]`, which of the encoder's states are
-        shown there; None for all.
+    first_key: the entry of `first_keys` for the current attention.
+    length_positions: `[1 or B, L]`, the positions that determine `lengths` where `positions` don't: those of the new tokens in
+        a context of all keys (`for_keys`), those of the other stack's states in cross-attention. Else None.
+    patches: of a stack that makes its tokens itself.
+    cross: of a decoder with an encoding in its cross-attentions.
     """
 
     encoding: Any
@@ -55,70 +86,85 @@ class PositionContext:
     first_keys: tuple[int, ...] = ()
     scaling: float | Tensor = 1.0
     first_key: int = 0
-    aside: tuple[int, int] = (0, 0)
-    grid: tuple[int, ...] = ()
-    cells: Tensor | None = None
-    images: tuple[int, ...] = ()
-    chosen: Tensor | None = None
-    shown: Tensor | None = None
-    windows: bool = False
-    cut: int = 1
-    newest: Tensor | None = None
-    other: Any = None
-    other_mask: Tensor | None = None
+    length_positions: Tensor | None = None
+    patches: PatchLayout | None = None
+    cross: CrossContext | None = None
 
-    def across(self, keys: int) -> "PositionContext":
-        """The context of these queries for another stack's states, `keys` of them: the distance of the two is position -
-        position."""
+    @property
+    def extra_tokens(self) -> tuple[int, int]:
+        """Number of leading and trailing tokens without a position."""
+        return (0, 0) if self.patches is None else self.patches.extra_tokens
+
+    @property
+    def has_extra_tokens(self) -> bool:
+        return self.patches is not None and any(self.patches.extra_tokens)
+
+    def record(self, **changes: Any) -> None:
+        """Change the layout of patches, for hooks that learn of it during the forward pass."""
+        self.patches = replace(self.patches or PatchLayout(), **changes)
+
+    @property
+    def in_cross_attention(self) -> bool:
+        """Whether this is the context of a cross-attention (`for_cross_attention`)."""
+        return self.cross is not None and self.encoding is self.cross.encoding
+
+    def for_cross_attention(self, keys: int) -> "PositionContext":
+        """The context of these queries for another stack's states, `keys` of them. Their distance is position - position."""
+        cross = self.cross
+        assert cross is not None, "a stack without an encoding in its cross-attentions"
 
         def make() -> "PositionContext":
-            positions, start = positions_of(keys, 0, self.other_mask, self.positions.device)
+            positions, start = positions_of(keys, 0, cross.mask, self.positions.device)
             there = torch.arange(keys, device=positions.device)[None] - start
-            here = replace(self, first_keys=(), grid=(), cells=None)  # without what isn't the other stack's
-            return replace(here, encoding=self.other, past=0, start=start, keys=there, newest=positions, computed={})
+            changes: dict[str, Any] = {"encoding": cross.encoding, "past": 0, "start": start, "keys": there, "computed": {}}
+            return replace(self, first_keys=(), patches=None, length_positions=positions, **changes)
 
         return self.cached(("across", keys), make)
 
-    def placed(self, length: int, device: torch.device) -> "PositionContext":
-        """This context; that of an input of `length` tokens behind the cached ones if their number was unknown up to here.
+    def with_length(self, length: int, device: torch.device) -> "PositionContext":
+        """This context, or, if the number of new tokens was unknown, that of an input of `length` tokens.
 
-        Raises ValueError for another number than the grid and the tokens aside have together, unless they are of a window.
+        Raises ValueError if the grid and the extra tokens have another number together, unless the tokens are of a window.
         """
         if self.positions.numel():
             return self
-        beside, patches = sum(self.aside), math.prod(self.grid) if self.grid else None
-        if self.chosen is not None:
-            patches = self.chosen.shape[1]
-        elif self.images:
-            patches = sum(self.images)
-        whole = patches is None or length == patches + beside
-        if patches and self.chosen is None and not self.images and length > patches + beside:
-            frames, rest = divmod(length - beside, patches)  # all frames of a video, each with this grid
-            whole = rest == 0 and self.cut % frames == 0
-        if not whole and not self.windows and length not in self.images:
+        layout = self.patches or PatchLayout()
+        extra, patches = sum(layout.extra_tokens), math.prod(layout.grid) if layout.grid else None
+        if layout.kept_patches is not None:
+            patches = layout.kept_patches.shape[1]
+        elif layout.images:
+            patches = sum(layout.images)
+        whole = patches is None or length == patches + extra
+        if patches and layout.kept_patches is None and not layout.images and length > patches + extra:
+            frames, rest = divmod(length - extra, patches)  # all frames of a video, each with this grid
+            whole = rest == 0 and layout.num_images % frames == 0
+        if not whole and not layout.windows and length not in layout.images:
             raise ValueError(
-                f"{length} tokens reach an attention or layer instead of {patches} patches and {beside} others: which patches "
+                f"{length} tokens reach an attention or layer instead of {patches} patches and {extra} others: which patches "
                 "were left out isn't known, nor the positions of those left; give the model all of them"
             )
 
         def make() -> "PositionContext":
-            index = torch.arange(length - beside if whole else length, device=device)[None]
+            index = torch.arange(length - extra if whole else length, device=device)[None]
             placed = replace(self, positions=index + self.past, start=index.new_zeros(1, 1), computed={})
             if not whole:
-                return replace(placed, aside=(0, 0), grid=(), cells=self._cells_of_one(length), images=(), chosen=None)
-            if self.chosen is not None:
-                return replace(placed, positions=self.chosen, keys=self.chosen)
-            if len(self.images) > 1:
-                packed = torch.cat([torch.arange(count, device=device) for count in self.images])[None]
+                window = PatchLayout(cells=layout.cells_of_one(length), num_images=layout.num_images, windows=layout.windows)
+                return replace(placed, patches=window)
+            if layout.kept_patches is not None:
+                return replace(placed, positions=layout.kept_patches, keys=layout.kept_patches)
+            if len(layout.images) > 1:
+                packed = torch.cat([torch.arange(count, device=device) for count in layout.images])[None]
                 return replace(placed, positions=packed, keys=packed)
-            if self.shown is not None and not self.grid and (shown := _pooled(self.shown, length - beside)) is not None:
-                positions, start = positions_of(length - beside, self.past, shown, device)
-                return replace(placed, positions=positions, start=start)
-            return placed
+            if layout.frame_mask is None or layout.grid:
+                return placed
+            if (mask := _pooled(layout.frame_mask, length - extra)) is None:
+                return placed
+            positions, start = positions_of(length - extra, self.past, mask, device)
+            return replace(placed, positions=positions, start=start)
 
         context = self.cached(("placed", length, device), make)
         limit = self.encoding.geometry.max_length
-        longest = max(self.images) if whole and self.images else context.positions.shape[1]
+        longest = max(layout.images) if whole and layout.images else context.positions.shape[1]
         longest += self.past if isinstance(self.past, int) else 0
         if limit is not None and longest > limit:
             raise ValueError(
@@ -127,23 +173,17 @@ class PositionContext:
             )
         return context
 
-    def _cells_of_one(self, length: int) -> Tensor | None:
-        """The cells of an image of `length` tokens among those packed in one row; None if several could be meant."""
-        if self.cells is None or self.cells.shape[1] != sum(self.images):
-            return None
-        first, *others = (each for each in self.cells.split(self.images, dim=1) if each.shape[1] == length)
-        return first if all(torch.equal(first, other) for other in others) else None
-
     def coordinates(self, axes: int) -> Tensor:
         """The positions for an encoding of so many `axes`: `[1 or B, L]` of one, `[1 or B, L, axes]` of more.
 
-        Raises ValueError where it isn't known which cell of which grid each token is of.
+        Raises ValueError if the cell of each token in the grid isn't known.
         """
         if axes == 1:
             return self.positions
-        length, patches, cells = self.positions.shape[1], math.prod(self.grid), self.cells
-        if cells is None and len(self.grid) == axes and length <= patches and self.images in ((), (patches,)):
-            return self.cached("cells", lambda: torch.stack(torch.unravel_index(self.positions, self.grid), dim=-1))
+        length, layout = self.positions.shape[1], self.patches or PatchLayout()
+        patches, cells = math.prod(layout.grid), layout.cells
+        if cells is None and len(layout.grid) == axes and length <= patches and layout.images in ((), (patches,)):
+            return self.cached("cells", lambda: torch.stack(torch.unravel_index(self.positions, layout.grid), dim=-1))
         if cells is None or cells.shape[1:] != (length, axes):
             raise ValueError(
                 f"an encoding takes {axes} coordinates of each of {length} tokens, and the grid in which these lie isn't known "
@@ -152,28 +192,27 @@ class PositionContext:
             )
         return cells
 
-    def of_positions(self, states: Tensor | None, dim: int = 2) -> Tensor | None:
-        """The part of states that has positions: all but the tokens aside."""
-        if states is None or not any(self.aside):
+    def strip_extra(self, states: Tensor | None, dim: int = 2) -> Tensor | None:
+        """States without the extra tokens along a dimension."""
+        if states is None or not self.has_extra_tokens:
             return states
-        before, behind = self.aside
-        return states.narrow(dim, before, states.shape[dim] - before - behind)
+        before, after = self.extra_tokens
+        return states.narrow(dim, before, states.shape[dim] - before - after)
 
-    def put_back(self, changed: Tensor | None, states: Tensor | None) -> Tensor | None:
-        """States `[B, H, L, E]` with `changed` in place of those that have positions, behind and before others as wide."""
-        if changed is None or states is None or not any(self.aside):
+    def restore_extra(self, changed: Tensor | None, states: Tensor | None) -> Tensor | None:
+        """States `[B, H, L, E]` with `changed` in place of those that have positions; extra tokens have the same width."""
+        if changed is None or states is None or not self.has_extra_tokens:
             return changed
-        before, behind = self.aside
-        return torch.cat([states[:, :, :before], changed, states[:, :, states.shape[2] - behind :]], dim=2)
+        before, after = self.extra_tokens
+        return torch.cat([states[:, :, :before], changed, states[:, :, states.shape[2] - after :]], dim=2)
+
+    def pad_extra(self, values: Tensor, dims: int) -> Tensor:
+        """Values of positions with zeros for the extra tokens, along the last dimensions `[..., L]` or `[..., Q, K]`."""
+        return F.pad(values, self.extra_tokens * dims) if self.has_extra_tokens else values
 
     def at_zero(self, length: int) -> "PositionContext":
         """The context of `length` tokens which are all at position 0."""
-        positions = self.positions.new_zeros(1, length)
-        return replace(self, positions=positions, aside=(0, 0), grid=(), images=(), cells=None, chosen=None, computed={})
-
-    def framed(self, values: Tensor, dims: int) -> Tensor:
-        """Values of positions with zeros for the tokens aside, along the last dimensions `[..., L]` or `[..., Q, K]`."""
-        return F.pad(values, self.aside * dims) if any(self.aside) else values
+        return replace(self, positions=self.positions.new_zeros(1, length), patches=None, computed={})
 
     def for_attention(self, scaling: float | Tensor, layer: int | None = None) -> "PositionContext":
         """The context of the same forward pass for the attention of one layer; all share `computed`."""
@@ -190,17 +229,17 @@ class PositionContext:
 
     @property
     def length(self) -> int:
-        """The number of new tokens, those aside among them."""
-        return self.positions.shape[1] + sum(self.aside)
+        """The number of new tokens, extra tokens included."""
+        return self.positions.shape[1] + sum(self.extra_tokens)
 
     @property
     def lengths(self) -> Tensor:
-        """`[1 or B, 1]`, the number of tokens in each text up to the newest: its last position + 1."""
-        newest = self.positions if self.newest is None else self.newest
-        return F.pad(newest + 1, (1, 0)).amax(dim=-1, keepdim=True)  # the 0 in front is for empty inputs
+        """`[1 or B, 1]`, the number of tokens in each text so far: its last position + 1."""
+        positions = self.positions if self.length_positions is None else self.length_positions
+        return F.pad(positions + 1, (1, 0)).amax(dim=-1, keepdim=True)  # the 0 in front is for empty inputs
 
     @property
-    def consecutive(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether the distance of two tokens is that of their indices."""
         return self.keys is None
 
@@ -216,8 +255,8 @@ class PositionContext:
         """The context of all keys of an attention, those of a cache among them, as if they were the new tokens."""
 
         def make() -> "PositionContext":
-            newest = self.positions if self.newest is None else self.newest
-            return replace(self, positions=self.key_positions(length).clamp(min=0), newest=newest, computed={})
+            new = self.positions if self.length_positions is None else self.length_positions
+            return replace(self, positions=self.key_positions(length).clamp(min=0), length_positions=new, computed={})
 
         return self.cached(("keys", length, self.first_key), make)
 
@@ -269,7 +308,10 @@ def context_for(module: nn.Module, given: PositionContext | None = None) -> Posi
     """The context that a module was called with, or else the current one. Raises RuntimeError outside of a forward pass."""
     context = CURRENT.context if given is None else given
     if context is None:
-        raise RuntimeError(f"{type(module).__name__} was called without positions: call the whole model, not a part of it")
+        raise RuntimeError(
+            f"{type(module).__name__} was called without positions, outside of its model's forward pass. Call the whole model, "
+            "not a part of it. To checkpoint its layers, call model.activation_checkpointing_enable() instead of wrapping them"
+        )
     return context
 
 
@@ -328,7 +370,7 @@ def last_of_text(positions: Tensor) -> Tensor:
     return torch.where(packed, last, last_of(positions))
 
 
-def counted(attention_mask: Tensor) -> Tensor:
+def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
     """Positions that count only what a mask `[B, K]` shows: -1 before the first such token, then those of the last one.
 
     What is hidden between others is the padding of an earlier call: a right-padded prompt, a prefix before padding.

@@ -63,7 +63,7 @@ class DeBERTa(PositionEncoding, type="deberta"):
         keys = key.shape[2]
         # Tokens without gaps between them are no further apart than their number, which would make a traced graph one for it.
         # A bucket's number may be above the distances in it.
-        short = context.consecutive and not self.buckets and not torch.compiler.is_compiling()
+        short = context.is_contiguous and not self.buckets and not torch.compiler.is_compiling()
         reach = min(self.span, keys) if short else self.span
         if context.first_keys:  # layers may hold different keys
             steps = self._bucket(context.distances(keys))

@@ -76,7 +76,7 @@ class FIRE(PositionEncoding, type="fire"):
         def ratio(distance: Tensor) -> Tensor:
             return (-distance.sign() * torch.log1p(c * distance.abs().double()) / whole[..., None]).clamp(-1, 1)
 
-        if self.geometry.is_causal or not context.consecutive:
+        if self.geometry.is_causal or not context.is_contiguous:
             return self._mlp(ratio(context.distances(keys)))
         # One normalizer for all queries: a value for each distance suffices.
         device = context.positions.device
@@ -89,10 +89,10 @@ class FIRE(PositionEncoding, type="fire"):
         positions = context.positions
         if self.geometry.is_causal:
             return positions
-        if context.encoding is context.other:  # cross-attention, in which a cached decoder has its new queries alone
-            there, _ = positions_of(keys, 0, context.other_mask, positions.device)
+        if context.in_cross_attention:  # in which a cached decoder has its new queries only
+            there, _ = positions_of(keys, 0, context.cross.mask, positions.device)
             return torch.maximum(positions, there.amax(dim=-1, keepdim=True))
-        return last_of(positions) if context.consecutive else last_of_text(positions)
+        return last_of(positions) if context.is_contiguous else last_of_text(positions)
 
     def _mlp(self, ratio: Tensor) -> Tensor:
         """f, `[R, Q, K] -> [R, H, Q, K]`, in chunks of queries, whose hidden values are not kept for the backward pass."""

@@ -92,7 +92,7 @@ class SelfExtend(RoPE, type="self_extend"):
 
     def score_bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
         keys, window, length = key.shape[2], self._window, context.lengths
-        if context.consecutive and isinstance(context.past, int) and context.past + query.shape[2] <= self._length:
+        if context.is_contiguous and isinstance(context.past, int) and context.past + query.shape[2] <= self._length:
             return None
         here, there = context.positions, context.key_positions(keys).clamp(min=0)
         group: Any = least_group(length, self._length, self._window) if self.group is None else self.group

@@ -76,7 +76,7 @@ class Shaw(
             return None
         queries, keys = weights.shape[2:]
         table: Tensor = self.value_weight
-        if context.consecutive and queries + keys < len(table):  # fewer distances than rows
+        if context.is_contiguous and queries + keys < len(table):  # fewer distances than rows
             places = torch.arange(queries + keys - 1, device=weights.device)
             table = table[self.rows(places + (context.first_key - context.past - queries + 1))]
             index = (places[:keys] - places[:queries, None] + (queries - 1))[None]

@@ -45,7 +45,7 @@ class TransformerXL(PositionEncoding, type="transformer_xl"):
         weight, content, position = (each.to(query.dtype) for each in (self.weight, self.content, self.position))
         query = query + position[:, None]
         # A single query needs the vectors of as many distances as there are keys; its own product with W costs less.
-        by_distance = self._by_distance if context.consecutive and query.shape[2] > 1 else self._by_position
+        by_distance = self._by_distance if context.is_contiguous and query.shape[2] > 1 else self._by_position
         bias = by_distance(query, weight, key.shape[2], context) + (content[:, None] @ key.transpose(2, 3))
         return bias * context.scaling
 

@@ -93,7 +93,7 @@ class TUPE(PositionEncoding, type="tupe"):
         # Reading values would synchronize a GPU and break a traced graph, where only the shapes are checked.
         if here.device.type == "cpu" and not torch.compiler.is_compiling():
             high = max((int(each.max()) for each in (here, there) if each.numel()), default=0)
-        elif context.consecutive or context.newest is not None:
+        elif context.is_contiguous or context.length_positions is not None:
             high = there.shape[1] - 1
         if high >= rows:
             raise ValueError(

@@ -110,7 +110,7 @@ class XPos(PositionEncoding, type="xpos"):
         positions = context.positions
         if torch.compiler.is_compiling() or not positions.numel():
             return
-        past = context.past if isinstance(context.past, int) and context.newest is None else 0
+        past = context.past if isinstance(context.past, int) and context.length_positions is None else 0
         # Reading values would synchronize a GPU.
         farthest = int(positions.max()) if positions.device.type == "cpu" else past + positions.shape[1] - 1
         if farthest > (last := self._last(dtype)):

@@ -16,9 +16,9 @@ from hf_posenc.encodings import (
     canonical,
     checked_max_length,
     checked_value,
-    counted,
     encoding_class,
     length_of,
+    position_ids_from_mask,
     positions_of,
 )
 from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
@@ -161,7 +161,7 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
             if mask is not None and mask.ndim != 4 and mask.shape not in ((1, total), (batch, total)):
                 raise ValueError(f"attention_mask has shape {tuple(mask.shape)}: expected [{batch}, {total}]")
             if past_length and mask is not None and mask.ndim == 2:
-                position_ids = counted(mask)[:, past_length:].clamp(min=0)
+                position_ids = position_ids_from_mask(mask)[:, past_length:].clamp(min=0)
             else:
                 position_ids, _ = positions_of(length, past_length, mask, embeds.device)
         elif position_ids.shape not in ((length,), (1, length), (batch, length)):

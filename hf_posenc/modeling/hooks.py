@@ -50,20 +50,20 @@ def add_to_output(
 
 def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
     """`[1 or B, L, D]`, or with L on another axis, computed once in a forward pass unless they are trained; of the shape of
-    the hidden state where that keeps its tokens by row and column, or has no batch. Zeros for tokens aside."""
+    the hidden state where that keeps its tokens by row and column, or has no batch. Zeros for extra tokens."""
     if token_axis != 1:
         length = hidden.shape[token_axis]
     else:
         length = math.prod(hidden.shape[1:-1] if hidden.ndim > 2 else hidden.shape[:1])
-    context = dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).placed(length, hidden.device)
+    context = dispatch.context_for(module, kwargs.get(dispatch.CONTEXT)).with_length(length, hidden.device)
     here = [encoding for name, encoding in context.encoding.named_parts().items() if name in parts]
 
     def compute() -> Tensor:
         terms = (encoding("embed", context.coordinates(encoding.axes)) for encoding in here)
         total: Any = sum(vectors for vectors in terms if vectors is not None)
         vectors = total.to(hidden.dtype)
-        if any(context.aside):
-            vectors = context.framed(vectors.transpose(-1, -2), dims=1).transpose(-1, -2)
+        if context.has_extra_tokens:
+            vectors = context.pad_extra(vectors.transpose(-1, -2), dims=1).transpose(-1, -2)
         return vectors.movedim(1, token_axis)
 
     trained = any(encoding.is_trained() for encoding in here)

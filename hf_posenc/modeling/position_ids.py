@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_posenc.attention import dispatch
-from hf_posenc.encodings import PositionContext, counted, length_of, positions_of
+from hf_posenc.encodings import CrossContext, PatchLayout, PositionContext, length_of, position_ids_from_mask, positions_of
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.modeling import cache_positions
 from hf_posenc.signatures import IS_CAUSAL, TOKEN_INPUTS, BoundCall
@@ -69,7 +69,7 @@ class ForwardPass:
     offset: the id of the first token.
     refused: arguments by which the host's own positions would be given by hand.
     needs_token_types: whether the host cuts missing token types from a buffer as long as its old table (BERT).
-    aside, windows: of the context of a stack that makes its tokens itself.
+    extra_tokens, windows: of the `PatchLayout` of a stack that makes its tokens itself.
     replaces: whether the host's own positions were taken out; else nothing that it is called with changes.
     flattens: whether a stack takes input ids of more dimensions, `[B, choices, L]`, as one text in each row of L.
     causal_flags: name -> value of the flags of the config by which the stack makes its masks, when the encoding was built.
@@ -80,7 +80,7 @@ class ForwardPass:
     offset: int
     refused: tuple[str, ...]
     needs_token_types: bool
-    aside: tuple[int, int] = (0, 0)
+    extra_tokens: tuple[int, int] = (0, 0)
     windows: bool = False
     replaces: bool = True
     flattens: bool = False
@@ -89,9 +89,9 @@ class ForwardPass:
     def begin(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
         """The arguments with the `PositionContext` of this forward pass in them, if the host passes it on, and that context.
 
-        Explicit `position_ids`, counted as the host counts them, win; else they come from the attention mask: in decoders,
-        and behind cached keys, by counting what it shows (`counted`), elsewhere by index from the first that it shows
-        (`positions_of`).
+        Explicit `position_ids`, counted as the original model counts them, take precedence. Otherwise positions come from the
+        attention mask. In decoders and after cached keys, they count what it shows (`position_ids_from_mask`). Elsewhere they
+        are indices from the first token that it shows (`positions_of`).
         """
         call = BoundCall(self.names, args, kwargs)
         self._check_causal_flags(stack, call)
@@ -129,6 +129,7 @@ class ForwardPass:
         if self.replaces:
             _check_length(stack, length, past, cache, ids)
         positions, start, keys = _positions(ids, padding, cache, past, shape, device, stack.posenc.geometry.is_causal)
+        cross = stack.posenc._modules.get("cross")
         context = PositionContext(
             stack.posenc,
             positions=positions,
@@ -136,8 +137,7 @@ class ForwardPass:
             start=start,
             keys=keys,
             first_keys=_first_keys(cache, length, getattr(stack.config, "layer_types", None)),
-            other=stack.posenc._modules.get("cross"),
-            other_mask=call["encoder_attention_mask"],
+            cross=None if cross is None else CrossContext(cross, call["encoder_attention_mask"]),
         )
         if not self.replaces:
             return args, kwargs, context
@@ -209,11 +209,13 @@ class ForwardPass:
             start=unknown,
             # Where a sliding window begins doesn't depend on the number of new tokens.
             first_keys=_first_keys(cache, 1, getattr(stack.config, "layer_types", None)),
-            aside=self.aside,
-            images=_images(call),
-            chosen=_chosen(call),
-            cells=_cells(call),
-            windows=self.windows,
+            patches=PatchLayout(
+                self.extra_tokens,
+                images=_images(call),
+                kept_patches=_kept_patches(call),
+                cells=_cells(call),
+                windows=self.windows,
+            ),
         )
 
     def _changed(
@@ -274,7 +276,7 @@ def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
     """
     grid = tuple(output.shape[2:])
     if CURRENT.context is not None and math.prod(grid) > 1:
-        CURRENT.context.grid, CURRENT.context.cut = grid, len(output)
+        CURRENT.context.record(grid=grid, num_images=len(output))
 
 
 def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -283,12 +285,14 @@ def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: d
     ids, context = BoundCall(names, args, kwargs)["position_ids"], CURRENT.context
     if context is None or ids.ndim != 2 or ids.shape[-1] != 2:
         return
-    if not context.images:
+    layout = context.patches or PatchLayout()
+    images = layout.images
+    if not images:
         first = (ids == 0).all(-1).nonzero()[:, 0].tolist()
         if first[:1] == [0]:
-            context.images = tuple(end - start for start, end in itertools.pairwise([*first, len(ids)]))
-    if not context.windows and not (context.grid and context.images == (math.prod(context.grid),)):
-        context.cells = ids[None]
+            images = tuple(end - start for start, end in itertools.pairwise([*first, len(ids)]))
+    whole = layout.windows or (layout.grid and images == (math.prod(layout.grid),))
+    context.record(images=images, cells=layout.cells if whole else ids[None])
 
 
 def see_frames(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -296,7 +300,7 @@ def see_frames(names: list[str], module: torch.nn.Module, args: tuple, kwargs: d
     padding. The mask that the stack is called with is one of samples or features."""
     mask, context = BoundCall(names, args, kwargs)["attention_mask"], CURRENT.context
     if context is not None and isinstance(mask, Tensor) and mask.ndim == 2:
-        context.shown = mask
+        context.record(frame_mask=mask)
 
 
 def _mask_of(call: BoundCall, length: int) -> Any:
@@ -317,10 +321,10 @@ def _images(call: BoundCall) -> tuple[int, ...]:
     return () if grids is None else tuple(h * w for *frames, h, w in grids.tolist() for _ in range(*(frames or [1])))
 
 
-def _chosen(call: BoundCall) -> Tensor | None:
+def _kept_patches(call: BoundCall) -> Tensor | None:
     """`[B, L]`, the positions of patches in a batch of images of several sizes: each image's own are counted row by row."""
     shown = call["patch_attention_mask"]
-    return None if shown is None else counted(shown.flatten(1)).clamp(min=0)
+    return None if shown is None else position_ids_from_mask(shown.flatten(1)).clamp(min=0)
 
 
 def _cells(call: BoundCall) -> Tensor | None:
@@ -333,7 +337,8 @@ def follow_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A host's own `random_masking`, which takes patches out: tells the context of this forward pass which ones are left."""
     left, *others = mask(*args, **kwargs)
     if CURRENT.context is not None:
-        CURRENT.context.chosen = others[-1].argsort(dim=1)[:, : left.shape[1]]
+        kept = others[-1].argsort(dim=1)[:, : left.shape[1]]
+        CURRENT.context.record(kept_patches=kept)
     return (left, *others)
 
 
@@ -385,7 +390,8 @@ def _counted_anew(ids: Tensor, padding: Tensor | None, past: int | Tensor, lengt
     ids = ids.reshape(-1, length)
     first = ids[:, :1] - index[:, :1]
     counts_on = ((ids == index + first) & (first >= 0)).all()
-    return torch.where(counts_on, counted(padding).to(ids.device)[:, index[0].clamp(max=padding.shape[1] - 1)] + first, ids)
+    shown = position_ids_from_mask(padding).to(ids.device)[:, index[0].clamp(max=padding.shape[1] - 1)]
+    return torch.where(counts_on, shown + first, ids)
 
 
 def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:
@@ -426,7 +432,7 @@ def _positions(
     room = cache_positions.room(cache)
     if ids is None and mask is None and remembered is None and room is None:
         return index, index.new_zeros(1, 1), None
-    seen = None if mask is None else counted(mask)
+    seen = None if mask is None else position_ids_from_mask(mask)
     if seen is not None and room is None and seen.shape[1] < past + length:
         raise ValueError(
             f"attention_mask has {seen.shape[1]} columns for {past} cached and {length} new tokens: give one for each of them"

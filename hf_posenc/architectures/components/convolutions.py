@@ -94,7 +94,7 @@ class DisabledConvolution(Disabled):
         length = answered(self.sizes, hidden_states.shape[self.token_axis])
         vectors = None
         if self.adds_vectors and "embed" in stack.posenc.mechanisms():
-            vectors = stack.posenc("embed", context_for(self).placed(length, hidden_states.device).positions)
+            vectors = stack.posenc("embed", context_for(self).with_length(length, hidden_states.device).positions)
         if vectors is None:
             vectors = hidden_states.new_zeros(()).expand(1, length, self.width)
         vectors = vectors if self.token_axis == 1 else vectors.transpose(1, 2)

@@ -106,7 +106,7 @@ class DisabledCountingTable(DisabledTable):
         context = context_for(self)
         if not context.positions.numel():  # of a sound, whose frames the host has counted
             given = next(iter(kwargs.values())) if given is None else given
-            context = context.placed(_length(given), stack.device)
+            context = context.with_length(_length(given), stack.device)
         positions = context.positions
         if self.by_shape and (padding := _length(given) - positions.shape[1]) > 0:  # up to whole windows (LED)
             positions = torch.cat([positions, positions[:, -1:].expand(-1, padding)], dim=1)
