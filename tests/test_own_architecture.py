@@ -282,7 +282,7 @@ def test_a_module_of_another_form(own, kept):
     hf_posenc.register_attention(attention, scaling=1.0)
     with pytest.raises(hf_posenc.UnsupportedModelError, match="no source of position that is known.*own_architecture.md"):
         hf_posenc.patch(stock, "rope")
-    hf_posenc.register_positions(cls, "angles", silent=unturned)
+    hf_posenc.register_positions(cls, "angles", disabled_output=unturned)
     ids = tokens(2, 9)
     without = hf_posenc.patch(stock, "none")
     assert_close(without(ids)[0].flip(1), without(ids.flip(1))[0])
@@ -304,8 +304,8 @@ def test_what_is_said_wrongly(own, kept):
     with pytest.raises(ValueError, match="allowed is a subclass of torch.nn.Module"):
         hf_posenc.register_attention("attention")
     hf_posenc.register_attention(attention)
-    for path, silent, what in (("angels", None, "nothing"), ("angles", None, "a Angles"), ("embed_tokens", len, "")):
-        hf_posenc.register_positions(cls, path, silent=silent)
+    for path, disabled_output, what in (("angels", None, "nothing"), ("angles", None, "a Angles"), ("embed_tokens", len, "")):
+        hf_posenc.register_positions(cls, path, disabled_output=disabled_output)
         if what:
             with pytest.raises(
                 hf_posenc.UnsupportedModelError, match=f"names {what} of this TurningModel: allowed is an nn.Embedding"

@@ -12,7 +12,7 @@ from hf_posenc.architectures.components.declared import declare
 from hf_posenc.attention import custom, intercept
 
 
-def register_positions(cls: type[PreTrainedModel], path: str, silent: Callable[[Any], Any] | None = None) -> None:
+def register_positions(cls: type[PreTrainedModel], path: str, disabled_output: Callable[[Any], Any] | None = None) -> None:
     """Say where a class of your own has positions, so that `hf_posenc.patch` can take them over.
 
     Needed only where its names and forms differ from those of Transformers' own models: what `patch` finds by itself needs
@@ -21,8 +21,8 @@ def register_positions(cls: type[PreTrainedModel], path: str, silent: Callable[[
     Args:
         cls: the model which makes the positions, usually the base model. It holds for its subclasses, too.
         path: dotted path within it: an `nn.Embedding` called with position ids; a parameter or buffer of vectors `[..., rows,
-            D]` that are added; or, with `silent`, any other module.
-        silent: a function at the top level of a module: what the module answers -> the same without positions, as angles of
+            D]` that are added; or, with `disabled_output`, any other module.
+        disabled_output: a function at the top level of a module: what the module answers -> the same without positions, as angles of
             cosine 1 and sine 0.
 
     Raises:
@@ -31,7 +31,7 @@ def register_positions(cls: type[PreTrainedModel], path: str, silent: Callable[[
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ValueError(f"{cls!r}: allowed is a subclass of PreTrainedModel, of your own")
     _refuse_transformers(cls)
-    declare(cls, path, silent)
+    declare(cls, path, disabled_output)
 
 
 def register_attention(

@@ -18,24 +18,24 @@ from hf_posenc.configuration import LENGTH_FIELD
 class Declaration:
     """What a user has said of a class.
 
-    cls: of the stack. path: of the module, parameter or buffer, relative to it. silent: what a module answers -> the same
+    cls: of the stack. path: of the module, parameter or buffer, relative to it. disabled_output: what a module returns -> the same
     without positions.
     """
 
     cls: type
     path: str
-    silent: Callable[[Any], Any] | None
+    disabled_output: Callable[[Any], Any] | None
 
 
 DECLARED: dict[tuple[str, str], Declaration] = {}
 """By the name of a class and a path, so that a notebook's cell can be run again."""
 
 
-def declare(cls: type, path: str, silent: Callable[[Any], Any] | None) -> None:
+def declare(cls: type, path: str, disabled_output: Callable[[Any], Any] | None) -> None:
     for key, other in [*DECLARED.items()]:  # of a class that a notebook's cell has made again
         if key[0] == f"{cls.__module__}.{cls.__qualname__}" and other.cls is not cls:
             del DECLARED[key]
-    DECLARED[f"{cls.__module__}.{cls.__qualname__}", path] = Declaration(cls, path, silent)
+    DECLARED[f"{cls.__module__}.{cls.__qualname__}", path] = Declaration(cls, path, disabled_output)
 
 
 def declared_in(stack: Any, modules: Mapping[str, nn.Module]) -> dict[str, PositionComponent]:
@@ -47,16 +47,16 @@ def declared_in(stack: Any, modules: Mapping[str, nn.Module]) -> dict[str, Posit
 def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
     owner, _, key = each.path.rpartition(".")
     module, around = modules.get(each.path), modules.get(owner)
-    if isinstance(module, nn.Embedding) and each.silent is None:
+    if isinstance(module, nn.Embedding) and each.disabled_output is None:
         return RegisteredTable(each.path, module, stack.config)
-    if module is not None and each.silent is not None:
-        return RegisteredModule(each.path, module, each.silent)
-    if around is not None and isinstance(getattr(around, key, None), Tensor) and each.silent is None:
+    if module is not None and each.disabled_output is not None:
+        return RegisteredModule(each.path, module, each.disabled_output)
+    if around is not None and isinstance(getattr(around, key, None), Tensor) and each.disabled_output is None:
         return RegisteredParameter(each.path, around, extra_tokens(modules), stack.config)
     what = "nothing" if module is None else f"a {type(module).__name__}"
     raise UnsupportedModelError(
         f"register_positions({each.cls.__name__}, {each.path!r}) names {what} of this {type(stack).__name__}: allowed is an "
-        "nn.Embedding, a parameter or a buffer without silent=…, or another module with it",
+        "nn.Embedding, a parameter or a buffer without disabled_output=…, or another module with it",
         reason="declared positions that aren't there",
         remedy=OWN_PAGE,
     )
@@ -125,9 +125,9 @@ class RegisteredModule(PositionComponent):
 
     encoding, verb = "rope", "rotate"
 
-    def __init__(self, path: str, module: nn.Module, silent: Callable[[Any], Any]) -> None:
+    def __init__(self, path: str, module: nn.Module, disabled_output: Callable[[Any], Any]) -> None:
         super().__init__(path, module)
-        self.silent = silent
+        self.disabled_output = disabled_output
 
     at = classmethod(_at)
 
@@ -136,9 +136,9 @@ class RegisteredModule(PositionComponent):
         return ()
 
     def disable(self, stack: Any, adds_vectors: bool) -> None:
-        self.module.register_forward_hook(partial(without_positions, self.silent))
+        self.module.register_forward_hook(partial(without_positions, self.disabled_output))
 
 
-def without_positions(silent: Callable[[Any], Any], module: nn.Module, args: tuple, answer: Any) -> Any:
+def without_positions(disabled_output: Callable[[Any], Any], module: nn.Module, args: tuple, answer: Any) -> Any:
     """Hook of a declared module."""
-    return silent(answer)
+    return disabled_output(answer)
