@@ -1,4 +1,4 @@
-"""What users say of their own classes: where they have positions, and which of their modules are attentions."""
+"""Registration of custom classes: their positional components and their attention modules."""
 
 import inspect
 from collections.abc import Callable
@@ -13,20 +13,20 @@ from hf_posenc.attention import custom, intercept
 
 
 def register_positions(cls: type[PreTrainedModel], path: str, disabled_output: Callable[[Any], Any] | None = None) -> None:
-    """Say where a class of your own has positions, so that `hf_posenc.patch` can take them over.
+    """Register a positional component of a custom model class, so that `hf_posenc.patch` can replace it.
 
-    Needed only where its names and forms differ from those of Transformers' own models: what `patch` finds by itself needs
-    no line. Call it where the class is defined, so that it holds wherever the class is imported.
+    `patch` finds components that are named and built like those of Transformers' models; register only the others. Call it in
+    the module that defines the class, so that the registration holds wherever the class is imported.
 
     Args:
-        cls: the model which makes the positions, usually the base model. It holds for its subclasses, too.
-        path: dotted path within it: an `nn.Embedding` called with position ids; a parameter or buffer of vectors `[..., rows,
-            D]` that are added; or, with `disabled_output`, any other module.
-        disabled_output: a function at the top level of a module: what the module answers -> the same without positions, as angles of
-            cosine 1 and sine 0.
+        cls: the model class that contains the component, usually the base model. Subclasses inherit the registration.
+        path: dotted path of the component in `cls`: an `nn.Embedding` that is called with position ids, a parameter or buffer
+            `[..., positions, D]` that is added to hidden states, or, with `disabled_output`, any other module.
+        disabled_output: a module-level function that maps the component's output to the output without positions, such as
+            angles with cosine 1 and sine 0.
 
     Raises:
-        ValueError: `cls` is a class of Transformers, which needs no such line.
+        ValueError: `cls` is a class of Transformers; those need no registration.
     """
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ValueError(f"{cls!r}: allowed is a subclass of PreTrainedModel, of your own")
@@ -37,19 +37,19 @@ def register_positions(cls: type[PreTrainedModel], path: str, disabled_output: C
 def register_attention(
     cls: type[nn.Module], *, scaling: float | Callable[[Any, int], float] | None = None, is_causal: bool = False
 ) -> None:
-    """Say that a module of your own computes attention by itself, without Transformers' ALL_ATTENTION_FUNCTIONS.
+    """Register a custom attention module that doesn't use Transformers' `ALL_ATTENTION_FUNCTIONS`.
 
-    Its first product of queries and keys, `[B, H, L, E]` by `[B, H, E, L]`, or its call of scaled_dot_product_attention, is
-    where the encoding acts: its forward stays as it is. It reads `hidden_states` or whatever comes first.
+    Its `forward` is not changed. The encoding acts on its first product of queries and keys, `[B, H, L, E]` by `[B, H, E, L]`,
+    or on its call of `scaled_dot_product_attention`. The hidden states are its argument `hidden_states`, or its first.
 
     Args:
-        cls: the module's class, in which queries and keys are multiplied.
-        scaling: what the product is multiplied by afterwards: None for 1/√E, 1.0 if queries or keys are scaled before, a
-            number, or a function of the module and E. A call of scaled_dot_product_attention says it by itself.
-        is_causal: whether each token sees only those before it, and itself.
+        cls: the class of the module that multiplies queries and keys.
+        scaling: the factor that is applied to the product: None for 1/√E, 1.0 if queries or keys are scaled before, a number,
+            or a function of the module and E. Ignored where the module calls `scaled_dot_product_attention`.
+        is_causal: whether the module masks later tokens.
 
     Raises:
-        ValueError: `cls` is no module, or one of Transformers' own.
+        ValueError: `cls` is not a module class, or is a class of Transformers.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ValueError(f"{cls!r}: allowed is a subclass of torch.nn.Module, of your own")
@@ -62,7 +62,7 @@ def register_attention(
 
 
 class _Constant:
-    """A scaling that is the same for all modules."""
+    """The same scaling for all modules."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -73,9 +73,11 @@ class _Constant:
 
 def _refuse_transformers(cls: type) -> None:
     if is_transformers(cls):
-        raise ValueError(f"{cls.__qualname__} is a class of Transformers itself: hf_posenc.patch knows those, or says why not")
+        raise ValueError(
+            f"{cls.__qualname__} is a class of Transformers, which needs no registration. Call hf_posenc.patch with its model."
+        )
 
 
 def names_in_code(cls: type) -> set[str]:
-    """What the forward of a module mentions."""
+    """The names that the forward of a module class uses."""
     return {*getattr(getattr(inspect.unwrap(cls.forward), "__code__", None), "co_names", ())}  # type: ignore[attr-defined]

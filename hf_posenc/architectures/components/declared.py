@@ -16,10 +16,10 @@ from hf_posenc.configuration import LENGTH_FIELD
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a user has said of a class.
+    """A registered component.
 
-    cls: of the stack. path: of the module, parameter or buffer, relative to it. disabled_output: what a module returns -> the same
-    without positions.
+    cls: the class of the stack. path: of the module, parameter or buffer in it. disabled_output: maps a module's output to the
+        output without positions.
     """
 
     cls: type
