@@ -202,7 +202,7 @@ class PositionEncoding(nn.Module):
         """The result of one of the verbs."""
         # Accelerate brings offloaded weights to a module that is called. Some within are only read, such as a ParameterList.
         within: list[Any] = [module for module in self.modules() if module is not self]
-        read = [(module, hook) for module in within if (hook := accelerate_hook(module)) is not None]
+        read = [(module, accelerate_hook(module)) for module in within if accelerate_hook(module) is not None]
         for module, hook in read:
             hook.pre_forward(module)
         try:
