@@ -11,7 +11,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,26 +96,15 @@ def _planned(config: Any) -> list[str]:
 
 
 def _geometry(cls: Any, config: Any) -> Geometry:
-    """The sizes of a model as its config says them; building it would take its memory."""
-    text = config.get_text_config()
+    """Sizes like a model's. Which tensors and files an encoding has, beyond their shapes, doesn't depend on them."""
 
     def size(name: str, default: int) -> int:
-        value = getattr(text, name, None)
+        value = getattr(config.get_text_config(), name, None)
         return value if isinstance(value, int) and value > 0 else default
 
-    width, heads = size("hidden_size", 64), size("num_attention_heads", 0)
-    geometry = Geometry(
-        hidden_size=width,
-        num_attention_heads=heads,
-        head_dim=size("head_dim", width // max(heads, 1)),
-        max_length=config.position_encoding.get("max_length") or getattr(config, "max_length", None),
-        num_key_value_heads=size("num_key_value_heads", heads),
-        trained_length=size("max_position_embeddings", 512),
-        axes=cls.axes,
-    )
-    if geometry.max_length is None and cls.needs_max_length(geometry):
-        return replace(geometry, max_length=size("max_position_embeddings", 512))
-    return geometry
+    width, heads = size("hidden_size", 64), size("num_attention_heads", 4)
+    length = config.position_encoding.get("max_length") or size("max_position_embeddings", 512)
+    return Geometry(width, heads, size("head_dim", max(width // heads, 1)), length, trained_length=length, axes=cls.axes)
 
 
 @functools.cache
