@@ -5,6 +5,7 @@ import json
 import random
 import re
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -181,6 +182,16 @@ def test_each_version_of_the_code_is_imported_once(module, tmp_path, caplog):
         layer.save_pretrained(tmp_path / "changed")
     assert import_check._imported.cache_info().misses == started + 1
     assert {path.name for path in (tmp_path / "changed").glob("*.py")} == {"modeling_posenc.py"}
+
+
+def test_a_full_disk_is_a_reason_and_another_time_it_may_not_be(module, tmp_path, monkeypatch):
+    layer = hf_posenc.PositionEmbedding("own-steps", hidden_size=4, size=2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+        with pytest.warns(UserWarning, match="the copies can't be tried in a temporary directory: .*No such file"):
+            layer.save_pretrained(tmp_path / "model")
+    layer.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "posenc_own_own_steps.py").is_file()
 
 
 def test_files_that_cant_be_copied(module, tmp_path):

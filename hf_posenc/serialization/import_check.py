@@ -29,7 +29,10 @@ def refusal(code: UserCode, files: dict[str, str], encodings: list[dict[str, Any
 
     encodings: of each, its type, options and geometry.
     """
-    found = _imported(tuple(files.items()), tuple(code.texts), json.dumps(encodings))
+    try:
+        found = _imported(tuple(files.items()), tuple(code.texts), json.dumps(encodings))
+    except OSError as error:  # not remembered: another time it may work
+        return f"the copies can't be tried in a temporary directory: {error}"
     if isinstance(found, str):
         return found
     for name, module in code.modules.items():
@@ -50,10 +53,10 @@ def _imported(files: tuple[tuple[str, str], ...], users: tuple[str, ...], encodi
         warnings.simplefilter("ignore")  # Python gave them when the files were imported first
         package = ModuleType(Path(folder).name)
         package.__path__ = [folder]
+        for file, text in files:
+            Path(folder, file).write_text(text, encoding="utf-8")
         sys.modules[package.__name__] = package
         try:
-            for file, text in files:
-                Path(folder, file).write_text(text, encoding="utf-8")
             for name in users:  # Transformers takes what looks like an import in a string for one, too
                 if missing := {f"{each}.py" for each in check_imports(Path(folder, f"{name}.py"))} - {*dict(files)}:
                     return f"Transformers would look for {', '.join(sorted(missing))} beside it"
@@ -72,7 +75,7 @@ def _imported(files: tuple[tuple[str, str], ...], users: tuple[str, ...], encodi
                 "packages, hf_posenc.PositionEncoding, hf_posenc.encodings, and neighboring files (from .helpers import …)"
             )
         finally:
-            for name in [name for name in sys.modules if name.partition(".")[0] == package.__name__]:
+            for name in [name for name in list(sys.modules) if name.partition(".")[0] == package.__name__]:
                 del sys.modules[name]
 
 
