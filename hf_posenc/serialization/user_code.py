@@ -107,49 +107,44 @@ class UserCode:
         for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset), reverse=True):
             end = (node.end_lineno or node.lineno) - 1
             before, after = lines[node.lineno - 1][: node.col_offset], lines[end][node.end_col_offset :]
-            text = ast.get_source_segment(source, node) or ""
-            lines[node.lineno - 1 : end + 1] = [before + self._import(module, node, text).encode() + after]
+            if statements := self._import(module, node):
+                lines[node.lineno - 1 : end + 1] = [before + "; ".join(statements).encode() + after]
         if flat(PACKAGE) in (copies := b"\n".join(lines).decode()) or flat(ENCODINGS) in copies:
             self._add_attributes(tree)
         head, *rest = copies.split("\n", 2)
         return "\n".join([_in_utf8(head), *map(_in_utf8, rest[:1]), *rest[1:]])
 
-    def _import(self, module: str, node: ast.Import | ast.ImportFrom, text: str) -> str:
-        """An import statement as it stands in the copy."""
+    def _import(self, module: str, node: ast.Import | ast.ImportFrom) -> list[str]:
+        """The statements that replace an import in the copy; none where it stays as it is."""
         if isinstance(node, ast.Import):
-            if not any(is_ours(alias.name) for alias in node.names):
-                return text
-            return "; ".join(self._import_module(alias) for alias in node.names)
+            ours = any(is_ours(alias.name) for alias in node.names)
+            return [self._import_module(alias) for alias in node.names] if ours else []
         if not node.level:
-            return _from(text, self._ours(node.module or "")) if is_ours(node.module or "") else text
+            return [_from(self._ours(node.module or ""), node.names)] if is_ours(node.module or "") else []
         try:
             package = getattr(sys.modules.get(module), "__package__", None) or module.rpartition(".")[0]
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
         except ImportError:
-            return text
-        neighbours = {alias.name: _file(f"{source}.{alias.name}") for alias in node.names if _is_module(source, alias.name)}
-        names = [alias for alias in node.names if not neighbours.get(alias.name)]
-        path = _file(source)
+            return []
+        path, modules, names = _file(source), [], []
+        for alias in node.names:
+            found = _file(f"{source}.{alias.name}") if _is_module(source, alias.name) else None
+            if found is None:
+                names.append(alias)
+            else:
+                copy = self._add(f"{source}.{alias.name}", found)
+                modules.append(f"from . import {copy} as {alias.asname or alias.name}")
         if names and path is None:  # an import that fails in the original, too
-            return text
-        if path is not None and not any(neighbours.values()):
-            return _from(text, self._add(source, path))
-        statements = [
-            f"from . import {self._add(f'{source}.{alias.name}', found)} as {alias.asname or alias.name}"
-            for alias in node.names
-            if (found := neighbours.get(alias.name))
-        ]
-        if names and path is not None:
-            statements.insert(0, f"from .{self._add(source, path)} import {', '.join(map(_alias, names))}")
-        return "; ".join(statements)
+            return []
+        return ([_from(self._add(source, path), names)] if names and path else []) + modules
 
     def _import_module(self, alias: ast.alias) -> str:
         if not is_ours(alias.name):
-            return f"import {_alias(alias)}"
-        if alias.asname:
-            return f"from . import {self._ours(alias.name)} as {alias.asname}"
-        self._ours(alias.name)
-        return f"from . import {self._ours(PACKAGE)} as {PACKAGE}"
+            return f"import {ast.unparse(alias)}"
+        copy = self._ours(alias.name)
+        return (
+            f"from . import {copy} as {alias.asname}" if alias.asname else f"from . import {self._ours(PACKAGE)} as {PACKAGE}"
+        )
 
     def _ours(self, module: str) -> str:
         """The copy that a module of ours is imported from: what isn't of encodings/ is asked of the whole package's."""
@@ -198,13 +193,8 @@ def _is_own(top: str) -> bool:
     return bool(places) and all({"site-packages", "dist-packages"}.isdisjoint(Path(place).parts) for place in places)
 
 
-def _from(text: str, name: str) -> str:
-    """`from … import …` with another module."""
-    return re.sub(r"^from\b.*?\bimport\b", f"from .{name} import", text, count=1, flags=re.DOTALL)
-
-
-def _alias(alias: ast.alias) -> str:
-    return alias.name + (f" as {alias.asname}" if alias.asname else "")
+def _from(name: str, names: list[ast.alias]) -> str:
+    return ast.unparse(ast.ImportFrom(name, names, level=1))
 
 
 def _is_module(package: str, name: str) -> bool:
