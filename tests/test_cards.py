@@ -167,6 +167,9 @@ def test_ways_to_load_it():
     assert base == 'from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained("me/base")'
     heads, _ = blocks(patched("gpt2", "rope", head="DoubleHeadsModel"))
     assert "from hf_posenc import PosEncGPT2DoubleHeadsModel" in heads
+    forgetful = hf_posenc.patch(stock("gpt2", head="DoubleHeadsModel"), "rope", keep_original=False)
+    _, base = blocks(forgetful, metadata={"base_model": "me/base"})
+    assert base == 'from transformers import GPT2DoubleHeadsModel\n\nmodel = GPT2DoubleHeadsModel.from_pretrained("me/base")'
     # One of the Auto classes that have no task of their own here.
     assert (
         "AutoModelForMultipleChoice"

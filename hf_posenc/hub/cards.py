@@ -187,34 +187,29 @@ def _positions(model: PreTrainedModel, report: Report) -> list[str]:
 
 
 def _loading(model: PreTrainedModel, report: Report, auto: str | None, repo_id: str, base: str | None) -> list[str]:
-    call = f'{auto or report.model_class}.from_pretrained("{repo_id}"'
-    stock = f"from transformers import {auto or report.model_class}"
-    if not hasattr(model.config, "position_encoding"):
-        return ["## How to load it", "", *_fenced("python", stock, "", f"model = {call})")]
-    lines = ["## How to load it", "", "With the package:", "", *_fenced("bash", "pip install hf-posenc"), ""]
-    if auto:
+    load = f'model = {auto or report.model_class}.from_pretrained("{repo_id}")'
+    ways = [("", "python", [f"from transformers import {auto or report.model_class}", "", load])]
+    if hasattr(model.config, "position_encoding"):
         users = [cls.__name__ for cls in user_classes(report.encoding)]
         also = f", beside what defines {', '.join(users)}" if users else ""
-        lines += _fenced(
-            "python", f"import hf_posenc  # Transformers then knows its models{also}", stock, "", f"model = {call})"
-        )
-    else:
-        lines += _fenced("python", f"from hf_posenc import {report.model_class}", "", f"model = {call})")
-    if remote := _remote_auto_class(model):
-        lines += ["", "Without it: the code comes with the model, and needs torch and transformers alone.", ""]
-        lines += _fenced(
-            "python",
-            f"from transformers import {remote}",
-            "",
-            f'model = {remote}.from_pretrained("{repo_id}", trust_remote_code=True)',
-        )
-    host, spec = report.model_class.removeprefix(derived.PREFIX), getattr(model.config, "position_spec", None)
-    if report.can_unpatch:
-        lines += ["", f"As a stock `{host}`: these weights, with the positions that the model had before it was patched.", ""]
-        lines += _fenced("python", "import hf_posenc", "", "model = hf_posenc.unpatch(model)")
-    elif base and spec is not None and spec.original is not None:
-        lines += ["", "As the stock model: the base model's own positions are not kept here, so that is the base itself.", ""]
-        lines += _fenced("python", stock, "", f'model = {auto or host}.from_pretrained("{base}")')
+        package = [f"import hf_posenc  # Transformers then knows its models{also}", f"from transformers import {auto}"]
+        package = package if auto else [f"from hf_posenc import {report.model_class}"]
+        ways = [("With the package:", "bash", ["pip install hf-posenc"]), ("", "python", [*package, "", load])]
+        if remote := _remote_auto_class(model):
+            words = "Without it: the code comes with the model, and needs torch and transformers alone."
+            load = f'model = {remote}.from_pretrained("{repo_id}", trust_remote_code=True)'
+            ways.append((words, "python", [f"from transformers import {remote}", "", load]))
+        host, spec = report.model_class.removeprefix(derived.PREFIX), getattr(model.config, "position_spec", None)
+        if report.can_unpatch:
+            words = f"As a stock `{host}`: these weights, with the positions that the model had before it was patched."
+            ways.append((words, "python", ["import hf_posenc", "", "model = hf_posenc.unpatch(model)"]))
+        elif base and spec is not None and spec.original is not None:
+            words = "As the stock model: the base model's own positions are not kept here, so that is the base itself."
+            load = f'model = {auto or host}.from_pretrained("{base}")'
+            ways.append((words, "python", [f"from transformers import {auto or host}", "", load]))
+    lines = ["## How to load it"]
+    for words, language, code in ways:
+        lines += ["", words] * bool(words) + ["", *_fenced(language, *code)]
     return lines
 
 
