@@ -64,7 +64,7 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "w", **options: Any) -
         raise ValueError(f"mode={mode!r} isn't supported: use 'w' or 'wb'")
     if mode == "w":
         options = {"encoding": "utf-8", **options}
-    before = _status(path)
+    before = os.stat(path) if os.path.exists(path) else None
     if before is not None and not stat.S_ISREG(before.st_mode) and not stat.S_ISDIR(before.st_mode):
         with open(path, mode, **options) as file:
             yield file
@@ -405,13 +405,6 @@ def _synchronize(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
-    try:
-        return os.stat(path)
-    except FileNotFoundError:
-        return None
 
 
 def _weights(name: str) -> tuple[str, str | None] | None:
