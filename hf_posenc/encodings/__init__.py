@@ -23,7 +23,7 @@ from hf_posenc.encodings.context import (
     position_ids_from_mask,
     positions_of,
 )
-from hf_posenc.encodings.mapped_tables import StoredTensor, names_in_code
+from hf_posenc.encodings.mapped_tables import StoredTensor, tensor_names
 from hf_posenc.encodings.options import (
     GreaterThan,
     at_most,
@@ -75,7 +75,7 @@ __all__ = [
     "mark",
     "marked_as_loaded",
     "did_you_mean",
-    "names_in_code",
+    "tensor_names",
     "options_of",
     "overridden",
     "placed",

@@ -22,7 +22,7 @@ BLOCK = 256
 """Rows that are read from a file, or rounded to int8, at a time."""
 
 
-def names_in_code(path: str | os.PathLike[str]) -> list[str]:
+def tensor_names(path: str | os.PathLike[str]) -> list[str]:
     """The names of the tensors in a safetensors file. Raises ValueError for a file that can't be read."""
     with _opened(path) as file:
         return [*file.keys()]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_posenc.encodings.base import PositionEncoding
-from hf_posenc.encodings.mapped_tables import StoredTensor, names_in_code, to_int8
+from hf_posenc.encodings.mapped_tables import StoredTensor, tensor_names, to_int8
 
 MAPPED = "memory-mapped"
 
@@ -100,7 +100,7 @@ class Rows(PositionEncoding):
         return self.table
 
     def _only_name(self, file: Path) -> str:
-        names = names_in_code(file)
+        names = tensor_names(file)
         if len(names) != 1:
             raise ValueError(
                 f"{self.type}.file={str(file)!r} has {len(names)} tensors: give a file with one, the table; "

@@ -195,10 +195,10 @@ def _restore(model: Any, files: Iterable[str], info: Any) -> None:
             continue
 
         def find(name: str, path: str = path) -> "StoredTensor | None":
-            from hf_posenc.encodings.mapped_tables import StoredTensor, names_in_code
+            from hf_posenc.encodings.mapped_tables import StoredTensor, tensor_names
 
             if not places:
-                places.update({key: file for file in files for key in names_in_code(file)})
+                places.update({key: file for file in files for key in tensor_names(file)})
             key = _key(f"{path}.{name}", places)
             if key is None:
                 return None
