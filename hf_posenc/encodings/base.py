@@ -74,7 +74,7 @@ class PositionEncoding(nn.Module):
 
         class Window(hf_posenc.PositionEncoding, type="window"):
             \"\"\"Tokens further than `width` away are masked.\"\"\"
-            width: Annotated[int, Above(0)] = 128
+            width: Annotated[int, GreaterThan(0)] = 128
 
             def distance_bias(self, distance):
                 return torch.where(distance.abs() > self.width, -torch.inf, 0.0)[None]

@@ -27,7 +27,7 @@ _ALLOWED: ContextVar[float] = ContextVar("_ALLOWED", default=math.inf)
 
 @dataclass(frozen=True)
 class GreaterThan:
-    """The open lower bound of a numeric option: `base: Annotated[float, Above(1)] = 10000.0`."""
+    """The open lower bound of a numeric option: `base: Annotated[float, GreaterThan(1)] = 10000.0`."""
 
     bound: float
 
