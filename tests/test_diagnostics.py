@@ -178,7 +178,7 @@ def loops(matrix, near=None):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_indicators(causal):
+def test_matrix_properties(causal):
     matrix = torch.randint(-3, 4, (2, 7, 7), generator=torch.Generator().manual_seed(0)).double()
     matrix[0, 3, 5] = matrix[0, 5, 3] = -INF
     if causal:
@@ -340,7 +340,7 @@ def test_a_part_that_is_elsewhere_is_missed(encoding, here, missing):
     assert diagnostics.similarity(embedded, 6, quantity="vectors").matrix.isfinite().any()
     with pytest.raises(ValueError, match="the part sinusoidal, and not shaw"):
         diagnostics.similarity(embedded, 6, quantity="scores")
-    with pytest.raises(ValueError, match="this module does nothing to positions: of an encoding that each attention has"):
+    with pytest.raises(ValueError, match="this module does nothing to positions: of an encoding with per_layer=True"):
         diagnostics.similarity(patched("llama", "shaw").posenc, 6)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import hf_posenc
 from conftest import LENGTH, VOCABULARY, assert_close, patched, stock, tokens
 from hf_posenc import diagnostics
+from hf_posenc.diagnostics.registry import DIAGNOSTICS
 from tools.hosts.tiny import build
 
 SIZE = 12
@@ -273,12 +275,11 @@ def test_length_curve_of_states():
 
 # What is left behind, and what is refused.
 
+SETTINGS = {"probing": {"words": 1, "length": 6}, "length_curve": {"targets": 2}}
 EVERY = {
-    "probing": lambda model: diagnostics.probing(model, 1, 6),
-    "attention_by_distance": lambda model: diagnostics.attention_by_distance(model, tokens()),
-    "receptive_field": lambda model: diagnostics.receptive_field(model, tokens()),
-    "order_sensitivity": lambda model: diagnostics.order_sensitivity(model, tokens()),
-    "length_curve": lambda model: diagnostics.length_curve(model, tokens(), targets=2),
+    name: partial(each.measure, **({"texts": tokens()} if each.needs == "texts" else {}), **SETTINGS.get(name, {}))
+    for name, each in DIAGNOSTICS.items()
+    if each.needs in ("model", "texts")
 }
 
 
@@ -400,11 +401,11 @@ def test_errors(call, message):
 @pytest.mark.parametrize(
     ("kind", "call", "message"),
     [
-        ("squeezebert", "attention_by_distance", "something else as its attention weights .from -"),
-        ("squeezebert", "probing", "something else as its attention weights .from -"),
-        ("ibert", "receptive_field", "IBertModel embeds its tokens in another way than by one vector"),
-        ("longformer", "receptive_field", "LongformerModel embeds its tokens in another way"),
-        ("canine", "order_sensitivity", "CanineModel has no one embedding of its tokens"),
+        ("squeezebert", "attention_by_distance", "normalized attention weights .but -"),
+        ("squeezebert", "probing", "normalized attention weights .but -"),
+        ("ibert", "receptive_field", "IBertModel doesn't embed each token as one vector"),
+        ("longformer", "receptive_field", "LongformerModel doesn't embed each token as one vector"),
+        ("canine", "order_sensitivity", "CanineModel has no single embedding of its tokens"),
     ],
 )
 def test_models_of_another_kind(kind, call, message):
@@ -419,5 +420,5 @@ def test_embeddings_that_are_scaled_in_place():
 
 def test_models_without_attention():
     model = MambaModel(MambaConfig(vocab_size=20, hidden_size=8, state_size=4, num_hidden_layers=1))
-    with pytest.raises(ValueError, match="MambaModel gives out no attention weights"):
+    with pytest.raises(ValueError, match="MambaModel doesn't return the attention weights"):
         diagnostics.attention_by_distance(model, short())

@@ -25,10 +25,9 @@ class AttentionByDistance(Result):
     """The result of `attention_by_distance`.
 
     model: its class. texts, tokens: how many were read.
-    distances: key index - query index, in tokens, N of them; up to 0 where no query sees a later key.
-    weights: `[layers, H, N]`, the mean attention weight of a pair at this distance. pairs: `[N]`, how many such pairs there
-        are.
-    mean_distance: `[layers, H]`, in tokens: Σ weight · |distance|, the mean over queries. All distances count.
+    distances: key index - query index, in tokens, N of them. Up to 0 if no query sees a later key.
+    weights: `[layers, H, N]`, the mean attention weight of a pair at this distance. pairs: `[N]`, the number of pairs.
+    mean_distance: `[layers, H]`, in tokens: Σ weight · |distance| over all distances, the mean over queries.
     """
 
     model: str
@@ -50,20 +49,19 @@ class AttentionByDistance(Result):
 def attention_by_distance(
     model: Any, texts: Texts, *, tokenizer: Any = None, max_distance: int = 64, length: TextLength = 256
 ) -> AttentionByDistance:
-    """How much attention tokens give to those 0, 1, 2, … tokens away, by layer and head.
+    """How much attention tokens pay to those 0, 1, 2, … tokens away, by layer and head.
 
-    All tokens count, special ones among them: a head that rests on the last token of a text is one that looks far.
+    Special tokens count, so a head that attends to the last token of a text has a large mean distance.
 
     Args:
         model: of Transformers, patched or stock, or a SentenceTransformer.
-        texts: strings; or a batch, input_ids with attention_mask and token_type_ids if need be.
+        texts: strings, or a batch of input_ids with an optional attention_mask and token_type_ids.
         tokenizer: for strings.
         max_distance: the greatest distance in the result, in tokens.
-        length: texts are cut to so many tokens, and to what the model reads.
+        length: texts are cut to so many tokens, and to the model's maximum length.
 
     Raises:
-        ValueError: a model that gives out no attention weights, texts of fewer than two tokens, ids that the model doesn't
-        know.
+        ValueError: a model that returns no attention weights, texts of fewer than two tokens, unknown IDs.
     """
     checked_value("max_distance", max_distance, POSITIVE)
     runner = prepare_model(model, tokenizer)
@@ -109,14 +107,13 @@ def draw_attention(
 ) -> Any:
     """Draw attention by distance on texts.
 
-    To the left the mean weight of a pair over the heads of a layer, a line for each; to the right the mean distance of what
-    each head attends to. A row for each model.
+    Each model has a row: on the left a line of weights for each layer, the mean over its heads; on the right the mean distance
+    of each head.
 
-    results: of `diagnostics.attention_by_distance`; of several models, such as before and after a conversion, by name.
-    layers: which have a line, from 0; without, up to 4 at equal steps.
+    results: of `diagnostics.attention_by_distance`, of several models by name.
+    layers: from 0. By default, up to 4 of them at equal steps.
 
-    Returns a matplotlib Figure. Raises ValueError for another result or layers that aren't there; ImportError
-    without matplotlib.
+    Raises ValueError for another result or layers that aren't there.
     """
     named = AttentionByDistance.named(results)
     sheet = Sheet((WIDTH, 0.6 + 2.4 * len(named)), len(named), 2, dark=dark, path=path, width_ratios=(1.5, 1))

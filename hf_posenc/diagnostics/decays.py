@@ -31,9 +31,9 @@ class Decay(Result):
     """The result of `decay`: `Similarity.matrix` by distance.
 
     distances: key position - query position, in tokens, from the most negative.
-    mean: `[H, N]`, over all pairs at this distance. spread: `[H, N]`, their standard deviation: 0 where distance alone counts.
-    bound: `[N]`, of `rope` the bound of Su et al. (2021, section 3.4.3), relative to its value at distance 0: the mean over
-        pairs of features j of |Σ_{i ≤ j} exp(√-1 · distance · frequency_i)|; None for others.
+    mean: `[H, N]`, over all pairs at this distance. spread: `[H, N]`, their standard deviation. 0: only distance counts.
+    bound: `[N]`, for `rope`: the bound of Su et al. (2021, section 3.4.3) relative to distance 0, the mean over pairs of
+        features j of |Σ_{i ≤ j} exp(√-1 · distance · frequency_i)|. None for others.
     """
 
     encoding: str
@@ -55,7 +55,7 @@ class Decay(Result):
 
 @diagnostic("encoding")
 def decay(encoding: Any, length: int = 128, *, quantity: Quantity | None = None, **sizes: "Unpack[Sizes]") -> Decay:
-    """`similarity` by distance and head. Args and errors: as there."""
+    """`similarity` by distance and head. Args, Raises: as there."""
     measured = prepare_encoding(encoding, length, sizes)
     found = similarity(encoding, length, quantity=quantity, **sizes)
     last = 0 if measured.is_causal else length - 1
@@ -82,18 +82,16 @@ def draw_decay(
 ) -> Any:
     """Draw how similar positions are by distance, a panel for each encoding, a line for each head.
 
-    Shown is the mean over all pairs at a distance, with one standard deviation on either side where pairs differ: of vectors
-    that are added to the input their dot product, of a bias itself, of a rotation the score of a query and a key whose features
-    are all 1, and, dotted, rope's bound (Su et al., 2021, section 3.4.3), scaled to the score at distance 0.
+    Lines are the means over all pairs at a distance, bands their standard deviations. Similarity is the dot product of vectors,
+    the bias, or the score of rotated ones. rope's bound (Su et al., 2021, section 3.4.3), dotted, is scaled to the score at
+    distance 0.
 
-    encodings: each a name, a dict `{"type": name, **options}`, a module, which keeps its own sizes, or what `diagnostics.decay`
-        gave.
-    causal: whether queries see no later keys; by default for encodings of decoders.
-    heads: which are shown, from 0; without, up to 4 of them at equal steps.
-    quantity: "vectors" or "scores", needed of a composition that acts in both ways.
+    encodings: each a name, a dict `{"type": name, **options}`, a module, which keeps its own sizes, or a result of
+        `diagnostics.decay`.
+    heads: from 0. By default, up to 4 of them at equal steps.
+    quantity: "vectors" or "scores". Required for a composition that acts in both ways.
 
-    Returns a matplotlib Figure. Raises ValueError for an encoding that has neither, or heads that aren't there; ImportError
-    without matplotlib.
+    Raises ValueError for an encoding that has neither, or heads that aren't there.
     """
     if isinstance(encodings, str) or not encodings:
         raise ValueError(f"encodings={encodings!r}: give a list of one encoding or more")

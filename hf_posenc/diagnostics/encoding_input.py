@@ -1,4 +1,4 @@
-"""The encoding that is measured: built from its name or taken as it is, and what it does to all positions of a text.
+"""The encoding that is measured, built from its name or as it is given, and what it does at all positions of a text.
 
 Shapes: L positions, Q queries, H heads, D hidden_size, E head_dim, P probes (pairs of a query and a key).
 """
@@ -29,10 +29,10 @@ from hf_posenc.encodings import (
 from hf_posenc.modeling.embedding import PositionEmbedding
 
 Quantity = Literal["vectors", "scores"]
-"""What an encoding gives: vectors that are added to inputs, or what it does to the scores of attention."""
+"""What is measured: vectors that are added to inputs, or the effect on the scores of attention."""
 ON_SCORES = {"rotate", "distance_bias", "score_bias"}
 EXACT = torch.float64
-OF_ATTENTIONS = "of an encoding that each attention has for itself (per_layer) give that of one attention"
+OF_ATTENTIONS = "of an encoding with per_layer=True give the module of one attention"
 POSITIVE, SEVERAL = Annotated[int, GreaterThan(0)], Annotated[int, GreaterThan(1)]
 POSITIVES = tuple[Annotated[int, GreaterThan(0)], ...]
 
@@ -40,8 +40,8 @@ POSITIVES = tuple[Annotated[int, GreaterThan(0)], ...]
 class Sizes(TypedDict, total=False):
     """The sizes for which an encoding given by name is built, as keywords.
 
-    hidden_size: 768. num_attention_heads: 12. max_length: 512, or the measured length where that is more. causal: whether
-    queries see no later keys; by default True for encodings that are for decoders alone. seed: 0, of what is drawn at random.
+    hidden_size: 768. num_attention_heads: 12. max_length: 512, or the measured length if that is more. causal: whether queries
+    see no later keys, by default for encodings for decoders only. seed: 0, of random values.
     """
 
     hidden_size: int
@@ -71,8 +71,11 @@ class MeasuredEncoding:
         return self.encoding.geometry.is_causal
 
     def quantity(self, asked: Quantity | None) -> Quantity:
-        """What is measured of this encoding. Raises ValueError where it doesn't act so, in both ways and none is asked for, or
-        where a part that acts so isn't in this module."""
+        """What is measured of this encoding.
+
+        Raises ValueError if it doesn't act as `asked`, acts in both ways and None is asked, or acts by a part that isn't in this
+        module.
+        """
         known = _quantities(self.verbs)
         if not self.encoding.type:
             raise ValueError(f"this module does nothing to positions: {OF_ATTENTIONS}")
@@ -87,25 +90,20 @@ class MeasuredEncoding:
         if len(known) > 1 and asked is None:
             raise ValueError(f"{self.name!r} acts by vectors and in attention: say which, quantity='vectors' or 'scores'")
         quantity = asked or known[0]
-        if lacking := [name for name, verbs in self._elsewhere().items() if quantity in _quantities(verbs)]:
-            here = list(self.encoding.named_parts())
+        classes, here = type(self.encoding).component_classes(), list(self.encoding.named_parts())
+        elsewhere = {name: cls for name, cls in classes.items() if name not in here} if len(classes) > 1 else {}
+        by_part = {name: _quantities(cls.mechanisms(self.encoding._options[name])) for name, cls in elsewhere.items()}
+        if lacking := [name for name, known in by_part.items() if quantity in known]:
             raise ValueError(
-                f"this module has of {self.name!r} the part {', '.join(here)}, and not {', '.join(lacking)}: the stack's has "
-                "what all layers share, each attention's what is its own; give one part, as "
+                f"this module has of {self.name!r} the part {', '.join(here)}, and not {', '.join(lacking)}: the stack has "
+                "what all layers share, each attention what is its own; give one part, as "
                 f"module.get_submodule({here[0]!r}), or the encoding by its name"
             )
         return quantity
 
-    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
-        """Part -> its verbs, of the parts of a composition that this module doesn't have."""
-        classes, here = type(self.encoding).component_classes(), self.encoding.named_parts()
-        if len(classes) < 2:
-            return {}
-        return {name: cls.mechanisms(self.encoding._options[name]) for name, cls in classes.items() if name not in here}
-
     @torch.no_grad()
     def vectors(self, dtype: torch.dtype = EXACT) -> Tensor:
-        """What is added at each position, `[L, D]`, float64, rounded to `dtype` before."""
+        """The vector of each position, `[L, D]`, rounded to `dtype`, as float64."""
         added = self._of(dtype)("embed", torch.arange(self.length))
         return added.to(dtype).to(EXACT)
 
@@ -130,10 +128,10 @@ class MeasuredEncoding:
 
     @torch.no_grad()
     def scores(self, query: Tensor, key: Tensor, rows: Sequence[int] | None = None, dtype: torch.dtype = EXACT) -> Tensor:
-        """What the encoding does to the scores of the same query and key `[P, H, E]` at every position: `[P, H, Q, L]`,
-        float64, computed in `dtype`; Q the positions in `rows`, by default all. NaN where a query doesn't see a key.
+        """The biases plus, if the encoding rotates, the scaled scores of the same query and key `[P, H, E]` at every position.
 
-        The scaled score where the encoding rotates (without, it would be the same everywhere), and the biases.
+        `[P, H, Q, L]`, computed in `dtype`, as float64. Q: the positions in `rows`, by default all. NaN for keys that a query
+        doesn't see.
         """
         encoding, context, index = self._of(dtype), self._context(), torch.arange(self.length)
         queries = index if rows is None else torch.tensor(rows)
@@ -170,9 +168,9 @@ def _quantities(verbs: Sequence[str]) -> list[Quantity]:
 
 
 def prepare_encoding(encoding: Any, length: int, sizes: Sizes) -> MeasuredEncoding:
-    """The encoding that is meant by a name, a dict, a module or a `PositionEmbedding`; a module is copied.
+    """The encoding of a name, a dict, a module, which is copied, or a `PositionEmbedding`.
 
-    Raises ValueError for anything else, a wrong size, sizes beside a module that has its own, and more positions than it has.
+    Raises ValueError for anything else, a wrong size, sizes for a module, which has its own, and more positions than it has.
     """
     checked_value("length", length, SEVERAL)
     if unknown := sorted({*sizes} - {*Sizes.__annotations__}):

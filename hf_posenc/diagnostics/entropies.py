@@ -70,7 +70,7 @@ def draw_entropy(results: AttentionEntropy | Mapping[str, AttentionEntropy], *, 
 
     results: of `diagnostics.attention_entropy`; of several models by name. The scale ends at even attention.
 
-    Returns a matplotlib Figure. Raises ValueError for another result, ImportError without matplotlib.
+    Raises ValueError for another result.
     """
     named = AttentionEntropy.named(results)
     columns = min(len(named), 2)

@@ -1,4 +1,4 @@
-"""Length curves: how well a model reads the same tokens behind more and more text."""
+"""Length curves: how well a model reads the same tokens after more and more text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ MEASURES: dict[Measure, str] = {
 class LengthCurve(Result):
     """The result of `length_curve`.
 
-    model: its class. texts: how many were read. targets: number of tokens scored in each, the same ones at all lengths.
-    measure: "loss", of a causal language model, nats per token; "masked loss", of a masked one, nats per masked token;
-        "cosine", of other models: the states of the targets with those at the shortest length.
-    lengths: in tokens, of what the model reads, the targets at its end.
-    mean: by length, over texts. error: the standard error of it; None with one text. by_text: `[texts, lengths]`.
+    model: its class. texts: how many were read. targets: number of tokens scored in each, the same at all lengths.
+    measure: "loss" of a causal language model, in nats per token; "masked loss" of a masked one, in nats per masked token;
+        "cosine" of other models, between the states of the targets and those at the shortest length.
+    lengths: of the inputs in tokens. The targets are at the end.
+    mean: by length, over texts. error: its standard error, None with one text. by_text: `[texts, lengths]`.
     """
 
     model: str
@@ -62,23 +62,23 @@ def length_curve(
     lengths: Sequence[int] | None = None,
     targets: int = 32,
 ) -> LengthCurve:
-    """How well a model reads the same tokens, the last `targets` of each text, behind more and more of the text before them.
+    """How well a model reads the same tokens, the last `targets` of each text, after more and more of the text before them.
 
-    A model that uses length loses nothing, or gets better; one that doesn't stand it gets worse from some length on. Each text
-    is cut from its front, so positions count from the start of what is left.
+    A model that uses length gets better, one that doesn't support it gets worse. Each text is cut at its start, so positions
+    count from the start of the rest.
 
     Args:
         model: of Transformers, patched or stock, or a SentenceTransformer. A causal language model is measured by its loss, a
-            masked one by its loss at every fourth target, masked; others by the cosine of the targets' states with those at the
-            shortest length, which says how much a state moves, not whether for the better.
-        texts, tokenizer: as of `attention_by_distance`; each text as long as the greatest length, or longer.
-        lengths: in tokens, special ones among them, ascending; by default 2 · targets and its doubles, as far as the model and
-            the shortest text reach.
+            masked one by its loss at every fourth target, masked. Others are measured by the cosine of the targets' states with
+            those at the shortest length: how much a state changes, not whether it gets better.
+        texts, tokenizer: as of `attention_by_distance`. Each text has the greatest length or more.
+        lengths: in tokens with special ones, ascending. By default 2 · targets, doubled up to the maximum length of the model
+            and the length of the shortest text.
         targets: number of tokens.
 
     Raises:
-        ValueError: texts that are too short, lengths that the model doesn't runner, a masked model without a tokenizer, a
-            language model that sees the tokens it is to predict.
+        ValueError: texts that are too short, lengths beyond the model's maximum, a masked model without a tokenizer, a causal
+            language model that sees later tokens.
     """
     checked_value("targets", targets, POSITIVE)
     runner = prepare_model(model, tokenizer)
@@ -114,9 +114,9 @@ def length_curve(
 def draw_length_curve(results: LengthCurve | Mapping[str, LengthCurve], *, dark: Dark = False, path: Path = None) -> Any:
     """Draw how well the same tokens are read after more and more text: the mean over texts with its standard error.
 
-    results: of `diagnostics.length_curve`; of several models by name, a line for each, all in the same measure.
+    results: of `diagnostics.length_curve`. Those of several models, by name, have the same measure.
 
-    Returns a matplotlib Figure. Raises ValueError for other results or several measures, ImportError without matplotlib.
+    Raises ValueError for other results or several measures.
     """
     named = LengthCurve.named(results)
     measures = {result.measure for result in named.values()}
@@ -137,7 +137,7 @@ def draw_length_curve(results: LengthCurve | Mapping[str, LengthCurve], *, dark:
 
 
 def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids of the special tokens in front of a text and behind it."""
+    """The IDs of the special tokens before and after a text."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     start = next(place for place in range(len(whole)) if whole[place : place + len(plain)] == plain)
@@ -170,10 +170,9 @@ def _class_name(model: Any) -> str:
 
 
 def _measure(runner: ModelRunner, row: Mapping[str, Tensor]) -> Measure:
-    """How a model is measured, by the lists of the Auto classes that its host's class is in, and by whether it sees later
-    tokens of a text.
+    """The measure of a model, by the Auto classes of its original class and by whether it sees later tokens.
 
-    Raises ValueError for a causal language model that does: it would be asked for tokens that it sees.
+    Raises ValueError for a causal language model that does.
     """
     name = _class_name(runner.model)
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not sees_later(runner, row):
@@ -196,8 +195,7 @@ def _scores(
     targets: int,
     frame: tuple[tuple[int, ...], ...],
 ) -> Tensor:
-    """By length, of one text without special tokens, `[1, L]`: `[lengths]`, float64. What a batch has beside its input_ids is
-    cut as these are."""
+    """The measure of one text by length, `[lengths]`, float64. row: without special tokens. frame: these, before and after."""
     ids = row["input_ids"]
     front, back = (ids.new_tensor([each], dtype=torch.long) for each in frame)
     found: list[Tensor] = []

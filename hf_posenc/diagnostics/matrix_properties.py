@@ -3,11 +3,13 @@
 The paper defines them for a proximity φ of positions: translation invariance, φ(x, x + m) = φ(y, y + m); monotonicity,
 φ(x, x + m) < φ(x, x + n) where m > n; symmetry, φ(x, y) = φ(y, x). The numbers are ours: how far each holds, from 0 to 1.
 
-Shapes: matrices `[..., L, L]`, query by key; cells that aren't finite (a later key in a decoder) are left out.
+Shapes: matrices `[..., L, L]`, query by key. Cells that aren't finite (a later key in a decoder) are left out.
 """
 
 import torch
 from torch import Tensor
+
+CELLS = (-2, -1)
 
 
 def distances(length: int) -> Tensor:
@@ -17,45 +19,33 @@ def distances(length: int) -> Tensor:
 
 
 def by_distance(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and the standard deviation of the cells at each distance 1 - L … L - 1, `[..., 2L - 1]`; NaN where none counts.
+    """The mean and the standard deviation of the cells at each distance 1 - L … L - 1, `[..., 2L - 1]`. NaN if there are none.
 
     Infinite cells count here: a distance that is masked everywhere has the mean -inf.
     """
     length = matrix.shape[-1]
-    column = (distances(length) + length - 1).flatten()
-    cells, known = matrix.flatten(-2), ~matrix.flatten(-2).isnan()
-
-    def mean(values: Tensor) -> Tensor:
-        count, total = (torch.zeros(*matrix.shape[:-2], 2 * length - 1, dtype=torch.float64) for _ in range(2))
-        count.index_add_(-1, column, known.double())
-        return total.index_add_(-1, column, values.double().where(known, 0.0)) / count
-
-    means = mean(cells)
-    there = means[..., column]
-    return means, mean((cells - there).where(cells != there, 0.0) ** 2).sqrt()
+    diagonals = [matrix.double().diagonal(distance, *CELLS) for distance in range(1 - length, length)]
+    means = [cells.nanmean(-1, keepdim=True) for cells in diagonals]
+    squares = [(cells - mean).where(cells != mean, 0.0) ** 2 for cells, mean in zip(diagonals, means, strict=True)]
+    return torch.cat(means, -1), torch.stack([each.nanmean(-1) for each in squares], -1).sqrt()
 
 
 def strength(matrix: Tensor) -> Tensor:
     """The standard deviation of all cells, `[...]`."""
-    known = matrix.isfinite()
-    count = known.sum((-2, -1)).double()
-    mean = matrix.where(known, 0.0).sum((-2, -1)) / count
-    return ((matrix - mean[..., None, None]).where(known, 0.0) ** 2).sum((-2, -1)).div(count).sqrt()
+    return (_centered(matrix) ** 2).nanmean(CELLS).sqrt()
 
 
 def translation_invariance(matrix: Tensor, still: float) -> Tensor:
-    """The part of the variance of the cells beside the diagonal that their distance explains, R², `[...]`.
+    """The part of the variance of the cells off the diagonal that their distance explains, R², `[...]`.
 
-    still: the standard deviation up to which cells count as equal; the number is then NaN, as there is nothing to explain.
+    still: the standard deviation up to which cells count as equal. The number is then NaN, as there is nothing to explain.
     """
-    length = matrix.shape[-1]
-    known = matrix.isfinite() & (distances(length) != 0)
-    cells = matrix.where(known, torch.nan)
+    distance = distances(matrix.shape[-1])
+    cells = matrix.where(matrix.isfinite() & (distance != 0), torch.nan)
     means, _ = by_distance(cells)
-    rest = (cells - means[..., distances(length) + length - 1]).where(known, 0.0) ** 2
-    whole = strength(cells)
-    explained = 1 - rest.sum((-2, -1)) / (whole**2 * known.sum((-2, -1)))
-    return explained.clamp(0, 1).masked_fill(whole <= still, torch.nan)
+    rest = (cells - means[..., distance + len(distance) - 1]) ** 2
+    explained = 1 - rest.nanmean(CELLS) / strength(cells) ** 2
+    return explained.clamp(0, 1).masked_fill(strength(cells) <= still, torch.nan)
 
 
 def monotonicity(matrix: Tensor, still: float, near: int | None = None) -> Tensor:
@@ -75,11 +65,14 @@ def monotonicity(matrix: Tensor, still: float, near: int | None = None) -> Tenso
 
 
 def symmetry(matrix: Tensor, still: float) -> Tensor:
-    """The part of the variance of the cells beside the diagonal that is left when keys and queries change places, `[...]`."""
-    known = matrix.isfinite() & matrix.mT.isfinite() & ~torch.eye(matrix.shape[-1], dtype=torch.bool)
-    count = known.sum((-2, -1)).double()
-    mean = matrix.where(known, 0.0).sum((-2, -1)) / count
-    centred = (matrix - mean[..., None, None]).where(known, 0.0)
-    whole = (centred**2).sum((-2, -1))
-    same = (((centred + centred.mT) / 2) ** 2).sum((-2, -1))
-    return (same / whole).masked_fill((whole / count).sqrt() <= still, torch.nan)
+    """The part of the variance of the cells off the diagonal that is left when keys and queries change places, `[...]`."""
+    cells = _centered(matrix.where(matrix.mT.isfinite() & (distances(matrix.shape[-1]) != 0), torch.nan))
+    variance = (cells**2).nanmean(CELLS)
+    same = (((cells + cells.mT) / 2) ** 2).nanmean(CELLS) / variance
+    return same.masked_fill(variance.sqrt() <= still, torch.nan)
+
+
+def _centered(matrix: Tensor) -> Tensor:
+    """The finite cells minus their mean, and NaN."""
+    cells = matrix.double().where(matrix.isfinite(), torch.nan)
+    return cells - cells.nanmean(CELLS, keepdim=True)

@@ -1,6 +1,6 @@
 """The model that is measured, and the texts that it reads.
 
-The model is a copy of the given one that shares its tensors: nothing is set on the given one, which other threads may run.
+What runs is a copy that shares the tensors of the given model. The given one is never changed, and other threads may run it.
 
 Shapes: L tokens, H heads, D hidden_size.
 """
@@ -22,17 +22,16 @@ from hf_posenc.signatures import argument_names, reads_tokens
 
 FROM_BATCHES, MASK = ("input_ids", "token_type_ids"), "attention_mask"
 INTEGERS = (torch.int64, torch.int32)
-"""The dtypes that embeddings take."""
+"""The dtypes of IDs that embeddings accept."""
 Texts = Iterable[str] | Mapping[str, Tensor] | Tensor
-"""Texts to tokenise; or a batch of tensors `[N, L]`, input_ids and, if need be, attention_mask and token_type_ids; or
-input_ids."""
+"""Strings, a batch of tensors `[N, L]` (input_ids with an optional attention_mask and token_type_ids), or input_ids."""
 
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """A model in eval mode that gives out its attention, as a copy that shares the tensors of the given one.
+    """A model in eval mode that returns its attention weights.
 
-    name: the class of the given one. tokenizer: None where none is known. usable: the longest input in tokens; None: no limit,
+    name: the class of the given model. tokenizer: None if there is none. usable: the maximum length in tokens; None: no limit
     or an unknown one.
     """
 
@@ -56,20 +55,19 @@ class ModelRunner:
         try:
             return self.stack.get_input_embeddings()
         except NotImplementedError:
-            raise ValueError(f"{self.name} has no one embedding of its tokens: it can't be measured on texts") from None
+            raise ValueError(f"{self.name} has no single embedding of its tokens, so it can't be measured on texts") from None
 
     @property
     def still(self) -> float:
-        """The difference of log-odds, in nats, that rounding makes in the model's dtype."""
+        """The rounding error of log-odds in the model's dtype, in nats."""
         return max(1e-4, 4 * torch.finfo(self.model.dtype).eps)
 
     def read(self, texts: Texts, length: int | None, least: int = 2, special: bool = True) -> list[dict[str, Tensor]]:
-        """Each text as name -> `[1, L]`, without padding, cut to `length` tokens and to what the model reads; whole with None.
+        """Each text as name -> `[1, L]`, without padding, cut to `length` tokens and the model's maximum; whole with None.
 
-        special: whether strings get special tokens. Without them, only input_ids are returned of a string.
+        special: whether strings get special tokens. Without them, a string has only input_ids.
 
-        Raises ValueError for texts of fewer than `least` tokens, ids that the model has no embedding of, and a batch of other
-        inputs.
+        Raises ValueError for texts of fewer than `least` tokens, unknown IDs, and a batch of other inputs.
         """
         if length is not None:
             checked_value("length", length, Annotated[int, GreaterThan(least - 1)])
@@ -125,7 +123,7 @@ class ModelRunner:
     def attentions(self, row: Mapping[str, Tensor]) -> Tensor:
         """The attention weights of one text, `[layers, H, L, L]`, float64, on the CPU.
 
-        Raises ValueError for a model that doesn't give them out, or gives out its scores as such (SqueezeBERT).
+        Raises ValueError for a model that doesn't return them, or returns scores instead (SqueezeBERT).
         """
         output = self.stack(**row, use_cache=False, return_dict=True, output_attentions=True)
         size = (row["input_ids"].shape[1],) * 2
@@ -133,16 +131,16 @@ class ModelRunner:
         found = [each[0] for each in given if isinstance(each, Tensor) and each.ndim == 4 and each.shape[-2:] == size]
         if not found:
             raise ValueError(
-                f"{self.name} gives out no attention weights of all its tokens: measure what doesn't need them, as "
+                f"{self.name} doesn't return the attention weights of all its tokens: use a diagnostic without them, such as "
                 "receptive_field or order_sensitivity"
             )
         if len({len(each) for each in found}) > 1:
-            raise ValueError(f"the layers of {self.name} have different numbers of heads, which no one table can hold")
+            raise ValueError(f"the layers of {self.name} have different numbers of heads, which one table can't hold")
         weights = torch.stack(found).double().cpu()
         if weights.min() < 0 or weights.sum(-1).max() > 1.1:  # rounding in bfloat16 adds less; a sink leaves less than 1
             raise ValueError(
-                f"{self.name} gives out something else as its attention weights (from {weights.min():.3g} to "
-                f"{weights.max():.3g}): measure what doesn't need them, as receptive_field or order_sensitivity"
+                f"{self.name} doesn't return normalized attention weights (but {weights.min():.3g} to {weights.max():.3g}): use "
+                "a diagnostic without them, such as receptive_field or order_sensitivity"
             )
         return weights
 
@@ -152,9 +150,9 @@ class ModelRunner:
 
 
 def prepare_model(model: Any, tokenizer: Any = None) -> ModelRunner:
-    """The model that is meant: of Transformers, patched or stock, or a SentenceTransformer with one.
+    """A runner of a model of Transformers, patched or stock, or of that of a SentenceTransformer.
 
-    Raises ValueError for anything else, for a model of an encoder and a decoder, and for one that reads no tokens.
+    Raises ValueError for anything else, for an encoder-decoder, and for a model that reads no tokens.
     """
     if is_sentence_transformer(model):
         tokenizer, model = tokenizer or model.tokenizer, model[0].model
@@ -169,7 +167,7 @@ def prepare_model(model: Any, tokenizer: Any = None) -> ModelRunner:
         raise ValueError(f"tokenizer={short_repr(tokenizer)[:100]}: allowed is a tokenizer of Transformers")
     if not reads_tokens(model.base_model):
         raise ValueError(f"{name} reads no tokens: give the part of it that reads text, as model.text_model")
-    # Found in the memo, tensors are taken as they are; modules, hooks and the config are copied.
+    # Tensors are in the memo, so they are shared. Modules, hooks and the config are copied.
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin: Any = copy.deepcopy(model, shared)
     twin.eval().set_attn_implementation("eager")
@@ -179,5 +177,5 @@ def prepare_model(model: Any, tokenizer: Any = None) -> ModelRunner:
 def _usable(model: Any) -> int | None:
     try:
         return inspect(model).max_length
-    except ValueError:  # of a host that can't be patched nothing is known
+    except ValueError:  # unknown for a model that isn't supported
         return None

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class Properties(Result):
     """The result of `properties`: those of Wang et al. (2021), each of `[H]` heads, from 0 to 1.
 
-    translation_invariance: the part of the variance between different positions that distance explains (R²); 1: distance
-        alone counts.
-    monotonicity: of all pairs of distances on one side of a query, the part in which the farther key is the less similar one
-        (ties count half): 1 falls everywhere, 0.5 is as good as chance.
-    local_monotonicity: the same of distances up to `near` tokens.
-    symmetry: the part of the variance that stays when i and j change places; NaN in a causal stack.
-    NaN where all positions are the same to the encoding.
+    translation_invariance: the part of the variance between different positions that distance explains (R²). 1: only distance
+        counts.
+    monotonicity: of all pairs of keys on one side of a query, the part in which the farther key is less similar (ties count
+        half). 1: similarity falls everywhere. 0.5: chance.
+    local_monotonicity: the same for distances up to `near` tokens.
+    symmetry: the part of the variance that is left when i and j change places. NaN in a causal stack.
+    All are NaN if the encoding doesn't distinguish positions.
     """
 
     encoding: str
@@ -50,11 +50,9 @@ class Properties(Result):
 def properties(
     encoding: Any, length: int = 64, *, quantity: Quantity | None = None, near: int = 20, **sizes: "Unpack[Sizes]"
 ) -> Properties:
-    """Translation invariance, monotonicity and symmetry of what `similarity` gives (Wang et al., 2021).
+    """Translation invariance, monotonicity and symmetry of `similarity` (Wang et al., 2021).
 
-    Args: as of `similarity`; near: the distance in tokens up to which `local_monotonicity` counts.
-
-    Raises: as `similarity`.
+    Args, Raises: as `similarity`. near: the distance in tokens up to which `local_monotonicity` counts.
     """
     checked_value("near", near, POSITIVE)
     found = similarity(encoding, length, quantity=quantity, **sizes)

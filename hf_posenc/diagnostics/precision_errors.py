@@ -1,4 +1,4 @@
-"""Which positions an encoding tells apart: in float64, and in the dtypes of models."""
+"""Which positions an encoding distinguishes, in float64 and in the dtypes of models."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,16 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 PROBES = 8
-"""Number of drawn pairs of a query and a key."""
+"""Number of random pairs of a query and a key."""
 
 
 @dataclass(frozen=True, eq=False)
 class Uniqueness(Result):
     """The result of `uniqueness`.
 
-    quantity: "vectors": of each position the vector; "scores": of each key the scores that one query gives it in all heads,
-        where all queries and keys have the same content.
-    length: number of positions. distinct: how many of them differ from all before. least: the least distance (Euclidean)
-        between two of them; nearest: which two. relative: `least` divided by the mean distance of neighbours.
+    quantity: "vectors" compares the vector of each position, "scores" the scores that one query gives each key in all heads.
+    length: number of positions. distinct: how many of them differ from all earlier ones. least: the least Euclidean distance of
+        two of them, `nearest`. relative: `least` divided by the mean distance of neighbors.
     """
 
     encoding: str
@@ -47,9 +46,9 @@ class Precision(Result):
     """The result of `precision`, by dtype.
 
     error: the largest difference from float64, relative to the largest value.
-    told_apart: number of positions before the first that is the same as its neighbour, counted from 0 (from the query of
-        "scores"); `length` where all neighbours differ.
-    distinct: number of positions that differ from all before.
+    told_apart: number of positions before the first that equals its neighbor, from 0, or from the query of "scores"; `length`
+        if all neighbors differ.
+    distinct: number of positions that differ from all earlier ones.
     """
 
     encoding: str
@@ -63,17 +62,17 @@ class Precision(Result):
     def lines(self) -> Iterator[str]:
         yield f"{self.encoding}: {self.quantity} of {self.length} positions"
         for dtype, error, apart, distinct in zip(self.dtypes, self.error, self.told_apart, self.distinct, strict=True):
-            yield f"  {dtype}: error {error:.2g}; neighbours told apart for {apart} positions, {distinct} distinct"
+            yield f"  {dtype}: error {error:.2g}; neighbors differ for {apart} positions, {distinct} distinct"
 
 
 @diagnostic("encoding", on_page=True)
 def uniqueness(encoding: Any, length: int = 512, *, quantity: Quantity | None = None, **sizes: "Unpack[Sizes]") -> Uniqueness:
-    """Whether each position is another one to the encoding.
+    """Whether the encoding distinguishes all positions.
 
-    Of vectors all are compared. In attention one query, of the position in the middle (in a causal stack of the last), compares
-    all keys, by the scores of PROBES drawn queries and keys: a bias that is symmetric gives those on its two sides the same.
+    All vectors are compared. In attention, one query compares all keys, by the scores of PROBES random queries and keys. It is
+    in the middle, in a causal stack at the end. A symmetric bias gives the keys on its two sides the same scores.
 
-    Args, and what is raised: as of `similarity`.
+    Args, Raises: as `similarity`.
     """
     measured = prepare_encoding(encoding, length, sizes)
     kind = measured.quantity(quantity)
@@ -98,12 +97,12 @@ def precision(
     dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     **sizes: "Unpack[Sizes]",
 ) -> Precision:
-    """What is left of an encoding in the dtypes of models: its error, and up to where neighbours are told apart.
+    """What rounding does to an encoding: its error, and the first neighbours that are equal.
 
-    Parameters, vectors, queries and keys, their products and biases are in the dtype, as in a model without autocast. In
-    attention one query looks at keys farther and farther away: that of position 0, in a causal stack the last.
+    Parameters, vectors, queries, keys, their products, and biases are in the dtype, as in a model without autocast. In
+    attention, the query at position 0 reads keys at growing distances. In a causal stack, it is the last query.
 
-    Args, and what is raised: as of `similarity`; dtypes: those of torch that are floating-point numbers.
+    Args, Raises: as `similarity`. dtypes: floating-point dtypes of torch.
     """
     if odd := [dtype for dtype in dtypes if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)]:
         raise ValueError(f"dtypes has {odd[0]!r}: allowed are floating-point dtypes, as torch.bfloat16")
@@ -118,7 +117,7 @@ def precision(
     exact = features(torch.float64)
     largest = exact[exact.isfinite()].abs().max().clamp(min=torch.finfo(torch.float64).tiny)
     rounded = [features(dtype) for dtype in dtypes]
-    # What is the same in float64 isn't told apart by the rounding of another dtype.
+    # Rounding doesn't distinguish what is equal in float64.
     same = [_same(each) | _same(exact) for each in rounded]
     return Precision(
         measured.name,
@@ -132,22 +131,22 @@ def precision(
 
 
 def _features(measured: MeasuredEncoding, kind: Quantity, query: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """By position what distinguishes it, `[L, F]`: its vector, or its scores in all heads with all probes."""
+    """The features of each position, `[L, F]`: its vector, or its scores in all heads with all probes."""
     if kind == "vectors":
         return measured.vectors(dtype)
     return measured.scores(*measured.random_probes(PROBES, seed), rows=[query], dtype=dtype)[:, :, 0].flatten(0, 1).T
 
 
 def _same(features: Tensor) -> Tensor:
-    """Whether two positions are the same, `[L, L]`, but for the rounding of float64."""
+    """Whether two positions are equal, up to rounding in float64, `[L, L]`."""
     return _apart(features) <= _still(features)
 
 
 def _apart(features: Tensor) -> Tensor:
-    """The Euclidean distances of all positions, `[L, L]`: infinite where one feature alone is so, and features that are
+    """The Euclidean distances of all positions, `[L, L]`. Infinite if a feature of only one is infinite. Features that are
     infinite in both don't count."""
     finite = features.isfinite()
-    # What isn't finite is compared as a number of its own, so that -inf and -inf don't make NaN of the other features.
+    # -inf minus -inf would be NaN, so features that aren't finite are compared by their kind.
     kinds = torch.where(finite, 0.0, torch.where(features.isnan(), 2.0, features.sign())).to(features)
     apart, other = (
         torch.cdist(each, each, compute_mode="donot_use_mm_for_euclid_dist") for each in (features.where(finite, 0.0), kinds)
@@ -156,16 +155,16 @@ def _apart(features: Tensor) -> Tensor:
 
 
 def _still(features: Tensor) -> float:
-    """The Euclidean distance up to which two positions are the same."""
+    """The Euclidean distance up to which two positions are equal."""
     return 1e-13 * float(features[features.isfinite()].abs().max()) * features.shape[1] ** 0.5
 
 
 def _distinct(same: Tensor) -> int:
-    """Number of positions that differ from all before."""
+    """Number of positions that differ from all earlier ones."""
     return int((same.tril(-1).sum(1) == 0).sum())
 
 
 def _told_apart(same: Tensor) -> int:
-    """Number of positions before the first that is the same as its neighbour."""
+    """Number of positions before the first that equals its neighbor."""
     found = same.diagonal(1).nonzero()
     return int(found[0]) + 1 if len(found) else len(same)

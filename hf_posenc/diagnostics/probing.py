@@ -27,11 +27,10 @@ class Probing(Result):
     model: its class. length: L, how often a word is repeated. words: number of words that are averaged over.
     attention: `[layers, H, L, L]`, the mean attention weight of query i and key j.
     strength: `[layers, H]`, in nats: the standard deviation of the log-odds log(a_ij / a_ii) over all pairs. 0: attention
-        doesn't depend on position. Pairs of weight 0 have none and are left out, here and below: those that a mask hides, and
-        those about 100 nats behind the largest, which a softmax in float32 rounds to 0. A steep bias in a long text then seems
-        weaker than it is: take a smaller length.
+        doesn't depend on position. Pairs of weight 0 are left out: masked ones, and those about 100 nats below the largest,
+        which a softmax in float32 rounds to 0. If many are, as with a steep bias, choose a smaller length.
     translation_invariance, monotonicity, local_monotonicity, symmetry: `[layers, H]`, of these log-odds as in `Properties`.
-    earlier: `[layers, H]`, the part of the weight on other tokens which is on earlier ones: 0.5 is balanced, 1 a decoder.
+    earlier: `[layers, H]`, the part of the weight on other tokens that is on earlier ones. 0.5: balanced. 1: a decoder.
     """
 
     model: str
@@ -55,7 +54,7 @@ class Probing(Result):
             yield f"  {name.replace('_', ' ')}: {by_layer(getattr(self, name))}"
 
     def _unweighted(self) -> float:
-        """The part of the pairs that have no log-odds, beside the later keys of a decoder."""
+        """The part of the pairs that have no log-odds, without the later keys of a decoder."""
         zero = self.attention == 0
         later = torch.ones(self.length, self.length, dtype=torch.bool).triu(1)
         return float(zero[..., ~later if zero[..., later].all() else later | True].double().mean())
@@ -71,10 +70,10 @@ def probing(
     near: int = 20,
     seed: int = 0,
 ) -> Probing:
-    """What position alone does to attention: each of some words is read `length` times in a row, without special tokens.
+    """What position alone does to attention: each word is repeated `length` times, without special tokens.
 
-    Log-odds against a token's weight on itself leave out the softmax's sum, which differs from query to query. A model in which
-    distance alone counts is then translation invariant to the last digit, near the ends of a text, too.
+    Log-odds relative to a token's weight on itself cancel the sum of the softmax, which differs between queries. A model in
+    which only distance counts is then exactly translation invariant, even near the ends of a text.
 
     Args:
         model: of Transformers, patched or stock, or a SentenceTransformer.
@@ -82,10 +81,10 @@ def probing(
         length: L, in tokens.
         tokenizer: needed for words as strings.
         near: the distance in tokens up to which `local_monotonicity` counts.
-        seed: of the drawn words.
+        seed: of the random words.
 
     Raises:
-        ValueError: a model that gives out no attention weights or is too short, words that it doesn't know.
+        ValueError: a model that returns no attention weights or whose maximum length is smaller, unknown words.
     """
     checked_value("length", length, SEVERAL)
     checked_value("near", near, POSITIVE)
@@ -137,8 +136,7 @@ def draw_probing(
     result: of `diagnostics.probing`. layers, heads: which are shown, from 0; without, up to 4 and 6 at equal steps.
 
     Colours are logarithmic, from a fiftieth of the weight that all pairs would have if position didn't count ("even") to 1.
-    Returns a matplotlib Figure. Raises ValueError for another result, or layers or heads that aren't there; ImportError
-    without matplotlib.
+    Raises ValueError for another result, or layers or heads that aren't there.
     """
     require_matplotlib()
     from matplotlib.colors import LogNorm
@@ -179,7 +177,7 @@ def _ids(runner: ModelRunner, words: Any, seed: int) -> list[int]:
 
 
 def _special_ids(config: Any) -> set[int]:
-    """Those that a config tells: some hosts (RoBERTa) count positions without padding."""
+    """The special tokens that a config names. Some models (RoBERTa) give padding no position."""
     told = [value for name, value in vars(config).items() if name.endswith("_token_id")]
     return {each for value in told for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
 

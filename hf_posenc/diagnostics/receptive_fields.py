@@ -21,10 +21,11 @@ class ReceptiveField(Result):
     """The result of `receptive_field`.
 
     model: its class. texts: how many were read. query: which token's state, "middle" or "last".
-    distances: of the input token from the query, in tokens, N of them; up to 0 in decoders.
-    share: `[N]`, the norm of the state's gradient by the input's embedding, as part of the sum over the text; mean over texts.
+    distances: of the input token from the query, in tokens, N of them. Up to 0 in decoders.
+    share: `[N]`, the norm of the state's gradient with respect to the input's embedding, divided by the sum over the text, the
+        mean over texts.
     cumulative: `[R]`, the share of the tokens up to r = 0, 1, … tokens away.
-    shares: cumulative shares; radius: the least r at which each is reached.
+    shares: cumulative shares. radius: the least r at which each is reached.
     """
 
     model: str
@@ -54,17 +55,17 @@ def receptive_field(
     probes: int = 4,
     seed: int = 0,
 ) -> ReceptiveField:
-    """How far away the inputs are on which a token's last state depends: by gradients, through all layers.
+    """How far away the inputs are on which a token's last state depends, by gradients through all layers.
 
-    Chi et al. take the norm of the gradient by each token's embedding, as part of the sum over the text, and call what holds
-    99% of it the empirical receptive field. Theirs is the gradient of the last token's prediction; here it is that of `probes`
-    random projections of the state, whose root mean square estimates the norm of the whole Jacobian, so that models without a
-    head have one, too.
+    Chi et al. take the norm of the gradient with respect to each token's embedding, as a share of the sum over the text. They
+    call the tokens with 99% of it the empirical receptive field. Theirs is the gradient of the last token's prediction. Ours is
+    that of `probes` random projections of the state, whose root mean square estimates the norm of the whole Jacobian. So models
+    without a head have one.
 
     Args:
         model, texts, tokenizer, length: as of `attention_by_distance`.
-        query: the token whose state is looked at; by default the middle one, or the last where no state sees later tokens.
-        shares: above 0, up to 1, for which `radius` is given.
+        query: the token of the state. By default the middle one, or the last if no state depends on later tokens.
+        shares: above 0, up to 1, for which `radius` is computed.
         probes: number of projections. seed: of these.
 
     Raises:
@@ -117,12 +118,11 @@ def draw_receptive_field(
 ) -> Any:
     """Draw how far away the tokens are on which a state depends.
 
-    The share of the gradient by distance, and that of all tokens up to a distance, with the radius of each share that was asked
-    for.
+    The share of the gradient by distance, and that of all tokens up to a distance, with the radius of each of `shares`.
 
     results: of `diagnostics.receptive_field`; of several models by name, a line for each.
 
-    Returns a matplotlib Figure. Raises ValueError for another result, ImportError without matplotlib.
+    Raises ValueError for another result.
     """
     named = ReceptiveField.named(results)
     sheet = Sheet((WIDTH, 3.2), 1, 2, dark=dark, path=path)
@@ -160,19 +160,18 @@ def sees_later(runner: ModelRunner, row: Mapping[str, Tensor]) -> bool:
 
 
 def _norms(runner: ModelRunner, row: Mapping[str, Tensor], place: int, probes: int, seed: int) -> Tensor:
-    """By token, the norm of the gradient of the state at `place` by its embedding, times √probes: `[L]`, float64."""
+    """By token, the norm of the gradient of the state at `place` by its embedding, times √probes, `[L]`, float64."""
     inputs: list[Tensor] = []
-
     generator, size = torch.Generator().manual_seed(seed), row["input_ids"].shape[1]
 
     def leaf(module: Any, args: Any, output: Any) -> Tensor:
         if not isinstance(output, Tensor) or output.shape[:2] != (1, size):  # quantised (I-BERT), padded (Longformer)
             raise ValueError(
-                f"{runner.name} embeds its tokens in another way than by one vector each, and gives no gradients by them: "
-                "measure what needs none, as order_sensitivity"
+                f"{runner.name} doesn't embed each token as one vector, so it has no gradients with respect to them: use a "
+                "diagnostic without gradients, such as order_sensitivity"
             )
         inputs.append(output.detach().requires_grad_())
-        return inputs[-1].clone()  # some hosts (CTRL) scale it in place
+        return inputs[-1].clone()  # some models (CTRL) scale it in place
 
     with torch.inference_mode(False), torch.enable_grad():
         row = {name: values.clone() for name, values in row.items()}  # autograd keeps no tensors of inference mode

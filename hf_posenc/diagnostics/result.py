@@ -21,10 +21,10 @@ R = TypeVar("R", bound="Result")
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """Base of all results. Tensors are float64 and lie on the CPU; NaN in them is what isn't defined: a later key in a decoder,
-    a distance that no pair of tokens has.
+    """Base of all results. Tensors are float64 on the CPU. NaN is undefined: a later key in a decoder, a distance that no pair
+    of tokens has.
 
-    In JSON undefined numbers are null, and infinite ones "inf" or "-inf". Two results are equal if these forms are.
+    In JSON, undefined numbers are null, and infinite ones "inf" or "-inf". Two results are equal if these forms are.
     """
 
     classes: ClassVar[dict[str, type["Result"]]] = {}
@@ -35,7 +35,7 @@ class Result:
         Result.classes[cls.__name__] = cls
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dicts alone, as JSON has them."""
+        """The values of JSON: numbers, strings, lists and dicts."""
         values = {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {NAME: type(self).__name__, **values}
 
@@ -44,7 +44,7 @@ class Result:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Any:
-        """The result of which `to_dict` gave these values. Raises ValueError for others."""
+        """The inverse of `to_dict`. Raises ValueError for other values."""
         given = dict(values)
         cls = Result.classes.get(given.pop(NAME, None))
         if cls is None:
@@ -101,26 +101,21 @@ def plain(value: Any) -> Any:
 
 def _restored(value: Any, kind: Any) -> Any:
     if value is not None and kind in (Tensor, Tensor | None):
-        return torch.tensor(_numbers(value), dtype=torch.float64)
-    return _values(value)
+        return torch.tensor(_values(value, math.nan), dtype=torch.float64)
+    return _values(value, None)
 
 
-def _numbers(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_numbers(each) for each in value]
-    return math.nan if value is None else INFINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _values(value: Any) -> Any:
+def _values(value: Any, undefined: Any) -> Any:
+    """A value of JSON with tuples and infinite numbers. undefined: what null is."""
     if isinstance(value, (list, tuple)):
-        return tuple(_values(each) for each in value)
+        return tuple(_values(each, undefined) for each in value)
     if isinstance(value, Mapping):
-        return {name: _values(each) for name, each in value.items()}
-    return INFINITE.get(value, value) if isinstance(value, str) else value
+        return {name: _values(each, undefined) for name, each in value.items()}
+    return undefined if value is None else INFINITE.get(value, value) if isinstance(value, str) else value
 
 
 def ranged(values: Tensor) -> str:
-    """The least and the largest number of a tensor, in words."""
+    """The smallest and the largest number of a tensor, in words."""
     known = values[~values.isnan()]
     if not known.numel():
         return "undefined"
@@ -135,5 +130,5 @@ def by_layer(values: Tensor) -> str:
 
 
 def heads(values: Tensor) -> str:
-    """How many heads `[H, ...]` has, in words."""
+    """The number of heads of `[H, ...]`, in words."""
     return "all heads alike" if len(values) == 1 else f"{len(values)} heads"

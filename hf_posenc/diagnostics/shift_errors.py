@@ -1,4 +1,4 @@
-"""How far an encoding's vectors are from being shifted by a linear map: p(t + k) = M_k p(t)."""
+"""How well a linear map shifts an encoding's vectors: p(t + k) = M_k p(t)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class ShiftError(Result):
     """The result of `shift_error`.
 
     offsets: k, in tokens.
-    error: for each k ‖p(t + k) - M_k p(t)‖ over the positions t that M_k was not fitted to, divided by the distance of these
-        p(t + k) from their mean: 0 is exact, 1 as good as always giving the mean.
+    error: for each k, ‖p(t + k) - M_k p(t)‖ at the positions t that M_k was not fitted to, divided by the distance of these
+        p(t + k) from their mean. 0: exact. 1: as good as the mean.
     length: number of positions.
     """
 
@@ -41,17 +41,15 @@ class ShiftError(Result):
 def shift_error(
     encoding: Any, length: int = 256, *, offsets: Sequence[int] | None = None, **sizes: "Unpack[Sizes]"
 ) -> ShiftError:
-    """How well one linear map takes each position's vector to that of k positions on: exactly for `sinusoidal`, whose map is
-    its `shift_matrix`, not for vectors that were learned (Vaswani et al., 2017, section 3.5).
+    """How well one linear map M_k takes the vector of each position to that of k positions later (Vaswani et al., 2017,
+    section 3.5).
 
-    M_k is fitted by least squares to the even positions t, and measured on the odd ones: with as many features as positions a
-    map fits anything.
+    It is exact for `sinusoidal`, whose map is its `shift_matrix`, but not for learned vectors. M_k is fitted by least squares
+    to the even positions, and measured at the odd ones, because a map with as many features as positions fits anything.
 
     Args:
-        encoding: a name or dict as for `patch`, a `PositionEncoding`, or a `PositionEmbedding`; one that embeds.
-        length: number of positions.
-        offsets: k, in tokens, above 0 and up to a half of `length`; by default 1, 2, 4, … up to a quarter.
-        **sizes: `Sizes`, of an encoding given by name: hidden_size, num_attention_heads, max_length, causal, seed.
+        encoding, length, **sizes: as of `similarity`. The encoding adds vectors.
+        offsets: k, in tokens, above 0 and up to half of `length`. By default 1, 2, 4, … up to a quarter.
 
     Raises:
         ValueError: an encoding that adds no vectors, a wrong offset or size.

@@ -30,11 +30,11 @@ MAPS = 8
 class Similarity(Result):
     """The result of `similarity`.
 
-    encoding: its name. quantity: "vectors", what is added to the inputs; "scores", what it does in attention.
-    matrix: `[H, L, L]`, of query position i and key position j. Of vectors (H = 1) dot products; of an encoding that rotates
-        the scaled score of a query and a key whose features are all 1; of one that biases the bias; of both the sum. Where all
-        heads are alike, H = 1. NaN for later keys in a causal stack.
-    cosine: `[H, L, L]`, of vectors, or of turned queries and keys; None where a bias takes part.
+    encoding: its name. quantity: "vectors", what it adds to the inputs; "scores", what it does in attention.
+    matrix: `[H, L, L]`, of query position i and key position j: dot products of vectors (H = 1), or the bias plus, if the
+        encoding rotates, the scaled score of a query and a key whose features are all 1. If all heads are alike, H = 1. NaN for
+        later keys in a causal stack.
+    cosine: `[H, L, L]`, of vectors, or of rotated queries and keys. None if there is a bias.
     """
 
     encoding: str
@@ -51,12 +51,12 @@ class Similarity(Result):
 
 @diagnostic("encoding")
 def similarity(encoding: Any, length: int = 128, *, quantity: Quantity | None = None, **sizes: "Unpack[Sizes]") -> Similarity:
-    """How alike each two positions are: dot products and cosines of vectors, scores of a fixed query and key, biases.
+    """How similar each two positions are: dot products and cosines of vectors, scores of a fixed query and key, biases.
 
     Args:
         encoding: a name or dict as for `patch`, a `PositionEncoding`, or a `PositionEmbedding`.
         length: L, the number of positions.
-        quantity: "vectors" or "scores"; needed of a composition that gives both.
+        quantity: "vectors" or "scores". Required for a composition that acts in both ways.
         **sizes: `Sizes`, of an encoding given by name: hidden_size, num_attention_heads, max_length, causal, seed.
 
     Raises:
@@ -96,16 +96,14 @@ def draw_bias(
 ) -> Any:
     """Draw what an encoding adds to scores, a map of query × key for each head.
 
-    Of an encoding that rotates it is the score of a query and a key whose features are all 1, with the bias of one that does
-    both. What a query doesn't see is blank.
+    If it rotates, this is the score of a query and a key whose features are all 1, plus the bias. Keys that a query doesn't see
+    are blank.
 
-    encoding: a name, a dict `{"type": name, **options}`, a module, which keeps its own sizes, or what `diagnostics.similarity`
-        gave.
-    causal: whether queries see no later keys; by default for encodings of decoders.
-    heads: which are shown, from 0; without, up to 8 of them at equal steps.
+    encoding: a name, a dict `{"type": name, **options}`, a module, which keeps its own sizes, or a result of
+        `diagnostics.similarity`.
+    heads: from 0. By default, up to 8 of them at equal steps.
 
-    Returns a matplotlib Figure. Raises ValueError for an encoding that does nothing to scores, or heads that aren't there;
-    ImportError without matplotlib.
+    Raises ValueError for an encoding that does nothing to scores, or heads that aren't there.
     """
     if isinstance(encoding, Similarity):
         found, name = encoding, encoding.encoding
@@ -141,7 +139,7 @@ def without_unseen(values: Tensor) -> np.ndarray:
 
 
 def selected_heads(given: Sequence[int] | None, count: int, most: int) -> list[int]:
-    """The heads that are shown; of an encoding whose heads are alike the one that stands for all."""
+    """The heads that are shown. If all are alike, there is one."""
     return [0] if count == 1 else selected("heads", given, count, most)
 
 

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 class Wavelengths(Result):
     """The result of `wavelengths`; by pair of features, R pairs.
 
-    length: of the text, in tokens; some rules turn slower in longer ones.
-    frequencies: `[R]`, radians per token. wavelengths: `[R]`, tokens per turn, 2π / frequency; infinite for pairs that don't
-        turn.
+    length: of the text, in tokens. Some rules have lower frequencies in longer texts.
+    frequencies: `[R]`, radians per token. wavelengths: `[R]`, tokens per turn, 2π / frequency; infinite if the frequency is 0.
     turns: `[R]`, length / wavelength.
     """
 
@@ -38,16 +37,15 @@ class Wavelengths(Result):
 
 @diagnostic("encoding")
 def wavelengths(encoding: Any, length: int = 512, **sizes: "Unpack[Sizes]") -> Wavelengths:
-    """How fast the sines of an encoding turn, by pair of features.
+    """The wavelengths of an encoding made of sines, by pair of features.
 
     Args:
-        encoding: a name or dict as for `patch`, a `PositionEncoding`, or a `PositionEmbedding`: `sinusoidal`, `fourier`, `rope`
-            with any rule, `xpos`, `fope`, `pope`, or one of your own that tells its `angular_frequencies`.
+        encoding, **sizes: as of `similarity`. The encoding has `angular_frequencies`: `sinusoidal`, `fourier`, `rope` with any
+            rule, `xpos`, `fope`, `pope`, or a custom one.
         length: of the text, in tokens.
-        **sizes: `Sizes`, of an encoding given by name: hidden_size, num_attention_heads, max_length, causal, seed.
 
     Raises:
-        ValueError: an encoding that isn't made of sines, or a composition of two that are; a wrong size.
+        ValueError: an encoding that isn't made of sines, a composition of two that are, or a wrong size.
     """
     measured = prepare_encoding(encoding, length, sizes)
     parts = {name: part.angular_frequencies(length) for name, part in measured.encoding.named_parts().items()}

@@ -21,8 +21,8 @@ class OrderSensitivity(Result):
     model: its class. texts: how many were read.
     changes: "shuffled", all tokens in a random order; "neighbours", each pair of tokens swapped; "halves", the text's two
         halves swapped.
-    tokens: by change, 1 - the cosine of a token's last state with its state in the text as it was, wherever it stands now; the
-        mean over tokens. text: 1 - the cosine of the mean over tokens. 0: order changes nothing.
+    tokens: by change, 1 - the cosine of a token's last state before and after it, the mean over tokens. text: 1 - the cosine of
+        the mean state. 0: order doesn't matter.
     """
 
     model: str
@@ -40,10 +40,10 @@ class OrderSensitivity(Result):
 @diagnostic("texts", on_page=True)
 @torch.no_grad()
 def order_sensitivity(model: Any, texts: Texts, *, tokenizer: Any = None, length: int = 256, seed: int = 0) -> OrderSensitivity:
-    """How much the last states change when the tokens of a text change places; a bag of words changes nothing.
+    """How much the last states change when the tokens of a text change places. The states of a bag of words don't.
 
-    Special tokens stay where they are, if a tokenizer tells them. In decoders a token's state changes by what stands before it,
-    too, without any position encoding.
+    Special tokens keep their places, if a tokenizer names them. In a decoder, states depend on the order of earlier tokens even
+    without a position encoding.
 
     Args:
         model, texts, tokenizer, length: as of `attention_by_distance`.
@@ -67,7 +67,7 @@ def order_sensitivity(model: Any, texts: Texts, *, tokenizer: Any = None, length
         before = runner.states(row).double()
         for name, change in CHANGES.items():
             order = torch.arange(ids.shape[1])
-            order[free] = free[change(len(free), generator)]  # of each place, which token stands there now
+            order[free] = free[change(len(free), generator)]  # the token at each place
             after = runner.states({**row, "input_ids": ids[:, order.to(ids.device)]}).double()
             tokens[name].append(float(1 - F.cosine_similarity(after, before[order.to(ids.device)], dim=-1).mean()))
             text[name].append(float(1 - F.cosine_similarity(after.mean(0), before.mean(0), dim=0)))
@@ -96,4 +96,4 @@ CHANGES: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "neighbours": _neighbours,
     "halves": _halves,
 }
-"""Name -> the order `[size]` in which so many tokens then stand."""
+"""Name -> the new order of `size` tokens, `[size]`."""

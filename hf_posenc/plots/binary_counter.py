@@ -21,7 +21,7 @@ def counter(*, bits: Annotated[int, Help("Number of bits, 2 to 7.")] = 5, dark: 
     A bit flips half as often as the one to its right, and so does the sign of a sine. The encoding has 2·bits features and the
     base 2^bits, so its wavelengths are 2π·2^i.
 
-    Returns a matplotlib Figure. Raises ValueError for other bits than 2 to 7, ImportError without matplotlib.
+    Raises ValueError for other bits than 2 to 7.
     """
     if not 2 <= checked_value("bits", bits, int) <= 7:
         raise ValueError(f"bits={bits}: allowed are 2 to 7, of which 128 rows can still be read")

@@ -95,7 +95,7 @@ def criteria(
 
     encodings: up to six, by name, as a dict `{"type": name, **options}`, or as a module.
 
-    Returns a matplotlib Figure. Raises ValueError for an encoding that adds no vectors, ImportError without matplotlib.
+    Raises ValueError for an encoding that adds no vectors.
     """
     if not 1 <= len(encodings) <= 6:
         raise ValueError(f"{len(encodings)} encodings: this figure compares 1 to 6")

@@ -32,7 +32,7 @@ def lengths(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None)
     record: length.json of scripts/eval_length.py. Shown are the baseline, the first model's mean of chunks, and each other
     model as it is, or, where it is limited, truncated. Chance is what a random order gets.
 
-    Returns a matplotlib Figure. Raises ValueError for another record, ImportError without matplotlib.
+    Raises ValueError for another record.
     """
     settings = _checked(record)["settings"]
     tasks = [task for task in TITLES if record["scores"].get(task) or (task == "perplexity" and record[task])]
@@ -81,7 +81,7 @@ def needle(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) 
 
     record: length.json of scripts/eval_length.py, with the task "needle". n is how many questions were asked.
 
-    Returns a matplotlib Figure. Raises ValueError for another record or one without needles, ImportError without matplotlib.
+    Raises ValueError for another record or one without needles.
     """
     settings, heat = _checked(record)["settings"], record["heat"]
     if not heat:

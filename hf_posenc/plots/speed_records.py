@@ -24,8 +24,7 @@ def bench(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -
 
     record: bench.json of scripts/bench.py.
 
-    Returns a matplotlib Figure. Raises ValueError for another record, or one without any of KINDS; ImportError without
-    matplotlib.
+    Raises ValueError for another record, or one without any of KINDS.
     """
     chosen = groups_by_panel(record)
     if not chosen:

@@ -18,9 +18,8 @@ def vectors(
     """Draw the vectors that an encoding adds, position × feature.
 
     encoding: a name, a dict `{"type": name, **options}`, or a module, which keeps its own `hidden_size`; one that embeds.
-    path: where the figure is saved, too: PNG, SVG or PDF.
 
-    Returns a matplotlib Figure. Raises ValueError for an encoding that adds no vectors, ImportError without matplotlib.
+    Raises ValueError for an encoding that adds no vectors.
     """
     values = vectors_of(encoding, length, hidden_size)
     sheet = Sheet((WIDTH * 0.72, 3.6), dark=dark, path=path)
@@ -46,7 +45,7 @@ def waves(
 
     columns: features; without, six of them at equal steps, the last at five eighths of the width.
 
-    Returns and raises as `vectors` does; ValueError for a column that isn't there, too.
+    Raises as `vectors` does, and ValueError for a column that isn't there.
     """
     values = vectors_of(encoding, length, hidden_size)
     width = values.shape[1]
@@ -77,7 +76,7 @@ def similarity(
     By distance, the mean over all pairs that are so far apart, with the range from the least to the largest: where it is a
     line without a band, the product depends on the distance alone.
 
-    Returns and raises as `vectors` does.
+    Raises as `vectors` does.
     """
     values = vectors_of(encoding, length, hidden_size)
     products = values @ values.T
