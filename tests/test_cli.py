@@ -674,7 +674,7 @@ def test_unpatch_says_what_it_gives(folders, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "give the new longest input, --max-length or --no-limit"),
+        ((), "give the new maximum length, --max-length or --no-limit"),
         (("--max-length", 9, "--no-limit"), "--max-length 9 and --no-limit: give one of them, not both"),
         (("--max-length", 9), "max_length=9 would make the longest input shorter"),
         (("--max-length", 0), "max_length=0"),

@@ -77,7 +77,7 @@ def test_others_by_retrieval(folder):
     assert found["16"]["embeds"]["score"]["mrr"] == pytest.approx(embeddings[0].reciprocals.mean(), rel=1e-5)
     difference = embeddings[1].reciprocals.mean() - embeddings[0].reciprocals.mean()
     assert found["16"]["embeds-endless"]["difference"]["value"] == pytest.approx(difference, abs=1e-6)
-    assert "24 queries of your own" in run(folder, *given, "--length", "16")
+    assert "24 of your queries" in run(folder, *given, "--length", "16")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command `hf-posenc list | inspect | patch | convert | unpatch | extend | eval | bench | plot | explore | card | push`.
+"""`hf-posenc list | inspect | patch | convert | unpatch | extend | eval | bench | plot | explore | model-card | push`
 
 One file per subcommand; all files here are imported. What they share: `arguments` (arguments of several
 commands), `completion` (what the Tab key offers), `output` (text or JSON), `folders` and `texts` (what is read and written).
@@ -97,7 +97,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # --max_length is --max-length
-    help="Another position encoding in a Transformers model.",
+    help="Change the position encoding of a Transformers model.",
 )
 
 
@@ -111,10 +111,10 @@ def _version(wanted: bool) -> None:
 def options(
     modules: Annotated[
         list[str] | None,
-        typer.Option("--import", help="A module that defines encodings of your own; may be repeated.", show_default="none"),
+        typer.Option("--import", help="A module with custom encodings. Can be repeated.", show_default="none"),
     ] = None,
     debug: Annotated[
-        bool, typer.Option(DEBUG, envvar="HF_POSENC_DEBUG", help="Errors with a traceback; anywhere on the line.")
+        bool, typer.Option(DEBUG, envvar="HF_POSENC_DEBUG", help="Show tracebacks of errors, anywhere on the line.")
     ] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:

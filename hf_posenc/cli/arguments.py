@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and how their texts are read."""
+"""Arguments of several commands, and how their values are parsed."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,31 +18,28 @@ Encoding = Annotated[str, typer.Argument(help=ENCODING, autocompletion=completio
 MaxLength = Annotated[
     int | None,
     typer.Option(
-        help="The longest input in tokens.", show_default="no limit for computed encodings, the model's own length for tables"
+        help="Maximum length in tokens.", show_default="no limit for computed encodings, the model's own length for tables"
     ),
 ]
 Options = Annotated[
     list[str] | None,
     typer.Option(
-        help=f"An option of the encoding, name=value, or part__name=value; may be repeated. {LISTS}",
+        help=f"An option of the encoding, name=value or part__name=value. Can be repeated. {LISTS}",
         show_default="the encoding's, see hf-posenc list",
     ),
 ]
-Layers = Annotated[
-    str | None, typer.Option(help="A slice such as 3::4, or indices of layers such as 0,2.", show_default="all layers")
-]
+Layers = Annotated[str | None, typer.Option(help="A slice such as 3::4, or indices such as 0,2.", show_default="all layers")]
 Submodel = Annotated[
     str | None,
     typer.Option(
-        help="Of a model made of several (CLIP) the one that is meant, as a dotted path; the error without it names them.",
+        help="The submodel of a composite model (CLIP), as a dotted path. The error without it lists them.",
         show_default="the whole model",
     ),
 ]
 Where = Annotated[
     str | None,
     typer.Option(
-        help="Of an encoder and a decoder, which: one or more of encoder, decoder, cross, such as encoder,cross; or JSON with "
-        "an encoding for each.",
+        help="One or more of encoder, decoder, cross, such as encoder,cross, or JSON with an encoding for each.",
         show_default="encoder,decoder",
         autocompletion=completion.one_of(WHERE),
     ),
@@ -50,14 +47,20 @@ Where = Annotated[
 Inject = Annotated[
     str,
     typer.Option(
-        help=f"Where vectors of an encoding that embeds are added: {', '.join(INJECT)}.",
+        help=f"Where an additive encoding adds its vectors: {', '.join(INJECT)}.",
         autocompletion=completion.one_of(INJECT),
     ),
 ]
 KeepHost = Annotated[bool, typer.Option(help="Keep the model's own positions, for unpatch.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace the model and tokenizer in the output directory. Other files are kept.")]
+MODEL = "Local path or Hub ID of a model, patched or not."
+FILES = ".jsonl, .json, .csv, .parquet, or .txt"
+Queries = Annotated[
+    Path | None,
+    typer.Option(help="20 rows or more: a `query` and the `document` it should find.", show_default="sentences of the texts"),
+]
 TextColumn = Annotated[str, typer.Option(help="The column of --texts.")]
-OutputDir = Annotated[Path, typer.Option(help="The folder in which the model and its tokenizer are saved.")]
+OutputDir = Annotated[Path, typer.Option(help="The directory to save the model and its tokenizer in.")]
 
 
 def given_encoding(given: str, options: list[str]) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def given_settings(options: list[str]) -> dict[str, Any]:
 
 
 def given_where(text: str) -> Any:
-    """The value of --where: a name, several behind one another, or JSON."""
+    """The value of --where: a name, several with commas, or JSON."""
     value = parse_value(text)
     return [name.strip() for name in value.split(",")] if isinstance(value, str) and "," in value else value
 

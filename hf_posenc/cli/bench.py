@@ -16,19 +16,19 @@ from hf_posenc.evaluation import throughput
 @app.command("bench")
 def bench(
     models: Annotated[
-        list[str], typer.Argument(help="Folders or Hub ids; the others are compared with the first, such as the stock model.")
+        list[str], typer.Argument(help="Local paths or Hub IDs. The first, such as the stock model, is the baseline.")
     ],
     length: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens of a text; may be repeated.", show_default="128 and 512")
+        list[int] | None, typer.Option(min=1, help="Length of a text in tokens. Can be repeated.", show_default="128 and 512")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts in a batch.")] = 1,
-    rounds: Annotated[int, typer.Option(min=2, help="How often each model has its turn.")] = 10,
+    rounds: Annotated[int, typer.Option(min=2, help="Number of interleaved rounds.")] = 10,
     device: Annotated[
         str | None, typer.Option(help="Such as cpu or cuda:0.", show_default="the GPU where there is one")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The speed of models on this machine, by length: forward passes in turns, medians of ratios.
+    """Measure the speed of models on this machine, by length: interleaved forward passes, medians of ratios.
 
     [bold]hf-posenc bench bert-base-uncased bert-alibi --length 128 --rounds 5[/]
     """
@@ -36,7 +36,7 @@ def bench(
     place = _device(device)
     loaded = {name: _placed(load(model), place) for name, model in zip(names, models, strict=True)}
     found = throughput.speeds(loaded, length or [128, 512], batch_size, rounds)
-    about = f"milliseconds of a pass of {batch_size} on {place}, throughput beside {names[0]} (quartiles)"
+    about = f"milliseconds of a pass of {batch_size} on {place}, throughput relative to {names[0]} (quartiles)"
     table = Table("model", title=about)
     for tokens in found:
         table.add_column(f"{tokens} tokens", justify="right")

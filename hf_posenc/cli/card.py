@@ -13,10 +13,10 @@ from hf_posenc.serialization import atomic
 
 @app.command("model-card")
 def card(
-    folder: Annotated[Path, typer.Argument(help="Folder of a saved model.", exists=True, file_okay=False)],
-    repo_id: Annotated[str | None, typer.Option(help="The id to load the model by.", show_default="the folder's name")] = None,
+    folder: Annotated[Path, typer.Argument(help="Local path of a saved model.", exists=True, file_okay=False)],
+    repo_id: Annotated[str | None, typer.Option(help="The Hub ID in the card.", show_default="the folder's name")] = None,
     figures: Annotated[
-        list[str] | None, typer.Option(help="The name of an image beside the card; may be repeated.", show_default="none")
+        list[str] | None, typer.Option(help="The name of an image next to the card. Can be repeated.", show_default="none")
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="The file to write, such as README.md.", show_default="standard output")

@@ -14,19 +14,21 @@ from transformers import AutoModel, PreTrainedModel
 import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import (
+    FILES,
     Encoding,
     Layers,
     MaxLength,
     Options,
     OutputDir,
     Overwrite,
+    Queries,
     Submodel,
     TextColumn,
     given_encoding,
 )
 from hf_posenc.cli.folders import Original, check_output_dir, embedder, load, save, write
 from hf_posenc.cli.output import AsJson, Output, by_length
-from hf_posenc.cli.texts import read
+from hf_posenc.cli.texts import pairs_in, texts_in
 from hf_posenc.encodings import parse_value
 from hf_posenc.evaluation import model_comparison
 
@@ -34,7 +36,7 @@ DOCUMENTS = 200
 """Maximum number of documents in the comparison, which takes far longer than the conversion."""
 
 TEXT_LENGTH = 256
-"""Longest texts in training, in tokens, that the original reads at once; hf_posenc.training.distill's default."""
+"""Maximum length of a text in training, in tokens. The default of hf_posenc.training.distill."""
 
 STDERR = 2
 """The file descriptor of standard error."""
@@ -42,50 +44,34 @@ STDERR = 2
 
 @app.command("convert")
 def convert(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a trained model that isn't patched.")],
+    model: Annotated[str, typer.Argument(help="Local path or Hub ID of a trained model that isn't patched.")],
     encoding: Encoding,
-    texts: Annotated[
-        Path,
-        typer.Option(
-            help="24 texts or more of the model's kind: .jsonl, .json, .csv, .parquet, or .txt with one in each line."
-        ),
-    ],
+    texts: Annotated[Path, typer.Option(help=f"24 in-domain texts or more: {FILES} with one in each line.")],
     output_dir: OutputDir,
     max_length: MaxLength = None,
     option: Options = None,
     layers: Layers = None,
     submodel: Submodel = None,
     text_column: TextColumn = "text",
-    queries: Annotated[
-        Path | None,
-        typer.Option(
-            help="20 rows or more: a `query` and the `document` it should find.", show_default="sentences out of the texts"
-        ),
-    ] = None,
+    queries: Queries = None,
     train_steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the calibration.")] = 0,
-    compare: Annotated[bool, typer.Option(help="End with what was gained and lost, by length.")] = True,
+    compare: Annotated[bool, typer.Option(help="Compare the models by length at the end.")] = True,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Give a trained model another position encoding, calibrated on your texts, and say what it costs and gains.
+    """Convert a trained model to another position encoding, calibrated on your texts, and measure what changes.
 
-    A folder of sentence-transformers comes back as one, with its modules, pooling and lengths.
+    A model of sentence-transformers keeps its modules, pooling and lengths.
 
     [bold]hf-posenc convert bert-base-uncased relative --texts my.jsonl --max-length 2048 --output-dir bert-2048[/]
 
-    It ends with the original (beyond its length truncated, and chunked), the calibrated and the trained model on the same
-    questions: those of --queries, or sentences taken out of the texts.
+    At the end, the original (truncated and chunked beyond its length), the calibrated and the trained model answer the same
+    queries: those of --queries, or sentences of the texts.
     """
     check_output_dir(output_dir, overwrite)
     if train_steps and submodel is not None:
-        raise ValueError("--train-steps distils whole models: leave it out with --submodel, or train the part by itself")
-    rows = [text for (text,) in read(texts, {"--text-column": text_column})]
-    columns = {"query": "query", "document": "document"}
-    pairs = [] if queries is None else [model_comparison.Pair(*row) for row in read(queries, columns)]
-    if queries is not None and len(pairs) < model_comparison.FEWEST:
-        raise ValueError(
-            f"{queries} has {len(pairs)} rows: {model_comparison.FEWEST} are needed to compare; --no-compare leaves it out"
-        )
+        raise ValueError("--train-steps distills whole models: leave it out with --submodel, or train the submodel separately")
+    rows, pairs = texts_in(texts, text_column), pairs_in(queries)
     out, original = Output(as_json), Original.load(model)
     some: dict[str, Any] = {} if layers is None else {"layers": parse_value(layers)}
     some |= {} if submodel is None else {"submodel": submodel}
@@ -93,7 +79,7 @@ def convert(
     converted = hf_posenc.convert(
         original.model, chosen, texts=rows, tokenizer=_only_called(original.tokenizer), max_length=max_length, **some
     )
-    # Before anything is saved: texts that give too few questions are an error.
+    # Before anything is saved, because too few queries are an error.
     stock = _within(original.model, submodel)
     asked = _questions(out, stock, original.tokenizer, rows, pairs) if compare else None
     models = {"calibrated": converted}
@@ -107,19 +93,19 @@ def convert(
 
 
 def _within(model: Any, submodel: str | None) -> Any:
-    """The part of a model that was converted."""
+    """The submodel that was converted."""
     return model if submodel is None else model.base_model.get_submodule(submodel)
 
 
 def _only_called(tokenizer: Any) -> Any:
-    """The tokenizer as a function, whose own model_max_length stays: what is saved gets the converted model's."""
+    """The tokenizer as a function, so that its model_max_length doesn't change."""
     return None if tokenizer is None else tokenizer.__call__
 
 
 def _distilled(converted: Any, original: Original, texts: Path, column: str, steps: int, max_length: int | None) -> Any:
-    """A copy of the converted model, its body trained by hf_posenc.training.distill, in a process with its own progress bar.
+    """A copy of the converted model, trained by hf_posenc.training.distill in a separate process, which shows its progress.
 
-    Raises ValueError if that fails, which it explains itself.
+    Raises ValueError if that fails. It explains why.
     """
     sentences = not isinstance(converted, PreTrainedModel)
     usable = hf_posenc.inspect(original.model).max_length
@@ -133,7 +119,7 @@ def _distilled(converted: Any, original: Original, texts: Path, column: str, ste
         if usable is not None:
             command += ["--text_length", str(min(TEXT_LENGTH, usable))]
             command += ["--long_text_length", str(max_length)] if max_length is not None and max_length > usable else []
-        # Its standard output is no part of this command's, which may be JSON.
+        # The standard output of this command may be JSON.
         if subprocess.run([*command, "--output_dir", str(made)], check=False, stdout=STDERR).returncode:
             raise ValueError("the distillation failed, as it says above; nothing was saved")
         if sentences:
@@ -149,15 +135,15 @@ def _distilled(converted: Any, original: Original, texts: Path, column: str, ste
 def _questions(
     out: Output, original: Any, tokenizer: Any, texts: list[str], pairs: list[model_comparison.Pair]
 ) -> tuple[list[model_comparison.Pair], str] | None:
-    """What the models are compared by, and what it is in words; None, which is said, without a tokenizer.
+    """The queries with their documents, and their description. None, with a message, without a tokenizer.
 
-    Raises ValueError where the texts have too few sentences for questions.
+    Raises ValueError if the texts have too few sentences.
     """
     if tokenizer is None:
-        out.message("There is no tokenizer beside the model, so nothing is compared.")
+        out.message("The model has no tokenizer, so nothing is compared.")
         return None
     if pairs:
-        return pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} queries of your own find their documents"
+        return pairs[:DOCUMENTS], f"{min(len(pairs), DOCUMENTS)} of your queries find their documents"
     # The last ones: calibration takes its texts from the beginning.
     return model_comparison.synthetic_pairs(embedder(original, tokenizer), texts[-DOCUMENTS:])
 

@@ -10,10 +10,10 @@ from rich.table import Table
 from hf_posenc import diagnostics
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.cli import app
-from hf_posenc.cli.arguments import TextColumn
+from hf_posenc.cli.arguments import FILES, Queries, TextColumn
 from hf_posenc.cli.folders import Original, embedder, inner_model, names_of
 from hf_posenc.cli.output import AsJson, Output, by_length
-from hf_posenc.cli.texts import read
+from hf_posenc.cli.texts import pairs_in, texts_in
 from hf_posenc.diagnostics.length_curves import is_language_model
 from hf_posenc.evaluation import model_comparison
 from hf_posenc.inspection import inspect
@@ -28,37 +28,28 @@ DOCUMENTS = 200
 def eval_(
     models: Annotated[
         list[str],
-        typer.Argument(help="Folders or Hub ids; all of them language models, or none. The first is what others stand beside."),
+        typer.Argument(help="Local paths or Hub IDs, all of language models or none. The first is the baseline."),
     ],
-    texts: Annotated[Path, typer.Option(help="Long texts of the models' kind: .jsonl, .json, .csv, .parquet, or .txt.")],
+    texts: Annotated[Path, typer.Option(help=f"Long in-domain texts: {FILES}.")],
     text_column: TextColumn = "text",
-    queries: Annotated[
-        Path | None,
-        typer.Option(
-            help="For models that embed: 20 rows or more, a `query` and the `document` it should find.",
-            show_default="sentences out of the texts",
-        ),
-    ] = None,
+    queries: Queries = None,
     length: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="In tokens; may be repeated.", show_default="doubling, as texts reach"),
+        typer.Option(min=1, help="A length in tokens. Can be repeated.", show_default="doubling, as texts reach"),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="How many of the texts language models read, from the first.")] = 32,
+    count: Annotated[int, typer.Option(min=1, help="Number of texts for language models, from the first.")] = 32,
     as_json: AsJson = False,
 ) -> None:
-    """How well models do on longer and longer texts, side by side.
+    """Evaluate models on longer and longer texts, side by side.
 
-    Language models by their loss at the same tokens behind more and more text: nats per token, ± the standard error over texts.
-    Others by retrieval among texts that are cut at each length: MRR, and how much better than the first model it is, with its
-    95 % interval; a model that reads fewer tokens is truncated, and chunked.
+    Language models are evaluated by their loss at the same tokens after more and more text, in nats per token ± the standard
+    error over texts. Other models are evaluated by retrieval among texts that are cut at each length: MRR, and its difference
+    from the first model with a 95% interval. Texts beyond a model's maximum length are truncated, and chunked.
 
     [bold]hf-posenc eval bert-base-uncased bert-alibi --texts my.jsonl --length 64 --length 128[/]
     """
     names = names_of(models)
-    rows = [text for (text,) in read(texts, {"--text-column": text_column})]
-    pairs = [] if queries is None else read(queries, {"query": "query", "document": "document"})
-    if queries is not None and len(pairs) < model_comparison.FEWEST:
-        raise ValueError(f"{queries} has {len(pairs)} rows: {model_comparison.FEWEST} are needed")
+    rows, pairs = texts_in(texts, text_column), pairs_in(queries)
     loaded = {name: Original.load(model) for name, model in zip(names, models, strict=True)}
     kinds = {name: _kind(each) for name, each in loaded.items()}
     if len({*kinds.values()}) > 1:
@@ -72,8 +63,7 @@ def eval_(
     kind, lengths = kinds[names[0]], sorted({*(length or ())})
     out = Output(as_json)
     if kind == RETRIEVAL:
-        asked = [model_comparison.Pair(*row) for row in pairs][:DOCUMENTS]
-        out.document(_retrieval(out, loaded, rows[:DOCUMENTS], asked, lengths))
+        out.document(_retrieval(out, loaded, rows[:DOCUMENTS], pairs[:DOCUMENTS], lengths))
     elif queries is not None:
         raise ValueError(f"--queries {queries}: {names[0]} is a language model, which is evaluated by its loss: leave it out")
     else:
@@ -116,7 +106,7 @@ def _retrieval(
 ) -> dict[str, Any]:
     embedders = {name: embedder(each.model, each.tokenizer) for name, each in models.items()}
     first = next(iter(embedders.values()))
-    about = f"{len(pairs)} queries of your own"
+    about = f"{len(pairs)} of your queries"
     if not pairs:
         pairs, about = model_comparison.synthetic_pairs(first, texts)
     if not lengths:

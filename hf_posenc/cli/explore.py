@@ -9,8 +9,8 @@ from hf_posenc.cli import app, console
 
 @app.command("explore")
 def explore(
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to listen at; 0 for a free one.")] = 7860,
+    host: Annotated[str, typer.Option(help="The address to listen on. 0.0.0.0: all addresses.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on. 0: a free one.")] = 7860,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
     max_parameters: Annotated[
         int | None, typer.Option(min=1, help="Maximum size of a model, with its buffers.", show_default="500 million")
@@ -30,7 +30,7 @@ def explore(
         ),
     ] = None,
 ) -> None:
-    """Serve a page to play with: encodings and their options, two side by side, and what a model makes of its own.
+    """Serve an interactive page: encodings and their options, two side by side, and what a model does with its positions.
 
     [bold]hf-posenc explore --port 8000 --no-browser[/]
     """

@@ -6,7 +6,7 @@ import typer
 
 import hf_posenc
 from hf_posenc.cli import app, completion
-from hf_posenc.cli.arguments import LISTS, OutputDir, Overwrite, Submodel, given_settings
+from hf_posenc.cli.arguments import LISTS, MODEL, OutputDir, Overwrite, Submodel, given_settings
 from hf_posenc.cli.folders import Original, check_output_dir, save
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.conversion.extension import CHOICE, METHODS
@@ -14,48 +14,42 @@ from hf_posenc.conversion.extension import CHOICE, METHODS
 
 @app.command("extend")
 def extend(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a model, patched or not.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     output_dir: OutputDir,
     max_length: Annotated[
         int | None,
-        typer.Option(
-            help="The new longest input in tokens, no shorter than before.", show_default="none: give it, or --no-limit"
-        ),
+        typer.Option(help="New maximum length in tokens, not below the old one.", show_default="none: give it, or --no-limit"),
     ] = None,
-    no_limit: Annotated[bool, typer.Option("--no-limit", help="Instead of --max-length: inputs of any length.")] = False,
+    no_limit: Annotated[bool, typer.Option("--no-limit", help="Remove the maximum length.")] = False,
     method: Annotated[
         str | None,
-        typer.Option(
-            help=f"How positions change: {CHOICE}.",
-            show_default="they don't",
-            autocompletion=completion.one_of(METHODS),
-        ),
+        typer.Option(help=f"How positions change: {CHOICE}.", show_default="none", autocompletion=completion.one_of(METHODS)),
     ] = None,
     submodel: Submodel = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"A setting of the method, name=value; may be repeated. {LISTS}",
+            help=f"A setting of the method, name=value. Can be repeated. {LISTS}",
             show_default="the method's, see docs/longer.md",
         ),
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a model take longer inputs, and save it with its tokenizer. Nothing learned is lost.
+    """Extend a model to longer inputs, and save it with its tokenizer. Its weights are kept.
 
-    A patched model whose encoding goes on by itself needs a new promise:
+    A patched model whose encoding has no length limit needs only a new maximum length:
 
     [bold]hf-posenc extend bert-alibi --max-length 4096 --output-dir bert-alibi-4096[/]
 
-    A learned table, or rotary positions, need a method:
+    Learned position embeddings and rotary embeddings need a method:
 
     [bold]hf-posenc extend bert-base-uncased --max-length 2048 --method dynamic --output-dir bert-2048[/]
 
     [bold]hf-posenc extend gpt2 --max-length 4096 --method keep_first --option keep=64 --output-dir gpt2-4096[/]
     """
     if max_length is None and not no_limit:
-        raise ValueError("give the new longest input, --max-length or --no-limit")
+        raise ValueError("give the new maximum length, --max-length or --no-limit")
     if max_length is not None and no_limit:
         raise ValueError(f"--max-length {max_length} and --no-limit: give one of them, not both")
     check_output_dir(output_dir, overwrite)

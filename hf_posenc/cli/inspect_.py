@@ -7,7 +7,7 @@ import typer
 
 import hf_posenc
 from hf_posenc.cli import app
-from hf_posenc.cli.arguments import Submodel
+from hf_posenc.cli.arguments import MODEL, Submodel
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.serialization import atomic
 from hf_posenc.serialization.saved_files import check_there
@@ -15,11 +15,11 @@ from hf_posenc.serialization.saved_files import check_there
 
 @app.command("inspect")
 def inspect(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a model, patched or not.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     submodel: Submodel = None,
     as_json: AsJson = False,
 ) -> None:
-    """Report a model's position encoding: where it enters, the usable length, ignored settings.
+    """Report a model's position encoding: where it is applied, the maximum length, ignored settings.
 
     Only the config is read, no weights.
 

@@ -75,11 +75,11 @@ class Output:
         self._console = Console(stderr=as_json, soft_wrap=True)
 
     def message(self, text: str) -> None:
-        """A line beside the result; on standard error with --json."""
+        """A line in addition to the result, on standard error with --json."""
         self._console.print(text, markup=False, highlight=False)
 
     def result(self, shown: str | Table) -> None:
-        """A part of the result for people; --json leaves it out, since the document has it."""
+        """A part of the result for people. --json omits it."""
         if self.as_json:
             return
         self._console.print(shown, markup=False)

@@ -30,7 +30,7 @@ from hf_posenc.encodings import parse_value
 
 @app.command("patch")
 def patch(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a model that isn't patched.")],
+    model: Annotated[str, typer.Argument(help="Local path or Hub ID of a model that isn't patched.")],
     encoding: Encoding,
     output_dir: OutputDir,
     max_length: MaxLength = None,
@@ -45,12 +45,12 @@ def patch(
 ) -> None:
     """Replace a model's positions by an encoding, and save it with its tokenizer.
 
-    A folder of sentence-transformers comes back as one, with all its modules, if that package is installed.
+    A model of sentence-transformers keeps its modules, if that package is installed.
 
     [bold]hf-posenc patch bert-base-uncased alibi --max-length 2048 --output-dir bert-alibi[/]
 
-    A checkpoint of Transformers v4 with relative_key or relative_key_query gets that encoding with its own vectors, which
-    Transformers 5 drops.
+    A checkpoint of Transformers v4 with relative_key or relative_key_query keeps its relative vectors under that encoding.
+    Transformers 5 drops them.
 
     [bold]hf-posenc patch bert-base-uncased sinusoidal+alibi --option sinusoidal__base=5000 --output-dir both[/]
 

@@ -10,9 +10,9 @@ import typer
 
 from hf_posenc import plots  # noqa: F401  # registers the figures
 from hf_posenc.cli import app, console
-from hf_posenc.cli.arguments import ENCODING, Encoding, Options, TextColumn, given_encoding
+from hf_posenc.cli.arguments import ENCODING, FILES, MODEL, Encoding, Options, TextColumn, given_encoding
 from hf_posenc.cli.folders import load, names_of
-from hf_posenc.cli.texts import read
+from hf_posenc.cli.texts import texts_in
 from hf_posenc.diagnostics import Result
 from hf_posenc.diagnostics.registry import FIGURES, Figure
 from hf_posenc.figures import checked_path
@@ -26,7 +26,7 @@ kinds = typer.Typer(
 )
 app.add_typer(kinds, name="plot")
 
-MODEL = "Local path or Hub ID of a model, patched or not, or a .json file with a result of hf_posenc.diagnostics (to_json)."
+MODEL_OR_RESULT = f"{MODEL} Or a .json file with a result of hf_posenc.diagnostics (to_json)."
 Output = Annotated[Path, typer.Option(help="The file of the figure: .png, .svg, or .pdf.")]
 
 
@@ -48,17 +48,17 @@ def _record(record: Annotated[Path, typer.Argument(help="The JSON file that the 
     return read_json(record)
 
 
-def _result(measure: Callable[..., Any], model: Annotated[str, typer.Argument(help=MODEL)], **options: Any) -> Any:
+def _result(measure: Callable[..., Any], model: Annotated[str, typer.Argument(help=MODEL_OR_RESULT)], **options: Any) -> Any:
     return _saved(model) or measure(load(model), **options)
 
 
 def _results(
     measure: Callable[..., Any],
-    models: Annotated[list[str], typer.Argument(help=f"One or more. {MODEL}")],
+    models: Annotated[list[str], typer.Argument(help=f"One or more. {MODEL_OR_RESULT}")],
     *,
     texts: Annotated[
         Path | None,
-        typer.Option(help="In-domain texts: .jsonl, .json, .csv, .parquet, or .txt.", show_default="none, for .json files"),
+        typer.Option(help=f"In-domain texts: {FILES}.", show_default="none, for .json files"),
     ] = None,
     text_column: TextColumn = "text",
     count: Annotated[int, typer.Option(min=1, help="Number of texts, from the first.")] = 8,
@@ -69,7 +69,7 @@ def _results(
         if (result := _saved(model)) is None:
             if texts is None:
                 raise ValueError(f"{model} is measured on texts: give a file of them as --texts")
-            rows = [text for (text,) in read(texts, {"--text-column": text_column})][:count]
+            rows = texts_in(texts, text_column)[:count]
             loaded = load(model)
             result = measure(loaded, rows, tokenizer=getattr(loaded, "tokenizer", None) or load_tokenizer(model), **options)
         found[name] = result

@@ -23,13 +23,13 @@ TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".voc
 
 @app.command("push")
 def push(
-    folder: Annotated[Path, typer.Argument(help="Folder of a saved model.")],
-    repo_id: Annotated[str, typer.Argument(help="Where to: user/name.")],
+    folder: Annotated[Path, typer.Argument(help="Local path of a saved model.")],
+    repo_id: Annotated[str, typer.Argument(help="Hub ID, user/name.")],
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Of a new repository.", show_default="your account's")
+        bool | None, typer.Option("--private/--public", help="Visibility of a new repository.", show_default="your account's")
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(help="A branch, made from main if there is none.", show_default="main")
+        str | None, typer.Option(help="The branch, created from main if it doesn't exist.", show_default="main")
     ] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     commit_message: Annotated[
@@ -37,7 +37,7 @@ def push(
     ] = None,
     save_directory: Annotated[
         Path | None,
-        typer.Option(help="Keep what is pushed here as well.", show_default="none; offline, the repository's name"),
+        typer.Option(help="A directory for a copy of the pushed files.", show_default="none; offline, the repository's name"),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds of silence after which a request has failed.")] = 60.0,
     deadline: Annotated[float, typer.Option(help="Seconds for the whole push.")] = 6 * 3600.0,

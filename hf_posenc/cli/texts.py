@@ -1,9 +1,23 @@
-"""The texts that a command reads from a file."""
+"""The texts and queries that a command reads from a file."""
 
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.evaluation import text_files
+from hf_posenc.evaluation.model_comparison import FEWEST, Pair
+
+
+def texts_in(path: Path, column: str) -> list[str]:
+    """The texts of --texts, in the column of --text-column."""
+    return [text for (text,) in read(path, {"--text-column": column})]
+
+
+def pairs_in(path: Path | None) -> list[Pair]:
+    """The queries of --queries with their documents, or none. Raises ValueError if there are too few."""
+    pairs = [] if path is None else [Pair(*row) for row in read(path, {"query": "query", "document": "document"})]
+    if path is not None and len(pairs) < FEWEST:
+        raise ValueError(f"{path} has {len(pairs)} rows: {FEWEST} are needed to compare")
+    return pairs
 
 
 def read(path: Path, columns: dict[str, str]) -> list[tuple[str, ...]]:

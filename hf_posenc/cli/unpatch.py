@@ -14,12 +14,12 @@ from hf_posenc.cli.output import AsJson, Output
 
 @app.command("unpatch")
 def unpatch(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a patched model.")],
+    model: Annotated[str, typer.Argument(help="Local path or Hub ID of a patched model.")],
     output_dir: OutputDir,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Give a patched model its own positions back, and save it with its tokenizer.
+    """Restore the original positions of a patched model, and save it with its tokenizer.
 
     [bold]hf-posenc unpatch bert-alibi --output-dir bert[/]
     """

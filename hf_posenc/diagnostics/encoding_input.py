@@ -73,8 +73,8 @@ class MeasuredEncoding:
     def quantity(self, asked: Quantity | None) -> Quantity:
         """What is measured of this encoding.
 
-        Raises ValueError if it doesn't act as `asked`, acts in both ways and None is asked, or acts by a part that isn't in this
-        module.
+        Raises ValueError if it doesn't act as `asked`, acts in both ways and None is asked, or acts by a part that isn't in
+        this module.
         """
         known = _quantities(self.verbs)
         if not self.encoding.type:

@@ -139,8 +139,8 @@ class ModelRunner:
         weights = torch.stack(found).double().cpu()
         if weights.min() < 0 or weights.sum(-1).max() > 1.1:  # rounding in bfloat16 adds less; a sink leaves less than 1
             raise ValueError(
-                f"{self.name} doesn't return normalized attention weights (but {weights.min():.3g} to {weights.max():.3g}): use "
-                "a diagnostic without them, such as receptive_field or order_sensitivity"
+                f"{self.name} doesn't return normalized attention weights (but {weights.min():.3g} to {weights.max():.3g}): "
+                "use a diagnostic without them, such as receptive_field or order_sensitivity"
             )
         return weights
 
