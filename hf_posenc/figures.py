@@ -3,11 +3,11 @@
 Diagnostics draw their own results in it, so it is below them.
 
 A figure is made without pyplot, whose state all threads share and which needs a display for some of its backends, and
-without rcParams, which are global as well: each artist is given its colour and size.
+without rcParams, which are global as well: each artist is given its color and size.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ DPI = 150
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours: of the paper, of text and axes (ink), of reference lines (quiet) and grids (faint), and of lines."""
+    """Colors: of the paper, of text and axes (ink), of reference lines (quiet) and grids (faint), and of lines."""
 
     paper: str
     ink: str
@@ -52,7 +52,7 @@ DARK = Theme(
 """Near the palette of Okabe and Ito; any two lines differ for readers without one of the three kinds of cones as well."""
 
 MAP = "cividis"
-"""Of all maps: from dark to light, so that it is right for colour-blind readers and on a printer without colours."""
+"""The colormap of all maps. It goes from dark to light, so color-blind readers and grayscale prints show it correctly."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2, 2, 2)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
@@ -120,7 +120,7 @@ class Sheet:
             self.dress(axis)
 
     def dress(self, axis: Any) -> None:
-        """Give a panel the theme's colours and sizes, with axes to the left and below alone."""
+        """Give a panel the theme's colors and sizes, with axes on the left and below only."""
         axis.set_facecolor(self.theme.paper)
         axis.spines[["top", "right"]].set_visible(False)
         axis.spines[["left", "bottom"]].set_color(self.theme.quiet)
@@ -134,11 +134,11 @@ class Sheet:
         axis.set_title(text, fontsize=size, color=self.theme.ink)
 
     def line(self, place: int, markers: bool = False) -> dict[str, Any]:
-        """Colour and dashes, or colour and marker, of line number `place`: no colour alone tells two lines apart."""
-        colour = self.theme.lines[place % len(self.theme.lines)]
+        """Color and dashes, or color and marker, of line number `place`. No two lines differ only in color."""
+        color = self.theme.lines[place % len(self.theme.lines)]
         if markers:
-            return {"color": colour, "linestyle": "-", "marker": MARKERS[place % len(MARKERS)], "markersize": 4.5}
-        return {"color": colour, "linestyle": DASHES[(place + place // len(self.theme.lines)) % len(DASHES)], "linewidth": 1.6}
+            return {"color": color, "linestyle": "-", "marker": MARKERS[place % len(MARKERS)], "markersize": 4.5}
+        return {"color": color, "linestyle": DASHES[(place + place // len(self.theme.lines)) % len(DASHES)], "linewidth": 1.6}
 
     def reference(self, axis: Any, x: float | None = None, y: float | None = None, linestyle: Any = ":") -> Any:
         """A line to compare with: upright at x, or level at y."""
@@ -161,8 +161,8 @@ class Sheet:
         shades = image.cmap(image.norm(image.get_array()))[..., :3] @ (0.299, 0.587, 0.114)
         for row, line in enumerate(texts):
             for column, text in enumerate(line):
-                colour = "#ffffff" if shades[row, column] < 0.45 else "#000000"
-                axis.text(column, row, text, ha="center", va="center", fontsize=size, color=colour, linespacing=1.1)
+                color = "#ffffff" if shades[row, column] < 0.45 else "#000000"
+                axis.text(column, row, text, ha="center", va="center", fontsize=size, color=color, linespacing=1.1)
 
     def layers_by_heads(self, axis: Any, values: np.ndarray, form: str, high: float) -> Any:
         """A map of `[layers, H]` from 0 to `high`, with the number in each cell while it can be read."""
@@ -246,6 +246,14 @@ class Sheet:
         if self._path is not None:
             save(self.figure, self._path)
         return self.figure
+
+
+def error_bars(values: Iterable[tuple[float, float, float]]) -> list[list[float]]:
+    """The lengths of error bars, below and above, of values with the ends of their intervals.
+
+    Rounding may put a value outside an interval without a length.
+    """
+    return [[max(0.0, value - low) for value, low, _ in values], [max(0.0, high - value) for value, _, high in values]]
 
 
 def panels(axes: Any, count: int) -> Iterator[Any]:

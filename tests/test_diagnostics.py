@@ -322,7 +322,7 @@ def test_modules_are_taken_as_they_are():
     assert table.dtype == torch.float32 and table.requires_grad
     with pytest.raises(ValueError, match="length=13: this 'learned' encoding has 12 positions"):
         diagnostics.similarity(layer, 13)
-    with pytest.raises(ValueError, match="hidden_size was given beside a module"):
+    with pytest.raises(ValueError, match="hidden_size was given for a module"):
         diagnostics.similarity(layer, 12, hidden_size=8)
 
 

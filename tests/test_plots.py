@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer import Typer
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -19,6 +20,8 @@ from conftest import ROOT, slow, stock
 from hf_posenc import diagnostics, plots
 from hf_posenc import figures as style
 from hf_posenc.cli import app
+from hf_posenc.cli.plot import _command
+from hf_posenc.diagnostics import registry
 from hf_posenc.plots import length_records
 
 pytest.importorskip("matplotlib")
@@ -574,6 +577,37 @@ def test_the_command(folder, tmp_path, kind, given):
     assert "is written" in run(kind, *arguments, "--output", tmp_path / f"a{suffix}")
     assert os.listdir(tmp_path) == [f"a{suffix}"]
     assert f"hf-posenc plot {kind} " in run(kind, "--help")
+
+
+def test_a_registered_figure_is_a_command(tmp_path, folder, monkeypatch):
+    """With the options of its diagnostic and its own, without a line elsewhere."""
+    monkeypatch.setattr(registry, "DIAGNOSTICS", {})
+    monkeypatch.setattr(registry, "FIGURES", {})
+
+    @registry.diagnostic("model", on_page=True)
+    def size(model, *, length: registry.TextLength = 5):
+        return {"model": type(model).__name__, "length": length}
+
+    @registry.figure(size, example="bert", length=7)
+    def draw_size(result, *, layers: registry.Layers = None, dark: registry.Dark = False, path: registry.Path = None):
+        """Draw the size of a model."""
+        Path(path).write_text(json.dumps([result, layers, dark]))
+
+    single = Typer()
+    single.command()(_command(registry.FIGURES["size"]))
+    for given, expected in (
+        ((), [{"model": "BertModel", "length": 7}, None, False]),
+        (("--length", "3", "--layer", "2", "--layer", "0", "--dark"), [{"model": "BertModel", "length": 3}, [2, 0], True]),
+    ):
+        done = CliRunner().invoke(single, [str(folder / "bert"), *given, "--output", str(tmp_path / "a.png")])
+        assert done.exit_code == 0 and json.loads((tmp_path / "a.png").read_text()) == expected, done.output
+
+
+def test_names_that_there_are_not():
+    with pytest.raises(AttributeError, match=r"'hf_posenc.plots' has no attribute 'decy' \(did you mean 'decay'\?\)"):
+        _ = plots.decy
+    with pytest.raises(AttributeError, match=r"'hf_posenc.diagnostics' has no attribute 'probin' \(did you mean 'probing'\?\)"):
+        _ = diagnostics.probin
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def prepare_encoding(encoding: Any, length: int, sizes: Sizes) -> MeasuredEncodi
         built = _built(canonical(module, in_code=True), length, **sizes)
     else:
         if sizes:
-            raise ValueError(f"{next(iter(sizes))} was given beside a module, which has sizes of its own: leave it out")
+            raise ValueError(f"{next(iter(sizes))} was given for a module, which has its own sizes: leave it out")
         built = copy.deepcopy(module)
     limit = built.geometry.max_length
     if limit is not None and length > limit:

@@ -84,8 +84,8 @@ def length_curve(
     runner = prepare_model(model, tokenizer)
     rows = runner.read(texts, None, least=1, special=False)
     front, back = ((), ()) if isinstance(texts, Tensor | Mapping) else _frame(runner.required_tokenizer())
-    beside = len(front) + len(back)
-    shortest, longest = targets + beside + 1, min(row["input_ids"].shape[1] for row in rows) + beside
+    special = len(front) + len(back)
+    shortest, longest = targets + special + 1, min(row["input_ids"].shape[1] for row in rows) + special
     reach = longest if runner.usable is None else min(longest, runner.usable)
     if lengths is None:
         lengths = [length for power in range(1, 24) if shortest <= (length := targets * 2**power) <= reach]
@@ -122,7 +122,7 @@ def draw_length_curve(results: LengthCurve | Mapping[str, LengthCurve], *, dark:
     measures = {result.measure for result in named.values()}
     if len(measures) > 1:
         raise ValueError(
-            f"the models were measured by {' and '.join(sorted(measures))}: draw each measure in a figure of its own"
+            f"the models were measured by {' and '.join(sorted(measures))}: draw each measure in a separate figure"
         )
     sheet = Sheet((WIDTH * 0.7, 3.3), dark=dark, path=path)
     axis = sheet.axes[0, 0]
@@ -203,17 +203,17 @@ def _scores(
     for length in lengths:
         own = ids[:, ids.shape[1] - (length - front.shape[1] - back.shape[1]) :]
         whole = torch.cat([front, own, back], dim=1)
-        beside = {name: values[:, -length:] for name, values in row.items() if name != "input_ids"}
+        others = {name: values[:, -length:] for name, values in row.items() if name != "input_ids"}
         place = torch.arange(length - back.shape[1] - targets, length - back.shape[1], device=ids.device)
         if measure == "cosine":
-            states.append(runner.states({"input_ids": whole, **beside})[place].double())
+            states.append(runner.states({"input_ids": whole, **others})[place].double())
             found.append(F.cosine_similarity(states[-1], states[0], dim=-1).mean())
             continue
         goal = whole[0, place]
         if measure == "masked loss":
             place, goal = place[::4], goal[::4]
             whole = whole.index_fill(1, place, _mask(runner))
-        logits = runner.model(input_ids=whole, **beside, use_cache=False, return_dict=True).logits[0]
+        logits = runner.model(input_ids=whole, **others, use_cache=False, return_dict=True).logits[0]
         found.append(F.cross_entropy(logits[place if measure == "masked loss" else place - 1].double(), goal))
     return torch.stack(found).cpu()
 

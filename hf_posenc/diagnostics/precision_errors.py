@@ -97,7 +97,7 @@ def precision(
     dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     **sizes: "Unpack[Sizes]",
 ) -> Precision:
-    """What rounding does to an encoding: its error, and the first neighbours that are equal.
+    """What rounding does to an encoding: its error, and the first neighbors that are equal.
 
     Parameters, vectors, queries, keys, their products, and biases are in the dtype, as in a model without autocast. In
     attention, the query at position 0 reads keys at growing distances. In a causal stack, it is the last query.

@@ -135,7 +135,7 @@ def draw_probing(
 
     result: of `diagnostics.probing`. layers, heads: which are shown, from 0; without, up to 4 and 6 at equal steps.
 
-    Colours are logarithmic, from a fiftieth of the weight that all pairs would have if position didn't count ("even") to 1.
+    Colors are logarithmic, from 1/50 of the weight of all pairs if position didn't count ("even") to 1.
     Raises ValueError for another result, or layers or heads that aren't there.
     """
     require_matplotlib()

@@ -1,4 +1,4 @@
-"""A page on which encodings and models are looked at: `hf-posenc explore`, or an app of its own, as a Space has it.
+"""An interactive page of encodings and models: `hf-posenc explore`, or an app, such as a Space.
 
 `option_fields` says which fields an encoding's options have, `encodings` and `models` compute what is shown of each,
 `components` shows it in Gradio, `page` lays it out, and `server` starts it. Without Gradio, importing

@@ -1,6 +1,6 @@
 """The components of the page in Gradio that show encodings and models. Methods return what changes, by component."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import gradio as gr
@@ -19,70 +19,66 @@ Left = Callable[[], bool]
 """Whether the visitor who waits for a result has left."""
 
 
-class Problem:
-    """A place for the words of an error."""
+class Section:
+    """A place for the words of an error, and figures under captions. Figures without a picture are hidden."""
 
     def __init__(self) -> None:
-        self.place = gr.Markdown(visible=False, elem_classes="problem")
+        self.problem = gr.Markdown(visible=False, elem_classes="problem")
+        self.figures: dict[str, tuple[Any, Any]] = {}
+        self.parts: list[Any] = [self.problem]
+
+    def add(self, name: str, caption: str | None) -> None:
+        with gr.Accordion(caption, visible=False) as frame:
+            self.figures[name] = frame, gr.Plot(label=caption, show_label=False)
+        self.parts += self.figures[name]
 
     def says(self, words: Any = "") -> Changes:
-        return {self.place: gr.update(value=str(words), visible=bool(str(words)))}
+        return {self.problem: gr.update(value=str(words), visible=bool(str(words)))}
+
+    def draws(self, pictures: Mapping[str, str | None]) -> Changes:
+        """pictures: by the name of a figure, data URLs, or None."""
+        changes: Changes = {}
+        for name, picture in pictures.items():
+            frame, plot = self.figures[name]
+            changes[frame] = gr.update(visible=picture is not None)
+            changes[plot] = None if picture is None else PlotData(type="matplotlib", plot=picture)
+        return changes
 
 
-class Figure:
-    """A figure beneath its caption; nothing where there is none."""
-
-    def __init__(self, caption: str | None) -> None:
-        with gr.Accordion(caption, visible=False) as self.frame:
-            self.plot = gr.Plot(label=caption, show_label=False)
-        self.parts = [self.frame, self.plot]
-
-    def shows(self, picture: str | None = None) -> Changes:
-        """picture: a data URL."""
-        plot = None if picture is None else PlotData(type="matplotlib", plot=picture)
-        return {self.frame: gr.update(visible=picture is not None), self.plot: plot}
-
-
-class OfEncoding:
+class OfEncoding(Section):
     """Figures, numbers, facts and code of one encoding. without: figures that are left out."""
 
     def __init__(self, without: tuple[str, ...] = ()) -> None:
-        self.problem = Problem()
+        super().__init__()
         with gr.Column() as self.rest:
             self.facts = gr.Markdown()
-            self.figures = {
-                name: Figure(each.caption) for name, each in page_figures("vectors", "scores").items() if name not in without
-            }
+            for name, figure in page_figures("vectors", "scores").items():
+                if name not in without:
+                    self.add(name, figure.caption)
             with gr.Accordion("In numbers", open=False):
                 self.numbers = gr.Textbox(show_label=False, lines=8, max_lines=24, elem_classes="numbers")
             with gr.Accordion("In a model"):
                 self.code = gr.Code(language="python", show_label=False, interactive=False, lines=1)
-        self.parts = [self.problem.place, self.rest, self.facts, self.numbers, self.code]
-        self.parts += [part for figure in self.figures.values() for part in figure.parts]
+        self.parts += [self.rest, self.facts, self.numbers, self.code]
 
     def changes(self, limits: Limits, left: Left, encoding: Encoding, dark: bool, *fields: Any) -> Iterator[Changes]:
         try:
             given = _checked(encoding), sizes_of(*fields), dark, limits.drawing
             for found in results(encodings.shown, *given, budget=limits.drawing, left=left):
-                shown: Changes = {
-                    self.rest: gr.update(visible=True),
-                    self.facts: found["facts"],
-                    self.numbers: found["numbers"],
-                    self.code: found["code"],
-                }
-                for name, figure in self.figures.items():
-                    shown |= figure.shows(found["figures"].get(name))
-                yield shown | self.problem.says("" if found["figures"] else NOTHING)
+                texts = {self.facts: found["facts"], self.numbers: found["numbers"], self.code: found["code"]}
+                pictures = {name: found["figures"].get(name) for name in self.figures}
+                words = "" if found["figures"] else NOTHING
+                yield {self.rest: gr.update(visible=True), **texts, **self.draws(pictures), **self.says(words)}
         except Refused as refused:
-            yield {self.rest: gr.update(visible=False)} | self.problem.says(refused)
+            yield {self.rest: gr.update(visible=False)} | self.says(refused)
 
 
-class Decays:
+class Decays(Section):
     """Several encodings by distance, in one figure."""
 
     def __init__(self) -> None:
-        self.problem, self.figure = Problem(), Figure("By distance, side by side")
-        self.parts = [self.problem.place, *self.figure.parts]
+        super().__init__()
+        self.add("decay", "By distance, side by side")
 
     def changes(
         self, limits: Limits, left: Left, one: Encoding, other: Encoding, dark: bool, *fields: Any
@@ -90,27 +86,25 @@ class Decays:
         try:
             given = [_checked(one), _checked(other)], sizes_of(*fields), dark, limits.drawing
             for picture in results(encodings.compared, *given, budget=limits.drawing, left=left):
-                yield self.figure.shows(picture) | self.problem.says()
+                yield self.draws({"decay": picture}) | self.says()
         except Refused as refused:
-            yield self.figure.shows() | self.problem.says(refused)
+            yield self.draws({"decay": None}) | self.says(refused)
 
 
-class OfModels:
-    """Reports, figures and numbers of a model and of what is beside it."""
+class OfModels(Section):
+    """Reports, figures and numbers of one model or two."""
 
     def __init__(self) -> None:
-        self.problem = Problem()
+        super().__init__()
         self.reports = gr.Textbox(label="How they know word order", visible=False, lines=3, elem_classes="reports")
-        self.figures = {}
-        for name, each in {**page_figures("model"), **page_figures("texts")}.items():
-            if each.several:
-                self.figures[name] = Figure(each.caption)
+        for name, figure in {**page_figures("model"), **page_figures("texts")}.items():
+            if figure.several:
+                self.add(name, figure.caption)
             else:
-                self.figures[f"{name} 0"] = Figure(each.caption)
-                self.figures[f"{name} 1"] = Figure(f"{each.caption}: the other model")
+                self.add(f"{name} 0", figure.caption)
+                self.add(f"{name} 1", f"{figure.caption}: the other model")
         self.numbers = gr.Textbox(label="In numbers", visible=False, lines=12, max_lines=40, elem_classes="numbers")
-        self.parts = [self.problem.place, self.reports, self.numbers]
-        self.parts += [part for figure in self.figures.values() for part in figure.parts]
+        self.parts += [self.reports, self.numbers]
 
     def changes(
         self,
@@ -122,21 +116,19 @@ class OfModels:
         texts: str,
         dark: bool,
     ) -> Iterator[Changes]:
-        """As they are measured. other: the model beside it; encoding: the one that the same model has beside it; or None."""
-        nothing = {self.reports: gr.update(visible=False), self.numbers: gr.update(visible=False)} | self.problem.says()
-        for figure in self.figures.values():
-            nothing |= figure.shows()
-        yield nothing
+        """What is measured, as it is ready. other: another model, or None. encoding: another one of the same model, or None."""
+        hidden = {part: gr.update(visible=False) for part in (self.reports, self.numbers)}
+        yield hidden | self.draws(dict.fromkeys(self.figures)) | self.says()
         try:
             names = [checked_field("The model", each) for each in ([name] if other is None else [name, other])]
             given = names, encoding and _checked(encoding), texts, dark, limits
             for what, found in results(models.shown, *given, budget=limits.model, left=left):
                 if what in self.figures:
-                    yield self.figures[what].shows(found)
+                    yield self.draws({what: found})
                 else:
                     yield {getattr(self, what): gr.update(value=found, visible=True)}
         except Refused as refused:
-            yield self.problem.says(refused)
+            yield self.says(refused)
 
 
 def _checked(encoding: Encoding) -> Encoding:

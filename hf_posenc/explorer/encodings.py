@@ -1,4 +1,4 @@
-"""What the page shows of encodings: figures, facts, numbers, and the code that puts them into a model."""
+"""What the page shows of encodings: figures, facts, numbers, and the code to patch a model with them."""
 
 import base64
 import inspect
@@ -22,7 +22,7 @@ BYTES = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """Those with which encodings are built. causal: None for what is usual of the encoding."""
+    """The sizes of encodings. causal: None for the default of the encoding."""
 
     length: int = 64
     hidden_size: int = 128
@@ -98,7 +98,7 @@ def numbers(encoding: Encoding, sizes: Sizes) -> str:
 
 
 def facts(encoding: Encoding) -> str:
-    """What it is, and its papers, in Markdown."""
+    """Its title, facts and papers, in Markdown."""
     kind = encoding_class(canonical(encoding)["type"])
     entry = catalog.entry(kind)
     said = [f"{heading}: {fact}" for heading, fact in entry.facts().items()] + [f"<{paper}>" for paper in entry.papers]
@@ -106,7 +106,7 @@ def facts(encoding: Encoding) -> str:
 
 
 def code(encoding: Encoding) -> str:
-    """The call that puts it into a model, and the same as a command."""
+    """The call that patches a model with it, and the same as a command."""
     options = {name: value for name, value in encoding.items() if name != "type"}
     given = repr({"type": encoding["type"], **options} if options else encoding["type"])
     words = [f"--option {shlex.quote(f'{name}={_written(value)}')}" for name, value in options.items()]

@@ -1,5 +1,4 @@
-"""What the page measures of models: a checkpoint of this machine or of the Hub, and another one, or the same with another
-encoding, beside it."""
+"""What the page measures of models: a local or Hub checkpoint, compared with another one or with another encoding of it."""
 
 import os
 import re
@@ -29,9 +28,9 @@ from hf_posenc.serialization.saved_files import explained, read_config
 from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
 LENGTH = 128
-"""Texts are cut to so many tokens: attention takes memory by the square."""
+"""Maximum length of a text in tokens. The memory of attention grows with its square."""
 REPEATED = 32
-"""How often a word is repeated where position alone is probed."""
+"""Length of the inputs of diagnostics without texts."""
 WEIGHTS = (r"model\.safetensors", r"model-\d+-of-\d+\.safetensors", r"pytorch_model\.bin", r"pytorch_model-\d+-of-\d+\.bin")
 """The files of weights on the Hub, in the order of preference."""
 OTHER_FILES = r"(?!adapter_)[^/]+\.(json|txt|model)"
@@ -42,8 +41,8 @@ OTHER_FILES = r"(?!adapter_)[^/]+\.(json|txt|model)"
 class MeasuredModel:
     """A model that is measured.
 
-    label: what figures call it.
-    submodel: of a model made of several the path of the one that is meant, which reads texts if one does; else None.
+    label: its name in figures.
+    submodel: the path of the measured submodel of a composite model, one that reads texts if there is one; else None.
     """
 
     label: str
@@ -53,12 +52,12 @@ class MeasuredModel:
 
     @property
     def reader(self) -> Any:
-        """What reads the texts: of an encoder and a decoder the encoder."""
+        """The model that reads the texts, the encoder of an encoder-decoder."""
         model = self.model if self.submodel is None else self.model.get_submodule(self.submodel)
         return model.get_encoder() if model.config.is_encoder_decoder else model
 
     def report(self) -> Report | str:
-        """How it knows word order; of a model whose positions can't be changed, why."""
+        """How it knows word order, or why the model isn't supported."""
         try:
             return inspect(self.model)
         except UnsupportedModelError as refused:
@@ -153,7 +152,7 @@ def check_size(names: list[str], limits: Limits) -> None:
                 f"{name} has {count:,} parameters and buffer values. This page accepts models of up to "
                 f"{limits.max_parameters:,}. Choose a smaller model, or start the page with a larger --max-parameters."
             )
-        needed += 2 * 4 * count + _activations(model)  # in float32, with the file beside the model while it loads
+        needed += 2 * 4 * count + _activations(model)  # in float32, the model and the file while it loads
         limits.model.check(f"Measuring {' and '.join(names)}", needed, "Choose a smaller model.")
 
 
@@ -187,9 +186,9 @@ def load(name: str) -> MeasuredModel:
 
 
 def with_encoding(subject: MeasuredModel, encoding: Encoding) -> MeasuredModel:
-    """A copy of the model with another encoding, as `patch` makes it: nothing is trained.
+    """A copy of the model with another encoding, patched only, without training.
 
-    Raises ValueError where it can't have it, as one that is patched and hasn't kept its own positions.
+    Raises ValueError for a model that doesn't support it, such as a patched one without its original positions.
     """
     model = subject.model
     stock = unpatch(model) if isinstance(model, PosEncModelMixin) else model
@@ -198,7 +197,7 @@ def with_encoding(subject: MeasuredModel, encoding: Encoding) -> MeasuredModel:
 
 
 def told_apart(subjects: list[MeasuredModel]) -> list[MeasuredModel]:
-    """With a number behind labels that are there already: two folders may have one name."""
+    """With a number after repeated labels, because two directories may have one name."""
     labels = [subject.label for subject in subjects]
     return [
         replace(subject, label=f"{subject.label} ({place + 1})") if subject.label in labels[:place] else subject
@@ -210,7 +209,7 @@ def measured(subjects: list[MeasuredModel], texts: list[str], dark: bool = False
     """Names and figures, as they are measured: of all models, or "name 0", "name 1", … if a figure is of one. At last
     "numbers", a text.
 
-    Raises ValueError for models that a measure can't be taken of, and for texts that can't be read.
+    Raises ValueError for models and texts that can't be measured.
     """
     subjects = told_apart(subjects)
     needed = ("model", "texts") if texts else ("model",)

@@ -1,4 +1,4 @@
-"""An encoding's options as the fields of a form, and what is written into them as options."""
+"""An encoding's options as the fields of a form, and the values of the fields as options."""
 
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -15,9 +15,9 @@ Encoding = dict[str, Any]
 class Field:
     """
     option: its name; of a part of a composition `part__option`.
-    default: None where there is none.
+    default: None if there is none.
     allowed: in words.
-    values: all that are allowed, where they can be named one by one; else empty.
+    values: all that are allowed, empty if they can't be listed.
     """
 
     option: str
@@ -27,9 +27,9 @@ class Field:
 
 
 def fields(name: str) -> list[Field]:
-    """Of an encoding, an alias or a composition "a+b": all options but those that name files of this machine.
+    """All options of an encoding, an alias or a composition "a+b", except those that name local files.
 
-    Raises ValueError for a name that there isn't.
+    Raises ValueError for an unknown name.
     """
     given = canonical(name)
     kind = encoding_class(given["type"])
@@ -53,7 +53,7 @@ def _all_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def changed(encoding: Encoding, field: Field, written: Any) -> Encoding:
-    """The encoding with what was written into a field, which stands for the default where it is empty."""
+    """The encoding with the value of a field. An empty field is the default."""
     value = parse_value(written.strip()) if isinstance(written, str) and not field.values else written
     rest = {name: value for name, value in encoding.items() if name != field.option}
     return rest if value in ("", None) or value == field.default else rest | {field.option: value}

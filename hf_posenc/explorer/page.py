@@ -11,7 +11,7 @@ from hf_posenc.explorer.fields import changes, picker, sizes
 from hf_posenc.explorer.gate import Visitors
 
 TITLE = """# Position encodings
-What they add to the inputs of a model, what they do to its attention, and what a trained model makes of its own.
+What they add to the inputs of a model, what they do to its attention, and what a trained model does with its own.
 """
 NOTHING, SAME, ANOTHER = "nothing", "the same model with another encoding", "another model"
 TEXTS = """\
@@ -93,10 +93,10 @@ def _of_models(dark: gr.Checkbox, limits: Limits, visitors: Visitors | None) -> 
         with gr.Column(scale=1, min_width=280):
             place = "A Hub ID" if limits.hub_only else "A local path or a Hub ID"
             name = gr.Textbox(label="Model", info=place, elem_id="model", max_lines=1, max_length=MAX_WRITTEN)
-            beside = gr.Radio([NOTHING, SAME, ANOTHER], value=NOTHING, label="Beside it", elem_id="beside")
+            comparison = gr.Radio([NOTHING, SAME, ANOTHER], value=NOTHING, label="Compare with", elem_id="comparison")
             with gr.Column(visible=False) as with_encoding:
                 encoding = picker("Its other encoding", "alibi")
-                gr.Markdown("Put in as `patch` does it, without training: a learned encoding shows its first values.")
+                gr.Markdown("As `patch` sets it, without training. A learned encoding has its initial values.")
             other = gr.Textbox(label="The other model", visible=False, elem_id="other", max_lines=1, max_length=MAX_WRITTEN)
             texts = gr.Textbox(TEXTS, label="Texts, one in each line", lines=6, max_lines=12, max_length=MAX_CHARACTERS)
             start = gr.Button("Measure", variant="primary")
@@ -104,16 +104,16 @@ def _of_models(dark: gr.Checkbox, limits: Limits, visitors: Visitors | None) -> 
             shown = OfModels()
 
     def measure(
-        request: gr.Request, name: str, beside: str, encoding: dict[str, Any], other: str, texts: str, dark: bool
+        request: gr.Request, name: str, comparison: str, encoding: dict[str, Any], other: str, texts: str, dark: bool
     ) -> Iterator[Changes]:
-        given = name, other if beside == ANOTHER else None, encoding if beside == SAME else None, texts, dark
+        given = name, other if comparison == ANOTHER else None, encoding if comparison == SAME else None, texts, dark
         yield from shown.changes(limits, _left(visitors, request), *given)
 
-    beside.change(
+    comparison.change(
         lambda said: (gr.update(visible=said == SAME), gr.update(visible=said == ANOTHER)),
-        beside,
+        comparison,
         [with_encoding, other],
         api_visibility="private",
     )
-    inputs = [name, beside, encoding, other, texts, dark]
+    inputs = [name, comparison, encoding, other, texts, dark]
     gr.on([start.click, name.submit], measure, inputs, shown.parts, **MEASUREMENTS)

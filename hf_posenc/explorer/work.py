@@ -27,7 +27,7 @@ _PRELOADED = ("hf_posenc.explorer.encodings", "hf_posenc.explorer.models", "matp
 def results(
     function: Callable[..., Iterable[Any]], *args: Any, budget: Budget, left: Callable[[], bool] = lambda: False
 ) -> Iterator[Any]:
-    """Yield what `function(*args)` yields in a process of its own. Stop early once `left()` is true.
+    """Yield what `function(*args)` yields in a separate process. Stop early once `left()` is true.
 
     Raises Refused, with a message for the visitor, for an expected error of the function and for a spent budget. The process
     has ended when the iteration ends, also if the caller closes it.

@@ -1,4 +1,4 @@
-"""Which naive scheme fails which criterion of a position encoding, measured on the vectors of texts of several lengths.
+"""Three criteria of position encodings, measured on the vectors of texts of several lengths.
 
 The criteria: https://kazemnejad.com/blog/transformer_architecture_positional_encoding/
 
@@ -20,14 +20,16 @@ from hf_posenc.figures import LARGE, NORMAL, WIDTH, Sheet
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 TABLE = LENGTHS[3]
-"""Rows of an encoding that has vectors of so many positions alone, a learned table."""
+"""Number of positions of learned position embeddings."""
 HOLDS, FAILS = "✓", "✗"
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """What is asked, what is measured of the vectors of a text `[L, D]`, and whether it holds, by what was measured at the
-    lengths that the encoding has vectors for; `beyond`: whether it has to have them at all lengths."""
+    """A criterion, what is measured of the vectors of a text `[L, D]`, and whether it holds for the values by length.
+
+    beyond: whether it also requires vectors at all lengths.
+    """
 
     asked: str
     what: str
@@ -89,9 +91,9 @@ def criteria(
 ) -> Any:
     """Draw three criteria of an encoding that adds vectors, and which of these encodings fails which.
 
-    Each position has a vector of its own; a step is the same in texts of any length; longer texts than before have vectors,
-    too, whose values stay bounded (eight times the length doubles them at most). What is shown is measured on the encodings'
-    vectors in texts of 8 to 512 tokens. A learned table has 64 rows.
+    Each position has a unique vector. A step is the same in texts of any length. Longer texts have vectors whose values are
+    bounded: eight times the length doubles them at most. They are measured in texts of 8 to 512 tokens. Learned position
+    embeddings have 64 positions.
 
     encodings: up to six, by name, as a dict `{"type": name, **options}`, or as a module.
 

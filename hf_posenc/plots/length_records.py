@@ -1,26 +1,23 @@
-"""What scripts/eval_length.py measured of models by length: curves, and maps of needles by depth.
-
-Both take the record that it writes, length.json, as a dict.
-"""
+"""Figures of length.json, the record of scripts/eval_length.py: curves by length, and maps of needles by depth."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_posenc.diagnostics.registry import Dark, Path, figure
-from hf_posenc.figures import NORMAL, SMALL, WIDTH, Sheet
+from hf_posenc.figures import NORMAL, SMALL, WIDTH, Sheet, error_bars
 
 METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
 """Task -> the metric that is shown."""
 TITLES = {
     "title": "by title: MRR",
-    "deep": "by a sentence from\nbehind 512 tokens: MRR",
+    "deep": "by a sentence from\nbeyond 512 tokens: MRR",
     "needle": "a fact within\n512 tokens: R@1",
-    "needle beyond": "a fact behind\n512 tokens: R@1",
+    "needle beyond": "a fact beyond\n512 tokens: R@1",
     "perplexity": "perplexity,\nsliding windows",
 }
 PARTS = ("settings", "chance", "scores", "differences", "heat", "perplexity")
 APART = 1.05
-"""Lines of the lower panels stand side by side, each so much further along the logarithmic axis."""
+"""The factor between the lines of the lower panels on the logarithmic axis, so that their intervals don't overlap."""
 
 
 @figure("record", example="scripts/results/length-linux-doc-6.1.json")
@@ -29,8 +26,8 @@ def lengths(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None)
 
     A column for each task: above the metric by length, below the difference to the baseline with its 95 % interval.
 
-    record: length.json of scripts/eval_length.py. Shown are the baseline, the first model's mean of chunks, and each other
-    model as it is, or, where it is limited, truncated. Chance is what a random order gets.
+    record: length.json of scripts/eval_length.py. Shown are the baseline, the first model's averaged chunks, and every other
+    model as it is or, if its length is limited, truncated. Chance is the metric of a random order.
 
     Raises ValueError for another record.
     """
@@ -55,13 +52,15 @@ def lengths(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None)
             if name != baseline:
                 x = [int(column) * APART ** (place - (len(names) - 1) / 2) for column in columns]
                 found = [_difference(record, task, column, name) for column in columns]
-                # Where all questions have one answer, the interval is a point, which rounding may put beside the value.
-                errors = [
-                    [max(0.0, value - low) for value, (low, _) in found],
-                    [max(0.0, high - value) for value, (_, high) in found],
-                ]
-                values = [value for value, _ in found]
-                below.errorbar(x, values, yerr=errors, capsize=2.5, elinewidth=1.2, zorder=2 + place, **style)
+                below.errorbar(
+                    x,
+                    [value for value, *_ in found],
+                    yerr=error_bars(found),
+                    capsize=2.5,
+                    elinewidth=1.2,
+                    zorder=2 + place,
+                    **style,
+                )
         if not of_models:
             entries["chance"] = sheet.reference(above, y=chance(record, task))
             above.set_ylim(0, 1.04)
@@ -113,8 +112,8 @@ def chance(record: Mapping[str, Any], task: str) -> float:
 
 
 def shown(names: Sequence[str], models: Sequence[str], baseline: str) -> list[str]:
-    """The methods that figures show: the baseline, the first model and its mean of chunks, and every other model as it is, or,
-    where it is limited, truncated."""
+    """The methods in figures: the baseline, the first model and its averaged chunks, and every other model as it is or
+    truncated."""
     first = models[0]
     found = [baseline] if baseline in names else []
     found += [name for name in names if name == first or (name.startswith(f"{first}, chunked by ") and name.endswith(", mean"))]
@@ -125,7 +124,7 @@ def shown(names: Sequence[str], models: Sequence[str], baseline: str) -> list[st
 
 
 def _style(sheet: Sheet, place: int, name: str, baseline: str, first: str) -> dict[str, Any]:
-    """The baseline's line is dashed and grey, that of the first model grey, those of other models have colours."""
+    """The baseline's line is dashed and gray, that of the first model gray. Other models have colors."""
     if name == baseline:
         return {"color": sheet.theme.quiet, "linestyle": "--", "marker": "o", "markersize": 3.5, "linewidth": 1.4}
     if name == first or name.startswith(f"{first}, "):
@@ -133,12 +132,12 @@ def _style(sheet: Sheet, place: int, name: str, baseline: str, first: str) -> di
     return sheet.line(place - 2 if place > 1 else place, markers=True) | {"linewidth": 1.8}
 
 
-def _difference(record: Mapping[str, Any], task: str, column: str, name: str) -> tuple[float, tuple[float, float]]:
+def _difference(record: Mapping[str, Any], task: str, column: str, name: str) -> tuple[float, float, float]:
     if task == "perplexity":
         found = record["perplexity"][column][name]
-        return found["ratio"], found["ratio_interval"]
+        return found["ratio"], *found["ratio_interval"]
     found = record["differences"][task][column][name]
-    return found["value"], found["interval"]
+    return found["value"], *found["interval"]
 
 
 def _checked(record: Mapping[str, Any]) -> Mapping[str, Any]:

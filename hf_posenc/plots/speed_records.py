@@ -1,10 +1,10 @@
-"""What scripts/bench.py measured: throughput beside the stock model."""
+"""The figure of bench.json, the record of scripts/bench.py: throughput relative to the stock model."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from hf_posenc.diagnostics.registry import Dark, Path, figure
-from hf_posenc.figures import MARKERS, NORMAL, WIDTH, Sheet, panels
+from hf_posenc.figures import MARKERS, NORMAL, WIDTH, Sheet, error_bars, panels
 
 STOCK, NONE = "stock", "none"
 KINDS = {
@@ -20,7 +20,7 @@ def bench(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -
     """Draw throughput compared with the stock model, as measured by scripts/bench.py.
 
     The throughput of every encoding as a ratio to the stock model, with 95 % intervals, on an encoder: a panel for each kind
-    of measurement and dtype, a colour and marker for each length.
+    of measurement and dtype, a color and marker for each length.
 
     record: bench.json of scripts/bench.py.
 
@@ -46,16 +46,11 @@ def bench(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) -
                 for name, subject in group["subjects"].items()
                 if name in names and STOCK in subject.get("ratios", {})
             }
-            middle = [value for value, _, _ in ratios.values()]
-            errors = [
-                [max(0.0, value - low) for value, low, _ in ratios.values()],
-                [max(0.0, high - value) for value, _, high in ratios.values()],
-            ]
             number = lengths.index(group["length"])
             entries[group["length"]] = axis.errorbar(
-                middle,
+                [value for value, *_ in ratios.values()],
                 list(ratios),
-                xerr=errors,
+                xerr=error_bars(ratios.values()),
                 fmt=MARKERS[number],
                 markersize=3.5,
                 elinewidth=1.2,
