@@ -5,11 +5,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import inner_model, load, names_of
-from hf_posenc.cli.output import AsJson, Output
+from hf_posenc.cli.output import AsJson, Output, by_length
 from hf_posenc.evaluation import throughput
 
 
@@ -37,12 +36,7 @@ def bench(
     loaded = {name: _placed(load(model), place) for name, model in zip(names, models, strict=True)}
     found = throughput.speeds(loaded, length or [128, 512], batch_size, rounds)
     about = f"milliseconds of a pass of {batch_size} on {place}, throughput relative to {names[0]} (quartiles)"
-    table = Table("model", title=about)
-    for tokens in found:
-        table.add_column(f"{tokens} tokens", justify="right")
-    for name in names:
-        table.add_row(name, *(_shown(each.get(name)) for each in found.values()))
-    out.result(table)
+    out.result(by_length(about, {tokens: {name: _shown(each.get(name)) for name in names} for tokens, each in found.items()}))
     out.document({tokens: {name: asdict(speed) for name, speed in each.items()} for tokens, each in found.items()})
 
 

@@ -27,7 +27,7 @@ from hf_posenc.cli.arguments import (
     given_encoding,
 )
 from hf_posenc.cli.folders import Original, check_output_dir, embedder, load, save, write
-from hf_posenc.cli.output import AsJson, Output, by_length
+from hf_posenc.cli.output import AsJson, Output, comparison
 from hf_posenc.cli.texts import pairs_in, texts_in
 from hf_posenc.encodings import parse_value
 from hf_posenc.evaluation import model_comparison
@@ -162,7 +162,7 @@ def _compare(
     lengths = model_comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
     found = model_comparison.compare(embedders.pop("original"), embedders, pairs, lengths)
     last = [*embedders][-1]
-    out.result(by_length(found.rows, f"{about}: MRR, and how much better the {last} model is"))
+    out.result(comparison(found.rows, f"{about}: MRR, and how much better the {last} model is"))
     out.result(found.verdict)
     out.message(model_comparison.REACH)
     return {"questions": about, **asdict(found)}

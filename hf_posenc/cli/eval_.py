@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from hf_posenc import diagnostics
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import FILES, Queries, TextColumn
 from hf_posenc.cli.folders import Original, embedder, inner_model, names_of
-from hf_posenc.cli.output import AsJson, Output, by_length
+from hf_posenc.cli.output import AsJson, Output, by_length, comparison
 from hf_posenc.cli.texts import pairs_in, texts_in
 from hf_posenc.diagnostics.length_curves import is_language_model
 from hf_posenc.evaluation import model_comparison
@@ -91,13 +90,11 @@ def _losses(out: Output, models: dict[str, Original], texts: list[str], lengths:
             f"the models are measured by {' and '.join(sorted(measures))}, which can't be compared: run each by itself"
         )
     columns = sorted({length for curve in curves.values() for length in curve.lengths})
-    table = Table("model", title=f"{measures.pop()}, nats per token, of {len(texts)} texts")
-    for column in columns:
-        table.add_column(f"{column} tokens", justify="right")
+    cells = {column: dict.fromkeys(curves, "") for column in columns}
     for name, curve in curves.items():
-        values = dict(zip(curve.lengths, zip(curve.mean, curve.error, strict=True), strict=True))
-        table.add_row(name, *(_shown(*values[column]) if column in values else "" for column in columns))
-    out.result(table)
+        for column, mean, error in zip(curve.lengths, curve.mean, curve.error, strict=True):
+            cells[column][name] = _shown(mean, error)
+    out.result(by_length(f"{measures.pop()}, nats per token, of {len(texts)} texts", cells))
     return {name: curve.to_dict() for name, curve in curves.items()}
 
 
@@ -113,7 +110,7 @@ def _retrieval(
         lengths = model_comparison.lengths_of(first, [pair.document for pair in pairs], None)
         out.message(model_comparison.REACH)
     found = model_comparison.compare_models(embedders, pairs, lengths)
-    out.result(by_length(found, f"{about}: MRR, and how much better than the first"))
+    out.result(comparison(found, f"{about}: MRR, and how much better than the first"))
     return {
         "questions": about,
         "rows": {tokens: {name: asdict(row) for name, row in rows.items()} for tokens, rows in found.items()},

@@ -51,19 +51,23 @@ AsJson = Annotated[
 ]
 
 
-def by_length(rows: Mapping[int, Mapping[str, Row]], title: str) -> Table:
-    """A comparison as a table: a line for each method, a column for each length."""
-    table = Table("method", title=title, caption=UNCORRECTED)
-    for length in rows:
+def by_length(title: str, cells: Mapping[int, Mapping[str, str]], what: str = "model", caption: str | None = None) -> Table:
+    """A table with a row for each model and a column for each length. cells: length -> model -> text."""
+    table = Table(what, title=title, caption=caption)
+    for length in cells:
         table.add_column(f"{length} tokens", justify="right")
-    for name in dict.fromkeys(name for row in rows.values() for name in row):
-        table.add_row(name, *(_scored(row.get(name)) for row in rows.values()))
+    for name in dict.fromkeys(name for column in cells.values() for name in column):
+        table.add_row(name, *(column.get(name, "") for column in cells.values()))
     return table
 
 
-def _scored(row: Row | None) -> str:
-    if row is None:
-        return ""
+def comparison(rows: Mapping[int, Mapping[str, Row]], title: str) -> Table:
+    """A comparison by length, with a row for each method."""
+    cells = {length: {name: _scored(row) for name, row in column.items()} for length, column in rows.items()}
+    return by_length(title, cells, "method", UNCORRECTED)
+
+
+def _scored(row: Row) -> str:
     return f"{row.score.mrr:.3f}" + (f" ({row.difference.shown()})" if row.difference else "")
 
 
