@@ -16,7 +16,6 @@ from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
 from hf_posenc.architectures import find, structure
 from hf_posenc.architectures.components import UnsupportedModelError
-from hf_posenc.attention import dispatch
 from hf_posenc.configuration import Calibration, dropped_v4_relative_within
 from hf_posenc.encodings import options_of, portable, short_repr, without_values
 from hf_posenc.modeling.embedding import PositionEmbedding
@@ -135,7 +134,9 @@ def _report(model: PreTrainedModel) -> Report:
         options=portable(dict(spec.options)),
         locations={
             verb: tuple(
-                f"{name}.{path}".lstrip(".") for name, stack in stacks.items() for path in stack._posenc_entrances.get(verb, ())
+                f"{name}.{path}".lstrip(".")
+                for name, stack in stacks.items()
+                for path in stack.posenc_state.entrances.get(verb, ())
             )
             for verb in verbs
         },
@@ -205,7 +206,8 @@ def _base_of(adapter: Path) -> str:
 
 def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
     modules = dict(stack.named_modules())
-    parts = {path: found for path, module in modules.items() if (found := getattr(module, dispatch.PARTS, None)) is not None}
+    states = ((path, getattr(module, "posenc_state", None)) for path, module in modules.items())
+    parts = {path: state.parts for path, state in states if hasattr(state, "parts")}
     layers = structure.numbered(modules, parts)
     return tuple(int(layer.rpartition(".")[2]) for path, (layer, _) in layers.items() if part in parts[path])
 

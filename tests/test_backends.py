@@ -142,8 +142,9 @@ def test_each_mask_gets_the_bias():
         start=torch.zeros(1, 1, dtype=torch.long),
     )
     every, some = torch.ones(1, 1, 5, 5, dtype=torch.bool), torch.eye(5, dtype=torch.bool)[None, None]
-    acting = dispatch.acting(module, context)
-    merged = [bias_backends.biased_mask(acting, states, states, mask, context, False) for mask in (every, some, every)]
+    acting = dispatch.active_encodings(module, context)
+    calls = [dispatch.AttentionCall(module, *[states] * 3, mask, acting, context) for mask in (every, some, every)]
+    merged = [bias_backends.biased_mask(call) for call in calls]
     assert merged[0] is merged[2] and (merged[0] > -10).all()
     assert torch.equal((merged[1] > -10), some.expand(1, 4, 5, 5))
 

@@ -11,13 +11,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_posenc
 from conftest import ENCODINGS, assert_close, first, pairs, patched, slow, stock, tokens
-from hf_posenc.attention import bias_backends, blockwise
+from hf_posenc.attention import bias_backends, blockwise, dispatch
+from hf_posenc.attention.dispatch import AttentionCall
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
 from oracles import gradients, padded
 
 H, E = 3, 4
-BIASING = [name for name in ENCODINGS if bias_backends.biases(hf_posenc.list_encodings().get(name, hf_posenc.PositionEncoding))]
+BIASING = [
+    name for name in ENCODINGS if dispatch.adds_score_bias(hf_posenc.list_encodings().get(name, hf_posenc.PositionEncoding))
+]
 
 
 def scores_of(query, key, columns, scaling):
@@ -92,7 +95,7 @@ def test_blocks_against_all_scores_at_once(small_blocks, kinds, queries, keys, s
     (query, key, value), columns = inputs(queries, keys, kinds, heads_of_vectors)
     given = SEEN[seen](queries, keys)
     hidden, bias = columns, columns.values
-    if seen == "causal":  # as bias_backends._columns does
+    if seen == "causal":  # as bias_backends._distance_table does
         future = torch.arange(keys - 1, -queries, -1) - given.shift > 0
         zeros = torch.zeros(H, queries + keys - 1, dtype=torch.float64)
         masked = (zeros if bias is None else bias).masked_fill(future, torch.finfo(torch.float64).min)
@@ -115,7 +118,7 @@ def test_equal_vectors_at_the_ends_are_multiplied_once(small_blocks, head, tail)
     rows = torch.arange(21).clamp(head - 1, 21 - tail)
     tables = [torch.randn(21, E, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     seen = SEEN["all"](11, 11)
-    assert bias_backends._equal_ends(rows) == (head, tail)
+    assert bias_backends._clipped_ends(rows) == (head, tail)
     expected = attention_of(query, key, value, DistanceTable(None, *(table[rows][None] for table in tables)), seen, 0.5)
     found = blockwise.attention(query, key, value, DistanceTable(None, *(t[rows][None] for t in tables), head, tail), seen, 0.5)
     assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -213,7 +216,9 @@ def choose(encoding, length=256, mask=None, train=False, options=None, **changes
     context = PositionContext(module, index, given["past"], index.new_zeros(1, 1), given.get("keys"), scaling=0.5)
     context.patches = PatchLayout(given.get("aside", (0, 0)))
     with torch.set_grad_enabled(train):
-        return bias_backends.select_backend([module], query, key, value, mask, context, given["causal"], given["dropout"])
+        options = {"dropout": given["dropout"]}
+        call = AttentionCall(None, query, key, value, mask, [module], context, given["causal"], options)
+        return bias_backends.select_backend(call)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +355,7 @@ def test_flex_attention_reads_values_by_distance(encodings, train, by_distance, 
     index = torch.arange(past, past + 11)[None]
     context = PositionContext(modules[0], index, past, index.new_zeros(1, 1), scaling=0.5)
     with torch.set_grad_enabled(train):
-        found = bias_backends.flex_bias(modules, query, key, context, None)
+        found = bias_backends.flex_bias(AttentionCall(None, query, key, None, None, modules, context))
         expected = bias_backends.score_bias(modules, query, key, context)
     assert isinstance(found, bias_backends.BiasByDistance) == by_distance
     places = torch.meshgrid(*(torch.arange(size) for size in (2, H, 11, keys)), indexing="ij")
@@ -499,8 +504,8 @@ def test_a_far_key_that_counts_is_not_hidden(train):
     bias = -torch.tensor([0.0625, 0.00390625, 0.25])[:, None, None] * (index[0][:, None] - index[0]).abs()
     module = SimpleNamespace(is_causal=False)
     states = [each.requires_grad_(train) for each in (query, key, value)]
-    arguments = (module, *states, None, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
-    found, _ = bias_backends.biased_attention(sdpa_attention_forward, *arguments)
+    call = AttentionCall(module, *states, None, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
+    found, _ = bias_backends.biased_attention(sdpa_attention_forward, call)
     scores = states[0].double() @ states[1].double().mT * 0.5 + bias
     expected = (scores.softmax(-1) @ states[2].double()).transpose(1, 2)
     far = scores.softmax(-1) * (bias < -40)
@@ -561,8 +566,8 @@ def test_steep_biases_under_masks_that_hide_the_own_key(own_registry, bias, mask
     distance = torch.arange(keys)[None] - index.T
     with torch.set_grad_enabled(train):
         module, given = SimpleNamespace(is_causal=False), shown.expand(2, 1, -1, -1)
-        arguments = (module, *states, given, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
-        found, _ = bias_backends.biased_attention(sdpa_attention_forward, *arguments)
+        call = AttentionCall(module, *states, given, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
+        found, _ = bias_backends.biased_attention(sdpa_attention_forward, call)
     exact = [each.detach().double().requires_grad_(train) for each in states]
     scores = exact[0] @ exact[1].mT * 0.5 + encoding.distance_bias(distance.flatten()).detach().unflatten(-1, distance.shape)
     scores = scores.masked_fill(~shown, -torch.inf)
@@ -744,8 +749,8 @@ def test_an_own_function_named_sdpa_gets_a_mask():
     encoding = hf_posenc.list_encodings()["alibi"](Geometry(H * E, H, E))
     index = torch.arange(300)[None]
     context = PositionContext(encoding, index, 0, index.new_zeros(1, 1), scaling=0.5)
-    arguments = (module, *states, None, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
-    theirs, _ = bias_backends.biased_attention(own, *arguments)
-    ours, _ = bias_backends.biased_attention(sdpa_attention_forward, *arguments)
+    call = AttentionCall(module, *states, None, [encoding], context, False, {"scaling": 0.5, "is_causal": False})
+    theirs, _ = bias_backends.biased_attention(own, call)
+    ours, _ = bias_backends.biased_attention(sdpa_attention_forward, call)
     assert seen[0].shape == (1, H, 300, 300)
     assert_close(ours, theirs)

@@ -8,7 +8,7 @@ from transformers import FalconConfig, FalconForCausalLM, ViTConfig, ViTModel
 
 import hf_posenc
 from conftest import assert_close, first, patched, randomize, randomize_encoding, stock, tokens
-from hf_posenc.attention.dispatch import PARTS, rotate
+from hf_posenc.attention.dispatch import AttentionState, rotate
 from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
 from oracles import in_pieces
 
@@ -183,7 +183,7 @@ def test_tokens_aside_are_at_position_0():
     )
     torch.manual_seed(0)
     model = randomize_encoding(hf_posenc.patch(randomize(ViTModel(config)).eval(), "pope"))
-    module = next(module for module in model.modules() if hasattr(module, PARTS))
+    module = next(module for module in model.modules() if isinstance(vars(module).get("posenc_state"), AttentionState))
     query, key = random(1, 4, 5, 8).float(), random(1, 4, 5, 8, seed=1).float()
     context = PositionContext(
         model.posenc, torch.arange(4)[None], 0, torch.zeros(1, 1, dtype=torch.long), patches=PatchLayout((1, 0))

@@ -248,7 +248,7 @@ def test_an_encoding_of_values_alone(host, own_registry):
 
 def attended(model):
     """The arguments of an attention call."""
-    module = next(module for module in model.modules() if hasattr(module, dispatch.PARTS))
+    module = next(module for module in model.modules() if isinstance(vars(module).get("posenc_state"), dispatch.AttentionState))
     states = torch.zeros(1, 4, 5, 8)
     context = PositionContext(model.base_model.posenc, torch.arange(5)[None], 0, torch.zeros(1, 1, dtype=torch.long))
     dispatch.CURRENT.context = context
@@ -348,7 +348,7 @@ def test_tokens_aside(implementation):
     model = randomize_encoding(hf_posenc.patch(randomize(ViTModel(config)).eval(), VALUES))
     model.set_attn_implementation(implementation)
     (layer,) = model.get_submodule("layers" if hasattr(model, "layers") else "encoder.layer")
-    block = next(module for module in layer.modules() if hasattr(module, dispatch.PARTS))
+    block = next(module for module in layer.modules() if isinstance(vars(module).get("posenc_state"), dispatch.AttentionState))
     seen, original = [], dispatch.value_bias
 
     def watch(encodings, weights, size, context):

@@ -1,4 +1,4 @@
-"""Which way the bias of an encoding is computed: `select_backend` chooses, `biased_attention` takes it.
+"""How the bias of an encoding is computed: `select_backend` chooses a backend, and `biased_attention` runs it.
 
 - dense: a bias `[1, H, Q, K]`, built once for all layers where it can be, with the attention mask merged into it. It serves
   all encodings, implementations and masks.
@@ -11,7 +11,7 @@ Shapes: B batch, Q queries, K keys, H heads, E head_dim, N = Q + K - 1 distances
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,15 +21,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import _compat
-from hf_posenc.attention.dispatch import biases
+from hf_posenc.attention.dispatch import AttentionCall, Function
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import PositionContext, PositionEncoding
 
-Way = Literal["dense", "toeplitz", "blocks"]
-Function = Callable[..., tuple[Tensor, Tensor | None]]
-"""An attention function of Transformers': module, query, key, value, mask -> output `[B, Q, H, E]`, probabilities."""
-MIN_KEYS_FOR_BACKEND: dict[Way, int] = {"toeplitz": 256, "blocks": 256}
-"""The number of keys from which a way is faster than the dense one (`scripts/bench.py`)."""
+BiasBackend = Literal["dense", "toeplitz", "blocks"]
+MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256}
+"""The number of keys from which a backend is faster than the dense one (`scripts/bench.py`)."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments of SDPA's function with which it adds a bias of its own, or complains."""
 NEGLIGIBLE_WEIGHT = 2.0**-60
@@ -43,37 +41,28 @@ def _by_content(encoding: PositionEncoding) -> bool:
     return "score_bias" in encoding.mechanisms() and encoding.reads_content
 
 
-def select_backend(
-    encodings: Sequence[PositionEncoding],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    context: PositionContext,
-    is_causal: bool,
-    dropout: float = 0.0,
-) -> tuple[Way, VisibleSpans | None]:
-    """The way for the biases of these encodings under SDPA, and which keys the queries see, where that way has to know."""
-    keys, seen = key.shape[2], None
-    by_content = [encoding for encoding in encodings if "score_bias" in encoding.mechanisms()]
-    way: Way = "toeplitz"
+def select_backend(call: AttentionCall) -> tuple[BiasBackend, VisibleSpans | None]:
+    """The backend for the biases of a call under SDPA, and which keys the queries see, if that backend has to know."""
+    biasing, query, keys, context, spans = call.biasing, call.query, call.key.shape[2], call.context, None
+    by_content = [encoding for encoding in biasing if "score_bias" in encoding.mechanisms()]
+    backend: BiasBackend = "toeplitz"
     # With dropout SDPA computes all scores. Gradient checkpointing runs without gradients first, then with the same dropout.
-    if by_content or dropout or any(encoding.is_trained() for encoding in encodings):
-        way = "blocks"
+    if by_content or call.dropout or any(encoding.is_trained() for encoding in biasing):
+        backend = "blocks"
     if (
         not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _compat.is_transformed())
         and query.device.type == "cpu"  # whose kernel reads any view as a bias
         and query.shape[2] > 1
-        and keys >= MIN_KEYS_FOR_BACKEND[way]
-        and query.shape[-1] == value.shape[-1]  # else SDPA computes all scores
+        and keys >= MIN_KEYS_FOR_BACKEND[backend]
+        and query.shape[-1] == call.value.shape[-1]  # else SDPA computes all scores
         and context.is_contiguous
         and not context.has_extra_tokens
         and isinstance(context.past, int)
         and len(by_content) <= 1
         and all(encoding.has_distance_vectors() for encoding in by_content)
     ):
-        seen = _seen(mask, query, keys, context, is_causal)
-    return (way, seen) if seen is not None else ("dense", None)
+        spans = _visible_spans(call)
+    return (backend, spans) if spans is not None else ("dense", None)
 
 
 @functools.cache
@@ -86,75 +75,53 @@ def _blockwise() -> Any:
     return blockwise
 
 
-def biased_attention(
-    function: Function,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    encodings: Sequence[PositionEncoding],
-    context: PositionContext,
-    is_causal: bool,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """The host's attention function with the bias of these encodings.
-
-    is_causal: whether it masks the future by itself where it gets no mask; beside a bias it would not.
-    options: its other arguments.
-    """
-    biasing = [encoding for encoding in encodings if biases(encoding)]
-    if not biasing:
-        return function(module, query, key, value, mask, **options)
-    _check_mask(mask)
-    way: Way = "dense"
-    seen = None
-    scaling = context.scaling
-    plain = all(options.get(name) is None or options[name] is False for name in NOT_IN_BLOCKS)
+def biased_attention(function: Function, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """The model's attention function with the bias of the encodings."""
+    if not call.biasing:
+        return call.run(function)
+    _check_mask(call.mask)
+    backend: BiasBackend = "dense"
+    spans, scaling = None, call.context.scaling
+    plain = all(call.options.get(name) is None or call.options[name] is False for name in NOT_IN_BLOCKS)
     if function is sdpa_attention_forward and isinstance(scaling, float) and plain:
-        way, seen = select_backend(biasing, query, key, value, mask, context, is_causal, options.get("dropout", 0.0))
-    if way == "blocks" and _blockwise() is None:
-        seen = None
-    columns = None if seen is None else _columns(biasing, query, key.shape[2], context, seen)
-    if seen is None or columns is None or not isinstance(scaling, float):
-        mask = biased_mask(biasing, query, key, mask, context, is_causal)
-        return function(module, query, key, value, mask, **options)
+        backend, spans = select_backend(call)
+    if backend == "blocks" and _blockwise() is None:
+        spans = None
+    table = None if spans is None else _distance_table(call, spans)
+    if spans is None or table is None or not isinstance(scaling, float):
+        return replace(call, mask=biased_mask(call)).run(function)
     with contextlib.ExitStack() as outside:
         if torch.is_autocast_enabled("cpu"):  # it would copy the bias to cast it
             kind = torch.get_autocast_dtype("cpu")
-            query, key, value = (each if each.dtype == torch.float64 else each.to(kind) for each in (query, key, value))
+            states = {"query": call.query, "key": call.key, "value": call.value}
+            call = replace(
+                call, **{name: each if each.dtype == torch.float64 else each.to(kind) for name, each in states.items()}
+            )
             outside.enter_context(torch.autocast("cpu", enabled=False))
-        columns = _with_reach(columns.to(query.dtype), query, key, scaling)
-        if way == "toeplitz" and not (torch.is_grad_enabled() and columns.needs_gradients):
-            return _toeplitz(function, module, query, key, value, columns, seen, options), None
+        query, key, value = call.query, call.key, call.value
+        table = _with_reach(table.to(query.dtype), query, key, scaling)
+        if backend == "toeplitz" and not (torch.is_grad_enabled() and table.needs_gradients):
+            return _toeplitz(function, call, table, spans), None
         if key.shape[1] != query.shape[1]:
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         blockwise = _blockwise()
         assert blockwise is not None, "code saved with a model whose biases have no gradients"
-        output = blockwise.attention(query, key, value, columns, seen, scaling, options.get("dropout", 0.0))
+        output = blockwise.attention(query, key, value, table, spans, scaling, call.dropout)
         return output.transpose(1, 2).contiguous(), None
 
 
-def _toeplitz(
-    function: Function,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    columns: DistanceTable,
-    seen: VisibleSpans,
-    options: dict[str, Any],
-) -> Tensor:
-    """`[B, Q, H, E]` of the host's function, whose mask is a view of a row."""
-    assert columns.values is not None
+def _toeplitz(function: Function, call: AttentionCall, table: DistanceTable, spans: VisibleSpans) -> Tensor:
+    """`[B, Q, H, E]` of the model's function, whose mask is a view of a row."""
+    assert table.values is not None
+    query, key, value = call.query, call.key.flip(2), call.value.flip(2)
     queries, keys = query.shape[2], key.shape[2]
-    key, value = key.flip(2), value.flip(2)
     output = None
-    size = CAUSAL_QUERIES if seen.is_causal else queries
-    for rows, block, within in seen.blocks(queries, keys, size, columns.apart):
-        bias = columns.window(block.start + within.start, block.stop - block.start, within.stop - within.start)
-        part, _ = function(module, query[rows, :, block], key[rows, :, within], value[rows, :, within], bias, **options)
+    size = CAUSAL_QUERIES if spans.is_causal else queries
+    for rows, block, within in spans.blocks(queries, keys, size, table.apart):
+        bias = table.window(block.start + within.start, block.stop - block.start, within.stop - within.start)
+        states = query[rows, :, block], key[rows, :, within], value[rows, :, within]
+        part, _ = function(call.module, *states, bias, **call.options)
         if part.shape[:2] == (len(query), queries):
             return part
         output = part.new_zeros(len(query), queries, *part.shape[2:]) if output is None else output
@@ -162,56 +129,55 @@ def _toeplitz(
     return query.transpose(1, 2) * 0 if output is None else output
 
 
-def _columns(
-    encodings: Sequence[PositionEncoding], query: Tensor, keys: int, context: PositionContext, seen: VisibleSpans
-) -> DistanceTable | None:
-    """What these encodings add, by distance; once for all layers where it needs no gradient and no layer has its own.
+def _distance_table(call: AttentionCall, spans: VisibleSpans) -> DistanceTable | None:
+    """What the encodings add, by distance; computed once for all layers if it needs no gradient and no layer has its own.
 
-    None where one has no vectors after all, so that its `score_bias` has to be asked.
+    None if one has no vectors after all, so that its `score_bias` has to be called.
     """
+    encodings, query, keys, context = call.biasing, call.query, call.key.shape[2], call.context
 
     def compute() -> DistanceTable | None:
         heads = query.shape[1]
-        distance = torch.arange(keys - 1, -query.shape[2], -1, device=query.device) - seen.shift
-        columns = DistanceTable(_sum_of_values(encodings, distance, heads))
+        distance = torch.arange(keys - 1, -query.shape[2], -1, device=query.device) - spans.shift
+        table = DistanceTable(_sum_of_values(encodings, distance, heads))
         for encoding in encodings:
             if encoding.has_distance_vectors():
                 vectors = encoding("distance_vectors", distance)
                 _check_vectors(encoding, vectors, heads, len(distance), query.shape[-1])
                 if vectors == (None, None):
                     return None
-                columns.for_queries, columns.for_keys = vectors
-                columns.head, columns.tail = _equal_ends(_rows(encoding, distance))
-        if columns.values is not None or seen.is_causal:
-            values = query.new_zeros(heads, len(distance)) if columns.values is None else columns.values
+                table.for_queries, table.for_keys = vectors
+                table.head, table.tail = _clipped_ends(_rows(encoding, distance))
+        if table.values is not None or spans.is_causal:
+            values = query.new_zeros(heads, len(distance)) if table.values is None else table.values
             values = values.to(torch.promote_types(query.dtype, torch.float32)).expand(heads, -1)
-            if seen.is_causal:
+            if spans.is_causal:
                 values = values.masked_fill(distance > 0, torch.finfo(values.dtype).min)
-            columns.values = values.contiguous()
-        return columns
+            table.values = values.contiguous()
+        return table
 
     if any(encoding.is_trained() or encoding.per_layer for encoding in encodings):
         return compute()
-    key = ("columns", *map(id, encodings), query.shape[1:3], keys, query.dtype, context.first_key, seen.is_causal)
+    key = ("columns", *map(id, encodings), query.shape[1:3], keys, query.dtype, context.first_key, spans.is_causal)
     return context.cached(key, compute)
 
 
-def _with_reach(columns: DistanceTable, query: Tensor, key: Tensor, scaling: float) -> DistanceTable:
+def _with_reach(table: DistanceTable, query: Tensor, key: Tensor, scaling: float) -> DistanceTable:
     """The same, with `reach` where biases are so steep that some keys may have no weight that counts.
 
     Scores differ by at most twice the largest product of lengths. Half precision has no weights so small that they slow a CPU.
     """
-    values = columns.values
-    if values is None or query.element_size() < 4 or columns.for_queries is not None or columns.for_keys is not None:
-        return columns
+    values = table.values
+    if values is None or query.element_size() < 4 or table.for_queries is not None or table.for_keys is not None:
+        return table
     values = values.detach()
     falls = values < values.amax(-1, keepdim=True) + math.log(NEGLIGIBLE_WEIGHT)
     if not (falls & (values > torch.finfo(values.dtype).min)).any():
-        return columns
+        return table
     with torch.no_grad():
         longest = [torch.linalg.vector_norm(states, dim=-1).amax((0, 2)) for states in (query, key)]
         products = longest[0] * longest[1].repeat_interleave(query.shape[1] // key.shape[1])
-        return replace(columns, reach=2 * abs(scaling) * products - math.log(NEGLIGIBLE_WEIGHT))
+        return replace(table, reach=2 * abs(scaling) * products - math.log(NEGLIGIBLE_WEIGHT))
 
 
 def _check_heads(encoding: PositionEncoding, bias: Tensor, heads: int) -> None:
@@ -245,19 +211,20 @@ def _rows(encoding: PositionEncoding, distance: Tensor) -> Tensor | None:
     return encoding.rows(distance) if rows <= vectors else None
 
 
-def _equal_ends(rows: Tensor | None) -> tuple[int, int]:
-    """The number of columns at either end that one row of parameters serves."""
+def _clipped_ends(rows: Tensor | None) -> tuple[int, int]:
+    """The number of distances at either end that share one row of parameters."""
     if rows is None:
         return 1, 1
     return tuple(int((end == end[0]).long().cumprod(0).sum()) for end in (rows, rows.flip(0)))  # type: ignore[return-value]
 
 
-def _seen(mask: Any, query: Tensor, keys: int, context: PositionContext, is_causal: bool) -> VisibleSpans | None:
-    """Which keys a mask shows, if those are one stretch for each row of the batch: of all queries, or causally."""
-    batch, _, queries, _ = query.shape
+def _visible_spans(call: AttentionCall) -> VisibleSpans | None:
+    """Which keys the mask shows, if those are one span for each row of the batch: to all queries, or causally."""
+    mask, context, keys = call.mask, call.context, call.key.shape[2]
+    batch, _, queries, _ = call.query.shape
     shift = int(context.past) - context.first_key
     if mask is None:
-        return VisibleSpans(((0, batch, 0, keys),), is_causal, shift)
+        return VisibleSpans(((0, batch, 0, keys),), call.is_causal, shift)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[-3:] != (1, queries, keys) or mask.ndim != 4:
         return None
     for other, found in (known := context.cached(("seen", shift), list)):
@@ -266,11 +233,11 @@ def _seen(mask: Any, query: Tensor, keys: int, context: PositionContext, is_caus
     shown = mask[:, 0, -1]
     first, count = shown.int().argmax(-1), shown.sum(-1)
     index = torch.arange(keys, device=mask.device)
-    stretch = (index >= first[:, None]) & (index < (first + count)[:, None])
+    span = (index >= first[:, None]) & (index < (first + count)[:, None])
     causal = index <= torch.arange(queries, device=mask.device)[:, None] + shift
     found = None
-    if torch.equal(stretch, shown):
-        whole = stretch[:, None, None]
+    if torch.equal(span, shown):
+        whole = span[:, None, None]
         ends = [(begin, begin + number) for begin, number in zip(first.tolist(), count.tolist(), strict=True)]
         rows = [(row, row + 1, *each) for row, each in enumerate(ends)]
         if len({*ends}) == 1:
@@ -326,14 +293,12 @@ class BiasByDistance:
         return self.values[head, key - query + self.last]
 
 
-def flex_bias(
-    encodings: Sequence[PositionEncoding], query: Tensor, key: Tensor, context: PositionContext, own: Tensor | None
-) -> Tensor | BiasByDistance | None:
-    """The bias of these encodings, and the host's own, as flex attention takes it; values by distance where that suffices.
+def flex_bias(call: AttentionCall) -> Tensor | BiasByDistance | None:
+    """The bias of the encodings, and the model's own, as flex attention takes it; values by distance if that suffices.
 
     What needs gradients is a tensor `[B, H, Q, K]`.
     """
-    biasing = [encoding for encoding in encodings if biases(encoding)]
+    biasing, query, key, context, own = call.biasing, call.query, call.key, call.context, call.own_bias
     by_distance = all("score_bias" not in encoding.mechanisms() and not encoding.is_trained() for encoding in biasing)
     if biasing and by_distance and own is None and context.is_contiguous and not context.has_extra_tokens:
         queries, keys = query.shape[2], key.shape[2]
@@ -401,27 +366,18 @@ def _general_bias(encoding: PositionEncoding, keys: int, context: PositionContex
     return None if bias is None else bias.unflatten(-1, distance.shape).movedim(0, 1)
 
 
-def biased_mask(
-    encodings: Sequence[PositionEncoding],
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    context: PositionContext,
-    is_causal: bool,
-) -> Tensor | None:
+def biased_mask(call: AttentionCall) -> Tensor | None:
     """The additive mask `[1 or B, 1 or H, Q, K]` with the encodings' bias in it; the mask as it was if there is none.
 
-    Without gradients, and where the bias depends on distances alone, it is built once for all layers that share it. With
+    Without gradients, and if the bias depends on distances only, it is built once for all layers that share it. With
     gradients each layer builds its own, inside its own (re)computation, as gradient checkpointing and sharded training
     expect.
-
-    is_causal: whether the attention masks the future by itself where it gets no mask; beside a bias it would not.
     """
-    biasing = [encoding for encoding in encodings if biases(encoding)]
+    biasing, query, key, mask, context = call.biasing, call.query, call.key, call.mask, call.context
     if not biasing:
         return mask
     _check_mask(mask)
-    causal = mask is None and query.shape[2] > 1 and is_causal
+    causal = mask is None and query.shape[2] > 1 and call.is_causal
 
     def compute() -> Tensor | None:
         bias = score_bias(biasing, query, key, context)
@@ -430,42 +386,35 @@ def biased_mask(
     if any(encoding.is_trained() or encoding.per_layer or _by_content(encoding) for encoding in biasing):
         return compute()
     wanted = (biasing, causal, query.dtype, query.shape[2], key.shape[2], context.first_key)
-    # Masks are compared by identity: hosts hand the same one to all layers of a kind.
-    seen = context.cached("masks", list)
-    for other, built_for, merged in seen:
+    # Masks are compared by identity: models pass the same one to all layers of a kind.
+    known = context.cached("masks", list)
+    for other, built_for, merged in known:
         if other is mask and built_for == wanted:
             return merged
     merged = compute()
-    seen.append((mask, wanted, merged))
+    known.append((mask, wanted, merged))
     return merged
 
 
-def additive_mask(
-    encodings: Sequence[PositionEncoding],
-    query: Tensor,
-    key: Tensor,
-    mask: Any,
-    own: Tensor | None,
-    context: PositionContext,
-    is_causal: bool,
-) -> Tensor:
-    """The mask `[1 or B, 1 or H, Q, K]` for an eager function, with the encodings' bias and the host's own in it, from one that
-    the host has made for any implementation.
+def additive_mask(call: AttentionCall) -> Tensor:
+    """The mask `[1 or B, 1 or H, Q, K]` for an eager function, with the encodings' bias and the model's own in it.
 
-    is_causal: whether that implementation masks the future by itself where it gets no mask; an eager function would not.
+    The mask of the call may be made for any implementation. One that masks the future without a mask has none.
     """
-    queries, keys = query.shape[2], key.shape[2]
-    if isinstance(mask, BlockMask):  # of flex attention
-        seen, (batch, heads, *_) = mask.mask_mod, mask.shape
-        mask = context.cached(
+    query, context, own = call.query, call.context, call.own_bias
+    queries, keys = query.shape[2], call.key.shape[2]
+    if isinstance(mask := call.mask, BlockMask):  # of flex attention
+        mask_mod, (batch, heads, *_) = mask.mask_mod, mask.shape
+        dense = context.cached(
             ("mask of blocks", id(mask), queries, keys),
-            lambda: create_mask(seen, batch, heads, queries, keys, device=query.device),
+            lambda: create_mask(mask_mod, batch, heads, queries, keys, device=query.device),
         )
-    merged = biased_mask(encodings, query, key, mask, context, is_causal)
+        call = replace(call, mask=dense)
+    merged = biased_mask(call)
     if own is None and merged is not None and merged.is_floating_point():
         return merged
     bias = query.new_zeros(1, 1, queries, keys) if own is None else own.to(query.dtype)
-    return _merged(bias, merged, merged is None and queries > 1 and is_causal, context)
+    return _merged(bias, merged, merged is None and queries > 1 and call.is_causal, context)
 
 
 def _merged(bias: Tensor, mask: Tensor | None, causal: bool, context: PositionContext) -> Tensor:

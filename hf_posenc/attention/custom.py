@@ -29,18 +29,18 @@ class CustomAttention:
     scaling: module, E -> the factor by which its forward multiplies the product of queries and keys afterwards.
     is_causal: whether each query sees only the keys up to its own, where the module doesn't say it.
     closed: module -> why nothing can act in its product, so that vectors can be added to its inputs alone; "" where it can.
-    alone: its arguments by which inputs beside the tokens would come in, with scores of their own.
+    unsupported_inputs: its arguments for inputs other than the tokens, with scores of their own.
     token_axis: of the hidden states that enter its layer.
-    others: the number of products of weights and values that it makes before that of the tokens.
+    num_earlier_value_matmuls: the number of products of weights and values that it makes before that of the tokens.
     forward: module, its arguments -> what its forward returns, with the encoding in it.
     """
 
     scaling: Callable[[Any, int], float | Tensor] = inverse_sqrt_head_dim
     is_causal: bool = False
     closed: Callable[[Any], str] = always_supported
-    alone: tuple[str, ...] = ()
+    unsupported_inputs: tuple[str, ...] = ()
     token_axis: int = 1
-    others: int = 0
+    num_earlier_value_matmuls: int = 0
     forward: Callable[..., Any] | None = None
 
 

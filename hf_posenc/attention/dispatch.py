@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -25,9 +26,11 @@ from hf_posenc.encodings.context import CURRENT, context_for, current
 PREFIX = f"hf_posenc_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}_"
 """Differs in each copy of this module that was saved with a checkpoint (`remote_code`)."""
 CONTEXT = "position_context"
-"""The keyword argument by which a stack hands its `PositionContext` to its attentions."""
+"""The keyword argument by which a stack passes its `PositionContext` to its layers, if its code passes keyword arguments on.
 
-
+It is for layers in checkpoint wrappers, such as FSDP's. The backward pass runs these again with their arguments only, outside
+of the model's forward pass. Everything else reads the current context.
+"""
 TAKE_A_BIAS = ("eager", "sdpa", "flex_attention")
 """Beginnings of the names of attention implementations which add a mask or bias to the scores."""
 
@@ -42,17 +45,64 @@ def _within(context: PositionContext | None, function: Callable[..., Any], *args
         return function(*args, **kwargs)
 
 
-PARTS = "position_parts"
-"""The attribute of an attention that names the parts of the encoding which act in it."""
-ACROSS = "attends_across"
-"""The attribute of a cross-attention in which an encoding acts."""
+Function = Callable[..., tuple[Tensor, Tensor | None]]
+"""An attention function of Transformers: module, query, key, value, mask -> output `[B, Q, H, E]`, probabilities or None."""
 
 
-OWN_EAGER = "posenc_own_eager"
-"""The attribute of a user's own attention that is its eager function."""
+@dataclass(frozen=True)
+class AttentionState:
+    """What an attention in which an encoding acts knows of it, as `posenc_state`.
+
+    parts: the names of the parts of the stack's encoding that act in it.
+    is_cross: whether its keys are another stack's states.
+    eager: the eager function of a user's own attention.
+    """
+
+    parts: tuple[str, ...]
+    is_cross: bool = False
+    eager: Function | None = None
 
 
-class NameForBranches(str):
+@dataclass
+class AttentionCall:
+    """One call of an attention, its queries and keys rotated.
+
+    query: `[B, H, Q, E]`. key, value: `[B, 1 or more, K, E]`, of fewer heads in grouped-query attention.
+    mask: as the model makes it for its attention implementation.
+    encodings: those that act in this attention.
+    is_causal: whether the attention function masks the future by itself if it gets no mask; with a bias it would not.
+    options: the other arguments of the attention function.
+    biasing: the encodings that add to scores.
+    """
+
+    module: Any
+    query: Tensor
+    key: Tensor
+    value: Any
+    mask: Any
+    encodings: Sequence[PositionEncoding]
+    context: PositionContext
+    is_causal: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    biasing: list[PositionEncoding] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.biasing = [encoding for encoding in self.encodings if adds_score_bias(encoding)]
+
+    @property
+    def own_bias(self) -> Tensor | None:
+        """The bias of the original model, if it has another one than its disabled positions."""
+        return self.options.get("position_bias")
+
+    @property
+    def dropout(self) -> float:
+        return self.options.get("dropout", 0.0)
+
+    def run(self, function: Function) -> tuple[Tensor, Tensor | None]:
+        return function(self.module, self.query, self.key, self.value, self.mask, **self.options)
+
+
+class PrefixedImplementation(str):
     """A prefixed name that is looked up by itself, and equals the name without its prefix, too."""
 
     def __eq__(self, other: object) -> bool:
@@ -86,7 +136,7 @@ class AttentionConfigView:
     def _attn_implementation(self) -> str:
         # Registered as it is asked for: a parent may have set the name in this config without a call of ours.
         name = register(self.__dict__["config"]._attn_implementation)
-        return NameForBranches(name) if self.__dict__["branches"] else name
+        return PrefixedImplementation(name) if self.__dict__["branches"] else name
 
 
 class KeyRotatingCache:
@@ -114,7 +164,7 @@ class KeyRotatingCache:
             ) from error
 
 
-def rotating(cache: Any, module: nn.Module, context: PositionContext) -> Any:
+def cache_rotating_new_keys(cache: Any, module: nn.Module, context: PositionContext) -> Any:
     """The cache, such that new self-attention keys are rotated before they are stored."""
     if isinstance(cache, EncoderDecoderCache):
         twin = copy.copy(cache)
@@ -123,40 +173,40 @@ def rotating(cache: Any, module: nn.Module, context: PositionContext) -> Any:
     return KeyRotatingCache(cache, module, context)
 
 
-def acting(module: nn.Module, context: PositionContext) -> list[PositionEncoding]:
-    """The encodings that act in one attention: the stack's, where they act in this layer, and the attention's own."""
-    own = getattr(module, "posenc", None)
+def active_encodings(module: Any, context: PositionContext) -> list[PositionEncoding]:
+    """The encodings that act in one attention: the stack's, if they act in this layer, and the attention's own."""
+    own, parts = module._modules.get("posenc"), module.posenc_state.parts
     shared, own = context.encoding.named_parts(), own.named_parts() if own is not None else {}
     return [
-        *(shared[name] for name in getattr(module, PARTS) if name in shared and name not in own),
-        *(part for name, part in own.items() if name not in shared or name in getattr(module, PARTS)),
+        *(shared[name] for name in parts if name in shared and name not in own),
+        *(part for name, part in own.items() if name not in shared or name in parts),
     ]
 
 
 def rotate(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
     """Queries and new keys, rotated by all encodings that act in this attention. Those of extra tokens stay as they are. If an
     encoding changes the width, they are rotated as at position 0."""
-    turned = _turned(module, context.strip_extra(query), context.strip_extra(key), context)
-    given = [(new, old) for new, old in zip(turned, (query, key), strict=True) if new is not None]
+    rotated = _rotated_by_all(module, context.strip_extra(query), context.strip_extra(key), context)
+    given = [(new, old) for new, old in zip(rotated, (query, key), strict=True) if new is not None]
     if context.has_extra_tokens and given and given[0][0].shape[-1] != given[0][1].shape[-1]:
         length = given[0][1].shape[2]
-        query, key = _turned(module, query, key, context.at_zero(length))
-    return context.restore_extra(turned[0], query), context.restore_extra(turned[1], key)
+        query, key = _rotated_by_all(module, query, key, context.at_zero(length))
+    return context.restore_extra(rotated[0], query), context.restore_extra(rotated[1], key)
 
 
-def _turned(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
-    for encoding in acting(module, context):
+def _rotated_by_all(module: nn.Module, query: Any, key: Any, context: PositionContext) -> tuple[Any, Any]:
+    for encoding in active_encodings(module, context):
         if "rotate" in encoding.mechanisms():
             query, key = encoding("rotate", query, key, context)
     return query, key
 
 
-def rotated(module: nn.Module, query: Any, key: Any, context: PositionContext, keys_are_rotated: bool) -> tuple[Any, Any]:
-    """Queries, and all keys unless those were rotated as they entered the cache, by all that acts in this attention."""
-    if not keys_are_rotated and key.shape[2] == context.length and not hasattr(module, ACROSS):
+def rotate_all(module: Any, query: Any, key: Any, context: PositionContext, keys_are_rotated: bool) -> tuple[Any, Any]:
+    """Queries and all keys, unless these were rotated as they entered the cache, rotated by all that acts in this attention."""
+    if not keys_are_rotated and key.shape[2] == context.length and not module.posenc_state.is_cross:
         return rotate(module, query, key, context)
     query, _ = rotate(module, query, None, context)
-    if not keys_are_rotated and any("rotate" in encoding.mechanisms() for encoding in acting(module, context)):
+    if not keys_are_rotated and any("rotate" in encoding.mechanisms() for encoding in active_encodings(module, context)):
         _, key = rotate(module, None, key, context.for_keys(key.shape[2]))
     return query, key
 
@@ -169,19 +219,19 @@ def register(implementation: str) -> str:
     return name
 
 
-def biases(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
+def adds_score_bias(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
     """Whether an encoding adds anything to scores."""
     return not {"distance_bias", "score_bias"}.isdisjoint(encoding.mechanisms())
 
 
-def on_scores(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
-    """Whether an encoding changes scores, or reads the weights that come of them, which some attentions keep to themselves."""
-    return biases(encoding) or "value_bias" in encoding.mechanisms()
+def touches_scores(encoding: PositionEncoding | type[PositionEncoding]) -> bool:
+    """True if the encoding changes the scores, or needs the attention weights, which fused kernels don't return."""
+    return adds_score_bias(encoding) or "value_bias" in encoding.mechanisms()
 
 
 def refusal(implementation: str, encodings: Iterable[PositionEncoding | type[PositionEncoding]]) -> str | None:
     """Why an attention implementation can't carry encodings, or None."""
-    if not implementation.startswith(TAKE_A_BIAS) and any(map(on_scores, encodings)):
+    if not implementation.startswith(TAKE_A_BIAS) and any(map(touches_scores, encodings)):
         return (
             f"attn_implementation={implementation!r} takes no score bias, so the encoding would be lost: "
             "use 'sdpa', 'flex_attention' or 'eager'"
@@ -201,78 +251,68 @@ def attend(
     keys_are_rotated: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The host's attention function, with queries and keys rotated and the bias of the encoding in its mask."""
-    position_context = context_for(module, position_context)
+    """The model's own attention function, with queries and keys rotated and the bias of the encoding in its mask."""
+    of_stack = context_for(module, position_context)
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
-    context = position_context.with_length(query.shape[2], query.device)
-    if hasattr(module, ACROSS):
-        position_context = context = context.for_cross_attention(key.shape[2])
-    if context is not position_context and key.shape[2] != query.shape[2]:
+    context = of_stack.with_length(query.shape[2], query.device)
+    if module.posenc_state.is_cross:
+        context = context.for_cross_attention(key.shape[2])
+    elif context is not of_stack and key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{type(module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, which are other tokens than "
             "those, so no distance is known between them: take an encoding that adds vectors, or another host"
         )
     context = context.for_attention(scaling, getattr(module, "layer_idx", None))
-    encodings = acting(module, context)
+    encodings = active_encodings(module, context)
     paged = kwargs.get("cache") is not None
     if reason := refusal(implementation, encodings) or (
-        refusal_of_pages(encodings, any(each.rotation_depends_on_length(each._options or {}) for each in encodings))
+        continuous_batching_error(encodings, any(each.rotation_depends_on_length(each._options or {}) for each in encodings))
         if paged
         else None
     ):
         raise ValueError(reason)
     width = query.shape[-1]
-    query, key = rotated(module, query, key, context, keys_are_rotated)
+    query, key = rotate_all(module, query, key, context, keys_are_rotated)
     if query.shape[-1] != width:
         kwargs["scaling"] = scaling  # else it would be taken from the new width
-    own = kwargs.get("position_bias")
-    if isinstance(own, float):  # the host's own bias, silenced
-        own = kwargs["position_bias"] = None
+    if isinstance(kwargs.get("position_bias"), float):  # the model's own bias, disabled
+        kwargs["position_bias"] = None
     is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]
+    call = AttentionCall(module, query, key, value, attention_mask, encodings, context, bool(is_causal), kwargs)
     if any(encoding.needs_attention_weights() for encoding in encodings):
-        is_causal = bool(is_causal) and implementation != "flex_attention"  # which masks what its mask says
-        return with_weights(module, query, key, value, attention_mask, encodings, context, is_causal, options=kwargs)
+        call.is_causal &= implementation != "flex_attention"  # which masks what its mask says
+        return with_weights(call)
     function = host_function(module, implementation)
-    if not any(map(biases, encodings)):
-        return function(module, query, key, value, attention_mask, **kwargs)
-    from hf_posenc.attention.bias_backends import biased_attention, flex_bias
+    if not call.biasing:
+        return call.run(function)
+    from hf_posenc.attention import bias_backends
 
     if implementation == "flex_attention":
-        kwargs["position_bias"] = flex_bias(encodings, query, key, context, own)
-        return function(module, query, key, value, attention_mask, **kwargs)
-    return biased_attention(
-        function, module, query, key, value, attention_mask, encodings, context, bool(is_causal), options=kwargs
-    )
+        kwargs["position_bias"] = bias_backends.flex_bias(call)
+        return call.run(function)
+    return bias_backends.biased_attention(function, call)
 
 
-def with_weights(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    encodings: Sequence[PositionEncoding],
-    context: PositionContext,
-    is_causal: bool,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """The output `[B, Q, H, E]` of the host's eager function, which tells its weights, with what encodings add by them; and
+def with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The output `[B, Q, H, E]` of the model's eager function, which returns its weights, with what encodings add by them; and
     these weights `[B, H, Q, K]`."""
     from hf_posenc.attention.bias_backends import additive_mask
 
-    mask = additive_mask(encodings, query, key, mask, options.pop("position_bias", None), context, is_causal)
-    function = host_function(module, "eager")
-    if function is bert_eager():  # of a host without its own
+    query, key, value = call.query, call.key, call.value
+    mask = additive_mask(call)
+    function = host_function(call.module, "eager")
+    if function is bert_eager():  # of a model without its own
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    output, weights = function(module, query, key, value, mask, **options)
+    options = {name: value for name, value in call.options.items() if name != "position_bias"}
+    output, weights = function(call.module, query, key, value, mask, **options)
     if not isinstance(weights, Tensor) or weights.shape != (*query.shape[:3], key.shape[2]):
         raise ValueError(
-            f"the eager attention of {type(module).__name__} doesn't give its weights, by which "
-            f"{', '.join(repr(each.type) for each in encodings if each.needs_attention_weights())} acts on its output: "
-            f"take an encoding "
-            "without value vectors"
+            f"the eager attention of {type(call.module).__name__} doesn't give its weights, by which "
+            f"{', '.join(repr(each.type) for each in call.encodings if each.needs_attention_weights())} acts on its "
+            f"output: take an "
+            "encoding without value vectors"
         )
-    added = value_bias(encodings, weights, value.shape[-1], context)
+    added = value_bias(call.encodings, weights, value.shape[-1], call.context)
     return output + added.transpose(1, 2).to(output.dtype), weights
 
 
@@ -297,14 +337,14 @@ def value_bias(encodings: Iterable[PositionEncoding], weights: Tensor, value_hea
     return context.pad_extra(total.expand(wanted).mT, dims=1).mT
 
 
-def refusal_of_pages(encodings: Iterable[PositionEncoding | type[PositionEncoding]], rotate_anew: bool) -> str | None:
+def continuous_batching_error(encodings: Iterable[PositionEncoding | type[PositionEncoding]], rotate_anew: bool) -> str | None:
     """Why continuous batching can't carry encodings, or None. rotate_anew: whether one rotates all keys at every step."""
     if rotate_anew:
         return (
             "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, rotated, and this "
             "encoding rotates all of them anew at every step: use model.generate with a padded batch"
         )
-    if any(map(on_scores, encodings)):
+    if any(map(touches_scores, encodings)):
         return (
             "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, to which no bias by "
             "distance can be given: use model.generate with a padded batch"
@@ -312,8 +352,8 @@ def refusal_of_pages(encodings: Iterable[PositionEncoding | type[PositionEncodin
     return None
 
 
-def host_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function which the host itself would have called."""
+def host_function(module: nn.Module, implementation: str) -> Function:
+    """The function which the original model would have called."""
     if implementation != "eager":
         if implementation not in ALL_ATTENTION_FUNCTIONS:
             raise ValueError(
@@ -323,7 +363,10 @@ def host_function(module: nn.Module, implementation: str) -> Callable[..., tuple
         return ALL_ATTENTION_FUNCTIONS[implementation]
     if getattr(module, "reorder_and_upcast_attn", False):
         return _upcast_eager
-    own = getattr(module, OWN_EAGER, None) or getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    state = getattr(module, "posenc_state", None)
+    own = (state.eager if state is not None else None) or getattr(
+        sys.modules[type(module).__module__], "eager_attention_forward", None
+    )
     return bert_eager() if own is None else own
 
 
@@ -334,23 +377,21 @@ def scales_afterwards(module: nn.Module) -> bool:
     return code is not None and "logsumexp" in code.co_names
 
 
-def bert_eager() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The eager function for hosts that have none of their own."""
+def bert_eager() -> Function:
+    """The eager function for models that have none of their own."""
     from transformers.models.bert import modeling_bert
 
     return modeling_bert.eager_attention_forward
 
 
-def keep_own_eager(module: nn.Module) -> None:
-    """Note the eager function of an attention outside Transformers, which its forward mentions: any name will do there, and a
-    subclass may be in another module than the forward that it inherits."""
+def own_eager_function(module: nn.Module) -> Function | None:
+    """The eager function of an attention outside Transformers, which its forward mentions. It may have any name, and a subclass
+    may be in another module than the forward that it inherits."""
     forward = inspect.unwrap(type(module).forward)
     scope = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
     functions = {name: value for name, value in scope.items() if inspect.isfunction(value)}
     taking = [value for value in functions.values() if list(inspect.signature(value).parameters)[:1] == ["module"]]
-    own = functions.get("eager_attention_forward") or (taking[0] if len(taking) == 1 else None)
-    if own is not None:
-        setattr(module, OWN_EAGER, own)
+    return functions.get("eager_attention_forward") or (taking[0] if len(taking) == 1 else None)
 
 
 def _upcast_eager(

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from hf_posenc.attention import dispatch
 from hf_posenc.attention.bias_backends import additive_mask, biased_mask
 from hf_posenc.attention.custom import CustomAttention, row_of
+from hf_posenc.attention.dispatch import AttentionCall
 from hf_posenc.encodings import PositionContext
 from hf_posenc.signatures import BoundCall, argument_names
 
@@ -40,17 +41,17 @@ def forward(
     """The forward of such an attention, with the encoding in its product of queries and keys."""
     row = row_of(module)
     assert row is not None, f"{type(module).__name__} has no row"
-    if row.alone:
+    if row.unsupported_inputs:
         call = BoundCall(argument_names(module), args, kwargs)
-        if beside := [name for name in row.alone if call[name] is not None]:
+        if beside := [name for name in row.unsupported_inputs if call[name] is not None]:
             raise ValueError(f"{type(module).__name__} got {beside[0]!r}, {BESIDE}")
     has_cache = any(isinstance(value, (Cache, dispatch.KeyRotatingCache)) for value in (*args, *kwargs.values()))
     product = InterceptQK(row, module, dispatch.context_for(module, position_context), keys_are_rotated, has_cache)
     with product:
         output = type(module).forward(module, *args, **kwargs)
-    if not product.met:
+    if not product.qk_intercepted:
         raise RuntimeError(f"{type(module).__name__} made no product of queries and keys: the encoding could not act in it")
-    if product.weighing is not None:
+    if product.pending is not None:
         raise RuntimeError(f"{type(module).__name__} made no product of weights and values: the encoding could not act on it")
     return output
 
@@ -71,14 +72,14 @@ class InterceptQK(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.module, self.context, self.keys_are_rotated, self.has_cache = module, context, keys_are_rotated, has_cache
-        self.scaling, self.met = partial(row.scaling, module), False
-        self.weighing: PendingValueTerm | None = None
-        self.others = row.others
+        self.scaling, self.qk_intercepted = partial(row.scaling, module), False
+        self.pending: PendingValueTerm | None = None
+        self.num_earlier_value_matmuls = row.num_earlier_value_matmuls
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.met:
-            return self._behind(function, args, kwargs) if self.weighing is not None else function(*args, **kwargs)
+        if self.qk_intercepted:
+            return self._after_scores(function, args, kwargs) if self.pending is not None else function(*args, **kwargs)
         if function in PRODUCTS:
             return self._product(function, *args, **kwargs)
         if function in SUMS_OF_PRODUCTS:
@@ -86,9 +87,9 @@ class InterceptQK(TorchFunctionMode):
         if function is torch.einsum:
             return self._einsum(*args, **kwargs)
         if function is scaled_dot_product_attention:
-            return self._whole(*args, **kwargs)
+            return self._sdpa(*args, **kwargs)
         if function is multi_head_attention_forward:
-            return self._projected(*args, **kwargs)
+            return self._multi_head_attention(*args, **kwargs)
         return function(*args, **kwargs)
 
     def _product(self, function: Any, query: Tensor, key: Tensor) -> Tensor:
@@ -118,23 +119,22 @@ class InterceptQK(TorchFunctionMode):
         query, key, bias, factor = self._encoded(query, key)
         return _plus(torch.einsum(f"{of_query},{of_key}->{out}", query, key), bias, factor)
 
-    def _whole(
+    def _sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *, is_causal: bool = False, **kwargs: Any
     ) -> Tensor:
         """All of an attention in one call."""
         scaling = query.shape[-1] ** -0.5 if kwargs.get("scale") is None else kwargs["scale"]
-        context = self._context_of(query, key, scaling)
-        query, key = dispatch.rotated(self.module, query, key, context, self.keys_are_rotated)
-        if self.weighing is not None:
-            merged = additive_mask(dispatch.acting(self.module, context), query, key, attn_mask, None, context, is_causal)
-            weights = dropout((query * scaling @ key.mT + merged).softmax(dim=-1), kwargs.get("dropout_p", 0.0))
+        call = self._call(query, key, scaling, attn_mask, is_causal)
+        query, key = call.query, call.key
+        if self.pending is not None:
+            weights = dropout((query * scaling @ key.mT + additive_mask(call)).softmax(dim=-1), kwargs.get("dropout_p", 0.0))
             return self._weighed(weights, value)
-        mask = biased_mask(dispatch.acting(self.module, context), query, key, attn_mask, context, is_causal)
+        mask = biased_mask(call)
         causal = is_causal and mask is None
         kwargs["scale"] = scaling  # an encoding may have changed the width that it would be taken from
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **kwargs)
 
-    def _projected(
+    def _multi_head_attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -177,32 +177,32 @@ class InterceptQK(TorchFunctionMode):
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
         probabilities = dropout(scores.softmax(dim=-1), dropout_p, training)
-        output = probabilities @ value if self.weighing is None else self._weighed(probabilities, value)
+        output = probabilities @ value if self.pending is None else self._weighed(probabilities, value)
         output = linear(output.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
         return output, probabilities.mean(dim=1)
 
-    def _behind(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def _after_scores(self, function: Any, args: Any, kwargs: Any) -> Any:
         """A call behind the product of queries and keys: of weights `[B, H, Q, K]`, or with B and H in one, the product with
         values is the first one behind a softmax."""
-        weighing = self.weighing
-        assert weighing is not None
+        pending = self.pending
+        assert pending is not None
         if function in SOFTMAX:
             result = function(*args, **kwargs)
-            weighing.is_normalized |= result.shape[-2:] == weighing.shape[-2:]
+            pending.is_normalized |= result.shape[-2:] == pending.shape[-2:]
             return result
-        if not weighing.is_normalized:
+        if not pending.is_normalized:
             return function(*args, **kwargs)
-        if function in PRODUCTS and len(args) == 2 and args[0].shape[-2:] == weighing.shape[-2:]:
+        if function in PRODUCTS and len(args) == 2 and args[0].shape[-2:] == pending.shape[-2:]:
             weights, value = args
-            if weighing.others:
-                weighing.others -= 1
+            if pending.num_earlier_value_matmuls:
+                pending.num_earlier_value_matmuls -= 1
                 return function(weights, value)
-            added = self._added(weights.reshape(weighing.shape), value.shape[-1])
+            added = self._added(weights.reshape(pending.shape), value.shape[-1])
             output = function(weights, value)
             return output + added.reshape(output.shape).to(output.dtype)
         if function is torch.einsum and len(args) == 3:
             left, right, out = args[0].replace(" ", "").replace("->", ",").split(",")
-            if len(left) == len(out) == 4 and args[1].numel() == math.prod(weighing.shape):
+            if len(left) == len(out) == 4 and args[1].numel() == math.prod(pending.shape):
                 query, key = ({*left} & {*out} - {*right}).pop(), ({*left} & {*right} - {*out}).pop()
                 value = ({*out} - {*left}).pop()
                 batch, head = (letter for letter in left if letter not in (query, key))
@@ -219,9 +219,11 @@ class InterceptQK(TorchFunctionMode):
 
     def _added(self, weights: Tensor, value_head_dim: int) -> Tensor:
         """What the encoding adds to the output of an attention with weights `[B, H, Q, K]`."""
-        weighing, self.weighing = self.weighing, None
-        assert weighing is not None
-        return dispatch.value_bias(dispatch.acting(self.module, weighing.context), weights, value_head_dim, weighing.context)
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        return dispatch.value_bias(
+            dispatch.active_encodings(self.module, pending.context), weights, value_head_dim, pending.context
+        )
 
     def _encoded(self, query: Tensor, key: Tensor, within: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None, float]:
         """Queries and keys, rotated, and what to add to their product: the bias, and the factor that undoes the scaling which
@@ -234,9 +236,8 @@ class InterceptQK(TorchFunctionMode):
         if joined:
             heads = getattr(self.module, "num_attention_heads", self.context.encoding.geometry.num_attention_heads)
             query, key = query.unflatten(0, (-1, heads)), key.unflatten(0, (-1, heads))
-        context = self._context_of(query, key, after * within)
-        query, key = dispatch.rotated(self.module, query, key, context, self.keys_are_rotated)
-        bias = biased_mask(dispatch.acting(self.module, context), query, key, None, context, is_causal=False)
+        call = self._call(query, key, after * within)
+        query, key, bias = call.query, call.key, biased_mask(call)
         factor = 1 / after if isinstance(after, float) else 1.0
         if bias is not None:
             bias = (bias if isinstance(after, float) else bias / after).expand(*query.shape[:3], key.shape[2])
@@ -245,9 +246,9 @@ class InterceptQK(TorchFunctionMode):
             bias = bias if bias is None else bias.flatten(0, 1)
         return query, key, bias, factor
 
-    def _context_of(self, query: Tensor, key: Tensor, scaling: Any) -> PositionContext:
-        """The context of this attention. Raises ValueError for queries or keys which are not those that it has positions of."""
-        self.met = True
+    def _call(self, query: Tensor, key: Tensor, scaling: Any, mask: Any = None, is_causal: bool = False) -> AttentionCall:
+        """The call of this attention, its queries and keys rotated. Raises ValueError if the positions of some aren't known."""
+        self.qk_intercepted = True
         layer = next((number for name in LAYER if (number := getattr(self.module, name, None)) is not None), None)
         context = self.context.with_length(query.shape[2], query.device).for_attention(scaling, layer)
         if query.shape[2] != context.length or (key.shape[2] != context.length and not self.has_cache):
@@ -255,22 +256,24 @@ class InterceptQK(TorchFunctionMode):
                 f"{type(self.module).__name__} compares {query.shape[2]} queries with {key.shape[2]} keys, but there are "
                 f"positions of {context.length} new tokens and {context.past} cached ones; it got {BESIDE}"
             )
-        if any(encoding.needs_attention_weights() for encoding in dispatch.acting(self.module, context)):
-            self.weighing = PendingValueTerm(context, (*query.shape[:3], key.shape[2]), self.others)
-        return context
+        encodings = dispatch.active_encodings(self.module, context)
+        if any(encoding.needs_attention_weights() for encoding in encodings):
+            self.pending = PendingValueTerm(context, (*query.shape[:3], key.shape[2]), self.num_earlier_value_matmuls)
+        query, key = dispatch.rotate_all(self.module, query, key, context, self.keys_are_rotated)
+        return AttentionCall(self.module, query, key, None, mask, encodings, context, is_causal)
 
 
 @dataclass
 class PendingValueTerm:
     """What is known of the weights `[B, H, Q, K]` of an attention between its two products.
 
-    others: the number of products with other values that come first.
+    num_earlier_value_matmuls: the number of products with other values that come first.
     is_normalized: whether a softmax has been made of them.
     """
 
     context: PositionContext
     shape: tuple[int, ...]
-    others: int
+    num_earlier_value_matmuls: int
     is_normalized: bool = False
 
 

@@ -71,15 +71,15 @@ KNOWN = {
     "layoutlmv3.LayoutLMv3SelfAttention": _SCALED_BEFORE,
     "led.LEDDecoderAttention": _SCALED_BEFORE,
     "led.LEDEncoderSelfAttention": _SPARSE,
-    "lilt.LiltSelfAttention": CustomAttention(others=1),
+    "lilt.LiltSelfAttention": CustomAttention(num_earlier_value_matmuls=1),
     "longformer.LongformerSelfAttention": _SPARSE,
-    "luke.LukeSelfAttention": CustomAttention(alone=("entity_hidden_states",)),
+    "luke.LukeSelfAttention": CustomAttention(unsupported_inputs=("entity_hidden_states",)),
     "maskformer.MaskFormerSwinSelfAttention": _PLAIN,
     "megatron_bert.MegatronBertSelfAttention": _PLAIN,
     "mgp_str.MgpstrAttention": _PLAIN,
     "mpnet.MPNetSelfAttention": _PLAIN,
     "mpt.MptAttention": CustomAttention(config_scaling, is_causal=True),
-    "mvp.MvpAttention": CustomAttention(unscaled, alone=("attn_prompt",)),
+    "mvp.MvpAttention": CustomAttention(unscaled, unsupported_inputs=("attn_prompt",)),
     "openai.Attention": _CAUSAL,
     "rembert.RemBertSelfAttention": _PLAIN,
     "roformer.RoFormerSelfAttention": _PLAIN,
@@ -97,7 +97,7 @@ KNOWN = {
     "wavlm.WavLMAttention": _SCALED_BEFORE,
     "xglm.XGLMAttention": _CAUSAL_SCALED_BEFORE,
     "xlm.MultiHeadAttention": _SCALED_BEFORE,
-    "xlnet.XLNetRelativeAttention": CustomAttention(alone=("g",), token_axis=0),
+    "xlnet.XLNetRelativeAttention": CustomAttention(unsupported_inputs=("g",), token_axis=0),
 }
 """By folder and class. The first product of two activations that is made by each is that of its queries and keys."""
 

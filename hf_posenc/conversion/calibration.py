@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.attention.bias_backends import score_bias
-from hf_posenc.attention.dispatch import acting, biases
+from hf_posenc.attention.dispatch import active_encodings, adds_score_bias
 from hf_posenc.encodings import PositionContext, PositionEncoding, placed
 
 MAX_IPF_ROUNDS, IPF_TOLERANCE = 20, 1e-4
@@ -201,7 +201,7 @@ class _Calibration:
     def attended(self, path: str, module: nn.Module, query: Tensor, key: Tensor, context: PositionContext) -> None:
         number = self.count[path]
         self.count[path] += 1
-        encodings = [encoding for encoding in acting(module, context) if not isinstance(encoding, _CallRecorder)]
+        encodings = [encoding for encoding in active_encodings(module, context) if not isinstance(encoding, _CallRecorder)]
         goals = self.original.attentions[path]
         if number == len(goals):
             raise UnsupportedModelError(
@@ -250,7 +250,7 @@ class _CallRecorder(PositionEncoding):
 
 def trained(encoding: PositionEncoding) -> list[nn.Parameter]:
     """The parameters of a bias."""
-    return [parameter for parameter in encoding.parameters() if parameter.requires_grad] if biases(encoding) else []
+    return [parameter for parameter in encoding.parameters() if parameter.requires_grad] if adds_score_bias(encoding) else []
 
 
 def fit(calls: Sequence[AttentionRecord]) -> None:

@@ -159,7 +159,7 @@ def _extended_model(model: Any, max_length: int | None, method: str | None, sett
     rows = getattr(config, LENGTH_FIELD, None)
     if rows is not None and spec.replaces_all:  # as patch has it: the promise in the host's count, or the host's own length
         host = spec.original.rows if spec.original else rows
-        setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack._posenc_pass.offset)
+        setattr(config, LENGTH_FIELD, host if max_length is None else max_length + stack.posenc_state.inputs.offset)
         config.check_size()
     return _rebuilt(model, config, asked)
 

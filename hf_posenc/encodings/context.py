@@ -288,10 +288,12 @@ class _Current(threading.local):
     def __init__(self) -> None:
         # Of the instance in each thread: torch.compile guards on which attributes it has.
         self.context: PositionContext | None = None
+        self.outer_call: Any = None
 
 
 CURRENT = _Current()
-"""The context of the forward pass that this thread is in, for modules which a host calls without the keyword argument."""
+"""The forward pass that this thread is in: its context, and the arguments of the composite model around the stack. Not a
+ContextVar, whose `set` torch.compile doesn't trace."""
 
 
 @contextlib.contextmanager

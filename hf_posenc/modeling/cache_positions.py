@@ -68,14 +68,14 @@ def _followed(method: Callable[..., None], change: Callable[..., Tensor | None])
     return changed
 
 
-def room(cache: Cache | None) -> int | None:
+def static_capacity(cache: Cache | None) -> int | None:
     """How many keys a static cache has room for. None for one that grows."""
     layer = None if cache is None else _first_layer(cache)
     # A static layer with a window gives out as many keys as it has got, until it is full.
     return layer.max_cache_len if isinstance(layer, StaticLayer) and not layer.is_sliding else None
 
 
-def refuse_uncounted(cache: Cache | None, past: int | Tensor) -> None:
+def check_cache_length(cache: Cache | None, past: int | Tensor) -> None:
     """Raises ValueError for a cache that counts no tokens while a layer of it holds keys: its first layer isn't an attention's,
     and neither the host nor this package would know where new tokens go on (MiniMax, with linear attention in its first)."""
     if cache is None or isinstance(past, Tensor) or past != 0 or isinstance(cache, EncoderDecoderCache):
@@ -88,7 +88,7 @@ def refuse_uncounted(cache: Cache | None, past: int | Tensor) -> None:
         )
 
 
-def recall(cache: Cache, batch: int, past: int | Tensor) -> Tensor | None:
+def load_positions(cache: Cache, batch: int, past: int | Tensor) -> Tensor | None:
     """The positions of a cache's keys, `[B, K]` (K of a static cache: its whole length), or None if it remembers none.
 
     Raises ValueError if there are not as many as keys.
@@ -97,7 +97,9 @@ def recall(cache: Cache, batch: int, past: int | Tensor) -> Tensor | None:
     positions = getattr(layer, POSITIONS, None)
     if positions is None or (not isinstance(past, Tensor) and past == 0) or getattr(layer, KEYS, layer.keys) is not layer.keys:
         return None
-    if positions.shape[0] != batch or positions.shape[1] != (past if room(cache) is None else room(cache)):
+    if positions.shape[0] != batch or positions.shape[1] != (
+        past if static_capacity(cache) is None else static_capacity(cache)
+    ):
         raise ValueError(
             f"this cache holds {past} keys, for a batch of {batch}, but knows the positions of {tuple(positions.shape)}: its "
             "tensors were changed by hand. Change it by its own methods (crop, reorder_cache, batch_select_indices, "
@@ -106,7 +108,7 @@ def recall(cache: Cache, batch: int, past: int | Tensor) -> Tensor | None:
     return positions
 
 
-def remember(cache: Cache, batch: int, context: PositionContext) -> None:
+def store_positions(cache: Cache, batch: int, context: PositionContext) -> None:
     """Keep the positions of all keys with a cache that a forward pass has filled, unless they are 0, 1, 2, …"""
     layer, keys = _first_layer(cache), context.keys
     if layer is None:

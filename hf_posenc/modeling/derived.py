@@ -28,7 +28,7 @@ from hf_posenc.attention import dispatch
 from hf_posenc.encodings import PositionEncoding, check_size, did_you_mean, registry
 from hf_posenc.modeling import hooks, offsets
 from hf_posenc.modeling.install import acting_in, install, install_across
-from hf_posenc.modeling.position_ids import asking
+from hf_posenc.modeling.position_ids import recorded_outer_call
 from hf_posenc.serialization.copies import IS_COPY
 from hf_posenc.serialization.mixins import EncodingConfigMixin, EncodingModelMixin
 from hf_posenc.signatures import BoundCall
@@ -126,7 +126,7 @@ class PosEncModelMixin(EncodingModelMixin):
     """Puts an encoding into each stack of a host's class when it is built."""
 
     original_class: type[PreTrainedModel]
-    _posenc_token_stack: tuple[Any, ...] = ()
+    _token_stack: tuple[Any, ...] = ()
     """The stack that reads the tokens of this model, around it. In a tuple, so that it is no child of this one."""
     initialized_whole = (PositionEncoding, OriginalState, offsets.MeanOffset)
     config: Any
@@ -139,7 +139,7 @@ class PosEncModelMixin(EncodingModelMixin):
         super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
-        if (calls := vars(self).get(DEFERRED_POST_INIT)) is not None:
+        if (calls := vars(self).get(_DEFERRED_POST_INIT)) is not None:
             calls.append(self)
             return
         # Before the host's post_init, so that new parameters are initialised, tied and counted with the others.
@@ -169,7 +169,7 @@ class PosEncModelMixin(EncodingModelMixin):
                 _compat.record_outputs(module)  # by class: what its __init__ has said of the host's
                 if id(module) in stacks:
                     _install(stacks[id(module)], module.config.position_spec)
-                module._posenc_token_stack = () if id(module) in stacks else _token_stack(module, stacks.values())
+                module._token_stack = () if id(module) in stacks else _token_stack_of(module, stacks.values())
                 if module is not self:
                     module.original_class.post_init(module)
         self._check_attention()
@@ -239,7 +239,7 @@ class PosEncModelMixin(EncodingModelMixin):
         """As of Transformers. Raises ValueError for encodings that bias, whose distances a paged cache can't tell, or that
         rotate all keys anew."""
         every = self.config.position_spec.all_encodings
-        if reason := dispatch.refusal_of_pages(
+        if reason := dispatch.continuous_batching_error(
             (part for spec in every for part in spec.parts.values()),
             any(spec.encoding.rotation_depends_on_length(dict(spec.options)) for spec in every),
         ):
@@ -248,12 +248,12 @@ class PosEncModelMixin(EncodingModelMixin):
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: dict[str, Any]) -> Any:
         """The ids that `generate` makes where the user gives none, counted as the host counts them: RoBERTa's from 2 on."""
-        if self.config.position_spec.submodel is not None and not self._posenc_token_stack:
+        if self.config.position_spec.submodel is not None and not self._token_stack:
             return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
         stack: Any = next(filter(structure.is_patched, self.modules()))
         # Not the host's own, which may make places in images of them.
         ids = GenerationMixin._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)  # type: ignore[arg-type]
-        return ids + stack._posenc_pass.offset
+        return ids + stack.posenc_state.inputs.offset
 
     def create_masks_for_generate(
         self, config: Any, inputs_embeds: Any, attention_mask: Tensor | None, past_key_values: Any, **kwargs: Any
@@ -401,7 +401,7 @@ def _init_of(host: type[PreTrainedModel]) -> Callable[..., None]:
     return __init__
 
 
-DEFERRED_POST_INIT = "_posenc_postponed"
+_DEFERRED_POST_INIT = "_posenc_postponed"
 """The attribute of a model of a user's class that is being built: the calls of post_init that were put off."""
 
 
@@ -411,9 +411,9 @@ def _with_one_post_init(host: type[PreTrainedModel]) -> Callable[..., None]:
 
     @functools.wraps(host.__init__)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        vars(self)[DEFERRED_POST_INIT] = []
+        vars(self)[_DEFERRED_POST_INIT] = []
         PosEncModelMixin.__init__(self, config, *args, **kwargs)
-        if not vars(self).pop(DEFERRED_POST_INIT):
+        if not vars(self).pop(_DEFERRED_POST_INIT):
             raise ValueError(
                 f"{host.__name__}.__init__ doesn't end with self.post_init(), as it has to in every PreTrainedModel: there the "
                 "encoding is put in"
@@ -438,7 +438,7 @@ def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
         found.stack.posenc.original = OriginalState(kept)
 
 
-def _token_stack(model: Any, stacks: Iterable[structure.Structure]) -> tuple[Any, ...]:
+def _token_stack_of(model: Any, stacks: Iterable[structure.Structure]) -> tuple[Any, ...]:
     """The stack, or none, which reads the tokens that a model made of several is given."""
     tokens = structure.tokens_of(model)
     if tokens is None or model.config.is_encoder_decoder:
@@ -454,14 +454,15 @@ def _with_positions(host: type[PreTrainedModel]) -> Callable[..., Any]:
     @functools.wraps(host.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "posenc" not in self._modules:
-            if not self._posenc_token_stack:
+            if not self._token_stack:
                 return host.forward(self, *args, **kwargs)
-            with asking(self._posenc_token_stack[0], BoundCall(names, args, kwargs)):
+            with recorded_outer_call(self._token_stack[0], BoundCall(names, args, kwargs)):
                 return host.forward(self, *args, **kwargs)
-        args, kwargs, context = self._posenc_pass.begin(self, args, kwargs)
+        inputs = self.posenc_state.inputs
+        args, kwargs, context = inputs.prepare(self, args, kwargs)
         with dispatch.current(context):
             output = host.forward(self, *args, **kwargs)
-        self._posenc_pass.end(args, kwargs, context, output)
+        inputs.store_in_cache(args, kwargs, context, output)
         return output
 
     return forward

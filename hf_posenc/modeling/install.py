@@ -12,10 +12,18 @@ from transformers.cache_utils import Cache
 from hf_posenc.architectures.components.component import UnsupportedModelError, is_transformers
 from hf_posenc.architectures.structure import Structure
 from hf_posenc.attention import custom, dispatch
+from hf_posenc.attention.dispatch import AttentionState
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.modeling import hooks
-from hf_posenc.modeling.position_ids import ForwardPass, follow_masking, see_frames, see_images, see_patches
+from hf_posenc.modeling.position_ids import (
+    PositionInputs,
+    StackState,
+    record_frame_mask,
+    record_image_boundaries,
+    record_patch_grid,
+    track_random_masking,
+)
 from hf_posenc.signatures import BoundCall, argument_names
 
 Parts = Mapping[str, tuple[str, ...]]
@@ -57,30 +65,26 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     for source in structure.sources:
         source.disable(stack, adds_vectors=at_input)
     for (path, module), posenc in zip(structure.attentions.items(), owned, strict=True):
-        setattr(module, dispatch.PARTS, parts[path])
-        if posenc is not None:
-            module.posenc = posenc
+        row = custom.row_of(module)
+        eager = dispatch.own_eager_function(module) if row is None and not is_transformers(type(module)) else None
+        _enter(module, posenc, AttentionState(parts[path], eager=eager))
         if custom.closed(module):
             continue
-        if custom.row_of(module):
+        if row is not None:
             custom.install(module)
         else:
-            branches = _branches_by_implementation(module)
-            if not is_transformers(type(module)):
-                dispatch.keep_own_eager(module)
-            module.config = dispatch.AttentionConfigView(module.config, branches)  # type: ignore[assignment]
+            _view_config(module)
         # An attention that is written out counts on keys of its own size where it takes them from a cache.
-        widened = custom.row_of(module) and any(spec.parts[part].changes_head_dim for part in parts[path])
+        widened = row is not None and any(spec.parts[part].changes_head_dim for part in parts[path])
         if store_rotated and path in rotated and not widened:
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
     entrances = {
         verb: _add_vectors(structure, spec, parts) if verb == "embed" else _acted_in(spec, parts, verb)
         for verb in encoding.mechanisms(options)
     }
-    stack._posenc_spec, stack._posenc_entrances = spec, entrances
-    stack._posenc_pass = ForwardPass(
+    inputs = PositionInputs(
         names=argument_names(stack),
-        hands_down=any(a.kind is a.VAR_KEYWORD for a in inspect.signature(type(stack).forward).parameters.values()),
+        passes_keywords=any(a.kind is a.VAR_KEYWORD for a in inspect.signature(type(stack).forward).parameters.values()),
         offset=structure.offset,
         refused=tuple(name for source in structure.sources for name in source.arguments),
         # BERT cuts missing token types from a buffer as long as its old table, so they are made from shapes instead.
@@ -90,17 +94,18 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         flattens=structure.flattens,
         causal_flags=structure.causal_flags,
     )
+    stack.posenc_state = StackState(spec, inputs, entrances)
     if structure.tokens is None:
         if structure.patches is not None:
-            stack.get_submodule(structure.patches).register_forward_hook(see_patches)
+            stack.get_submodule(structure.patches).register_forward_hook(record_patch_grid)
         for source in structure.tellers_of_cells:
-            see = partial(see_images, argument_names(source.module))
+            see = partial(record_image_boundaries, argument_names(source.module))
             source.module.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
         for module in structure.around_layers:
-            module.register_forward_pre_hook(partial(see_frames, argument_names(module)), with_kwargs=True, prepend=True)
+            module.register_forward_pre_hook(partial(record_frame_mask, argument_names(module)), with_kwargs=True, prepend=True)
     for module in stack.modules():
         if hasattr(module, "random_masking"):
-            module.random_masking = partial(follow_masking, module.random_masking)
+            module.random_masking = partial(track_random_masking, module.random_masking)
 
 
 def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry) -> None:
@@ -112,11 +117,8 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
     stack, encoding, options, across = structure.stack, spec.encoding, dict(spec.options), structure.across
     if "posenc" not in stack._modules:
         stack.posenc = PositionEncoding(geometry)
-        stack._posenc_spec, stack._posenc_entrances = spec, {}
-        names = argument_names(stack)
-        stack._posenc_pass = ForwardPass(
-            names, False, structure.offset, (), needs_token_types=False, replaces=False, flattens=structure.flattens
-        )
+        inputs = PositionInputs(argument_names(stack), offset=structure.offset, replaces=False, flattens=structure.flattens)
+        stack.posenc_state = StackState(spec, inputs, {})
     looking = replace(structure, attentions=across)
     parts = parts_by_attention(looking, spec)
     sizes = {
@@ -131,14 +133,23 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
     )
     stack.posenc.cross = shared
     for (path, module), posenc in zip(across.items(), owned, strict=True):
-        setattr(module, dispatch.PARTS, parts[path])
-        setattr(module, dispatch.ACROSS, True)
-        if posenc is not None:
-            module.posenc = posenc
-        module.config = dispatch.AttentionConfigView(module.config, _branches_by_implementation(module))  # type: ignore[assignment]
-    for verb in encoding.mechanisms(options):
-        here = (*stack._posenc_entrances.get(verb, ()), *_acted_in(spec, parts, verb))
-        stack._posenc_entrances = {**stack._posenc_entrances, verb: here}
+        _enter(module, posenc, AttentionState(parts[path], is_cross=True))
+        _view_config(module)
+    entrances = stack.posenc_state.entrances
+    across_too = {verb: (*entrances.get(verb, ()), *_acted_in(spec, parts, verb)) for verb in encoding.mechanisms(options)}
+    stack.posenc_state = replace(stack.posenc_state, entrances={**entrances, **across_too})
+
+
+def _enter(module: Any, posenc: PositionEncoding | None, state: AttentionState) -> None:
+    """Give an attention its state, and the encoding that it has for itself."""
+    module.posenc_state = state
+    if posenc is not None:
+        module.posenc = posenc
+
+
+def _view_config(module: Any) -> None:
+    """Let an attention find its function under the name that applies the encoding."""
+    module.config = dispatch.AttentionConfigView(module.config, _branches_by_implementation(module))
 
 
 def parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
@@ -227,5 +238,5 @@ def rotate_into_cache(names: list[str], module: nn.Module, args: tuple, kwargs: 
     if name is None:
         return None
     context = dispatch.context_for(module, kwargs.get(dispatch.CONTEXT))
-    cache = dispatch.rotating(given[name], module, context)
+    cache = dispatch.cache_rotating_new_keys(given[name], module, context)
     return BoundCall(names, args, kwargs).changed(**{name: cache}, keys_are_rotated=True)

@@ -1,4 +1,4 @@
-"""The positions of one forward pass: made from the arguments of a stack, handed down in one keyword argument.
+"""The positions of one forward pass, made from the arguments of a stack.
 
 Shapes: B batch, L tokens, D hidden_size.
 """
@@ -6,7 +6,6 @@ Shapes: B batch, L tokens, D hidden_size.
 import contextlib
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_posenc.attention import dispatch
+from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import CrossContext, PatchLayout, PositionContext, length_of, position_ids_from_mask, positions_of
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.modeling import cache_positions
@@ -26,49 +26,53 @@ TEXT_AND_GRID = 4
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a model made of several was called with, whose tokens one stack in it reads.
+class OuterCall:
+    """The arguments of a composite model, one stack of which reads its tokens.
 
-    padding: its attention mask `[B, K]`, if that is one. It may hand another down, which doesn't tell padding apart.
-    by_hand: whether it was given position_ids. Otherwise those that reach the stack are its own.
+    padding: its attention mask `[B, K]`, if it has two axes. It may pass another one on, which doesn't show padding.
+    has_position_ids: whether it was given position_ids. Otherwise those that reach the stack are its own.
     """
 
     stack: Any
     padding: Tensor | None
-    by_hand: bool
-
-
-class _Asking(threading.local):
-    def __init__(self) -> None:
-        self.asked: Asked | None = None
-
-
-ASKING = _Asking()
-"""What the outermost model that this thread is in was called with."""
+    has_position_ids: bool
 
 
 @contextlib.contextmanager
-def asking(stack: Any, call: BoundCall) -> Iterator[None]:
-    """Keep what the model around a stack is called with until its forward ends."""
-    before, mask = ASKING.asked, call["attention_mask"]
+def recorded_outer_call(stack: Any, call: BoundCall) -> Iterator[None]:
+    """Keep the arguments of the outermost model around a stack until its forward ends."""
+    before, mask = CURRENT.outer_call, call["attention_mask"]
     if before is None or before.stack is not stack:
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        ASKING.asked = Asked(stack, padding, call["position_ids"] is not None)
+        CURRENT.outer_call = OuterCall(stack, padding, call["position_ids"] is not None)
     try:
         yield
     finally:
-        ASKING.asked = before
+        CURRENT.outer_call = before
 
 
 @dataclass(frozen=True)
-class ForwardPass:
-    """Makes the `PositionContext` of a patched stack before its host's forward, and keeps what its cache needs after it.
+class StackState:
+    """What a patched stack knows of its encoding, as `posenc_state`.
+
+    spec: of what acts in it. inputs: makes the positions of its forward passes.
+    entrances: method of the encoding -> paths of the modules in which it acts by that method.
+    """
+
+    spec: PositionSpec
+    inputs: "PositionInputs"
+    entrances: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class PositionInputs:
+    """Makes the `PositionContext` of a patched stack before the original forward, and keeps what its cache needs afterwards.
 
     names: the arguments of that forward, in order.
-    hands_down: whether it takes further keyword arguments.
+    passes_keywords: whether it takes further keyword arguments.
     offset: the id of the first token.
-    refused: arguments by which the host's own positions would be given by hand.
-    needs_token_types: whether the host cuts missing token types from a buffer as long as its old table (BERT).
+    refused: arguments that would set the original positions explicitly.
+    needs_token_types: whether the model cuts missing token types from a buffer as long as its old table (BERT).
     extra_tokens, windows: of the `PatchLayout` of a stack that makes its tokens itself.
     replaces: whether the host's own positions were taken out; else nothing that it is called with changes.
     flattens: whether a stack takes input ids of more dimensions, `[B, choices, L]`, as one text in each row of L.
@@ -76,17 +80,17 @@ class ForwardPass:
     """
 
     names: list[str]
-    hands_down: bool
-    offset: int
-    refused: tuple[str, ...]
-    needs_token_types: bool
+    passes_keywords: bool = False
+    offset: int = 0
+    refused: tuple[str, ...] = ()
+    needs_token_types: bool = False
     extra_tokens: tuple[int, int] = (0, 0)
     windows: bool = False
     replaces: bool = True
     flattens: bool = False
     causal_flags: Mapping[str, bool] = field(default_factory=dict)
 
-    def begin(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
+    def prepare(self, stack: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], PositionContext | None]:
         """The arguments with the `PositionContext` of this forward pass in them, if the host passes it on, and that context.
 
         Explicit `position_ids`, counted as the original model counts them, take precedence. Otherwise positions come from the
@@ -118,11 +122,11 @@ class ForwardPass:
         # The mask of a sound counts its samples or features, not the tokens that are made of them.
         cache, mask = call.of_type(Cache), None if tokens is None else _mask_of(call, length)
         past = _length_of(cache)
-        cache_positions.refuse_uncounted(cache, past)
+        cache_positions.check_cache_length(cache, past)
         padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        if (asked := ASKING.asked) is not None and asked.stack is stack:
-            padding = _padding_of(asked, shape, past) if padding is None else padding
-            ids = ids if asked.by_hand or ids is None else _counted_anew(ids, padding, past, length)
+        if (outer := CURRENT.outer_call) is not None and outer.stack is stack:
+            padding = _padding_of(outer, shape, past) if padding is None else padding
+            ids = ids if outer.has_position_ids or ids is None else _recomputed_position_ids(ids, padding, past, length)
         given = ids
         if ids is not None:
             ids = self._from_zero(stack, ids, length, mask)
@@ -191,8 +195,8 @@ class ForwardPass:
             if bool(now if given is None else given) != before:
                 raise ValueError(
                     f"{name}={now if given is None else given!r} changes which tokens see each other, and the "
-                    f"{stack._posenc_spec.type!r} encoding of this model was built for {name}={before}: set it in the config "
-                    "before the model is built and patched; from_pretrained takes a config"
+                    f"{stack.posenc_state.spec.type!r} encoding of this model was built for {name}={before}: set it in the "
+                    "config before the model is built and patched; from_pretrained takes a config"
                 )
 
     def _lacks_tokens(self, stack: Any, call: BoundCall) -> bool:
@@ -221,9 +225,8 @@ class ForwardPass:
     def _changed(
         self, call: BoundCall, context: PositionContext, **changes: Any
     ) -> tuple[tuple, dict[str, Any], PositionContext]:
-        # Hosts which take position_ids hand further arguments down to their layers. For the others the context is the current
-        # one of the thread.
-        if "position_ids" in self.names and self.hands_down:
+        # Stacks that take position_ids pass further arguments on to their layers (see `dispatch.CONTEXT`).
+        if "position_ids" in self.names and self.passes_keywords:
             changes[dispatch.CONTEXT] = context
         return *call.changed(**changes), context
 
@@ -238,11 +241,11 @@ class ForwardPass:
             raise ValueError(f"position_ids have shape {tuple(ids.shape)}, but the input has {length} tokens: give each one")
         if ids.ndim == 3 and len(ids) == TEXT_AND_GRID:
             ids = ids[0]
-        elif ids.ndim == 3 and len(ids) < TEXT_AND_GRID and not _restarts(ids[0], mask):
+        elif ids.ndim == 3 and len(ids) < TEXT_AND_GRID and not _is_packed(ids[0], mask):
             return None
         if ids.ndim > 2:
             raise ValueError(
-                f"position_ids have shape {tuple(ids.shape)}, but the {stack._posenc_spec.type!r} encoding has one "
+                f"position_ids have shape {tuple(ids.shape)}, but the {stack.posenc_state.spec.type!r} encoding has one "
                 "position for each token: give [batch, length]; or, for several texts in one row of a model of images, "
                 "[4, batch, length], the positions in each text before those in time, height and width"
             )
@@ -257,7 +260,7 @@ class ForwardPass:
             )
         return (ids - self.offset).clamp(min=0)
 
-    def end(self, args: tuple, kwargs: dict[str, Any], context: PositionContext | None, output: Any) -> None:
+    def store_in_cache(self, args: tuple, kwargs: dict[str, Any], context: PositionContext | None, output: Any) -> None:
         """Keep the positions of all keys with the cache that the host's forward has filled, where it wouldn't tell them."""
         call = BoundCall(self.names, args, kwargs)
         values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
@@ -266,10 +269,10 @@ class ForwardPass:
             cache = next((value for value in values if isinstance(value, Cache)), None)
         tokens, _ = self._by_text(call)
         if context is not None and cache is not None and tokens is not None and not torch.compiler.is_exporting():
-            cache_positions.remember(cache, len(tokens), context)
+            cache_positions.store_positions(cache, len(tokens), context)
 
 
-def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
+def record_patch_grid(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
     """Hook of the convolution that cuts an image into patches: tells the context of this forward pass how they lie.
 
     Where each patch comes as an input by itself, the output has one place, and tells nothing.
@@ -279,7 +282,7 @@ def see_patches(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
         CURRENT.context.record(grid=grid, num_images=len(output))
 
 
-def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def record_image_boundaries(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Pre-hook of a rotary module of rows and columns, `[L, 2]`: where both are 0, an image begins that is packed with others
     in one row of tokens. Those of a window, or of the only image, say nothing of where the tokens lie among all."""
     ids, context = BoundCall(names, args, kwargs)["position_ids"], CURRENT.context
@@ -295,7 +298,7 @@ def see_images(names: list[str], module: torch.nn.Module, args: tuple, kwargs: d
     context.record(images=images, cells=layout.cells if whole else ids[None])
 
 
-def see_frames(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def record_frame_mask(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Pre-hook of a module that the layers of a stack of sounds lie in: tells the context of this forward pass which frames are
     padding. The mask that the stack is called with is one of samples or features."""
     mask, context = BoundCall(names, args, kwargs)["attention_mask"], CURRENT.context
@@ -333,7 +336,7 @@ def _cells(call: BoundCall) -> Tensor | None:
     return None if shown is None else torch.ones_like(shown[0]).nonzero()[None]
 
 
-def follow_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def track_random_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A host's own `random_masking`, which takes patches out: tells the context of this forward pass which ones are left."""
     left, *others = mask(*args, **kwargs)
     if CURRENT.context is not None:
@@ -342,7 +345,7 @@ def follow_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return (left, *others)
 
 
-def _restarts(times: Tensor, mask: Any) -> bool:
+def _is_packed(times: Tensor, mask: Any) -> bool:
     """Whether positions in time `[B, L]` fall behind one another, as those of several texts in one row; padding aside."""
     if torch.compiler.is_compiling() or times.shape[-1] < 2:
         return False
@@ -360,23 +363,23 @@ def _length_of(cache: Cache | None) -> int | Tensor:
     return past.clone() if isinstance(past, Tensor) else past
 
 
-def _padding_of(asked: Asked, shape: Sequence[int], past: int | Tensor) -> Tensor | None:
+def _padding_of(outer: OuterCall, shape: Sequence[int], past: int | Tensor) -> Tensor | None:
     """The mask of the model around a stack, where it has a column for each token of the stack: some put tokens before."""
-    mask = asked.padding
+    mask = outer.padding
     if mask is None or len(mask) != shape[0]:
         return None
     fits = mask.shape[1] >= shape[1] if isinstance(past, Tensor) else mask.shape[1] == past + shape[1]
     return mask if fits else None
 
 
-def _behind_shown(keys: Tensor, shown: Tensor) -> Tensor:
+def _fill_padding_positions(keys: Tensor, shown: Tensor) -> Tensor:
     """Positions of keys `[B, K]`, those of padding between shown keys being that of the shown one before it."""
     index = torch.arange(keys.shape[1], device=keys.device)
     last = torch.where(shown.to(keys.device), index, -1).cummax(-1).values
     return torch.where(last < 0, keys, keys.gather(1, last.clamp(min=0)))
 
 
-def _counted_anew(ids: Tensor, padding: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
+def _recomputed_position_ids(ids: Tensor, padding: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
     """Ids that a model has made for the stack in it, `[1 or B, L]`, such that they count what its mask shows.
 
     Models that count on from the cache, padding or not, begin at 0, or at 1 (PaliGemma). Qwen2-VL makes ids of all cached
@@ -427,9 +430,9 @@ def _positions(
     batch, length = shape
     if cache is None and ids is None and not is_causal:
         return *positions_of(length, 0, mask, device), None
-    remembered = None if cache is None else cache_positions.recall(cache, batch, past)
+    remembered = None if cache is None else cache_positions.load_positions(cache, batch, past)
     index = (torch.arange(length, device=device) + past)[None]
-    room = cache_positions.room(cache)
+    room = cache_positions.static_capacity(cache)
     if ids is None and mask is None and remembered is None and room is None:
         return index, index.new_zeros(1, 1), None
     seen = None if mask is None else position_ids_from_mask(mask)
@@ -450,13 +453,13 @@ def _positions(
         there = there if remembered is None else remembered.to(device)
         keys = torch.cat([there.expand(batch, -1), new.expand(batch, -1)], dim=1)
         if ids is not None and mask is not None and mask.shape[1] >= keys.shape[1]:
-            keys = _behind_shown(keys, mask[:, : keys.shape[1]] != 0)
+            keys = _fill_padding_positions(keys, mask[:, : keys.shape[1]] != 0)
     # Ids given by hand hold for padding, too: `generate` begins behind the padding of a right-padded prompt.
-    start, rises = _rising(keys, None if mask is None or ids is not None else mask[:, : keys.shape[1]] != 0)
+    start, rises = _contiguous_start(keys, None if mask is None or ids is not None else mask[:, : keys.shape[1]] != 0)
     return new.clamp(min=0), start, None if rises else keys
 
 
-def _rising(keys: Tensor, shown: Tensor | None) -> tuple[Tensor, bool]:
+def _contiguous_start(keys: Tensor, shown: Tensor | None) -> tuple[Tensor, bool]:
     """The index at which position 0 would be, `[1 or B, 1]`, and whether the positions of all shown keys rise by one from
     there. In a traced graph, where values can't be read, they are taken to jump."""
     offset = torch.arange(keys.shape[1], device=keys.device) - keys
@@ -484,9 +487,9 @@ def _check_length(stack: Any, length: int, past: Any, cache: Any, ids: Tensor | 
         total = length_of(past + length, ids, limit)
         what = f"an input {'' if cache is None else 'with its cache '}of {past + length} tokens is longer than"
         if ids is not None and total != past + length:
-            what = f"position_ids up to {total - 1 + stack._posenc_pass.offset} don't fit"
+            what = f"position_ids up to {total - 1 + stack.posenc_state.inputs.offset} don't fit"
     if total > limit:
-        spec = stack._posenc_spec
+        spec = stack.posenc_state.spec
         if spec.encoding.needs_max_length(stack.posenc.geometry):
             longer = "; it has no positions beyond: hf_posenc.extend(model, max_length, method=…) makes a table longer"
         else:

@@ -31,18 +31,19 @@ class Window(hf_posenc.PositionEncoding, type="{type}"):
     def distance_bias(self, distance):
         return torch.where(distance.abs() > self.width, -{penalty}, 0.0)[None]
 """
-PLACED = "    context = position_context.placed("
-CALLED = "    position_context = context_for(module, "
+PLACED = "    context = of_stack.with_length("
+CALLED = "    of_stack = context_for(module, "
 OLDER = {
     "__init__.py": {'__version__ = "0.1.0"': '__version__ = "0.0.1"'},
-    "attention.py": {
+    "attention/dispatch.py": {
         PLACED: f'    scaling = kwargs["scaling"] = 1.5 * scaling\n{PLACED}',
-        'PARTS = "position_parts"': 'PARTS = "older_parts"',
         'CONTEXT = "position_context"': 'CONTEXT = "older_context"',
         "    position_context: PositionContext | None = None,": "    older_context: PositionContext | None = None,",
         f"{CALLED}position_context)": f"{CALLED}older_context)",
     },
-    "remembering.py": {'POSITIONS = "Remembering", "key_positions"': 'POSITIONS = "Remembering", "older_positions"'},
+    "modeling/cache_positions.py": {
+        'POSITIONS = "Remembering", "key_positions"': 'POSITIONS = "Remembering", "older_positions"'
+    },
 }
 """File of the package -> what stands there -> what another generation has in its place."""
 COMMITS = 100
@@ -101,6 +102,8 @@ def made(encodings: tuple[str, ...], generation: str) -> bool:
 
 
 def copied(package: Path, new: Path, changes: dict[str, dict[str, str]]) -> None:
+    if missing := [name for name in changes if not (package / name).is_file()]:
+        raise AssertionError(f"there is no {missing[0]} to change")
     for path in package.rglob("*.py"):
         name, text = path.relative_to(package).as_posix(), path.read_text(encoding="utf-8")
         for old, other in changes.get(name, {}).items():
