@@ -18,7 +18,7 @@ from hf_posenc.architectures.components.component import PositionComponent, Unsu
 from hf_posenc.attention import custom
 from hf_posenc.configuration import LENGTH_FIELD, StackPlan
 from hf_posenc.encodings import Geometry
-from hf_posenc.signatures import IS_CAUSAL, argument_names, reads_tokens
+from hf_posenc.signatures import IS_CAUSAL, reads_tokens
 
 CROSS_ATTENTION = re.compile(r"cross_?att|encoder_attn|(enc|encoder)_?(dec|decoder)_?att", re.IGNORECASE)
 """In the path of an attention to another stack's states: crossattention, cross_attn, encoder_attn, EncDecAttention."""
@@ -115,20 +115,6 @@ class Structure:
     def offset(self) -> int:
         """The position id of the first token."""
         return next((source.offset for source in self.sources if source.offset is not None), 0)
-
-    @property
-    def tellers_of_cells(self) -> tuple[PositionComponent, ...]:
-        """The sources in a model of images that are given the row and column of each patch."""
-        taking = (each for each in self.sources if each.verb == "rotate" and "position_ids" in argument_names(each.module))
-        return tuple(taking) if self.tokens is None else ()
-
-    @property
-    def around_layers(self) -> tuple[nn.Module, ...]:
-        """The modules within the stack that its layers lie in, outermost first, where they are given a mask of their inputs."""
-        rows = rows_of(self.modules, self.attentions)
-        paths = [path for path in self.modules if path and any(row.startswith(f"{path}.") for row in rows)]
-        modules = (self.stack.get_submodule(path) for path in sorted(paths))
-        return tuple(module for module in modules if "attention_mask" in argument_names(module))
 
     @property
     def claimed(self) -> set[str]:

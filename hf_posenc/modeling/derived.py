@@ -9,7 +9,7 @@ import copy
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -139,7 +139,7 @@ class PosEncModelMixin(EncodingModelMixin):
         super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
-        if (calls := vars(self).get(_DEFERRED_POST_INIT)) is not None:
+        if (calls := vars(self).get(DEFERRED_POST_INIT)) is not None:
             calls.append(self)
             return
         # Before the host's post_init, so that new parameters are initialised, tied and counted with the others.
@@ -310,9 +310,11 @@ def __getattr__(name: str) -> Any:
     host = getattr(transformers, called, None)
     if isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel)):
         return derive(host)
-    owns = {
-        cls.__module__: cls for base in (PreTrainedConfig, PreTrainedModel) for cls in _users(base) if cls.__name__ == called
-    }
+    if IS_COPY:
+        raise AttributeError(f"there is no class {called!r} in Transformers to derive {name!r} from")
+    from hf_posenc.modeling import user_models
+
+    owns = user_models.named(called)
     if len(owns) == 1:
         return derive(next(iter(owns.values())))
     if owns:
@@ -321,18 +323,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(
         f"there is no class {called!r}{near} in Transformers to derive {name!r} from, nor one of your own that is imported"
     )
-
-
-def _users(base: Any) -> Iterator[Any]:
-    """All classes derived from one of Transformers' that are not its own, nor ours."""
-    for cls in base.__subclasses__():
-        yield from _users(cls)
-        if not is_transformers(cls) and not hasattr(cls, "original_class"):
-            yield cls
-
-
-OWN: dict[type, Any] = {}
-"""Class of a user's -> its derived class. Two of one name may be in different modules."""
 
 
 def derive(host: Any) -> Any:
@@ -345,25 +335,12 @@ def derive(host: Any) -> Any:
     name = PREFIX + host.__name__
     make = _derive_config if issubclass(host, PreTrainedConfig) else _derive_model
     if not is_transformers(host):
-        if host not in OWN:
-            OWN[host] = make(name, host)
-            # Else saving would copy this module.
-            OWN[host]._auto_class, OWN[host].__reduce_ex__ = None, _reduced
-        return OWN[host]
+        from hf_posenc.modeling import user_models
+
+        return user_models.derived_once(host, functools.partial(make, name))
     if name not in globals():
         globals()[name] = make(name, host)
     return globals()[name]
-
-
-def _reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """Of an object whose class is derived from a user's: copies and pickles name that one, which imports its module."""
-    _, (_, *arguments), *state = super(type(self), self).__reduce_ex__(protocol)
-    return _empty, (type(self).original_class, *arguments), *state
-
-
-def _empty(host: type, *arguments: Any) -> Any:
-    cls = derive(host)
-    return cls.__new__(cls, *arguments)
 
 
 def _derive_config(name: str, host: type[PreTrainedConfig]) -> type:
@@ -383,12 +360,16 @@ def _derive_model(name: str, host: type[PreTrainedModel]) -> type:
     body = {
         "__module__": __name__,
         "__doc__": f"{host.__name__} with the position encoding of its config (see `hf_posenc.patch`).",
-        "__init__": _init_of(host) if is_transformers(host) else _with_one_post_init(host),
+        "__init__": _init_of(host),
         "forward": _with_positions(host),
         "config_class": derive(host.config_class),
         "original_class": host,
     }
     return type(name, (PosEncModelMixin, host), body)
+
+
+DEFERRED_POST_INIT = "_posenc_postponed"
+"""The attribute of a model of a user's class that is being built: the calls of post_init that were deferred."""
 
 
 def _init_of(host: type[PreTrainedModel]) -> Callable[..., None]:
@@ -397,28 +378,6 @@ def _init_of(host: type[PreTrainedModel]) -> Callable[..., None]:
     @functools.wraps(host.__init__)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         PosEncModelMixin.__init__(self, *args, **kwargs)
-
-    return __init__
-
-
-_DEFERRED_POST_INIT = "_posenc_postponed"
-"""The attribute of a model of a user's class that is being built: the calls of post_init that were put off."""
-
-
-def _with_one_post_init(host: type[PreTrainedModel]) -> Callable[..., None]:
-    """The `__init__` of a class derived from a user's, with post_init at its end alone: a subclass of a model which calls it
-    may go on to replace modules, and call it again."""
-
-    @functools.wraps(host.__init__)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        vars(self)[_DEFERRED_POST_INIT] = []
-        PosEncModelMixin.__init__(self, config, *args, **kwargs)
-        if not vars(self).pop(_DEFERRED_POST_INIT):
-            raise ValueError(
-                f"{host.__name__}.__init__ doesn't end with self.post_init(), as it has to in every PreTrainedModel: there the "
-                "encoding is put in"
-            )
-        self.post_init()
 
     return __init__
 

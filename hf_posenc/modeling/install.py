@@ -16,14 +16,7 @@ from hf_posenc.attention.dispatch import AttentionState
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, PositionEncoding, build_within_limits
 from hf_posenc.modeling import hooks
-from hf_posenc.modeling.position_ids import (
-    PositionInputs,
-    StackState,
-    record_frame_mask,
-    record_image_boundaries,
-    record_patch_grid,
-    track_random_masking,
-)
+from hf_posenc.modeling.position_ids import PositionInputs, StackState
 from hf_posenc.signatures import BoundCall, argument_names
 
 Parts = Mapping[str, tuple[str, ...]]
@@ -96,16 +89,9 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     )
     stack.posenc_state = StackState(spec, inputs, entrances)
     if structure.tokens is None:
-        if structure.patches is not None:
-            stack.get_submodule(structure.patches).register_forward_hook(record_patch_grid)
-        for source in structure.tellers_of_cells:
-            see = partial(record_image_boundaries, argument_names(source.module))
-            source.module.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
-        for module in structure.around_layers:
-            module.register_forward_pre_hook(partial(record_frame_mask, argument_names(module)), with_kwargs=True, prepend=True)
-    for module in stack.modules():
-        if hasattr(module, "random_masking"):
-            module.random_masking = partial(track_random_masking, module.random_masking)
+        from hf_posenc.architectures import own_tokens
+
+        own_tokens.install_hooks(structure)
 
 
 def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry) -> None:

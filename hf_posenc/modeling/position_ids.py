@@ -4,9 +4,7 @@ Shapes: B batch, L tokens, D hidden_size.
 """
 
 import contextlib
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from hf_posenc.attention import dispatch
 from hf_posenc.configuration import PositionSpec
-from hf_posenc.encodings import CrossContext, PatchLayout, PositionContext, length_of, position_ids_from_mask, positions_of
+from hf_posenc.encodings import CrossContext, PositionContext, length_of, position_ids_from_mask, positions_of
 from hf_posenc.encodings.context import CURRENT
 from hf_posenc.modeling import cache_positions
 from hf_posenc.signatures import IS_CAUSAL, TOKEN_INPUTS, BoundCall
@@ -204,7 +202,9 @@ class PositionInputs:
         return not TOKEN_INPUTS.isdisjoint(self.names) and call[stack.main_input_name] is None
 
     def _of_unknown_number(self, stack: Any, call: BoundCall) -> PositionContext:
-        """The context of a stack that makes its tokens itself, of an image or a sound."""
+        """The context of a stack that makes its tokens itself, of an image or audio."""
+        from hf_posenc.architectures import own_tokens
+
         unknown, cache = torch.empty(0, 0, dtype=torch.long), call.of_type(Cache)
         return PositionContext(
             stack.posenc,
@@ -213,13 +213,7 @@ class PositionInputs:
             start=unknown,
             # Where a sliding window begins doesn't depend on the number of new tokens.
             first_keys=_first_keys(cache, 1, getattr(stack.config, "layer_types", None)),
-            patches=PatchLayout(
-                self.extra_tokens,
-                images=_images(call),
-                kept_patches=_kept_patches(call),
-                cells=_cells(call),
-                windows=self.windows,
-            ),
+            patches=own_tokens.layout_of(call, self.extra_tokens, self.windows),
         )
 
     def _changed(
@@ -272,40 +266,6 @@ class PositionInputs:
             cache_positions.store_positions(cache, len(tokens), context)
 
 
-def record_patch_grid(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
-    """Hook of the convolution that cuts an image into patches: tells the context of this forward pass how they lie.
-
-    Where each patch comes as an input by itself, the output has one place, and tells nothing.
-    """
-    grid = tuple(output.shape[2:])
-    if CURRENT.context is not None and math.prod(grid) > 1:
-        CURRENT.context.record(grid=grid, num_images=len(output))
-
-
-def record_image_boundaries(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Pre-hook of a rotary module of rows and columns, `[L, 2]`: where both are 0, an image begins that is packed with others
-    in one row of tokens. Those of a window, or of the only image, say nothing of where the tokens lie among all."""
-    ids, context = BoundCall(names, args, kwargs)["position_ids"], CURRENT.context
-    if context is None or ids.ndim != 2 or ids.shape[-1] != 2:
-        return
-    layout = context.patches or PatchLayout()
-    images = layout.images
-    if not images:
-        first = (ids == 0).all(-1).nonzero()[:, 0].tolist()
-        if first[:1] == [0]:
-            images = tuple(end - start for start, end in itertools.pairwise([*first, len(ids)]))
-    whole = layout.windows or (layout.grid and images == (math.prod(layout.grid),))
-    context.record(images=images, cells=layout.cells if whole else ids[None])
-
-
-def record_frame_mask(names: list[str], module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Pre-hook of a module that the layers of a stack of sounds lie in: tells the context of this forward pass which frames are
-    padding. The mask that the stack is called with is one of samples or features."""
-    mask, context = BoundCall(names, args, kwargs)["attention_mask"], CURRENT.context
-    if context is not None and isinstance(mask, Tensor) and mask.ndim == 2:
-        context.record(frame_mask=mask)
-
-
 def _mask_of(call: BoundCall, length: int) -> Any:
     """The mask that a stack of tokens is called with, also as XLNet's `input_mask`, 1 for padding, or XLM's `lengths`."""
     if (mask := call["attention_mask"]) is not None:
@@ -315,34 +275,6 @@ def _mask_of(call: BoundCall, length: int) -> Any:
     if isinstance(lengths := call["lengths"], Tensor) and lengths.ndim == 1:
         return (torch.arange(length, device=lengths.device) < lengths[:, None]).long()
     return None
-
-
-def _images(call: BoundCall) -> tuple[int, ...]:
-    """The number of patches of each image, or frame of a video, that are packed in one row of tokens."""
-    given = (call[name] for name in ("grid_thw", "image_grid_hw", "target_sizes"))
-    grids = next((grids for grids in given if grids is not None), None)
-    return () if grids is None else tuple(h * w for *frames, h, w in grids.tolist() for _ in range(*(frames or [1])))
-
-
-def _kept_patches(call: BoundCall) -> Tensor | None:
-    """`[B, L]`, the positions of patches in a batch of images of several sizes: each image's own are counted row by row."""
-    shown = call["patch_attention_mask"]
-    return None if shown is None else position_ids_from_mask(shown.flatten(1)).clamp(min=0)
-
-
-def _cells(call: BoundCall) -> Tensor | None:
-    """`[1, L, 2]`, the row and column of each patch in such a batch: smaller images are padded on the right and below."""
-    shown = call["patch_attention_mask"]
-    return None if shown is None else torch.ones_like(shown[0]).nonzero()[None]
-
-
-def track_random_masking(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A host's own `random_masking`, which takes patches out: tells the context of this forward pass which ones are left."""
-    left, *others = mask(*args, **kwargs)
-    if CURRENT.context is not None:
-        kept = others[-1].argsort(dim=1)[:, : left.shape[1]]
-        CURRENT.context.record(kept_patches=kept)
-    return (left, *others)
 
 
 def _is_packed(times: Tensor, mask: Any) -> bool:

@@ -8,6 +8,7 @@ carried: the modules that others import at their top level, the model's own enco
 import ast
 import functools
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Collection, Iterable
@@ -87,12 +88,24 @@ def _backends(encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> l
 
 
 def _planned(config: Any) -> list[str]:
-    """The modules of ours that a model needs by its plan: those of its position components, and of custom attentions."""
+    """The modules of ours that a model needs by its plan: those of its position components, of custom attentions, and of stacks
+    that make their tokens themselves."""
     plans = plans_of(config)
     kinds = {kind for plan in plans for kind, _ in plan.components}
     components = [module for name, module in sys.modules.items() if name.startswith(COMPONENTS)]
     needed = {cls.__module__ for module in components for cls in vars(module).values() if getattr(cls, "__name__", "") in kinds}
-    return sorted(needed) + [f"{PACKAGE}.attention.known_models"] * any(plan.custom_attentions for plan in plans)
+    needed |= {f"{PACKAGE}.attention.known_models"} if any(plan.custom_attentions for plan in plans) else set()
+    needed |= set() if plans and all(_reads_tokens(plan.stack) for plan in plans) else {f"{PACKAGE}.architectures.own_tokens"}
+    return sorted(needed)
+
+
+def _reads_tokens(stack: str) -> bool:
+    """Whether a class of Transformers' takes token ids as its main input. False for one that isn't known."""
+    modules = (
+        module for name, module in sys.modules.items() if name.startswith("transformers.models.") and ".modeling_" in name
+    )
+    cls = next((found for module in modules if (found := vars(module).get(stack)) is not None), None)
+    return cls is not None and cls.main_input_name == "input_ids" and "input_ids" in inspect.signature(cls.forward).parameters
 
 
 def _geometry(cls: Any, config: Any) -> Geometry:

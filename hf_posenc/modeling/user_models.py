@@ -1,0 +1,67 @@
+"""Classes derived from a user's own config and model classes. No checkpoint carries them."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.modeling import derived
+
+OWN: dict[type, Any] = {}
+"""Class of a user's -> its derived class. Two of one name may be in different modules."""
+
+
+def named(name: str) -> dict[str, Any]:
+    """Module -> class of each imported config or model class of a user's with this name."""
+    bases = (PreTrainedConfig, PreTrainedModel)
+    return {cls.__module__: cls for base in bases for cls in _users(base) if cls.__name__ == name}
+
+
+def _users(base: Any) -> Iterator[Any]:
+    """All classes derived from one of Transformers' that are not its own, nor ours."""
+    for cls in base.__subclasses__():
+        yield from _users(cls)
+        if not is_transformers(cls) and not hasattr(cls, "original_class"):
+            yield cls
+
+
+def derived_once(host: Any, make: Callable[[Any], Any]) -> Any:
+    """The derived class of a user's class, made when it is first asked for."""
+    if host not in OWN:
+        OWN[host] = cls = make(host)
+        # Else saving would copy this module.
+        cls._auto_class, cls.__reduce_ex__ = None, _reduced
+        if issubclass(host, PreTrainedModel):
+            cls.__init__ = with_one_post_init(host)
+    return OWN[host]
+
+
+def _reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """Of an object whose class is derived from a user's: copies and pickles name that one, which imports its module."""
+    _, (_, *arguments), *state = super(type(self), self).__reduce_ex__(protocol)
+    return _empty, (type(self).original_class, *arguments), *state
+
+
+def _empty(host: type, *arguments: Any) -> Any:
+    cls = derived.derive(host)
+    return cls.__new__(cls, *arguments)
+
+
+def with_one_post_init(host: type[PreTrainedModel]) -> Callable[..., None]:
+    """The `__init__` of a class derived from a user's, with post_init at its end alone: a subclass of a model which calls it
+    may go on to replace modules, and call it again."""
+
+    @functools.wraps(host.__init__)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        vars(self)[derived.DEFERRED_POST_INIT] = []
+        derived.PosEncModelMixin.__init__(self, config, *args, **kwargs)
+        if not vars(self).pop(derived.DEFERRED_POST_INIT):
+            raise ValueError(
+                f"{host.__name__}.__init__ doesn't end with self.post_init(), as it has to in every PreTrainedModel: there the "
+                "encoding is put in"
+            )
+        self.post_init()
+
+    return __init__
