@@ -1,4 +1,4 @@
-"""`from_v4`: checkpoints that Transformers 4.57 saved (tools/v4_checkpoints.py) give its outputs and gradients."""
+"""`from_v4`: checkpoints that Transformers 4.57 saved (tests/v4_checkpoints.py) give its outputs and gradients."""
 
 import json
 import shutil

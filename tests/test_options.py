@@ -925,7 +925,7 @@ def test_tokenizers_are_loaded_in_one_place(path):
 def test_programs_print_on_any_terminal(path):
     """Else a table that is printed at the end, after an hour, may raise UnicodeEncodeError."""
     if (text := path.read_text("utf-8")).count('\nif __name__ == "__main__":\n') and "hf_posenc" in text:
-        exempt = {"app.py", "v4_checkpoints.py", "v4_worker.py"}  # a page; run by other versions of Transformers
+        exempt = {"app.py", "v4_worker.py"}  # a page; run by other versions of Transformers
         assert path.name in exempt or '"__main__":\n    terminals.escape_unprintable()\n' in text
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions of hf-posenc saved (tools/saved_checkpoints.py) load bit for bit."""
+"""Checkpoints that earlier versions of hf-posenc saved (tests/saved_checkpoints.py) load bit for bit."""
 
 import json
 import zipfile

@@ -620,8 +620,6 @@ ELSEWHERE = {
     "hf_posenc/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
     "hf_posenc/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
     "hf_posenc/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",
-    "tools/saved_checkpoints.py:make": "into a directory that is new",
-    "tools/v4_checkpoints.py:write": "into a new directory, under Transformers 4, where hf_posenc can't be imported",
 }
 """Other writes: the function, or the beginning of its path -> why it needs no atomic writer."""
 OURS = {"atomic.write_text", "sentences.save", "output.save_model"}

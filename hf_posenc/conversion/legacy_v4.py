@@ -41,7 +41,7 @@ VERIFIED_TYPES = (
     ),
     *("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
-"""Model types whose outputs and gradients are compared with those of Transformers 4.57 (tools/v4_checkpoints.py)."""
+"""Model types whose outputs and gradients are compared with those of Transformers 4.57 (tests/v4_checkpoints.py)."""
 WITH_ABSOLUTE_TABLE = ("bert-generation",)
 """Those of which v4 adds the absolute positions as well; of all others it doesn't use their table."""
 AFTER_SCALING = ("albert",)

@@ -51,7 +51,7 @@ from attacks.v4_models import (
 )
 from hf_posenc.cli import app
 from hub_server import Commit, Repo
-from tools.v4_checkpoints import FAMILIES, KINDS, LENGTH, VOCABULARY, cotangent, run
+from v4_checkpoints import FAMILIES, KINDS, LENGTH, VOCABULARY, cotangent, run
 
 WITHOUT_TEXT = ("bros", "bert-decoder", "dpr")
 """Those that need more than tokens, or give one vector a text."""

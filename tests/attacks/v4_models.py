@@ -31,7 +31,7 @@ from transformers.masking_utils import eager_mask
 import hf_posenc
 from attacks.cases import Refused, new_folder
 from hub_server import TOKEN, Hub, serve
-from tools.v4_checkpoints import FAMILIES, ROOT
+from v4_checkpoints import FAMILIES, ROOT
 
 DATA, TABLE, LONG = ROOT / "tests" / "v4", "distance_embedding.weight", 24
 REFERENCE = "v4-reference"

@@ -1,6 +1,6 @@
 """Makes tests/saved: one tiny checkpoint of each kind, saved by this version of hf-posenc, and what its model computes.
 
-    python tools/saved_checkpoints.py --output_dir tests/saved
+    python tests/saved_checkpoints.py --output_dir tests/saved
 
 Later versions must load them bit for bit (tests/test_saved.py), so existing folders are never written again: only kinds that
 have no folder are made. Weights are changed after they are made, so that no value is an initial one.

@@ -1,6 +1,6 @@
 """Load test of the explorer page: visitors who draw, measure, leave early, and send requests that exceed the limits.
 
-python -m tools.page_load --minutes 10 --visitors 10 --model PATH > scripts/results/page_load.txt
+python tests/page_load.py --minutes 10 --visitors 10 --model PATH > scripts/results/page_load.txt
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Makes tests/v4: tiny checkpoints with relative positions, saved by Transformers 4.57, and what they compute there.
 
-    python -m tools.v4_checkpoints --output_dir tests/v4
+    python tests/v4_checkpoints.py --output_dir tests/v4
 
 Runs itself in a second environment with that version of Transformers, which is made if it is missing. For each family of
 models it writes the folder of one checkpoint, whose weights serve relative_key and relative_key_query, and
@@ -14,6 +14,7 @@ import argparse
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--v4_env", type=Path, default=ROOT / "build" / "v4", help="as of bench.py; made if missing")
     given = parser.parse_args()
     if not transformers.__version__.startswith("4."):
+        sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
         from benchmarks.v4 import environment  # needs Transformers 5
 
         command = [environment(given.v4_env.resolve()), __file__, "--output_dir", given.output_dir]
