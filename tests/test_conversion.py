@@ -179,8 +179,9 @@ def test_rows_of_texts():
         assert_equal(actual.state_dict(), expected.state_dict())
         assert hf_posenc.inspect(actual).calibration.texts == 6
     for texts, held_out in ((tokens(1, 24).expand(40, -1), 0), (tokens(27, 24), 3)):
-        _, new = convert(model, "relative", texts=[{"input_ids": texts}], max_distance=REACH)
-        assert hf_posenc.inspect(new).calibration.held_out == held_out
+        for given in ([{"input_ids": texts}], {"input_ids": texts}, texts):
+            _, new = convert(model, "relative", texts=given, max_distance=REACH)
+            assert hf_posenc.inspect(new).calibration.held_out == held_out
 
 
 @pytest.mark.parametrize("encoding", ["relative", "shaw"])
@@ -331,13 +332,13 @@ def test_on_a_gpu(encoding):
 
 REFUSED = {
     "texts has none": dict(texts=[]),
-    "allowed is an iterable of strings": dict(texts="a text"),
+    "texts are given one by one. Allowed are strings": dict(texts="a text"),
     "no tokenizer with a vocabulary was found": dict(texts=["a text"]),
     "texts holds 3": dict(texts=[3]),
     r"too short or too few for 'relative': of 6 texts of up to 24 tokens .*, 0 pairs .* from 30 on": dict(
         texts=[batch()], max_distance=30
     ),
-    r"texts=3: allowed is an iterable": dict(texts=3),
+    r"texts=3: texts are given one by one": dict(texts=3),
     r"texts has none: give": dict(texts=[{**batch(), "attention_mask": torch.zeros(TEXTS, LENGTH)}]),
     r"input_ids from 1\d\d to 1\d\d, but .* ids 0 to 60. Use the tokenizer": dict(texts=[{"input_ids": 100 + tokens(9, 9)}]),
     "'sinusoidal' acts by vectors": dict(texts=[batch()], encoding="sinusoidal"),
@@ -368,7 +369,7 @@ def test_folders_without_a_vocabulary(host, saved, tmp_path):
         required_tokenizer(str(tmp_path))
     assert str(tmp_path) in str(raised.value)
     model, texts = AutoModel.from_pretrained(tmp_path), ["some words"] * 32
-    with pytest.raises(ValueError, match="no tokenizer with a vocabulary was found in the model's folder"):
+    with pytest.raises(ValueError, match="no tokenizer with a vocabulary was found"):
         hf_posenc.convert(model, "alibi", texts=texts)
     with pytest.raises(ValueError, match="no tokenizer could be loaded from there: .*Save the original model's tokenizer"):
         hf_posenc.convert(model, "alibi", texts=texts, tokenizer=str(tmp_path))
@@ -418,7 +419,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("texts", SHAPES.values(), ids=SHAPES)
 def test_refuses_batches_of_odd_shapes(texts):
-    with pytest.raises(ValueError, match=r"(?s)texts holds .* tensors of one shape \[N, L\]"):
+    with pytest.raises(ValueError, match=r"(?s)texts holds .* integer tensors of one shape \[N, L\]"):
         convert("bert", "relative", texts=texts, max_distance=REACH)
 
 

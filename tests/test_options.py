@@ -752,7 +752,7 @@ ORDER = [
     {"_versions", "_compat", "signatures"},
     {"encodings"},
     {"configuration"},
-    {"attention", "serialization"},
+    {"attention", "serialization", "texts"},
     {"architectures", "figures"},
     {"modeling"},
     {"inspection"},

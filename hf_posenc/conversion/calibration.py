@@ -31,6 +31,7 @@ from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.attention.bias_backends import score_bias
 from hf_posenc.attention.dispatch import active_encodings, adds_score_bias
 from hf_posenc.encodings import PositionContext, PositionEncoding, placed
+from hf_posenc.texts import real_tokens
 
 MAX_IPF_ROUNDS, IPF_TOLERANCE = 20, 1e-4
 """Maximum number of rounds of proportional fitting, and the change of the divergence at which they end."""
@@ -106,12 +107,6 @@ class AttentionRecord:
         return int(self.shown.sum()) * self.goal.shape[1]
 
 
-def shown_in(batch: Mapping[str, Tensor]) -> Tensor:
-    """Which tokens of a batch are real, `[N, L]`."""
-    mask = batch.get("attention_mask")
-    return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
-
-
 def states(stack: Any, batch: Mapping[str, Tensor], **asked: bool) -> Tensor:
     """Run a stack on a batch, whatever its config says of outputs and caches. Returns the last hidden states, `[N, L, D]`."""
     return stack(**batch, use_cache=False, return_dict=True, **asked).last_hidden_state
@@ -119,7 +114,7 @@ def states(stack: Any, batch: Mapping[str, Tensor], **asked: bool) -> Tensor:
 
 def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str], batch: Mapping[str, Tensor]) -> Original:
     """Run an original stack, whose attention implementation is "eager", on a batch. Paths are relative to it."""
-    original, shown = Original(defaultdict(list), defaultdict(list), torch.empty(0)), shown_in(batch)
+    original, shown = Original(defaultdict(list), defaultdict(list), torch.empty(0)), real_tokens(batch)
     square = (batch["input_ids"].shape[1],) * 2
 
     def attended(path: str, module: nn.Module, args: tuple, output: Any) -> None:
@@ -149,7 +144,7 @@ def calibrate(
 
     Returns the divergence of each attention's calls, before and after.
     """
-    return _Calibration(stack, original, shown_in(batch), progress).run(batch)
+    return _Calibration(stack, original, real_tokens(batch), progress).run(batch)
 
 
 def runs(original: Original, stack: Any) -> int:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.configuration import Calibration
 from hf_posenc.conversion import calibration
 from hf_posenc.conversion.patching import patch, refuse
-from hf_posenc.encodings import PositionEncoding, encoding_class, mark, short_repr
+from hf_posenc.encodings import PositionEncoding, encoding_class, mark
 from hf_posenc.inspection import inspect
 from hf_posenc.modeling import offsets
 from hf_posenc.modeling.derived import PosEncModelMixin
@@ -27,11 +27,11 @@ from hf_posenc.modeling.parameter_sharing import clone_sharing_parameters
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known, required_tokenizer
 from hf_posenc.signatures import reads_tokens
+from hf_posenc.texts import Texts, padded, read_rows, real_tokens
 
 M = TypeVar("M", bound=nn.Module)
 TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
 """Texts to calibrate on and their length in tokens; texts to measure on; texts of which the longest are chosen."""
-READ_FROM_BATCHES = ("input_ids", "token_type_ids")
 ENOUGH = 32
 """Least number of pairs of tokens for each row of distances."""
 
@@ -40,7 +40,7 @@ def convert(
     model: M,
     encoding: str | dict[str, Any],
     *,
-    texts: Iterable[str] | Iterable[Mapping[str, Tensor]],
+    texts: Texts,
     tokenizer: Any = None,
     max_length: int | None = None,
     **options: Any,
@@ -189,77 +189,22 @@ def _tokenizer(model: Any, given: Any) -> Any:
         return None
 
 
-def _batches(texts: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _batches(given: Any, tokenizer: Any, length: int, device: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The batch to calibrate on, and the one to measure on, which may be empty."""
-    if isinstance(texts, (str, Mapping)) or not (hasattr(texts, "__iter__") or hasattr(texts, "__getitem__")):
-        raise ValueError(
-            f"texts={short_repr(texts)[:100]}: allowed is an iterable of strings, or of tokenised batches; of a data set, "
-            "(row['text'] for row in dataset); a file is read by `hf-posenc convert --texts` alone"
-        )
-    rows = list(itertools.islice(_rows(texts, tokenizer, length), READ))
+    found = (row for row in read_rows(given, tokenizer, length) if len(row["input_ids"]))
+    rows = list(itertools.islice(found, READ))
     if not rows:
         raise ValueError("texts has none: give some 32 texts of the kind that the model is used for, 256 tokens or more each")
     check_known(tokenizer, (row["input_ids"] for row in rows))
     rows.sort(key=lambda row: -len(row["input_ids"]))
     chosen = rows[:TEXTS]
     others = [row for row in rows[TEXTS:] if not any(torch.equal(row["input_ids"], known["input_ids"]) for known in chosen)]
-    held_out = others[:HELD_OUT]
-    return _padded(chosen, device), _padded(held_out, device)
-
-
-def _rows(texts: Any, tokenizer: Any, length: int) -> Any:
-    """Each text as name -> 1-D tensor, without padding; texts without a token are passed over."""
-    for given in texts:
-        if isinstance(given, str):
-            if tokenizer is None:
-                raise ValueError(
-                    "no tokenizer with a vocabulary was found in the model's folder: give one (tokenizer=…), or tokenized "
-                    "batches"
-                )
-            encoded = tokenizer(given, truncation=True, max_length=length, return_attention_mask=False)
-            rows = [{name: torch.tensor(values) for name, values in encoded.items() if name in READ_FROM_BATCHES}]
-        elif _is_batch(given):
-            names = [name for name in READ_FROM_BATCHES if given.get(name) is not None]
-            rows = [{name: given[name][i][kept].cpu() for name in names} for i, kept in enumerate(calibration.shown_in(given))]
-        else:
-            raise ValueError(
-                f"texts holds {short_repr(given)[:100]}: allowed are strings (of a data set, (row['text'] for row in "
-                f"dataset)), or "
-                "batches of tensors of one shape [N, L], input_ids and, if need be, attention_mask and token_type_ids "
-                "(tokenizer(texts, padding=True, return_tensors='pt'))"
-            )
-        yield from ({name: values[:length] for name, values in row.items()} for row in rows if len(row["input_ids"]))
-
-
-def _is_batch(given: Any) -> bool:
-    if not isinstance(given, Mapping):
-        return False
-    ids, *others = [given.get(name) for name in (*READ_FROM_BATCHES, "attention_mask")]
-    return (
-        isinstance(ids, Tensor)
-        and ids.ndim == 2
-        and not ids.is_floating_point()
-        and all(other is None or (isinstance(other, Tensor) and other.shape == ids.shape) for other in others)
-    )
-
-
-def _padded(rows: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    """Rows without token types, among others that have some, are of type 0."""
-    if not rows:
-        return {}
-    batch = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row.get(name, torch.zeros_like(row["input_ids"])) for row in rows]
-        batch[name] = nn.utils.rnn.pad_sequence(values, batch_first=True)
-    sizes = torch.tensor([len(row["input_ids"]) for row in rows])
-    if (sizes < sizes.max()).any():
-        batch["attention_mask"] = (torch.arange(int(sizes.max())) < sizes[:, None]).long()
-    return {name: values.to(device) for name, values in batch.items()}
+    return padded(chosen, device), padded(others[:HELD_OUT], device)
 
 
 def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
     """Raises ValueError where an encoding has rows for distances that hardly any pair of tokens has."""
-    sizes = calibration.shown_in(batch).sum(1)
+    sizes = real_tokens(batch).sum(1)
     length = int(sizes.max())
     distance = torch.arange(1 - length, length)
     pairs = (sizes[:, None].cpu() - distance.abs()).clamp(min=0).sum(0)
@@ -287,7 +232,7 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
     with torch.no_grad():
         original = calibration.observed(found.stack, tuple(found.attentions), tuple(found.contributions), batch)
         states = calibration.states(found.stack, measured) if held_out else original.states
-    if not original.states[calibration.shown_in(batch)].isfinite().all():
+    if not original.states[real_tokens(batch)].isfinite().all():
         raise ValueError(
             "the original's own states of these texts hold NaN or infinite numbers, to which nothing can be fitted: look at "
             "its weights (isfinite), and convert it in float32 if its own type is too narrow"
@@ -308,7 +253,7 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
         stack.set_attn_implementation(implementation)
         for module, training in is_training.items():
             module.training = training
-    real = calibration.shown_in(batch).sum(1)
+    real = real_tokens(batch).sum(1)
     return Calibration(
         texts=len(real),
         tokens=int(real.sum()),
@@ -326,7 +271,7 @@ def _agreement(stack: Any, batch: Mapping[str, Tensor], states: Tensor) -> float
     """The mean cosine of token states with the original's."""
     ours = calibration.states(stack, batch)
     cosine = torch.nn.functional.cosine_similarity(ours.float(), states.float(), dim=-1)
-    return float(cosine[calibration.shown_in(batch)].mean())
+    return float(cosine[real_tokens(batch)].mean())
 
 
 def _install_offsets(stack: Any, widths: dict[str, int]) -> None:
