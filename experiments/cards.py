@@ -19,7 +19,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 import hf_posenc
-from experiments import conversions
+from experiments import conversions, eval_results
 from experiments.data import reviews
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import atomic_file, write_text
@@ -73,11 +73,11 @@ def converted(name: str, base_model: str) -> Made:
         sys.exit(f"{RESULTS}/conversions.json has another number of steps for {name} than conversions.py: run that again")
     lengths = {path.stem: record(path.stem) for path in sorted(RESULTS.glob("length*.json"))}
     lengths = {stem: each for stem, each in lengths.items() if name in each["settings"]["models"]}
-    by_length = [result for each in lengths.values() for result in records.of_lengths(each, name)]
+    by_length = [result for each in lengths.values() for result in eval_results.of_lengths(each, name)]
     measured = {
         "command": records.command("scripts/distill.py", *conversions.distillation(name, base_model, "train.jsonl", name)),
         "training": {"datasets": [{"name": "documentation of Linux, PostgreSQL and Python"}], "steps": int(steps)},
-        "results": together(records.of_conversions(kept, name), by_length),
+        "results": together(eval_results.of_conversions(kept, name), by_length),
         "notes": [
             f"`minilm` is {base_model}: as it is, truncated at 512 tokens, or in chunks, their embeddings averaged (mean) or "
             "compared each (max). `calibrated` is one that is calibrated and not trained, by length the one with `relative`."
@@ -104,7 +104,7 @@ def fine_tuned(name: str, start: str) -> Made:
     measured = {
         "command": records.command("-m", "experiments.seeds", *arguments),
         "training": {"datasets": [{**REVIEWS, "split": "train"}], "steps": run["steps"]},
-        "results": records.of_seeds(runs, name, REVIEWS, int(flags[flags.index("--text_length") + 1])),
+        "results": eval_results.of_seeds(runs, name, REVIEWS, int(flags[flags.index("--text_length") + 1])),
         "notes": notes,
     }
     return measured, []

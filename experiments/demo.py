@@ -21,6 +21,7 @@ from rich.table import Table
 from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
+from experiments import eval_results
 from experiments.stdlib_retrieval import bag_of_words, evaluate
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import UNCORRECTED, Difference, Ranks, Score, paired, ranked, score
@@ -100,7 +101,7 @@ def main() -> None:
         "teacher_checksum": record["teacher_checksum"],
     }
     records.write(checkpoint / "results.json", results)
-    records.add(checkpoint, records.of_demo(records.read(checkpoint / "results.json")))
+    records.add(checkpoint, eval_results.of_demo(records.read(checkpoint / "results.json")))
     draw(scores, results["deep"], checkpoint / "results.png")
     console.print(table(scores, results["deep"], results["deep_differences"]))
     minutes, rest = divmod(seconds["all"], 60)

@@ -29,11 +29,11 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_posenc  # noqa: F401  (registers patched models with the Auto classes)
-from experiments import stdlib_retrieval
+from experiments import eval_results, stdlib_retrieval
 from experiments.data import pages
+from experiments.length_tables import tables
 from hf_posenc import plots
 from hf_posenc.evaluation import perplexity, records, retrieval, terminals
-from hf_posenc.evaluation.length_tables import tables
 from hf_posenc.evaluation.needles import BOUNDARY, NAMES, OBJECTS, chance
 from hf_posenc.evaluation.retrieval import Embedder
 from hf_posenc.evaluation.retrieval_by_length import Found, Texts, baseline_of, cases, evaluate, evaluate_needles, ways
@@ -202,7 +202,7 @@ def main() -> None:
     records.write(arguments.output_dir / "length.json", record)
     written = records.read(arguments.output_dir / "length.json")
     for name, path in paths.items() if arguments.add_to_models else ():
-        records.add(Path(path), records.of_lengths(written, name))
+        records.add(Path(path), eval_results.of_lengths(written, name))
     plots.lengths(written, path=arguments.output_dir / "length.png")
     if found.cells:
         plots.needle(written, path=arguments.output_dir / "needle.png")

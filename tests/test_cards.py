@@ -21,7 +21,7 @@ import test_encoder_decoder
 import test_speech
 import test_vision
 from conftest import BERT, ROOT, patched, stock, tokens
-from experiments import cards
+from experiments import cards, eval_results
 from hf_posenc.cli import app
 from hf_posenc.evaluation import records as files
 from hf_posenc.hub.cards import model_card, replaceable
@@ -617,7 +617,7 @@ def records(tmp_path, monkeypatch):
 
 
 def test_a_model_that_is_truncated_is_the_model():
-    rows = files.of_lengths(cards.record("length-linux-doc-6.1"), "minilm")
+    rows = eval_results.of_lengths(cards.record("length-linux-doc-6.1"), "minilm")
     assert {row["model"] for row in rows if row["this"]} == {"minilm, truncated at 512"}
 
 

@@ -13,7 +13,7 @@ from transformers import BertTokenizer
 
 import hf_posenc
 from conftest import LETTERS, ROOT, stock
-from experiments import eval_length
+from experiments import eval_length, eval_results
 from experiments import stdlib_retrieval as stdlib
 from hf_posenc.evaluation import needles, perplexity, records, retrieval_by_length, stdlib_corpus
 from hf_posenc.evaluation.metrics import Ranks
@@ -249,7 +249,7 @@ def test_perplexity_by_length(folders, monkeypatch, tmp_path):
         ratio = by_model["llama"]["perplexity"] / by_model["gpt2"]["perplexity"]
         assert by_model["llama"]["ratio"] == pytest.approx(ratio) and ratio != 1.0
     assert "windows of 24" in (tmp_path / "out" / "length.txt").read_text()
-    rows = records.of_lengths(found, "llama")
+    rows = eval_results.of_lengths(found, "llama")
     assert {(row["metric"], row["length"]) for row in rows if row["this"]} == {("perplexity", 16), ("perplexity", 64)}
     checked_evaluation({"results": rows})
     with pytest.raises(SystemExit, match="--tasks perplexity: stock has no head of a language model"):
