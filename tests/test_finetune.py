@@ -701,7 +701,7 @@ def test_every_piece_maps_back_to_the_answer(make, side):
         (("--position_encoding", "{rope}"), "'{rope}' is no JSON"),
         (("--text_length", "0"), "'0': allowed is an integer from 1 on"),
         (("--num_train_epochs", "1.5"), "'1.5': allowed is an integer from 1 on"),
-        (("--learning_rate", "inf"), "--learning_rate inf is no positive number"),
+        (("--learning_rate", "inf"), "'inf': allowed is a number above 0"),
         (("--task", "token-clasification"), "invalid choice: 'token-clasification'"),
         (("--doc_stride", 5), "--doc_stride is of no use with --task sequence-classification"),
         (("--task", "question-answering", "--text_column", "a"), "--text_column is of no use with --task question-answering"),

@@ -44,41 +44,33 @@ def position_encoding(text: str) -> Any:
     return chosen
 
 
+def number(kind: Callable[[str], Any], allowed: str, holds: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """The argparse type of the numbers that a condition holds for; `allowed` describes them."""
+
+    def parsed(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text[:20]!r}: allowed is {allowed}")
+        return value
+
+    return parsed
+
+
 def at_least(low: int) -> Callable[[str], int]:
-    """The argparse type of integers from `low` on."""
-
-    def integer(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text!r}: allowed is an integer from {low} on")
-        return int(text)
-
-    return integer
+    return number(int, f"an integer from {low} on", lambda value: value >= low)
 
 
-def seed(text: str) -> int:
-    """The argparse type of seeds, which NumPy limits to 32 bits."""
-    if not text.isdecimal() or len(text) > 10 or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r}: allowed is an integer from 0 to 2^32 - 1")
-    return int(text)
-
-
-def positive(text: str) -> float:
-    """The argparse type of numbers above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number above 0")
-    return number
-
-
-def positive_or_0(text: str) -> float:
-    """The argparse type of numbers from 0 on."""
-    try:
-        return float(text) if float(text) == 0 else positive(text)
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a number from 0 on") from None
+seed = number(int, "an integer from 0 to 2^32 - 1, as NumPy's generators take", lambda value: 0 <= value < 2**32)
+positive = number(float, "a number above 0", lambda value: 0 < value < math.inf)
+positive_or_0 = number(float, "a number from 0 on", lambda value: 0 <= value < math.inf)
+rate = number(
+    float,
+    f"a number above 0, up to {LARGEST_RATE:.2g}, beyond which AdamW's steps overflow",
+    lambda value: 0 < value <= LARGEST_RATE,
+)
 
 
 def steps_or_epoch(text: str) -> int | str:
@@ -105,7 +97,8 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     add = parser.add_argument_group("data: a file or a folder of files (CSV, JSON, text, parquet), or a data set").add_argument
     add("--train_file", type=Path)
     add("--validation_file", type=Path, help="without one, nothing is measured")
-    add("--validation_split_percentage", type=at_least(1), help="instead: the part of the training rows kept for validation")
+    percentage = number(int, "an integer from 1 to 99, which leaves rows to train on", lambda value: 1 <= value <= 99)
+    add("--validation_split_percentage", type=percentage, help="instead: the part of the training rows kept for validation")
     add("--dataset_name", help="instead of --train_file: Hub id or folder of a data set; its split `validation` is used, too")
     add("--dataset_config_name")
     add("--streaming", action="store_true", help="read the training rows as they are needed, for data larger than the disk")
@@ -116,9 +109,14 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     add("--per_device_train_batch_size", type=at_least(1), default=8)
     add("--per_device_eval_batch_size", type=at_least(1), default=8)
     add("--gradient_accumulation_steps", type=at_least(1), default=1, help="batches on each process that make a step")
-    add("--learning_rate", type=float, default=5e-5)
+    add("--learning_rate", type=rate, default=5e-5)
     add("--weight_decay", type=positive_or_0, default=0.0)
-    add("--max_grad_norm", type=float, default=1.0, help="gradients are scaled down to this norm")
+    add(
+        "--max_grad_norm",
+        type=number(float, "a number above 0", lambda value: value > 0),
+        default=1.0,
+        help="gradients are scaled down to this norm",
+    )
     add("--num_train_epochs", type=at_least(1), default=3)
     add("--max_train_steps", type=at_least(1), help="steps in all, whatever the epochs")
     add("--lr_scheduler_type", choices=[kind.value for kind in SchedulerType], default="linear", metavar="TYPE")
@@ -174,10 +172,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         "--dataset_config_name goes with --dataset_name": parsed.dataset_config_name and not parsed.dataset_name,
         "--validation_split_percentage is for data without another validation file": parsed.validation_split_percentage
         and parsed.validation_file,
-        "--validation_split_percentage 100 leaves nothing to train on: allowed is 1 to 99": (
-            parsed.validation_split_percentage or 0
-        )
-        >= 100,
         "--validation_split_percentage needs the number of rows, which a stream doesn't have: give a --validation_file": (
             parsed.streaming and parsed.validation_split_percentage
         ),
@@ -193,11 +187,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         "--keep_last goes with --checkpointing_steps": parsed.keep_last and not parsed.checkpointing_steps,
         "--push_to_hub and --hub_model_id go together: give both or neither": parsed.push_to_hub != bool(parsed.hub_model_id),
         "--hub_private_repo goes with --push_to_hub": parsed.hub_private_repo and not parsed.push_to_hub,
-        f"--max_grad_norm {parsed.max_grad_norm} is no positive number": not parsed.max_grad_norm > 0,
-        f"--learning_rate {parsed.learning_rate} is no positive number": not 0 < parsed.learning_rate < math.inf,
     }
-    if LARGEST_RATE < parsed.learning_rate < math.inf:
-        parser.error(f"--learning_rate {parsed.learning_rate} is above {LARGEST_RATE:.2g}, so AdamW's steps overflow: lower it")
     for message, wrong in together.items():
         if wrong:
             parser.error(message)

@@ -37,10 +37,9 @@ class MaskedLanguageModeling(language_modeling.LanguageModeling):
 
 def main(argv: list[str] | None = None) -> None:
     parser = language_modeling.parser(__doc__)
-    parser.add_argument("--mlm_probability", type=float, default=0.15)
+    between = flags.number(float, "a number between 0 and 1", lambda value: 0 < value < 1)
+    parser.add_argument("--mlm_probability", type=between, default=0.15)
     arguments = flags.parse(parser, argv)
-    if not 0 < arguments.mlm_probability < 1:
-        parser.error(f"--mlm_probability {arguments.mlm_probability}: allowed is a number between 0 and 1")
     accelerator = flags.start(arguments)
     tokenizer = models.load_tokenizer(arguments.model_name_or_path)
     if tokenizer.mask_token is None:
