@@ -1,5 +1,6 @@
 """Prints how much code a checkpoint carries, by package: `python tools/carried_code.py`."""
 
+import ast
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -30,9 +31,21 @@ def carried(model: Any) -> dict[str, str]:
         return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).glob("*.py")}
 
 
+def statements(source: str) -> int:
+    """The number of lines without blank ones, comments and docstrings."""
+    nodes: list[Any] = [node for node in ast.walk(ast.parse(source)) if _is_text(node)]
+    texts = {line for node in nodes for line in range(node.lineno, node.end_lineno + 1)}
+    lines = enumerate(source.splitlines(), 1)
+    return sum(number not in texts and bool(line.strip()) and not line.lstrip().startswith("#") for number, line in lines)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
 def main() -> None:
     transformers.utils.logging.disable_progress_bar()
-    print(f"{'':14}{'files':>7}{'lines':>8}{'kB':>6}   lines by package")
+    print(f"{'':14}{'files':>7}{'lines':>8}{'of code':>9}{'kB':>6}   lines by package")
     for name, (cls, sizes, encoding) in MODELS.items():
         kind = getattr(transformers, cls)
         code = carried(hf_posenc.patch(kind(kind.config_class(**sizes)), encoding))
@@ -42,7 +55,9 @@ def main() -> None:
             lines[path.partition("_")[0]] += source.count("\n")
         size = sum(len(source.encode()) for source in code.values()) / 1000
         packages = ", ".join(f"{package} {count}" for package, count in lines.most_common())
-        print(f"{name:14}{len(code):>7}{sum(lines.values()):>8,}{size:>6.0f}   {packages}")
+        print(
+            f"{name:14}{len(code):>7}{sum(lines.values()):>8,}{sum(map(statements, code.values())):>9,}{size:>6.0f}   {packages}"
+        )
 
 
 if __name__ == "__main__":
