@@ -56,7 +56,9 @@ def main() -> None:
         size = sum(len(source.encode()) for source in code.values()) / 1000
         packages = ", ".join(f"{package} {count}" for package, count in lines.most_common())
         print(
-            f"{name:14}{len(code):>7}{sum(lines.values()):>8,}{sum(map(statements, code.values())):>9,}{size:>6.0f}   {packages}"
+    return sum(
+        number not in texts and bool(line.strip()) and not line.lstrip().startswith("#") for number, line in lines
+    )
         )
 
 
