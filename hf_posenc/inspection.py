@@ -1,4 +1,4 @@
-"""`inspect`: a report on how a model knows word order."""
+"""`inspect`: a report on the positions of a model."""
 
 import copy
 import os
@@ -27,19 +27,18 @@ from hf_posenc.serialization.saved_files import explained, load_config, read_con
 class Report:
     """The result of `inspect`.
 
-    encoding: canonical name; for a stock model what its own positions amount to ("learned", MPNet's "learned+t5").
-    options: the encoding's options; of a stock model with rotary positions its `rope_parameters`.
-    locations: where positions enter, as dotted paths of modules, by verb.
-    layers: encoding, or part of a composition -> the numbers of the layers it acts in; empty where it acts in all.
-    max_length: the longest usable input in tokens; None: no limit.
-    can_unpatch: whether `unpatch` can bring the host's own positions back.
+    encoding: canonical name of the encoding; for an original model the equivalent of its own positions ("learned"; MPNet's are
+        "learned+t5").
+    options: the encoding's options; for an original model with rotary positions its `rope_parameters`.
+    locations: mechanism -> dotted paths of the modules in which positions enter.
+    layers: encoding, or part of a composition -> the layers in which it acts; empty if it acts in all.
+    max_length: maximum input length in tokens; None means no limit.
+    can_unpatch: whether `unpatch` can restore the original positions.
     ignored: settings of the config that Transformers ignores.
-    calibration: of a model made by `convert`: how close it came to its original; else None.
-    where: of an encoder and a decoder, encoder, decoder or cross -> the name of the encoding that acts there, where `patch` was
-        told; else empty.
-    order_sensitive: class -> paths of the modules that see order by themselves, beside attentions or in place of them: linear
-        attention,
-        state spaces, convolutions. They stay as they are.
+    calibration: for a model made by `convert`, how close it came to its original; else None.
+    where: "encoder", "decoder" or "cross" -> the encoding that acts there, if `patch` was called with `where`; else empty.
+    order_sensitive: class -> paths of the modules, other than attentions, that depend on token order: linear attention, state
+        spaces, convolutions. `patch` doesn't change them.
     """
 
     model_class: str
@@ -98,17 +97,17 @@ def _listed(values: tuple[float, ...]) -> str:
 
 
 def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str], *, submodel: str | None = None) -> Report:
-    """How a model knows word order: its encoding, where it enters, the usable length, and what is ignored.
+    """Report a model's encoding, where it enters, the maximum input length, and which settings are ignored.
 
     Args:
-        model: a model, patched or not, also within a SentenceTransformer, a PEFT model or another wrapper; or the config,
-            folder or Hub id of one (no weights are read). A PEFT adapter's report is that of its base.
-        submodel: of a model made of several (CLIP, LLaVA, an EncoderDecoderModel) the one to report on, as `patch` takes it;
-            the error for such a model without it names them. The report's paths begin in it.
+        model: an original or patched model, a SentenceTransformer, a PEFT model or another wrapper of one; or a config, a
+            directory or a Hub id, of which no weights are read. For a PEFT adapter the base model is reported.
+        submodel: for a composite model (CLIP, LLaVA, an EncoderDecoderModel), the dotted path of the submodel to report on, as
+            in `patch`. The paths of the report are relative to it. Without it, the error for a composite model lists them.
 
     Raises:
-        ValueError: a model whose sources of position hf_posenc can't take over, one that is made of several models, or another
-            submodel than it has.
+        ValueError: the model has positional components that hf_posenc can't replace, it is a composite model and `submodel`
+            is missing, or it has no such submodel.
     """
     whole = _unwrapped(model) if isinstance(model, nn.Module) else without_weights(model)
     return _report(whole if submodel is None else find.submodel(whole, submodel))
@@ -151,7 +150,7 @@ def _report(model: PreTrainedModel) -> Report:
 
 
 def _unwrapped(module: nn.Module) -> PreTrainedModel:
-    """The Transformers model in what other libraries wrap around it."""
+    """The Transformers model within the wrappers of other libraries."""
     inner: Any = module
     while not isinstance(inner, PreTrainedModel):
         if is_sentence_transformer(inner):
@@ -170,8 +169,8 @@ def _unwrapped(module: nn.Module) -> PreTrainedModel:
 
 
 def without_weights(source: Any) -> PreTrainedModel:
-    """The model of a config, a folder or a Hub id, on the meta device: of this thread alone, in contrast to Accelerate's
-    `init_empty_weights`."""
+    """Build the model of a config, a directory or a Hub id on the meta device. Unlike Accelerate's `init_empty_weights`, this
+    has no effect on other threads."""
     whose: Any = "this config"
     if isinstance(source, (str, os.PathLike)):
         whose = source
@@ -213,7 +212,7 @@ def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
 
 
 def _stays(stacks: Iterable[tuple[str, Mapping[str, nn.Module]]]) -> dict[str, tuple[str, ...]]:
-    """Class -> paths of what sees order by itself beside attentions, of each stack by its path."""
+    """Class -> paths of the order-sensitive modules of all stacks."""
     found: dict[str, tuple[str, ...]] = {}
     for name, modules in stacks:
         for path, module in modules.items():
@@ -226,7 +225,7 @@ def _stock_report(model: PreTrainedModel) -> Report:
     try:
         stacks = find.find_all(model)
     except UnsupportedModelError as refused:
-        if refused.reason == find.UNKNOWN and (ignored := _ignored(model)):  # ESM without its vectors knows no order at all
+        if refused.reason == find.UNKNOWN and (ignored := _ignored(model)):  # ESM without its vectors ignores order
             return Report(type(model).__name__, "none", {}, {}, None, False, ignored)
         if not refused.submodels:
             raise
@@ -249,7 +248,7 @@ def _stock_report(model: PreTrainedModel) -> Report:
 
 
 def _several_models(model: PreTrainedModel, submodels: tuple[str, ...]) -> UnsupportedModelError:
-    """The refusal of a report on the whole of a model whose parts have positions of their own."""
+    """The error for a composite model, whose submodels have positions of their own."""
     named = " or ".join(f"submodel={path!r}" for path in submodels)
     return UnsupportedModelError(
         f"{type(model).__name__} is made of several models, each with positions of its own: say which, {named} "
