@@ -55,11 +55,8 @@ def main() -> None:
             lines[path.partition("_")[0]] += source.count("\n")
         size = sum(len(source.encode()) for source in code.values()) / 1000
         packages = ", ".join(f"{package} {count}" for package, count in lines.most_common())
-        print(
-    return sum(
-        number not in texts and bool(line.strip()) and not line.lstrip().startswith("#") for number, line in lines
-    )
-        )
+        counts = f"{len(code):>7}{sum(lines.values()):>8,}{sum(map(statements, code.values())):>9,}{size:>6.0f}"
+        print(f"{name:14}{counts}   {packages}")
 
 
 if __name__ == "__main__":
