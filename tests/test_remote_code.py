@@ -187,7 +187,7 @@ LEARNED = ("learned", "tables", "mapped_tables", "interpolation", "sinusoidal") 
 def test_only_what_is_needed_is_saved(bare):
     _, folder = bare
     common = {f"{package}.{name}" for package, names in RUNS_IT.items() for name in names}
-    common |= {"_versions", "configuration", "signatures", "architectures.components.position_tables"}
+    common |= {"_compat", "_versions", "configuration", "signatures", "architectures.components.position_tables"}
     for name, encodings, backends in (
         ("alibi", {"alibi"}, BIASES),
         ("t5", {"t5"}, {*BIASES, "blockwise"}),
@@ -198,7 +198,7 @@ def test_only_what_is_needed_is_saved(bare):
         files = {path.name for path in (folder / name).glob("*.py")} - {"modeling_posenc.py"}
         needed = common | {f"encodings.{each}" for each in encodings} | {f"attention.{each}" for each in backends}
         assert files == {copy_of(each) for each in needed} | OWN_CODE.get(name, set()), name
-    needed = {f"encodings.{name}" for name in (*RUNS_IT["encodings"], *LEARNED)} | {"_versions", "configuration"}
+    needed = {f"encodings.{name}" for name in (*RUNS_IT["encodings"], *LEARNED)} | {"_compat", "_versions", "configuration"}
     needed |= {"modeling.embedding", *(f"serialization.{name}" for name in ("copies", "interrupted", "mixins"))}
     assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {copy_of(each) for each in needed}
 
