@@ -80,27 +80,25 @@ def receptive_field(
     rows = runner.read(texts, length)
     if query is None:
         query = "middle" if sees_later(runner, rows[0]) else "last"
-    found = []
+    farthest = max(row["input_ids"].shape[1] for row in rows)
+    distances = torch.arange(-farthest, farthest + 1)
+    total, count = torch.zeros(2, len(distances), dtype=torch.float64)
     for row in rows:
         size = row["input_ids"].shape[1]
         place = size // 2 if query == "middle" else size - 1
         norms = _norms(runner, row, place, probes, seed)
-        found.append((norms / norms.sum(), torch.arange(size) - place))
-    farthest = max(int(distance.abs().max()) for _, distance in found)
-    total, count = (torch.zeros(2 * farthest + 1, dtype=torch.float64) for _ in range(2))
-    cumulative = torch.zeros(farthest + 1, dtype=torch.float64)
-    for share, distance in found:
-        total[distance + farthest] += share
-        count[distance + farthest] += 1
-        by_radius = torch.zeros(farthest + 1, dtype=torch.float64).index_add_(0, distance.abs(), share)
-        cumulative += by_radius.cumsum(0) / len(found)
-    seen = (count > 0) & ((torch.arange(2 * farthest + 1) <= farthest) | (total > 0))
-    kept = slice(int(seen.nonzero()[0]), int(seen.nonzero()[-1]) + 1)
+        read = slice(farthest - place, farthest - place + size)
+        total[read] += norms / norms.sum()
+        count[read] += 1
+    seen = ((count > 0) & ((distances <= 0) | (total > 0))).nonzero()[:, 0]
+    kept = slice(int(seen[0]), int(seen[-1]) + 1)
+    radii, mean = distances[kept].abs(), total[kept] / len(rows)
+    cumulative = torch.zeros(int(radii.max()) + 1, dtype=torch.float64).index_add_(0, radii, mean).cumsum(0)
     return ReceptiveField(
         runner.name,
         len(rows),
         query,
-        tuple(range(-farthest, farthest + 1))[kept],
+        tuple(distances[kept].tolist()),
         (total / count)[kept],
         cumulative,
         tuple(shares),
