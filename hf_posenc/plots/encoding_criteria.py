@@ -26,16 +26,15 @@ HOLDS, FAILS = "✓", "✗"
 
 @dataclass(frozen=True)
 class Criterion:
-    """A criterion, what is measured of the vectors of a text `[L, D]`, and whether it holds for the values by length.
-
-    beyond: whether it also requires vectors at all lengths.
+    """
+    label: of the axis of `measure`, a number of the vectors of a text `[L, D]`.
+    holds: whether the criterion holds for these numbers, of the LENGTHS that the encoding has vectors for.
     """
 
-    asked: str
-    what: str
+    name: str
+    label: str
     measure: Callable[[Tensor], float]
     holds: Callable[[Sequence[float]], bool]
-    beyond: bool = False
 
 
 CRITERIA = (
@@ -55,14 +54,13 @@ CRITERIA = (
         "Values stay bounded",
         "largest value",
         lambda vectors: vectors.abs().max().item(),
-        lambda values: values[-1] <= 2 * max(values[: len(values) // 2 + 1]),
-        beyond=True,
+        lambda values: len(values) == len(LENGTHS) and values[-1] <= 2 * max(values[: len(values) // 2 + 1]),
     ),
 )
 
 
 def measured(encoding: Encoding, hidden_size: int) -> list[tuple[list[float], bool]]:
-    """For each of CRITERIA what was measured at LENGTHS, NaN where there are no vectors, and whether it holds."""
+    """For each of CRITERIA the numbers at LENGTHS, NaN where there are no vectors, and whether it holds."""
     free = Geometry(hidden_size=hidden_size)
     built = isinstance(encoding, PositionEncoding)
     limited = not built and encoding_class(canonical(encoding, in_code=True)["type"]).needs_max_length(free)
@@ -72,13 +70,10 @@ def measured(encoding: Encoding, hidden_size: int) -> list[tuple[list[float], bo
         raise ValueError(f"this {label(encoding)!r} has vectors of {limit} positions, and this figure needs {LENGTHS[0]}")
     sizes = {"hidden_size": hidden_size, "num_attention_heads": 1, "max_length": limit}
     whole = embedding(encoding, known[-1], **sizes)
-    vectors = {length: replace(whole, length=length).vectors() for length in known}
-    found = []
-    for each in CRITERIA:
-        values = [each.measure(vectors[length]) for length in vectors]
-        holds = each.holds(values) and (not each.beyond or len(values) == len(LENGTHS))
-        found.append(([*values, *[math.nan] * (len(LENGTHS) - len(values))], holds))
-    return found
+    vectors = [replace(whole, length=length).vectors() for length in known]
+    missing = [math.nan] * (len(LENGTHS) - len(known))
+    found = [[each.measure(of_text) for of_text in vectors] for each in CRITERIA]
+    return [(values + missing, each.holds(values)) for each, values in zip(CRITERIA, found, strict=True)]
 
 
 @figure("vectors", example="counter normalized learned")
@@ -119,8 +114,8 @@ def criteria(
             below.plot([0.8, 0.98], [y, y], markevery=[0], **{**style, "markersize": 6})
         above.set_yscale("log")
         sheet.length_axis(above, LENGTHS)
-        above.set_ylabel(each.what)
-        sheet.title(above, each.asked)
+        above.set_ylabel(each.label)
+        sheet.title(above, each.name)
         below.set(xlim=(0, 1), ylim=(0, 1))
         below.set_axis_off()
     return sheet.finish()
