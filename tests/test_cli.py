@@ -203,7 +203,7 @@ def test_patch_takes_the_other_models_of_sentence_transformers(folders, tmp_path
     about = tmp_path / "old" / "config_sentence_transformers.json"
     about.write_text(json.dumps({"model_type": "Tagger"}))
     error = run("patch", tmp_path / "old", "alibi", "--output-dir", tmp_path / "newer", code=1)
-    assert "model_type 'Tagger': allowed is SentenceTransformer, CrossEncoder" in error
+    assert "model_type 'Tagger'. Allowed: SentenceTransformer, CrossEncoder" in error
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_distill_refuses(launch, tiny, tmp_path, arguments, words):
         ("v4", (), "v4: its outputs are wrong. position_embedding_type='relative_key': Transformers 5 drops"),
         ("narrow", (), "narrow: its hidden states are 16 wide, the student's 32"),
         ("words", (), "words: its tokenizer knows other tokens (6) than the student's"),
-        ("reranker", (), "reranker is a CrossEncoder of sentence-transformers"),
+        ("reranker", (), "reranker has model_type 'CrossEncoder'. Allowed: SentenceTransformer"),
         ("nowhere", (), "the teacher nowhere: "),
         ("model", ("--text_length", LENGTH + 1), "model: its usable length is 24 tokens: lower --text_length 25"),
         ("model", ("--position_encoding", "rope"), "saved with the 'alibi' encoding, not 'rope'"),

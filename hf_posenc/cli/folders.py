@@ -16,27 +16,16 @@ from hf_posenc.architectures.components.component import is_transformers
 from hf_posenc.architectures.find import submodels_of
 from hf_posenc.cli.output import Output
 from hf_posenc.configuration import V4_RELATIVE
-from hf_posenc.encodings import canonical, did_you_mean, encoding_class, short_repr
+from hf_posenc.encodings import canonical, encoding_class, short_repr
 from hf_posenc.evaluation.retrieval import Embedder, pooling
 from hf_posenc.hub.cards import architecture
 from hf_posenc.inspection import Report
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer
 from hf_posenc.serialization import atomic
-from hf_posenc.serialization.saved_files import (
-    check_sentence_modules,
-    check_there,
-    explained,
-    load_config,
-    read_config,
-    read_json,
-    read_json_object,
-)
-from hf_posenc.serialization.tokenizer_files import check_tokenizer, copied, drop_foreign_code, load_tokenizer
-
-SENTENCES, MODULES = "config_sentence_transformers.json", "modules.json"
-SENTENCE_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
-"""Values of `model_type` in SENTENCES, which older folders don't have: classes of sentence-transformers."""
+from hf_posenc.serialization.saved_files import check_there, explained, load_config, read_config, read_json
+from hf_posenc.serialization.sentence_models import MODULES, load_sentence_model
+from hf_posenc.serialization.tokenizer_files import copied, drop_foreign_code, load_tokenizer
 
 MODEL_FILES = re.compile(
     r"config\.json|generation_config\.json|adapter_config\.json|(modeling_)?posenc(_\w+)?\.py|"
@@ -135,24 +124,11 @@ def load_model(model: str) -> PreTrainedModel:
 
 def _load_sentences(model: str) -> Any:
     """A model of sentence-transformers; None if this isn't one, or that package isn't installed."""
-    if not has_file(model, MODULES):
-        return None
     try:
-        import sentence_transformers
+        import sentence_transformers  # noqa: F401
     except ImportError:
         return None
-    about = read_json_object(Path(str(cached_file(model, SENTENCES)))) if has_file(model, SENTENCES) else {}
-    kind = about.get("model_type", SENTENCE_CLASSES[0])
-    if kind not in SENTENCE_CLASSES:
-        raise ValueError(
-            f"{SENTENCES} of {model} has model_type {kind!r}{did_you_mean(kind, SENTENCE_CLASSES)}: allowed is "
-            f"{', '.join(SENTENCE_CLASSES)}"
-        )
-    check_sentence_modules(model)
-    with explained(f"the weights of {model}"):
-        found = getattr(sentence_transformers, kind)(model, device="cpu")
-    check_tokenizer(found.tokenizer, model)
-    return found
+    return load_sentence_model(model)
 
 
 def save(out: Output, changed: Any, original: Original, output_dir: Path, submodel: str | None = None) -> dict[str, Any]:

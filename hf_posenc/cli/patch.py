@@ -22,10 +22,11 @@ from hf_posenc.cli.arguments import (
     given_encoding,
     given_where,
 )
-from hf_posenc.cli.folders import SENTENCE_CLASSES, Original, asks_for_its_own, check_output_dir, load_v4, save
+from hf_posenc.cli.folders import Original, asks_for_its_own, check_output_dir, load_v4, save
 from hf_posenc.cli.output import AsJson, Output
 from hf_posenc.configuration import dropped_v4_relative_within
 from hf_posenc.encodings import parse_value
+from hf_posenc.serialization import sentence_models
 
 
 @app.command("patch")
@@ -87,7 +88,7 @@ def patch(
             f"{lost}. Its original computes wrong under Transformers 5; `hf-posenc patch {model} relative_key` saves one that "
             "is right, and can teach this one (python -m hf_posenc.training.distill --teacher)."
         )
-    elif submodel is not None or type(patched).__name__ in SENTENCE_CLASSES[1:]:  # distill takes no others
+    elif submodel is not None or type(patched).__name__ in sentence_models.CLASSES[1:]:  # distill takes no others
         out.message(f"{lost}.")
     elif Path(model).resolve() != output_dir.resolve():
         out.message(f"{lost}, or distil it from its original:")

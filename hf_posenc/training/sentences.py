@@ -1,18 +1,13 @@
 """SentenceTransformers in training: the modules behind their Transformers model pool its states, and are saved as they were."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.utils import cached_file, has_file
 
-from hf_posenc.serialization.saved_files import check_sentence_modules
-from hf_posenc.serialization.tokenizer_files import check_tokenizer
-
-ABOUT = "config_sentence_transformers.json"
+from hf_posenc.modeling.sentence_transformers import is_sentence_transformer
+from hf_posenc.serialization.sentence_models import load_sentence_model
 
 
 def load(name: str) -> Any:
@@ -20,25 +15,15 @@ def load(name: str) -> Any:
 
     Raises SystemExit where its modules would be lost.
     """
-    if not has_file(name, "modules.json"):
-        return None
-    about = json.loads(Path(str(cached_file(name, ABOUT))).read_text("utf-8")) if has_file(name, ABOUT) else {}
-    kind = about.get("model_type", "SentenceTransformer")  # not written by older versions
-    if kind != "SentenceTransformer":
-        raise SystemExit(f"{name} is a {kind} of sentence-transformers: allowed are SentenceTransformer and plain models")
     try:
-        from sentence_transformers import SentenceTransformer
+        found = load_sentence_model(name, ("SentenceTransformer",), model_kwargs={"dtype": torch.float32})
     except ImportError:
         raise SystemExit(f"{name} has modules of sentence-transformers: pip install sentence-transformers") from None
-    try:
-        check_sentence_modules(name)
-        found = SentenceTransformer(name, device="cpu", model_kwargs={"dtype": torch.float32})
-        check_tokenizer(found.tokenizer, name)
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"{name}: {error}") from None
-    if not isinstance(getattr(found[0], "model", None), PreTrainedModel):
+    if found is not None and not is_sentence_transformer(found):
         raise SystemExit(f"{name} begins with a {type(found[0]).__name__}: allowed is a Transformers model")
-    return found.requires_grad_(False).eval()
+    return found and found.requires_grad_(False).eval()
 
 
 def described(found: Any) -> str:
