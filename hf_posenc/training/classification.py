@@ -2,7 +2,7 @@
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,6 @@ import torch
 from accelerate import Accelerator
 from datasets import ClassLabel
 from sklearn.metrics import accuracy_score, f1_score
-from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -100,12 +98,12 @@ class Labelled(Supervised):
     def collate(self, rows: Rows, step: int | None = None) -> Any:
         return self.pad([{"input_ids": row["input_ids"], "labels": row["labels"]} for _, row in rows])
 
-    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
+    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         """Accuracy, macro-F1, the mean loss of a label, and the share of the most frequent label for comparison."""
         predicted: list[int] = []
         expected: list[int] = []
         losses = 0.0
-        for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
+        for batch in batches:
             logits, labels = model(**batch).logits, batch["labels"]
             if not self.of_words:
                 logits, labels = logits[:, None], labels[:, None]

@@ -21,6 +21,7 @@ import hashlib
 import random
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
-from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModel, DataCollatorWithPadding, PreTrainedModel
 
 import hf_posenc
@@ -153,10 +152,10 @@ class Distillation(Task):
     def loss(self, model: torch.nn.Module, batch: Any, step: int) -> Tensor:
         return self._losses(model, batch).mean()
 
-    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
+    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         """The mean loss of texts cut to --text_length tokens."""
         losses: list[float] = []
-        for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
+        for batch in batches:
             losses += accelerator.gather_for_metrics(self._losses(model, batch)).tolist()
         return {"eval_loss": sum(losses) / len(losses), "eval_samples": len(losses)}
 

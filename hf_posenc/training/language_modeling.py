@@ -2,12 +2,11 @@
 
 import argparse
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 
 import hf_posenc
 from hf_posenc.training.data import check_texts, load_splits, tokenized
@@ -35,10 +34,10 @@ class LanguageModeling(Task):
     def items(self, batch: Any) -> int:
         return int((batch["labels"][:, self.shift :] != -100).sum())
 
-    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
+    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         """The mean loss of a token, its perplexity, and the share of tokens that are predicted right."""
         sums = torch.zeros(3, dtype=torch.float64)
-        for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
+        for batch in batches:
             logits = model(**batch).logits[:, : batch["labels"].shape[1] - self.shift]
             labels = batch["labels"][:, self.shift :]
             losses, counts = token_losses(logits, labels)

@@ -249,7 +249,8 @@ class Run:
         """Evaluate, and save the model if it is the best so far and the best is to be kept."""
         progress, task = self.progress, self.task
         self.model.eval()
-        metrics = {"step": progress.step, **task.evaluate(self.accelerator, self.model, validation)}
+        batches = tqdm(validation, desc="evaluating", leave=False, disable=not self.accelerator.is_main_process)
+        metrics = {"step": progress.step, **task.evaluate(self.accelerator, self.model, batches)}
         # Accuracy and F1 are finite even if the model's outputs aren't, so all metrics are checked.
         for name, value in metrics.items():
             if not math.isfinite(value):

@@ -1,7 +1,7 @@
 """Extractive question answering: a task of finetune.py."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
-from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding
 
 from hf_posenc.training.data import Row, Rows, check_columns
@@ -84,11 +82,11 @@ class QuestionAnswering(Supervised):
     def loss(self, model: torch.nn.Module, batch: Any, step: int) -> Tensor:
         return F.cross_entropy(self.scores(model, batch), batch["labels"])
 
-    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
+    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         """SQuAD's exact match and F1, from 0 to 1, and the mean loss of a piece."""
         pieces: dict[int, list[Any]] = {}
         losses: list[float] = []
-        for batch in tqdm(loader, desc="evaluating", leave=False, disable=not accelerator.is_main_process):
+        for batch in batches:
             scores = self.scores(model, batch)
             loss = F.cross_entropy(scores, batch["labels"], reduction="none").mean(1)
             first = batch["attention_mask"].argmax(1)

@@ -1,5 +1,6 @@
 """The interface between the loop and a task."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from hf_posenc.training.data import Rows
 
@@ -33,7 +33,7 @@ class Task:
     def tokens(self, batch: Any) -> int:
         return int(batch["attention_mask"].sum())
 
-    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
+    def evaluate(self, accelerator: Accelerator, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         """The metrics over the rows of all processes."""
         raise NotImplementedError
 
