@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -173,34 +174,26 @@ def _asked(
     settings: dict[str, Any],
     of_stock: bool = False,
 ) -> Extension | None:
-    """What is asked of these encodings, types and options; None for a promise alone. of_stock: `unpatch` gives a stock model.
+    """The extension of encodings, given by type and options; None without a method. of_stock: `unpatch` gives a stock model.
 
-    Raises ValueError where it is no promise but a size, where none of them has this method, and for a shorter length.
+    Raises ValueError for a shorter length, and for a method that doesn't apply to these encodings, or is missing.
     """
-    before = geometry.trained_length if before is None and method is not None else before
     if method is not None and before is None:
-        raise ValueError(
-            f"method={method!r} starts from the length that positions were trained for, which nothing tells here: patch with "
-            "max_length, or give the rule to the encoding"
-        )
-    if after is not None and before is None:
-        raise ValueError(f"max_length={after} would make the longest input shorter: this model has no limit; leave it so")
-    if after is not None and before is not None and after < before:
-        endless = "" if method else ", or None for no limit"
-        raise ValueError(f"max_length={after} would make the longest input shorter: give {before} or more{endless}")
+        before = geometry.trained_length
+        if before is None:
+            raise ValueError(
+                f"method={method!r} starts from the length that positions were trained for, which nothing tells here: patch "
+                "with max_length, or give the rule to the encoding"
+            )
+    if after is not None and (before is None or after < before):
+        longer = "this model has no limit; leave it so" if before is None else f"give {before} or more"
+        endless = "" if before is None or method else ", or None for no limit"
+        raise ValueError(f"max_length={after} would make the longest input shorter: {longer}{endless}")
     asked = None if method is None or before is None or after is None else Extension(method, before, after, settings)
     for kind, options in kinds:
         for name, part in encoding_class(kind).component_classes().items():
-            given = encoding_class(kind).by_part(options)[name]
-            if part.needs_max_length(geometry) and (asked is None or part.extended(given, asked, geometry) is None):
-                suited = [each for each in TABLES if part.extended(given, Extension(each, 1, 1), geometry) is not None]
-                if suited and method is not None:
-                    others = "; the host's own go on by others, hf_posenc.unpatch(model)" if of_stock else ""
-                    raise ValueError(
-                        f"method={method!r}: {name!r} has positions of its own making here, {short_repr(given)}, which go "
-                        f"on by {quoted(suited)} alone{others}"
-                    )
-                raise _made_for_its_length(name, suited)
+            if part.needs_max_length(geometry):
+                _check_table(name, part, encoding_class(kind).by_part(options)[name], asked, geometry, of_stock)
     if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds):
         named = " or ".join(repr(kind) for kind, _ in kinds)
         others = "; a stock model may take others, hf_posenc.unpatch(model)" if of_stock else ""
@@ -209,6 +202,22 @@ def _asked(
             f"on by themselves; the methods are {CHOICE}{others}"
         )
     return asked
+
+
+def _check_table(
+    name: str, part: Any, options: dict[str, Any], asked: Extension | None, geometry: Geometry, of_stock: bool
+) -> None:
+    """Raises ValueError for an encoding that has no positions beyond its max_length, if it can't be extended as asked."""
+    if asked is not None and part.extended(options, asked, geometry) is not None:
+        return
+    suited = [each for each in TABLES if part.extended(options, Extension(each, 1, 1), geometry) is not None]
+    if not suited or asked is None:
+        raise _made_for_its_length(name, suited)
+    others = "; the host's own go on by others, hf_posenc.unpatch(model)" if of_stock else ""
+    raise ValueError(
+        f"method={asked.method!r}: {name!r} has positions of its own making here, {short_repr(options)}, which go on by "
+        f"{quoted(suited)} alone{others}"
+    )
 
 
 def _longer(kind: str, options: dict[str, Any], asked: Extension | None, geometry: Geometry) -> dict[str, Any] | None:
@@ -228,28 +237,24 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
     Raises ValueError where an encoding doesn't say what these hold.
     """
     twin = build_on_meta(type(model), config, like=model)
-    ours, theirs = _within_encodings(twin), _within_encodings(model)
-    sizes, before = ({path: _sizes(each) for path, each in found.items()} for found in (ours, theirs))
-    if asked is None and sizes != before:
+    if asked is None and _sizes(twin) != _sizes(model):
         raise _made_for_its_length(config.position_encoding["type"])
     share_parameters(model, twin)
+    ours, theirs = _within_encodings(twin), _within_encodings(model)
     shared: list[torch.Tensor] = []
     for path in ours.keys() & theirs.keys():
         module, other = ours[path], theirs[path]
-        own = _sizes(module)
-        same = {name for name, size in _sizes(other).items() if own.get(name) == size}
-        module._parameters.update({name: value for name, value in other._parameters.items() if name in same})
-        for key, buffer in other._buffers.items():
-            # What isn't saved is computed anew, as it will be when the model is loaded: it may depend on max_length.
-            computed = buffer is not None and key in _compat.non_persistent_buffers(other)
-            if key in same or buffer is None:
-                module._buffers[key] = torch.empty_like(buffer) if computed else buffer
-                shared += [] if computed or buffer is None else [buffer]
+        for own, given in ((module._parameters, other._parameters), (module._buffers, other._buffers)):
+            for key, tensor in given.items():
+                if tensor is not None and own.get(key) is not None and own[key].shape == tensor.shape:
+                    # What isn't saved is computed anew, as it will be when the model is loaded: it may depend on max_length.
+                    computed = key in _compat.non_persistent_buffers(other)
+                    own[key] = torch.empty_like(tensor) if computed else tensor
+                    shared += [] if computed else [tensor]
         if asked is not None and isinstance(module, PositionEncoding):
             module.load_from_shorter(other, asked)
-        shared += [parameter for parameter in module._parameters.values() if parameter is not None]
-    left = (parameter for module in ours.values() for parameter in module._parameters.values())
-    if any(parameter is not None and parameter.is_meta for parameter in left):
+        shared += module.parameters(recurse=False)
+    if any(parameter.is_meta for module in ours.values() for parameter in module.parameters()):
         raise _made_for_its_length(config.position_encoding["type"])
     with marked_as_loaded(shared):
         initialize_missing(module for module in twin.modules() if isinstance(module, PositionEncoding))
@@ -261,10 +266,10 @@ def _within_encodings(model: nn.Module) -> dict[str, Any]:
     return {path: module for path, module in model.named_modules() if "posenc" in path.split(".")}
 
 
-def _sizes(module: nn.Module) -> dict[str, torch.Size]:
-    """Name -> shape of a module's own parameters and buffers."""
-    held = {**module._parameters, **module._buffers}
-    return {name: tensor.shape for name, tensor in held.items() if tensor is not None}
+def _sizes(model: nn.Module) -> dict[str, torch.Size]:
+    """Path -> shape of the parameters and buffers of all encodings in a model."""
+    found = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {path: tensor.shape for path, tensor in found if "posenc" in path.split(".")}
 
 
 def _made_for_its_length(kind: str, methods: Sequence[str] = ()) -> ValueError:
