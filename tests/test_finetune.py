@@ -737,7 +737,7 @@ def test_arguments_refused(tiny, tmp_path, capsys, monkeypatch, more, words):
         ("train.json", '{"text": "w1"', "train.json: the value is not valid JSON"),
         ("train.csv", "text,label\nnever,bad\nheard,good\n", r"the tokenizer doesn't know the texts: .* are '\[UNK\]'"),
         ("train.docx", "w1\n", "none of the files that are read here: .csv, .json, .jsonl"),
-        ("nowhere/train.csv", None, "is not there"),
+        ("nowhere/train.csv", None, "is not a file"),
     ],
 )
 def test_data_refused(tiny, tmp_path, name, content, words):

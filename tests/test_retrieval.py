@@ -94,7 +94,7 @@ def test_cut(letters, length):
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_cut_without_room(letters, length):
-    with pytest.raises(ValueError, match=f"{length} tokens leave no room for text beside 2 special ones: give 3"):
+    with pytest.raises(ValueError, match=f"{length} tokens leave no room for text besides 2 special ones. Give 3"):
         retrieval.cut(letters, DOCUMENT, length)
 
 

@@ -18,7 +18,7 @@ from hf_posenc.architectures import find, structure
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.configuration import Calibration
 from hf_posenc.conversion import calibration
-from hf_posenc.conversion.patching import patch, refuse
+from hf_posenc.conversion.patching import patch, refuse, refuse_patched
 from hf_posenc.encodings import PositionEncoding, encoding_class, mark
 from hf_posenc.inspection import inspect
 from hf_posenc.modeling import offsets
@@ -76,15 +76,7 @@ def convert(
         change = functools.partial(convert, encoding=encoding, texts=texts, tokenizer=own, max_length=max_length, **options)
         return apply_to_sentence_transformer(model, change)
     refuse(model, "convert")
-    if isinstance(model, PosEncModelMixin):
-        held = model.config.position_spec
-        way = "hf_posenc.convert(hf_posenc.unpatch(model), …), or `hf-posenc unpatch` first"
-        if held.original is None:
-            way = (
-                "it has no other positions to go back to (it was made from scratch, or by from_v4). Patch the checkpoint that "
-                "from_v4 read, and let hf_posenc.training.distill train it with this model as --teacher"
-            )
-        raise ValueError(f"this model has the {held.type!r} encoding already, so it is no original: {way}")
+    refuse_patched(model, "convert")
     specs.raise_if_v4_relative(model, "it is no original to calibrate against")
     # What is made in inference mode could not be trained, and tensors here lie beside the model's or on the CPU.
     device: Any = model.device

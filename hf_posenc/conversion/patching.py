@@ -75,13 +75,7 @@ def patch(
         )
         return apply_to_sentence_transformer(model, change)
     refuse(model, "patch")
-    if isinstance(model, PosEncModelMixin):
-        held = model.config.position_spec
-        inner = "" if held.submodel is None else f", in its {held.submodel}, and only one of its models can have one"
-        way = "hf_posenc.patch(hf_posenc.unpatch(model), …)"
-        if held.original is None:
-            way = "it has no other positions to go back to; begin with what it was made from (by from_v4: with that checkpoint)"
-        raise ValueError(f"this model has the {held.type!r} encoding already{inner}: {way}")
+    refuse_patched(model, "patch")
     if not is_transformers(type(model)):
         refuse_own_config(model)
     if taken := sorted({"type", *PLACEMENT} & set(options)):
@@ -117,6 +111,20 @@ def unpatch(model: M) -> M:
     if not isinstance(model, PosEncModelMixin):
         raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
     return to_stock(model, type(model).original_class)
+
+
+def refuse_patched(model: Any, call: str) -> None:
+    """Raises ValueError for a model that has an encoding already."""
+    if isinstance(model, PosEncModelMixin):
+        spec = model.config.position_spec
+        inner = "" if spec.submodel is None else f", in its {spec.submodel}, and only one of its models can have one"
+        remedy = f"Call hf_posenc.{call}(hf_posenc.unpatch(model), …), or run `hf-posenc unpatch` first."
+        if spec.original is None:
+            remedy = (
+                "It was made from scratch or by from_v4, so it has no other positions to go back to. Begin with the checkpoint "
+                "that it was made from, and let hf_posenc.training.distill train that with this model as --teacher."
+            )
+        raise ValueError(f"this model has the {spec.type!r} encoding already{inner}. {remedy}")
 
 
 def refuse_own_config(model: Any) -> None:

@@ -181,17 +181,17 @@ def offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
     return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
 
 
-def room(tokenizer: Any, length: int) -> int:
-    """The tokens of a text that fit `length` beside the special tokens. Raises ValueError where there is no room."""
+def max_content_tokens(tokenizer: Any, length: int) -> int:
+    """The number of a text's own tokens that fit into `length` tokens. Raises ValueError if the special tokens fill them."""
     special = tokenizer.num_special_tokens_to_add()
     if length <= special:
-        raise ValueError(f"{length} tokens leave no room for text beside {special} special ones: give {special + 1} or more")
+        raise ValueError(f"{length} tokens leave no room for text besides {special} special ones. Give {special + 1} or more.")
     return length - special
 
 
 def cut(tokenizer: Any, text: str, length: int) -> str:
     """The beginning of a text that fits `length` tokens, special ones included."""
-    places, size = offsets(tokenizer, text), room(tokenizer, length)
+    places, size = offsets(tokenizer, text), max_content_tokens(tokenizer, length)
     return text if len(places) <= size else text[: places[size - 1][1]]
 
 
@@ -202,7 +202,7 @@ def chunk(tokenizer: Any, text: str, window: int) -> list[str]:
     the window.
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    places, words, size = encoded["offset_mapping"], encoded.word_ids(), room(tokenizer, window)
+    places, words, size = encoded["offset_mapping"], encoded.word_ids(), max_content_tokens(tokenizer, window)
     for pieces in itertools.count(max(1, math.ceil(len(places) / size))):
         edges = [0]
         for i in range(1, pieces):

@@ -29,15 +29,11 @@ Rows = list[tuple[int, Row]]
 def read(path: Path, streaming: bool = False) -> Any:
     """The rows of a local file, or of all files in a folder. Raises SystemExit for one that is missing, empty or unknown."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    kinds = {file.suffix for file in files}
     if not files:
         raise SystemExit(f"{path} is an empty folder")
-    if unknown := kinds - set(KINDS):
-        raise SystemExit(f"{path} is or holds {sorted(unknown)}, none of the files that are read here: {', '.join(KINDS)}")
-    if not files[0].is_file():
-        raise SystemExit(f"{path} is not there, or no file")
-    if len({KINDS[kind] for kind in kinds}) > 1:
-        raise SystemExit(f"{path} holds files of several kinds, {', '.join(sorted(kinds))}: keep one kind in a folder")
+    suffixes = sorted({file.suffix for file in files})
+    if len({KINDS.get(each) for each in suffixes}) > 1:
+        raise SystemExit(f"{path} holds files of several kinds, {', '.join(suffixes)}: keep one kind in a folder")
     for file in files:
         if "::" in str(file.absolute()):
             raise SystemExit(f"{file.absolute()}: `datasets` can't read files whose path contains '::'. Rename it")
