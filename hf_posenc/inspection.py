@@ -145,7 +145,7 @@ def _report(model: PreTrainedModel) -> Report:
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
         where={name: there.type for name in spec.where if (there := spec.encoding_for(name)) is not None},
-        order_sensitive=_stays((name, find.stays_in(stack)) for name, stack in stacks.items()),
+        order_sensitive=_stays((name, find.order_aware_modules(stack)) for name, stack in stacks.items()),
     )
 
 
@@ -243,7 +243,7 @@ def _stock_report(model: PreTrainedModel) -> Report:
         max_length=min(lengths, default=None),
         can_unpatch=False,
         ignored=_ignored(model),
-        order_sensitive=_stays((path, find.stays_around(found)) for path, found in stacks.items()),
+        order_sensitive=_stays((path, find.order_aware_modules_of(found)) for path, found in stacks.items()),
     )
 
 

@@ -91,7 +91,7 @@ def cache_of(host, model, static=False):
 
 
 def attentions(model):
-    return {name: module for name, module in model.named_modules() if find._is_self_attention(name, module)}
+    return find._attentions(dict(model.named_modules()))[0]
 
 
 @torch.no_grad()

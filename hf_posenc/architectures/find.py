@@ -22,7 +22,7 @@ from hf_posenc.architectures.components.component import HOSTS_PAGE, OWN_PAGE, i
 from hf_posenc.architectures.components.convolutions import is_convolution
 from hf_posenc.architectures.components.declared import declared_in
 from hf_posenc.architectures.components.detection import OTHER_SOURCES, convolves, couples_submodels
-from hf_posenc.architectures.components.vision import cuts_into_windows, extra_tokens, has_windows
+from hf_posenc.architectures.components.vision import count_extra_tokens, cuts_into_windows, has_windows
 from hf_posenc.architectures.registration import names_in_code
 from hf_posenc.architectures.structure import (
     BIDIRECTIONAL_MASK,
@@ -45,7 +45,9 @@ from hf_posenc.signatures import TOKEN_INPUTS, argument_names, codes_within, fla
 
 SEVERAL_MODELS = "made of several models"
 """The reason of the refusal of a model which needs to be told the submodel."""
-MIXES = frozenset(["attention_mask", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"])
+TOKEN_MIXING_ARGUMENTS = frozenset(
+    ["attention_mask", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"]
+)
 """Arguments of modules that look at several tokens."""
 MASKS = frozenset([*CAUSAL_MASKS, BIDIRECTIONAL_MASK, *CAUSAL_FLAGS])
 UNKNOWN = "no source of position that is known"
@@ -73,7 +75,7 @@ def _plan(path: str, structure: Structure) -> StackPlan:
         masks=tuple(sorted(structure.masks)),
         custom_attentions=any(custom.row_of(module) for module in (*structure.attentions.values(), *structure.across.values())),
         axes=structure.axes,
-        extra_tokens=structure.aside,
+        extra_tokens=structure.extra_tokens,
         windows=structure.windows,
         patch_projection=structure.patches,
         flattens_ids=structure.flattens,
@@ -133,14 +135,14 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
         if not is_patched(module):
             inner = [other for other in found if other.startswith(inside)]
             patched = [other.removeprefix(inside) for other in (*taken, *passed) if other.startswith(inside)]
+            around = [*patched, *(other.removeprefix(inside) for other in inner)]
             try:
-                structure = _find(module, [*patched, *(other.removeprefix(inside) for other in inner)])
+                structure = _find(module, around)
             except UnsupportedModelError:
-                if not wanted or _role(module) in wanted:
+                if not wanted or _role(module, _attentions(dict(module.named_modules()))[1]) in wanted:
                     raise
                 passed.append(path)
                 continue
-            around = [*patched, *(other.removeprefix(inside) for other in inner)]
             if structure is None and inner and _has_sources_around(module, around):
                 # Swin's encoder has biases, and the model around it a table: one stack.
                 structure = _find(module, patched)
@@ -150,7 +152,7 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
             elif structure is not None:
                 found[path] = structure
     _check_where(model, where, found)
-    left = {path for path, module in model.named_modules() if _is_self_attention(path, module)}
+    left = {*_attentions(dict(model.named_modules()))[0]}
     if not left:
         raise none_found(type(model))
     left -= {f"{path}.{name}".lstrip(".") for path, structure in found.items() for name in structure.attentions}
@@ -176,14 +178,24 @@ def _check_where(model: Any, where: Collection[str], found: Mapping[str, Structu
         )
 
 
-def _role(stack: Any) -> str:
+def _role(stack: Any, cross_attentions: Collection[str]) -> str:
     """Which stack of an encoder and a decoder one is."""
-    return "decoder" if _across(dict(stack.named_modules())) or getattr(stack.config, "is_decoder", False) else "encoder"
+    return "decoder" if cross_attentions or getattr(stack.config, "is_decoder", False) else "encoder"
 
 
-def _across(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Path -> attention to another stack's states."""
-    return {path: module for path, module in modules.items() if _is_attention(module) and _looks_across(path, module)}
+def _attentions(modules: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Path -> module of self-attentions, and of attentions to another stack's states."""
+    found: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
+    for path, module in modules.items():
+        if _is_attention(module):
+            found[_is_cross_attention(path, module)][path] = module
+    return found
+
+
+def _modules_outside(stack: Any, paths: Iterable[str]) -> dict[str, nn.Module]:
+    """Path -> module of a stack, except for the modules at some paths and what is in them."""
+    inside = tuple(f"{path}." for path in paths)
+    return {path: module for path, module in stack.named_modules() if not f"{path}.".startswith(inside)}
 
 
 def _axes(stack: Any, sources: Collection[PositionComponent], modules: Mapping[str, nn.Module]) -> int:
@@ -202,12 +214,11 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
 
     Raises UnsupportedModelError where not all of its sources of position can be taken over.
     """
-    inside = tuple(f"{name}." for name in taken)
-    modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(inside)}
+    modules = _modules_outside(stack, taken := [*taken])
     _refuse_modules(stack, modules)
-    attentions = {name: module for name, module in modules.items() if _is_self_attention(name, module)}
+    attentions, _ = _attentions(modules)
     if not attentions:
-        if inside or all(
+        if taken or all(
             reason != OTHER_SOURCES for _, reason in unhandled_position_modules(stack, modules, claimed=frozenset())
         ):
             return None
@@ -221,12 +232,13 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
     known = (source for kind in PositionComponent.kinds for source in kind.find(stack, others) if source.path not in declared)
     sources = (*declared.values(), *known)
     all_modules = dict(stack.named_modules())
+    _, across = _attentions(all_modules)
     structure = Structure(
-        *(stack, sources, attentions, _across(all_modules), others_in_layers(modules, attentions)),
-        role=_role(stack),
+        *(stack, sources, attentions, across, others_in_layers(modules, attentions)),
+        role=_role(stack, across),
         masks=MASKS & _named_in(stack.__class__),
         axes=_axes(stack, sources, all_modules),
-        aside=extra_tokens(all_modules),
+        extra_tokens=count_extra_tokens(all_modules),
         windows=has_windows(all_modules),
         patches=patch_projection(all_modules),
         flattens=flattens_ids(stack),
@@ -278,16 +290,16 @@ def _unclaimed_fronts(structure: Structure, modules: Mapping[str, nn.Module]) ->
     return {path: module for path, module in fronts.items() if not path.startswith(claimed)}
 
 
-def stays_around(structure: Structure) -> dict[str, nn.Module]:
+def order_aware_modules_of(structure: Structure) -> dict[str, nn.Module]:
     """Path -> module of what sees order by itself in a stock stack: in its layers, and before them."""
     return {**structure.others, **_unclaimed_fronts(structure, structure.modules)}
 
 
-def stays_in(stack: nn.Module) -> dict[str, nn.Module]:
+def order_aware_modules(stack: nn.Module) -> dict[str, nn.Module]:
     """Path -> module of what sees order by itself in a patched stack: in its layers, and before them."""
-    inside = tuple(f"{name}." for name, module in stack.named_modules() if name and isinstance(module, PreTrainedModel))
-    modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(inside)}
-    attentions = [name for name, module in modules.items() if _is_self_attention(name, module)]
+    models = (path for path, module in stack.named_modules() if path and isinstance(module, PreTrainedModel))
+    modules = _modules_outside(stack, models)
+    attentions, _ = _attentions(modules)
     return {**others_in_layers(modules, attentions), **_fronts(stack, modules, attentions)}
 
 
@@ -306,8 +318,7 @@ def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
 
 def _has_sources_around(stack: Any, taken: Iterable[str]) -> bool:
     """Whether a model has sources of position outside of the stacks within it."""
-    inside = tuple(f"{name}." for name in taken)
-    modules = {name: module for name, module in stack.named_modules() if not f"{name}.".startswith(inside)}
+    modules = _modules_outside(stack, taken)
     return any(next(iter(kind.find(stack, modules)), None) is not None for kind in PositionComponent.kinds)
 
 
@@ -437,11 +448,7 @@ def _layers_without_attention(structure: Structure, modules: Mapping[str, nn.Mod
 def _may_mix(module: nn.Module) -> bool:
     """Whether a module within a layer may look at several tokens: it takes more than hidden states, or is named so. (A
     feed-forward block or a choice of experts takes hidden states alone; an expert which tokens are its own.)"""
-    return bool(MIXES & {*argument_names(module)}) or "attention" in type(module).__name__.lower()
-
-
-def _is_self_attention(path: str, module: nn.Module) -> bool:
-    return _is_attention(module) and not _looks_across(path, module)
+    return bool(TOKEN_MIXING_ARGUMENTS & {*argument_names(module)}) or "attention" in type(module).__name__.lower()
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -450,6 +457,6 @@ def _is_attention(module: nn.Module) -> bool:
     return on_interface or bool(custom.row_of(module))
 
 
-def _looks_across(path: str, module: nn.Module) -> bool:
+def _is_cross_attention(path: str, module: nn.Module) -> bool:
     """Whether an attention's keys are another stack's states."""
     return bool(CROSS_ATTENTION.search(path)) or bool(getattr(module, "is_cross_attention", False))

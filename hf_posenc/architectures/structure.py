@@ -40,7 +40,7 @@ class Structure:
     role: which stack of an encoder and a decoder it is.
     masks: names of the functions, and of the flags of its config, by which its code makes masks.
     axes: how many coordinates a token has.
-    aside: the number of tokens before and behind the patches of an image. windows: whether attentions see windows of it.
+    extra_tokens: number of leading and trailing tokens that are no patches. windows: whether attentions see parts of an image.
     patches: path of the convolution whose outputs are the patches.
     flattens: whether it takes ids of more dimensions than `[B, L]` as one text in each row.
     """
@@ -53,7 +53,7 @@ class Structure:
     role: str = "encoder"
     masks: frozenset[str] = frozenset()
     axes: int = 1
-    aside: tuple[int, int] = (0, 0)
+    extra_tokens: tuple[int, int] = (0, 0)
     windows: bool = False
     patches: str | None = None
     flattens: bool = False
@@ -87,7 +87,7 @@ class Structure:
             role=plan.role,
             masks=frozenset(plan.masks),
             axes=plan.axes,
-            aside=plan.extra_tokens,
+            extra_tokens=plan.extra_tokens,
             windows=plan.windows,
             patches=plan.patch_projection,
             flattens=plan.flattens_ids,
@@ -244,10 +244,10 @@ class Structure:
     def _made_causal(self, attention: nn.Module) -> bool:
         """Whether they see none unless `config.is_causal` is False."""
         declared = any(getattr(attention, name, False) for name in ("is_causal", "is_decoder"))
-        return declared or custom.is_causal(attention) or self._masks_the_future
+        return declared or custom.is_causal(attention) or self._uses_causal_mask
 
     @property
-    def _masks_the_future(self) -> bool:
+    def _uses_causal_mask(self) -> bool:
         """Whether the stack hides later tokens by the mask that it makes, of which its attentions don't know (CLIP's text
         model)."""
         config = self.stack.config

@@ -82,7 +82,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         refused=tuple(name for source in structure.sources for name in source.arguments),
         # BERT cuts missing token types from a buffer as long as its old table, so they are made from shapes instead.
         needs_token_types=any(name.endswith("token_type_ids") for name, _ in stack.named_buffers()),
-        extra_tokens=structure.aside,
+        extra_tokens=structure.extra_tokens,
         windows=structure.windows or len(structure.entrances) > 1,
         flattens=structure.flattens,
         causal_flags=structure.causal_flags,

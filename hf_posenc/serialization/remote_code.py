@@ -95,7 +95,7 @@ def _planned(config: Any) -> list[str]:
     components = [module for name, module in sys.modules.items() if name.startswith(COMPONENTS)]
     needed = {cls.__module__ for module in components for cls in vars(module).values() if getattr(cls, "__name__", "") in kinds}
     needed |= {f"{PACKAGE}.attention.known_models"} if any(plan.custom_attentions for plan in plans) else set()
-    needed |= set() if plans and all(_reads_tokens(plan.stack) for plan in plans) else {f"{PACKAGE}.architectures.own_tokens"}
+    needed |= set() if all(_reads_tokens(plan.stack) for plan in plans) else {f"{PACKAGE}.architectures.own_tokens"}
     return sorted(needed)
 
 

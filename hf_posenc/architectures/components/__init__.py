@@ -6,7 +6,7 @@ import pkgutil
 from hf_posenc.architectures.components.component import Disabled, PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.components.detection import is_order_sensitive, unhandled_position_modules
 from hf_posenc.architectures.components.position_parameters import disabled_names
-from hf_posenc.architectures.components.vision import extra_tokens, has_windows, patch_projection
+from hf_posenc.architectures.components.vision import count_extra_tokens, has_windows, patch_projection
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -20,5 +20,5 @@ __all__ = [
     "is_order_sensitive",
     "unhandled_position_modules",
     "disabled_names",
-    "extra_tokens",
+    "count_extra_tokens",
 ]

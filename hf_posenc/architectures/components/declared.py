@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.architectures.components.component import OWN_PAGE, PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.components.position_parameters import PositionParameter
 from hf_posenc.architectures.components.position_tables import PositionTable
-from hf_posenc.architectures.components.vision import extra_tokens
+from hf_posenc.architectures.components.vision import count_extra_tokens
 from hf_posenc.configuration import LENGTH_FIELD
 
 
@@ -52,7 +52,7 @@ def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> 
     if module is not None and each.disabled_output is not None:
         return RegisteredModule(each.path, module, each.disabled_output)
     if around is not None and isinstance(getattr(around, key, None), Tensor) and each.disabled_output is None:
-        return RegisteredParameter(each.path, around, extra_tokens(modules), stack.config)
+        return RegisteredParameter(each.path, around, count_extra_tokens(modules), stack.config)
     what = "nothing" if module is None else f"a {type(module).__name__}"
     raise UnsupportedModelError(
         f"register_positions({each.cls.__name__}, {each.path!r}) names {what} of this {type(stack).__name__}: allowed is an "
@@ -94,8 +94,8 @@ class RegisteredTable(PositionTable):
 class RegisteredParameter(PositionParameter):
     """A parameter or buffer of vectors which the host adds, of which one axis may be as long as LENGTH_FIELD says."""
 
-    def __init__(self, path: str, around: nn.Module, aside: tuple[int, int], config: Any) -> None:
-        super().__init__(path, around, aside, (path.rpartition(".")[0], around))
+    def __init__(self, path: str, around: nn.Module, extra_tokens: tuple[int, int], config: Any) -> None:
+        super().__init__(path, around, extra_tokens, (path.rpartition(".")[0], around))
         length = getattr(config, LENGTH_FIELD, None)
         self.axis = next((axis for axis, size in enumerate(self.shape[:-1]) if size == length), None)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError
-from hf_posenc.architectures.components.vision import cuts_into_windows, extra_tokens
+from hf_posenc.architectures.components.vision import count_extra_tokens, cuts_into_windows
 from hf_posenc.signatures import reads_tokens
 
 NAMES = (
@@ -46,23 +46,23 @@ SILENCED = "_posenc_silenced"
 class PositionParameter(PositionComponent):
     """A parameter of vectors `[..., rows, D]`, or a constant tensor of them, in a stack whose inputs aren't tokens.
 
-    path: of the parameter. A table of one vector for each token covers tokens aside, too.
+    path: of the parameter. A table of one vector for each token also covers extra tokens.
     near: path and module of what reads it.
     """
 
     encoding, verb = "learned", "embed"
 
-    def __init__(self, path: str, module: nn.Module, aside: tuple[int, int], near: tuple[str, nn.Module]) -> None:
+    def __init__(self, path: str, module: nn.Module, extra_tokens: tuple[int, int], near: tuple[str, nn.Module]) -> None:
         super().__init__(path, module)
-        self.aside, (self.near_path, self.near) = aside, near
+        self.extra_tokens, (self.near_path, self.near) = extra_tokens, near
         self.shape, self.is_learned = tuple(self._tensor.shape), self.key in module._parameters
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
         if reads_tokens(stack):
             return
-        aside = extra_tokens(modules)
-        if any(aside) and cuts_into_windows(modules):
+        extra_tokens = count_extra_tokens(modules)
+        if any(extra_tokens) and cuts_into_windows(modules):
             raise UnsupportedModelError(
                 f"{type(stack).__name__} gives each window of an image a class token of its own, so its patches don't lie "
                 "side by side",
@@ -72,18 +72,18 @@ class PositionParameter(PositionComponent):
         for path, module in modules.items():
             owner, _, name = path.rpartition(".")
             if name in NAMES and type(module) is nn.Embedding:
-                yield cls(f"{path}.weight", module, aside, (owner, modules.get(owner, stack)))
+                yield cls(f"{path}.weight", module, extra_tokens, (owner, modules.get(owner, stack)))
             else:
                 tables = {**module._parameters, **module._buffers, **vars(module)}
                 for key in (key for key in NAMES if isinstance(tables.get(key), Tensor)):
-                    yield cls(f"{path}.{key}".lstrip("."), module, aside, (path, module))
+                    yield cls(f"{path}.{key}".lstrip("."), module, extra_tokens, (path, module))
 
     @classmethod
     def at(cls, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> PositionComponent:
         owner, _, key = path.rpartition(".")
         table, (outer, _, name) = modules[owner], owner.rpartition(".")
         near = outer if key == "weight" and name in NAMES and type(table) is nn.Embedding else owner
-        return cls(path, table, extra_tokens(modules), (near, modules.get(near, stack)))
+        return cls(path, table, count_extra_tokens(modules), (near, modules.get(near, stack)))
 
     @property
     def key(self) -> str:
@@ -104,11 +104,11 @@ class PositionParameter(PositionComponent):
 
     @property
     def patches(self) -> int:
-        """The number of patches that have a vector. Tokens aside that were added later have none (registers)."""
+        """The number of patches that have a vector. Extra tokens that were added later have none (registers)."""
         rows = math.prod(self.shape[:-1])
         told = (getattr(module, "num_patches", None) for module in self.near.modules())
-        counts = [count for count in told if isinstance(count, int) and count <= rows - self.aside[1]]
-        return counts[0] if counts else rows - sum(self.aside)
+        counts = [count for count in told if isinstance(count, int) and count <= rows - self.extra_tokens[1]]
+        return counts[0] if counts else rows - sum(self.extra_tokens)
 
     @property
     def width(self) -> int | None:
@@ -125,7 +125,7 @@ class PositionParameter(PositionComponent):
         if self.key in NOT_BY_TOKEN:
             return None
         vectors = self._tensor.flatten(0, -2)
-        before = len(vectors) - self.aside[1] - self.patches
+        before = len(vectors) - self.extra_tokens[1] - self.patches
         return vectors[before : before + self.patches]
 
 

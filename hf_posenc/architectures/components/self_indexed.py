@@ -57,7 +57,7 @@ class SelfIndexedTable(PositionTable):
         return _computes(module) if _table(module) is None else _first_row(module) is not None
 
     def disable(self, stack: Any, adds_vectors: bool) -> None:
-        silenced = DisabledCountingTable(stack, self.path, self.module, 0 if adds_vectors else None)
+        silenced = DisabledSelfIndexedTable(stack, self.path, self.module, 0 if adds_vectors else None)
         replace(stack, self.path, silenced)
 
     @property
@@ -89,7 +89,7 @@ class SelfIndexedTable(PositionTable):
         return None if table is None else table[self.first :]
 
 
-class DisabledCountingTable(DisabledTable):
+class DisabledSelfIndexedTable(DisabledTable):
     """Answers any call with the vectors of the encoding at the positions of the forward pass, `[1 or B, L, D]`."""
 
     def __init__(self, stack: Any, path: str, table: Any, offset: int | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-ASIDE = re.compile(r"(cls|class|register|distillation|detection|storage|prefix|cls_register)_(tokens?|embedding)")
+EXTRA_TOKENS = re.compile(r"(cls|class|register|distillation|detection|storage|prefix|cls_register)_(tokens?|embedding)")
 """Names of parameters that are tokens of their own, which stand for no patch."""
 BEHIND = "detection_tokens"
 """The one of them that comes behind the patches: YOLOS."""
@@ -13,12 +13,12 @@ POOLS = re.compile(r"Pool")
 """In class names of modules which have such a token to gather the patches with, behind all layers (AIMv2)."""
 
 
-def extra_tokens(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
-    """The number of tokens before and behind the patches."""
+def count_extra_tokens(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
+    """The number of tokens before and after the patches."""
     before = behind = 0
     for module in modules.values():
         for name, parameter in module._parameters.items():
-            if parameter is not None and ASIDE.fullmatch(name) and not POOLS.search(type(module).__name__):
+            if parameter is not None and EXTRA_TOKENS.fullmatch(name) and not POOLS.search(type(module).__name__):
                 count = parameter.shape[:-1].numel()
                 before, behind = (before, behind + count) if name == BEHIND else (before + count, behind)
     return before, behind
