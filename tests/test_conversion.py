@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import hf_posenc
 from conftest import HOSTS, WORDS, assert_equal, first, run_python, stock, tokens
+from hf_posenc.architectures.contributions import contributions
 from hf_posenc.serialization.tokenizer_files import check_known, load_tokenizer, required_tokenizer
 
 LENGTH, TEXTS = 24, 6
@@ -466,7 +467,7 @@ def test_every_host_has_its_contributions():
     for host in HOSTS:
         model = stock(host)
         (found,) = find_all(model).values()
-        names = list(found.contributions)
+        names = list(contributions(found))
         layers = len(set(found.blocks.values()))
         tables = sum(source.accepts_embeddings for source in found.sources)
         assert len(names) == tables + 2 * layers, (host, names)

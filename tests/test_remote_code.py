@@ -8,10 +8,23 @@ import os
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, BertModel
+from transformers import AutoConfig, AutoModel, BertModel, ViTConfig, ViTModel
 
 import hf_posenc
-from conftest import ENCODINGS, HOSTS, REGISTERED, ROOT, VARIANTS, by_structure, first, patched, run_python, suits, tokens
+from conftest import (
+    ENCODINGS,
+    HOSTS,
+    REGISTERED,
+    ROOT,
+    VARIANTS,
+    by_structure,
+    first,
+    patched,
+    run_python,
+    stock,
+    suits,
+    tokens,
+)
 from hf_posenc.modeling.derived import auto_classes
 from hf_posenc.serialization import mixins, remote_code
 
@@ -24,6 +37,7 @@ AUTO = {
 }
 HOSTS_APART = [host.values[0] for host in by_structure(HOSTS) if not host.marks]
 """Hosts whose layers are built unlike those of one before."""
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 ALONE = ("alibi", "learned", "shaw", "t5", "relative_key_query", "sinusoidal+alibi")
 """Encodings whose models have no other's code."""
 _BERTS = [name for name in ENCODINGS if suits("bert", name) and name not in (*ALONE, "pope")]
@@ -107,6 +121,9 @@ def bare(own, tmp_path_factory):
     models["bert-per-layer"] = each, padded()
     layer = hf_posenc.PositionEmbedding("learned", hidden_size=8, max_length=16).eval()
     models["layer"] = layer, {"inputs_embeds": torch.randn(2, 5, 8)}
+    models["calibrated"] = hf_posenc.convert(stock("bert"), "alibi", texts=[{"input_ids": tokens()}] * 4), padded()
+    vit = ViTModel(ViTConfig(**SIZES, image_size=16, patch_size=4))
+    models["images"] = hf_posenc.patch(vit.eval(), "rope_2d"), {"pixel_values": torch.randn(2, 3, 16, 16)}
     with pytest.warns(UserWarning):
         patched("bert", "own-careless").save_pretrained(folder / "careless")
     return seen_without_the_package(folder, models), folder
@@ -121,7 +138,7 @@ def test_loads_without_the_package_and_again(bare):
     seen, _ = bare
     assert_equal_everywhere(seen)
     assert seen["gpt2"]["class"] == "PosEncGPT2LMHeadModel" and seen["layer"]["class"] == "PositionEmbedding"
-    assert len(seen) == len(HOSTS_APART) + len(ALONE) + len(TOGETHER) + 3
+    assert len(seen) == len(HOSTS_APART) + len(ALONE) + len(TOGETHER) + 5
     assert {*"+".join((*ALONE, *TOGETHER)).split("+")} >= {*ENCODINGS}
 
 
@@ -198,6 +215,8 @@ def test_only_what_is_needed_is_saved(bare):
         files = {path.name for path in (folder / name).glob("*.py")} - {"modeling_posenc.py"}
         needed = common | {f"encodings.{each}" for each in encodings} | {f"attention.{each}" for each in backends}
         assert files == {copy_of(each) for each in needed} | OWN_CODE.get(name, set()), name
+    assert (folder / "calibrated" / f"{copy_of('architectures.contributions')}").is_file()
+    assert (folder / "images" / f"{copy_of('architectures.own_tokens')}").is_file()
     needed = {f"encodings.{name}" for name in (*RUNS_IT["encodings"], *LEARNED)} | {"_compat", "_versions", "configuration"}
     needed |= {"modeling.embedding", *(f"serialization.{name}" for name in ("copies", "interrupted", "mixins"))}
     assert {path.name for path in (folder / "layer").glob("posenc_*.py")} == {copy_of(each) for each in needed}

@@ -284,8 +284,13 @@ def _fronts(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection
     return {path: module for path, module in modules.items() if convolves(path, module) and not path.startswith(elsewhere)}
 
 
+def _claimed(structure: Structure) -> set[str]:
+    """The paths of what the sources of position are made of."""
+    return {path for source in structure.sources for path in source.claimed}
+
+
 def _unclaimed_fronts(structure: Structure, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    claimed = tuple(f"{path}." for path in structure.claimed)
+    claimed = tuple(f"{path}." for path in _claimed(structure))
     fronts = _fronts(structure.stack, modules, structure.attentions)
     return {path: module for path, module in fronts.items() if not path.startswith(claimed)}
 
@@ -384,7 +389,7 @@ def _refuse_mixed(model: Any, inner: Any, path: str) -> None:
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     name = type(structure.stack).__name__
-    claimed = {*structure.claimed, *structure.others, *_unclaimed_fronts(structure, modules)}
+    claimed = {*_claimed(structure), *structure.others, *_unclaimed_fronts(structure, modules)}
     if signs := sorted(unhandled_position_modules(structure.stack, modules, claimed)):
         reason = signs[0][1]
         raise UnsupportedModelError(

@@ -117,11 +117,6 @@ class Structure:
         return next((source.offset for source in self.sources if source.offset is not None), 0)
 
     @property
-    def claimed(self) -> set[str]:
-        """The paths of what its sources are made of."""
-        return {path for source in self.sources for path in source.claimed}
-
-    @property
     def usable_length(self) -> int | None:
         """The longest input in tokens that the stock host is made for."""
         return _least(source.usable_length(self.stack.config) for source in self.sources)
@@ -160,26 +155,6 @@ class Structure:
     def blocks(self) -> dict[str, str]:
         """Path of each attention -> the path of its attention block, the layer's child."""
         return {path: self._layer(path)[1] for path in self.attentions}
-
-    @property
-    def contributions(self) -> dict[str, int]:
-        """Path -> width of the modules whose outputs positions may change on average: the tables that are added to the
-        inputs, and in each layer the last projection of the attention block and that of the feed-forward block, whose outputs
-        enter a residual sum."""
-        modules = self.modules
-        found = {source.path: source.width for source in self.sources if source.accepts_embeddings and source.width is not None}
-        for block, layer in dict(zip(self.blocks.values(), self.layer_paths.values(), strict=True)).items():
-            inside = [path for path, module in modules.items() if f"{path}.".startswith(f"{layer}.") and self._projects(module)]
-            inside = [path for path in inside if not CROSS_ATTENTION.search(path)]
-            of_attention = [path for path in inside if f"{path}.".startswith(f"{block}.")]
-            others = [path for path in inside if path not in of_attention]
-            found.update((path, self.stack.config.hidden_size) for last in (of_attention, others) for path in last[-1:])
-        return found
-
-    def _projects(self, module: Any) -> bool:
-        """Whether a module is a linear layer onto hidden states; of Transformers' Conv1D the width is `nf`."""
-        width = getattr(module, "out_features", getattr(module, "nf", None))
-        return isinstance(width, int) and width == self.stack.config.hidden_size and hasattr(module, "weight")
 
     def _layer(self, path: str) -> tuple[str, str]:
         """The paths of an attention's layer and of its block."""

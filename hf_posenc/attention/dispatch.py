@@ -10,7 +10,6 @@ Shapes: B batch, Q queries, K keys, H heads, E head_dim.
 import copy
 import functools
 import hashlib
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -370,28 +369,11 @@ def host_function(module: nn.Module, implementation: str) -> Function:
     return bert_eager() if own is None else own
 
 
-def scales_afterwards(module: nn.Module) -> bool:
-    """Whether the host's eager function multiplies its output by a factor that isn't in the weights it gives: that of an
-    attention sink, made from a sum of exponentials (Granite with sliding windows)."""
-    code = getattr(inspect.unwrap(host_function(module, "eager")), "__code__", None)
-    return code is not None and "logsumexp" in code.co_names
-
-
 def bert_eager() -> Function:
     """The eager function for models that have none of their own."""
     from transformers.models.bert import modeling_bert
 
     return modeling_bert.eager_attention_forward
-
-
-def own_eager_function(module: nn.Module) -> Function | None:
-    """The eager function of an attention outside Transformers, which its forward mentions. It may have any name, and a subclass
-    may be in another module than the forward that it inherits."""
-    forward = inspect.unwrap(type(module).forward)
-    scope = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    functions = {name: value for name, value in scope.items() if inspect.isfunction(value)}
-    taking = [value for value in functions.values() if list(inspect.signature(value).parameters)[:1] == ["module"]]
-    return functions.get("eager_attention_forward") or (taking[0] if len(taking) == 1 else None)
 
 
 def _upcast_eager(

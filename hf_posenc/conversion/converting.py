@@ -16,6 +16,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import find, structure
 from hf_posenc.architectures.components import UnsupportedModelError
+from hf_posenc.architectures.contributions import contributions
 from hf_posenc.configuration import Calibration
 from hf_posenc.conversion import calibration
 from hf_posenc.conversion.patching import patch, refuse, refuse_patched
@@ -222,7 +223,7 @@ def _check_coverage(stack: Any, batch: Mapping[str, Tensor]) -> None:
 def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor], held_out: dict[str, Tensor]) -> Calibration:
     measured = held_out or batch
     with torch.no_grad():
-        original = calibration.observed(found.stack, tuple(found.attentions), tuple(found.contributions), batch)
+        original = calibration.observed(found.stack, tuple(found.attentions), tuple(contributions(found)), batch)
         states = calibration.states(found.stack, measured) if held_out else original.states
     if not original.states[real_tokens(batch)].isfinite().all():
         raise ValueError(
@@ -230,7 +231,7 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
             "its weights (isfinite), and convert it in float32 if its own type is too narrow"
         )
     # Those of modules which don't give out states of all tokens stay 0: a model that is loaded has them all.
-    _install_offsets(stack, found.contributions)
+    _install_offsets(stack, contributions(found))
     is_training = {module: module.training for module in stack.modules()}
     implementation = stack.config._attn_implementation
     stack.set_attn_implementation("eager")

@@ -392,7 +392,9 @@ def _install(found: structure.Structure, spec: specs.PositionSpec) -> None:
     if own is None:
         return
     if spec.calibration is not None:
-        offsets.install(found.stack, found.contributions.items())
+        from hf_posenc.architectures.contributions import contributions
+
+        offsets.install(found.stack, contributions(found).items())
     if spec.original and spec.original.kept and (kept := found.saved_shapes(spec.original.rows)):
         found.stack.posenc.original = OriginalState(kept)
 

@@ -59,7 +59,11 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         source.disable(stack, adds_vectors=at_input)
     for (path, module), posenc in zip(structure.attentions.items(), owned, strict=True):
         row = custom.row_of(module)
-        eager = dispatch.own_eager_function(module) if row is None and not is_transformers(type(module)) else None
+        eager = None
+        if row is None and not is_transformers(type(module)):
+            from hf_posenc.modeling import user_models
+
+            eager = user_models.own_eager_function(module)
         _enter(module, posenc, AttentionState(parts[path], eager=eager))
         if custom.closed(module):
             continue

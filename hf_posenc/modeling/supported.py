@@ -1,5 +1,6 @@
 """Whether an encoding can act in the stacks of a stock model: checked when it is patched, or made without a plan."""
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -59,7 +60,7 @@ def _refuse_closed(structure: Structure, attentions: Mapping[str, nn.Module], sp
                 remedy="take one that rotates or biases",
             )
         weighing = [part for part in acting if "value_bias" in spec.mechanisms(part)]
-        if weighing and custom.row_of(module) is None and dispatch.scales_afterwards(module):
+        if weighing and custom.row_of(module) is None and _scales_afterwards(module):
             raise UnsupportedModelError(
                 f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which multiplies its output by a "
                 f"factor that isn't in its weights, so {weighing[0]!r} can't add anything to its output by them",
@@ -101,3 +102,10 @@ def _refuse_places(structure: Structure, spec: PositionSpec) -> None:
             reason="layers of several widths",
             remedy="leave inject out",
         )
+
+
+def _scales_afterwards(module: nn.Module) -> bool:
+    """Whether the host's eager function multiplies its output by a factor that isn't in the weights it gives: that of an
+    attention sink, made from a sum of exponentials (Granite with sliding windows)."""
+    code = getattr(inspect.unwrap(dispatch.host_function(module, "eager")), "__code__", None)
+    return code is not None and "logsumexp" in code.co_names

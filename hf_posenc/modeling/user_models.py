@@ -1,12 +1,15 @@
-"""Classes derived from a user's own config and model classes. No checkpoint carries them."""
+"""What only users' own classes need: their derived classes, their attentions' eager functions. No checkpoint carries it."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.architectures.components.component import is_transformers
+from hf_posenc.attention import dispatch
 from hf_posenc.modeling import derived
 
 OWN: dict[type, Any] = {}
@@ -65,3 +68,13 @@ def with_one_post_init(host: type[PreTrainedModel]) -> Callable[..., None]:
         self.post_init()
 
     return __init__
+
+
+def own_eager_function(module: nn.Module) -> dispatch.Function | None:
+    """The eager function of an attention outside Transformers, which its forward mentions. It may have any name, and a subclass
+    may be in another module than the forward that it inherits."""
+    forward = inspect.unwrap(type(module).forward)
+    scope = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    functions = {name: value for name, value in scope.items() if inspect.isfunction(value)}
+    taking = [value for value in functions.values() if list(inspect.signature(value).parameters)[:1] == ["module"]]
+    return functions.get("eager_attention_forward") or (taking[0] if len(taking) == 1 else None)

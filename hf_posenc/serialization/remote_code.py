@@ -88,14 +88,16 @@ def _backends(encodings: Iterable[tuple[Any, dict[str, Any]]], config: Any) -> l
 
 
 def _planned(config: Any) -> list[str]:
-    """The modules of ours that a model needs by its plan: those of its position components, of custom attentions, and of stacks
-    that make their tokens themselves."""
+    """The modules of ours that a model needs by its plan: for its position components, custom attentions, calibration, and
+    stacks that make their tokens themselves."""
     plans = plans_of(config)
     kinds = {kind for plan in plans for kind, _ in plan.components}
     components = [module for name, module in sys.modules.items() if name.startswith(COMPONENTS)]
     needed = {cls.__module__ for module in components for cls in vars(module).values() if getattr(cls, "__name__", "") in kinds}
     needed |= {f"{PACKAGE}.attention.known_models"} if any(plan.custom_attentions for plan in plans) else set()
     needed |= set() if all(_reads_tokens(plan.stack) for plan in plans) else {f"{PACKAGE}.architectures.own_tokens"}
+    calibrated = plans and config.position_spec.calibration is not None
+    needed |= {f"{PACKAGE}.architectures.contributions"} if calibrated else set()
     return sorted(needed)
 
 
