@@ -14,7 +14,7 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig, PreTrainedM
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
-from hf_posenc.architectures import find, structure
+from hf_posenc.architectures import detection, structure
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.configuration import Calibration, dropped_v4_relative_within
 from hf_posenc.encodings import options_of, portable, short_repr, without_values
@@ -110,7 +110,7 @@ def inspect(model: nn.Module | PreTrainedConfig | str | os.PathLike[str], *, sub
             is missing, or it has no such submodel.
     """
     whole = _unwrapped(model) if isinstance(model, nn.Module) else without_weights(model)
-    return _report(whole if submodel is None else find.submodel(whole, submodel))
+    return _report(whole if submodel is None else detection.submodel(whole, submodel))
 
 
 def _report(model: PreTrainedModel) -> Report:
@@ -123,7 +123,7 @@ def _report(model: PreTrainedModel) -> Report:
     if not stacks:
         return _stock_report(model)
     if not hasattr(config, "position_spec"):
-        raise _several_models(model, find.submodels_of(model))
+        raise _several_models(model, detection.submodels_of(model))
     stack = next(iter(stacks.values()))
     spec = stack.config.position_spec
     verbs = dict.fromkeys(verb for each in spec.all_encodings for verb in each.encoding.mechanisms(each.options))
@@ -145,7 +145,7 @@ def _report(model: PreTrainedModel) -> Report:
         layers={part: _layers_of(stack, part) for part in spec.layers},
         calibration=spec.calibration,
         where={name: there.type for name in spec.where if (there := spec.encoding_for(name)) is not None},
-        order_sensitive=_stays((name, find.order_aware_modules(stack)) for name, stack in stacks.items()),
+        order_sensitive=_stays((name, detection.order_aware_modules(stack)) for name, stack in stacks.items()),
     )
 
 
@@ -223,9 +223,9 @@ def _stays(stacks: Iterable[tuple[str, Mapping[str, nn.Module]]]) -> dict[str, t
 
 def _stock_report(model: PreTrainedModel) -> Report:
     try:
-        stacks = find.find_all(model)
+        stacks = detection.find_all(model)
     except UnsupportedModelError as refused:
-        if refused.reason == find.UNKNOWN and (ignored := _ignored(model)):  # ESM without its vectors ignores order
+        if refused.reason == detection.UNKNOWN and (ignored := _ignored(model)):  # ESM without its vectors ignores order
             return Report(type(model).__name__, "none", {}, {}, None, False, ignored)
         if not refused.submodels:
             raise
@@ -243,7 +243,7 @@ def _stock_report(model: PreTrainedModel) -> Report:
         max_length=min(lengths, default=None),
         can_unpatch=False,
         ignored=_ignored(model),
-        order_sensitive=_stays((path, find.order_aware_modules_of(found)) for path, found in stacks.items()),
+        order_sensitive=_stays((path, detection.order_aware_modules_of(found)) for path, found in stacks.items()),
     )
 
 

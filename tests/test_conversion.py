@@ -462,7 +462,7 @@ def test_strings_and_the_tokenizers_length(minilm):
 
 def test_every_host_has_its_contributions():
     """Tables, and in each layer two projections of the right width."""
-    from hf_posenc.architectures.find import find_all
+    from hf_posenc.architectures.detection import find_all
 
     for host in HOSTS:
         model = stock(host)

@@ -8,7 +8,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import hf_posenc
 from conftest import DECODER, LLAMA, Host, assert_apart, assert_close, assert_equal, first, patched, stock, tokens
-from hf_posenc.architectures import find
+from hf_posenc.architectures import detection
 from oracles import in_pieces
 
 
@@ -91,7 +91,7 @@ def cache_of(host, model, static=False):
 
 
 def attentions(model):
-    return find._attentions(dict(model.named_modules()))[0]
+    return detection._attentions(dict(model.named_modules()))[0]
 
 
 @torch.no_grad()

@@ -41,11 +41,11 @@ def own(folder):
 @pytest.fixture
 def kept(monkeypatch):
     """What a test registers is gone after it."""
-    from hf_posenc.architectures.components import declared
+    from hf_posenc.architectures.components import registered
     from hf_posenc.attention import custom
 
     monkeypatch.setattr(custom, "ROWS", dict(custom.ROWS))
-    monkeypatch.setattr(declared, "DECLARED", dict(declared.DECLARED))
+    monkeypatch.setattr(registered, "DECLARED", dict(registered.DECLARED))
 
 
 def made(own, name):
@@ -311,9 +311,9 @@ def test_what_is_said_wrongly(own, kept):
                 hf_posenc.UnsupportedModelError, match=f"names {what} of this TurningModel: allowed is an nn.Embedding"
             ):
                 hf_posenc.patch(cls(config()), "rope")
-        from hf_posenc.architectures.components import declared
+        from hf_posenc.architectures.components import registered
 
-        declared.DECLARED.clear()
+        registered.DECLARED.clear()
 
 
 def test_what_a_class_lacks(own, kept):

@@ -23,7 +23,7 @@ from transformers import (
 
 import hf_posenc
 from conftest import HOSTS, first, patched, stock, tokens
-from hf_posenc.architectures import find
+from hf_posenc.architectures import detection
 from hf_posenc.architectures.structure import tokens_of
 from hf_posenc.configuration import StackPlan
 
@@ -65,7 +65,7 @@ def test_loading_finds_nothing(host, tmp_path):
     model.save_pretrained(tmp_path)
     expected = first(model(tokens()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(find, "find_all", lambda *_: pytest.fail("detected"))
+        patch.setattr(detection, "find_all", lambda *_: pytest.fail("detected"))
         again = AutoModel.from_pretrained(tmp_path)
         assert torch.equal(first(again(tokens())), expected)
         assert plans(again) == plans(model)
@@ -76,7 +76,7 @@ def test_heads_share_a_plan(tmp_path):
     model.save_pretrained(tmp_path / "head")
     model.base_model.save_pretrained(tmp_path / "bare")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(find, "find_all", lambda *_: pytest.fail("detected"))
+        patch.setattr(detection, "find_all", lambda *_: pytest.fail("detected"))
         for folder in ("head", "bare"):
             for auto in (AutoModel, AutoModelForMaskedLM):
                 loaded = auto.from_pretrained(tmp_path / folder).base_model

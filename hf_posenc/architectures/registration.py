@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.architectures.components.component import is_transformers
-from hf_posenc.architectures.components.declared import declare
+from hf_posenc.architectures.components.registered import declare
 from hf_posenc.attention import custom, intercept
 
 

@@ -13,7 +13,7 @@ from transformers.utils import cached_file, has_file
 
 import hf_posenc
 from hf_posenc.architectures.components.component import is_transformers
-from hf_posenc.architectures.find import submodels_of
+from hf_posenc.architectures.detection import submodels_of
 from hf_posenc.cli.output import Output
 from hf_posenc.configuration import V4_RELATIVE
 from hf_posenc.encodings import canonical, encoding_class, short_repr

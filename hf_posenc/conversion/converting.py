@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc import configuration as specs
-from hf_posenc.architectures import find, structure
+from hf_posenc.architectures import detection, structure
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.architectures.contributions import contributions
 from hf_posenc.configuration import Calibration
@@ -94,7 +94,7 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
             "take an encoding that biases, or patch and train (python -m hf_posenc.training.distill)"
         )
     original = _twin(model)
-    stacks = find.find_all(original if spec.submodel is None else find.submodel(original, spec.submodel))
+    stacks = detection.find_all(original if spec.submodel is None else detection.submodel(original, spec.submodel))
     if len(stacks) > 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {len(stacks)} stacks of layers with positions of their own, and calibration fits one",
@@ -117,7 +117,7 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
     report = _calibrated(stack, found, chosen, held_out)
     specs.write(patched.config, replace(spec, calibration=report))
     if spec.submodel is not None:
-        inner = find.submodel(patched, spec.submodel)
+        inner = detection.submodel(patched, spec.submodel)
         for part in (each for each in inner.modules() if isinstance(each, PosEncModelMixin)):
             specs.write(part.config, replace(part.config.position_spec, calibration=report))
     if isinstance(tokenizer, PreTrainedTokenizerBase):

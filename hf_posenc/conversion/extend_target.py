@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.architectures import find
+from hf_posenc.architectures import detection
 from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.structure import Structure
 from hf_posenc.encodings import Geometry, quoted
@@ -36,9 +36,9 @@ class ExtensionTarget:
         cls, model: Any, max_length: int, method: str, settings: dict[str, Any], submodel: str | None
     ) -> "ExtensionTarget":
         """Raises ValueError for a shorter length, UnsupportedModelError for positions without an end."""
-        inner = model if submodel is None else find.submodel(model, submodel)
+        inner = model if submodel is None else detection.submodel(model, submodel)
         path = next(name for name, module in model.named_modules() if module is inner)
-        stacks = {f"{path}.{name}".strip("."): found for name, found in find.find_all(inner).items()}
+        stacks = {f"{path}.{name}".strip("."): found for name, found in detection.find_all(inner).items()}
         if method == DYNAMIC and getattr(inner.config, "is_encoder_decoder", False):
             stacks = {name: found for name, found in stacks.items() if found.role == "encoder"}
         lengths = [found.usable_length for found in stacks.values() if found.usable_length is not None]

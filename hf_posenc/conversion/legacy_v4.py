@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from hf_posenc import _compat
 from hf_posenc import configuration as specs
-from hf_posenc.architectures import find
+from hf_posenc.architectures import detection
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.configuration import LENGTH_FIELD, V4_RELATIVE, PositionSpec
 from hf_posenc.encodings import encoding_class, short_repr
@@ -179,7 +179,7 @@ def _model_class(auto_class: Any, config: PreTrainedConfig) -> Any:
 def _spec(kind: str, config: Any, host: Any, max_length: int | None) -> PositionSpec:
     """The encoding that has the vectors of a checkpoint."""
     rows = getattr(config, LENGTH_FIELD)
-    usable = next(iter(find.find_all(parameter_sharing.build_on_meta(host, config)).values())).usable_length
+    usable = next(iter(detection.find_all(parameter_sharing.build_on_meta(host, config)).values())).usable_length
     if config.model_type not in WITH_ABSOLUTE_TABLE:
         length = usable if max_length is None else max_length
         return PositionSpec.parse({"type": kind, "max_distance": rows - 1, "max_length": length})

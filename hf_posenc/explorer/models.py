@@ -15,7 +15,7 @@ from transformers import AutoModel
 
 from hf_posenc import plots  # noqa: F401  # registers the figures
 from hf_posenc.architectures.components import UnsupportedModelError
-from hf_posenc.architectures.find import submodels_of
+from hf_posenc.architectures.detection import submodels_of
 from hf_posenc.conversion.patching import patch, unpatch
 from hf_posenc.diagnostics.encoding_input import label
 from hf_posenc.diagnostics.registry import DIAGNOSTICS, FIGURES, Diagnostic

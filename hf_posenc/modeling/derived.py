@@ -77,15 +77,15 @@ class PosEncConfigMixin(EncodingConfigMixin):
     def complete(self) -> None:
         if getattr(self, specs.PLAN) or self._not_saved():
             return
-        from hf_posenc.architectures import find
+        from hf_posenc.architectures import detection
         from hf_posenc.modeling.parameter_sharing import build_on_meta, stock_config
 
         name, spec = auto_classes(self.model_type).get("AutoModel", ""), self.position_spec
         with contextlib.suppress(ValueError, AttributeError):  # a config of which no model can be made
             host = getattr(sys.modules[__name__], name).original_class
             model = build_on_meta(host, stock_config(self, host))
-            inner = model if spec.submodel is None else find.submodel(model, spec.submodel)
-            setattr(self, specs.PLAN, [plan.to_dict() for plan in find.plan_of(find.find_all(inner, spec.where))])
+            inner = model if spec.submodel is None else detection.submodel(model, spec.submodel)
+            setattr(self, specs.PLAN, [plan.to_dict() for plan in detection.plan_of(detection.find_all(inner, spec.where))])
 
     def _auto_classes(self) -> dict[str, str]:
         return {"AutoConfig": type(self).__name__, **auto_classes(self.model_type)}
@@ -178,11 +178,11 @@ class PosEncModelMixin(EncodingModelMixin):
         """By the plan of the config, or found, if it has none: it gets one when it is saved."""
         if plans := specs.plans_of(self.config):
             return structure.planned_in(inner, plans, spec.where)
-        from hf_posenc.architectures import find
-        from hf_posenc.modeling import supported
+        from hf_posenc.architectures import detection
+        from hf_posenc.modeling import compatibility
 
-        stacks = find.find_all(inner if spec.submodel is None else find.submodel(self, spec.submodel), spec.where)
-        supported.check(stacks.values(), spec)
+        stacks = detection.find_all(inner if spec.submodel is None else detection.submodel(self, spec.submodel), spec.where)
+        compatibility.check(stacks.values(), spec)
         return stacks
 
     def _init_weights(self, module: nn.Module) -> None:

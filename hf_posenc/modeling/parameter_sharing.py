@@ -23,7 +23,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from hf_posenc import _compat
 from hf_posenc import configuration as specs
-from hf_posenc.architectures import find, structure
+from hf_posenc.architectures import detection, structure
 from hf_posenc.architectures.components import Disabled, UnsupportedModelError, disabled_names
 from hf_posenc.configuration import HUB_ID, LENGTH_FIELD, OriginalSpec, PositionSpec
 from hf_posenc.encodings import (
@@ -35,7 +35,7 @@ from hf_posenc.encodings import (
     marked_as_loaded,
     placed,
 )
-from hf_posenc.modeling import hooks, supported
+from hf_posenc.modeling import compatibility, hooks
 
 
 def refuse_wrapped(model: Any, call: str = "patch") -> None:
@@ -70,11 +70,11 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
 
     Raises ValueError (UnsupportedModelError) where the encoding can't be put into it.
     """
-    inner = model if spec.submodel is None else find.submodel(model, spec.submodel)
+    inner = model if spec.submodel is None else detection.submodel(model, spec.submodel)
     try:
-        found = find.find_all(inner, spec.where)
+        found = detection.find_all(inner, spec.where)
     except UnsupportedModelError as refused:
-        if refused.reason == find.UNKNOWN:  # ESM's, without its vectors
+        if refused.reason == detection.UNKNOWN:  # ESM's, without its vectors
             specs.raise_if_v4_relative(inner, "it has no positions to replace")
         raise
     stacks = list(found.values())
@@ -91,11 +91,11 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
     config = copy.deepcopy(model.config)
     specs.change_class(config, derived.config_class)
     specs.write(config, replace(spec, original=host, calibration=None))
-    setattr(config, specs.PLAN, [plan.to_dict() for plan in find.plan_of(found)])
+    setattr(config, specs.PLAN, [plan.to_dict() for plan in detection.plan_of(found)])
     if spec.max_length is not None and rows is not None and spec.replaces_all:
         setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
         config.check_size()
-    supported.check(stacks, spec)
+    compatibility.check(stacks, spec)
     patched = build_on_meta(derived, config, like=model)
     share_parameters(model, patched)
     like = next(next(iter(stacks[0].attentions.values())).parameters())
@@ -162,8 +162,8 @@ def to_stock(model: Any, stock: Any) -> Any:
                 owner = unpatched.get_submodule(name).get_submodule(path)
                 trained = owner.get_parameter(parameter).requires_grad if parameter in owner._parameters else True
                 owner.register_parameter(parameter, nn.Parameter(kept.clone(), requires_grad=trained and not frozen))
-    inner = unpatched if submodel is None else find.submodel(unpatched, submodel)
-    if fingerprint(find.find_all(inner, where).values()) != host.fingerprint:
+    inner = unpatched if submodel is None else detection.submodel(unpatched, submodel)
+    if fingerprint(detection.find_all(inner, where).values()) != host.fingerprint:
         warnings.warn(
             "the weights are no longer those which were patched (trained, or cast to another dtype): this is the "
             "present body with the host's old positions, and its outputs are not those of the original",

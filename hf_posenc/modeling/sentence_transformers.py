@@ -11,8 +11,8 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hf_posenc import _compat
 from hf_posenc import configuration as specs
-from hf_posenc.architectures.find import find_all
-from hf_posenc.architectures.find import submodel as submodel_of
+from hf_posenc.architectures.detection import find_all
+from hf_posenc.architectures.detection import submodel as submodel_of
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.serialization.tokenizer_files import copied

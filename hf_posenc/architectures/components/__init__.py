@@ -4,8 +4,8 @@ import importlib
 import pkgutil
 
 from hf_posenc.architectures.components.component import Disabled, PositionComponent, UnsupportedModelError
-from hf_posenc.architectures.components.detection import is_order_sensitive, unhandled_position_modules
 from hf_posenc.architectures.components.position_parameters import disabled_names
+from hf_posenc.architectures.components.unhandled import is_order_sensitive, unhandled_position_modules
 from hf_posenc.architectures.components.vision import count_extra_tokens, has_windows, patch_projection
 
 for _module in pkgutil.iter_modules(__path__):

@@ -30,8 +30,8 @@ class PositionTable(PositionComponent):
 
     @classmethod
     def find(cls, stack: Any, modules: Mapping[str, nn.Module]) -> Iterator[PositionComponent]:
-        from hf_posenc.architectures.components.detection import OTHER_INPUTS
-        from hf_posenc.architectures.components.relative_tables import is_relative
+        from hf_posenc.architectures.components.distance_embeddings import is_relative
+        from hf_posenc.architectures.components.unhandled import OTHER_INPUTS
 
         if not reads_tokens(stack):
             return  # a table of patches or of stretches of sound (parameters.py)

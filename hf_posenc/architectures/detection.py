@@ -20,8 +20,8 @@ from hf_posenc.architectures.components import (
 )
 from hf_posenc.architectures.components.component import HOSTS_PAGE, OWN_PAGE, is_transformers
 from hf_posenc.architectures.components.convolutions import is_convolution
-from hf_posenc.architectures.components.declared import declared_in
-from hf_posenc.architectures.components.detection import OTHER_SOURCES, convolves, couples_submodels
+from hf_posenc.architectures.components.registered import declared_in
+from hf_posenc.architectures.components.unhandled import OTHER_SOURCES, convolves, couples_submodels
 from hf_posenc.architectures.components.vision import count_extra_tokens, cuts_into_windows, has_windows
 from hf_posenc.architectures.registration import names_in_code
 from hf_posenc.architectures.structure import (
