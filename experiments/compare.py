@@ -36,8 +36,8 @@ from experiments.generalisation.runs import Setup, process_state
 from experiments.generalisation.several import Part
 from experiments.generalisation.study import Study
 from experiments.generalisation.tasks import ALL, COMPARED, Task
+from hf_posenc.diagnostics.figures import require_matplotlib
 from hf_posenc.evaluation import records, terminals
-from hf_posenc.figures import require_matplotlib
 from hf_posenc.serialization.atomic import write_text
 from hf_posenc.training.flags import at_least, positive, positive_or_0
 

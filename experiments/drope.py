@@ -49,8 +49,8 @@ from transformers.utils import logging
 
 import hf_posenc
 from experiments.data import pages
+from hf_posenc.diagnostics.figures import LIGHT, MAP, MARKERS
 from hf_posenc.evaluation import metrics, passkeys, perplexity, records, stdlib_corpus, terminals
-from hf_posenc.figures import LIGHT, MAP, MARKERS
 from hf_posenc.serialization.atomic import atomic_file, replaced
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 

@@ -17,8 +17,8 @@ from experiments.generalisation.results import Results
 from experiments.generalisation.runs import Setup, Training
 from experiments.generalisation.several import Part
 from experiments.generalisation.study import Study
+from hf_posenc.diagnostics.figures import Sheet
 from hf_posenc.evaluation import records
-from hf_posenc.figures import Sheet
 
 SIZES = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
 QUICK = [*SIZES, "--length", "3", "--multiples", "1", "2", "--steps", "2", "--batch_size", "2", "--test_rows", "4"]

@@ -877,7 +877,7 @@ def test_copies_of_modules_have_files_of_their_own():
     assert {name for name in copies if copies.count(name) > 1} == set()
 
 
-MEASURING = {"evaluation", "figures", "plots", "explorer", "serialization", "training"}
+MEASURING = {"diagnostics", "evaluation", "plots", "explorer", "serialization", "training"}
 """Modules that programs and commands share; they know nothing of how models are patched."""
 
 

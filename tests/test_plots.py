@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 import hf_posenc
 from conftest import ROOT, slow, stock
 from hf_posenc import diagnostics, plots
-from hf_posenc import figures as style
 from hf_posenc.cli import app
 from hf_posenc.cli.plot import _command
+from hf_posenc.diagnostics import figures as style
 from hf_posenc.diagnostics import registry
 from hf_posenc.plots import length_records
 

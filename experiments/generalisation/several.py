@@ -15,8 +15,8 @@ from experiments.generalisation.results import Results
 from experiments.generalisation.runs import task_of, times
 from experiments.generalisation.study import Study
 from experiments.generalisation.tasks import ALL
+from hf_posenc.diagnostics.figures import NORMAL, Sheet, panels
 from hf_posenc.evaluation.metrics import UNCORRECTED
-from hf_posenc.figures import NORMAL, Sheet, panels
 
 REFUSED = "refused"
 COLUMNS = 3

@@ -14,8 +14,8 @@ from hf_posenc.cli.arguments import ENCODING, FILES, MODEL, Encoding, Options, T
 from hf_posenc.cli.folders import load, names_of
 from hf_posenc.cli.texts import texts_in
 from hf_posenc.diagnostics import Result
+from hf_posenc.diagnostics.figures import checked_path
 from hf_posenc.diagnostics.registry import FIGURES, Figure
-from hf_posenc.figures import checked_path
 from hf_posenc.serialization.saved_files import read_json
 from hf_posenc.serialization.tokenizer_files import load_tokenizer
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hf_posenc.diagnostics.encoding_input import POSITIVE
+from hf_posenc.diagnostics.figures import WIDTH, Sheet, selected
 from hf_posenc.diagnostics.matrix_properties import distances
 from hf_posenc.diagnostics.model_input import Texts, prepare_model
 from hf_posenc.diagnostics.registry import Dark, Layers, Path, TextLength, diagnostic, figure
 from hf_posenc.diagnostics.result import Result, by_layer
 from hf_posenc.encodings import checked_value
-from hf_posenc.figures import WIDTH, Sheet, selected
 
 LINES = 4
 """The default maximum number of layers in a figure: each has a line."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hf_posenc.diagnostics.encoding_input import Quantity, Sizes, label, prepare_encoding, sizes_of
+from hf_posenc.diagnostics.figures import WIDTH, Sheet, panels
 from hf_posenc.diagnostics.matrix_properties import by_distance
 from hf_posenc.diagnostics.registry import Causal, Dark, Encoding, Help, HiddenSize, Length, NumHeads, Path, diagnostic, figure
 from hf_posenc.diagnostics.result import Result, heads, ranged
 from hf_posenc.diagnostics.similarities import selected_heads, similarity, without_unseen
 from hf_posenc.encodings.rope import RoPE
-from hf_posenc.figures import WIDTH, Sheet, panels
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.diagnostics.figures import NORMAL, WIDTH, Sheet, panels
 from hf_posenc.diagnostics.model_input import Texts, prepare_model
 from hf_posenc.diagnostics.registry import Dark, Path, TextLength, diagnostic, figure
 from hf_posenc.diagnostics.result import Result, by_layer
-from hf_posenc.figures import NORMAL, WIDTH, Sheet, panels
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_posenc.diagnostics.encoding_input import POSITIVE, POSITIVES
+from hf_posenc.diagnostics.figures import WIDTH, Sheet
 from hf_posenc.diagnostics.model_input import ModelRunner, Texts, prepare_model
 from hf_posenc.diagnostics.receptive_fields import sees_later
 from hf_posenc.diagnostics.registry import Dark, Path, diagnostic, figure
 from hf_posenc.diagnostics.result import Result
 from hf_posenc.encodings import checked_value
-from hf_posenc.figures import WIDTH, Sheet
 
 Measure = Literal["loss", "masked loss", "cosine"]
 MEASURES: dict[Measure, str] = {

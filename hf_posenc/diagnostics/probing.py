@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hf_posenc.diagnostics.encoding_input import POSITIVE, SEVERAL
+from hf_posenc.diagnostics.figures import NORMAL, SMALL, Sheet, require_matplotlib, selected
 from hf_posenc.diagnostics.matrix_properties import monotonicity, strength, symmetry, translation_invariance
 from hf_posenc.diagnostics.model_input import ModelRunner, prepare_model
 from hf_posenc.diagnostics.registry import Dark, Help, Layers, Path, diagnostic, figure
 from hf_posenc.diagnostics.result import Result, by_layer
 from hf_posenc.encodings import checked_value
-from hf_posenc.figures import NORMAL, SMALL, Sheet, require_matplotlib, selected
 
 MAX_LAYERS, MAX_HEADS = 4, 6
 """The default maximum numbers of rows and columns of a figure."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.diagnostics.encoding_input import POSITIVE
+from hf_posenc.diagnostics.figures import NORMAL, SMALL, WIDTH, Sheet
 from hf_posenc.diagnostics.model_input import ModelRunner, Texts, prepare_model
 from hf_posenc.diagnostics.registry import Dark, Path, TextLength, diagnostic, figure
 from hf_posenc.diagnostics.result import Result
 from hf_posenc.encodings import checked_value
-from hf_posenc.figures import NORMAL, SMALL, WIDTH, Sheet
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hf_posenc.diagnostics.encoding_input import Quantity, Sizes, label, prepare_encoding, sizes_of
+from hf_posenc.diagnostics.figures import NORMAL, SMALL, Sheet, panels, selected
 from hf_posenc.diagnostics.matrix_properties import distances
 from hf_posenc.diagnostics.registry import Causal, Dark, Encoding, Help, HiddenSize, Length, NumHeads, Path, diagnostic, figure
 from hf_posenc.diagnostics.result import Result, heads, ranged
 from hf_posenc.encodings import encoding_class
 from hf_posenc.encodings.alibi import UNSEEN
-from hf_posenc.figures import NORMAL, SMALL, Sheet, panels, selected
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import numpy as np
 
 from hf_posenc.diagnostics.encoding_input import vectors_of
+from hf_posenc.diagnostics.figures import WIDTH, Sheet
 from hf_posenc.diagnostics.registry import Dark, Help, Path, figure
 from hf_posenc.encodings import checked_value
-from hf_posenc.figures import WIDTH, Sheet
 
 
 @figure(None, example="--bits 4")

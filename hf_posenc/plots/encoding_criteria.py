@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc.diagnostics.encoding_input import embedding, label
+from hf_posenc.diagnostics.figures import LARGE, NORMAL, WIDTH, Sheet
 from hf_posenc.diagnostics.registry import Dark, Encoding, HiddenSize, Path, figure
 from hf_posenc.encodings import Geometry, PositionEncoding, canonical, encoding_class
-from hf_posenc.figures import LARGE, NORMAL, WIDTH, Sheet
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 TABLE = LENGTHS[3]

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hf_posenc.diagnostics.figures import NORMAL, SMALL, WIDTH, Sheet, error_bars
 from hf_posenc.diagnostics.registry import Dark, Path, figure
-from hf_posenc.figures import NORMAL, SMALL, WIDTH, Sheet, error_bars
 
 METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
 """Task -> the metric that is shown."""

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hf_posenc.diagnostics.figures import MARKERS, NORMAL, WIDTH, Sheet, error_bars, panels
 from hf_posenc.diagnostics.registry import Dark, Path, figure
-from hf_posenc.figures import MARKERS, NORMAL, WIDTH, Sheet, error_bars, panels
 
 STOCK, NONE = "stock", "none"
 KINDS = {

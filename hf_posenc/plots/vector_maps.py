@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from hf_posenc.diagnostics.encoding_input import label, vectors_of
+from hf_posenc.diagnostics.figures import NORMAL, SMALL, WIDTH, Sheet, selected
 from hf_posenc.diagnostics.registry import Dark, Encoding, Help, HiddenSize, Length, Path, figure
-from hf_posenc.figures import NORMAL, SMALL, WIDTH, Sheet, selected
 
 
 @figure("vectors", example="sinusoidal --option base=100", caption="Vectors")
