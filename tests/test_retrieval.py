@@ -121,7 +121,7 @@ def test_chunks_cover_the_text_exactly(letters, window, longest_word):
 def test_a_model_that_ends_before(letters, model):
     embedder = retrieval.Embedder(model, letters)
     asked, documents = ["a b c.", "x y z."], [DOCUMENT[:200], DOCUMENT[100:400], "a b."]
-    truncated, mean, best = retrieval.methods("tiny", embedder, 200)
+    truncated, mean, best = retrieval.strategies("tiny", embedder, 200)
     assert [way.name for way in (truncated, mean, best)] == [
         "tiny, truncated at 24",
         "tiny, chunked by 24, mean",
@@ -145,12 +145,12 @@ def test_a_model_that_ends_before(letters, model):
 
 def test_which_methods_there_are(letters, model):
     limited, free = retrieval.Embedder(model, letters), retrieval.Embedder(hf_posenc.patch(model, "alibi"), letters)
-    assert [way.name for way in retrieval.methods("m", limited, 24)] == ["m"]
-    assert [way.name for way in retrieval.methods("m", free, 10_000)] == ["m"]
-    names = [way.name for way in retrieval.methods("m", free, 10_000, window=16)]
+    assert [way.name for way in retrieval.strategies("m", limited, 24)] == ["m"]
+    assert [way.name for way in retrieval.strategies("m", free, 10_000)] == ["m"]
+    names = [way.name for way in retrieval.strategies("m", free, 10_000, window=16)]
     assert names == ["m", "m, truncated at 16", "m, chunked by 16, mean", "m, chunked by 16, max"]
     with pytest.raises(ValueError, match="window=25 for m, which takes 24 tokens: give at most 24"):
-        retrieval.methods("m", limited, 100, window=25)
+        retrieval.strategies("m", limited, 100, window=25)
 
 
 def test_slow_tokenizers_are_refused(model):

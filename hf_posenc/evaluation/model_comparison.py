@@ -4,10 +4,8 @@ Shapes: N queries and documents, in the same order.
 """
 
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from hf_posenc.evaluation import cloze_queries, metrics
 from hf_posenc.evaluation.metrics import Difference, Ranks, Score
@@ -81,68 +79,62 @@ def lengths_of(embedder: Embedder, documents: Sequence[str], longest: int | None
 
 
 def compare(original: Embedder, models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> Comparison:
-    """Retrieval among the documents, cut at each length. The last of the models is what the original is compared with.
+    """Retrieval among the documents, cut at each length. The last of the models is compared with the original.
 
-    Where the original reads less, it is truncated, and chunked with the mean and the best of the chunks. A difference tells how
-    much better (above 0) the last of the models is.
+    If the original's limit is lower, it is truncated, and chunked with the mean and the best of the chunks. A difference above
+    0 means that the last of the models is better.
     """
     last = next(reversed(models), "")
 
-    def ways(length: int) -> list[RetrievalStrategy]:
-        new = [RetrievalStrategy(name, strategies(name, model, length)[0].similarity) for name, model in models.items()]
-        return [*strategies(ORIGINAL, original, length), *new]
+    def strategies_at(length: int) -> list[RetrievalStrategy]:
+        whole = [replace(strategies(name, model, length)[0], name=name) for name, model in models.items()]
+        return [*strategies(ORIGINAL, original, length), *whole]
 
-    def gain(ranks: dict[str, Ranks], name: str) -> Difference | None:
-        return None if name in models else metrics.paired(ranks[last], ranks[name])
-
-    rows = _rows(ways, gain, models, pairs, lengths)
+    rows = _rows(strategies_at, lambda names, name: None if name in models else (last, name), models, pairs, lengths)
     return Comparison(rows, _verdict(rows, last, original.limit))
 
 
 def compare_models(models: dict[str, Embedder], pairs: Sequence[Pair], lengths: Sequence[int]) -> dict[int, dict[str, Row]]:
-    """Length -> way to use a model -> its row, of retrieval among the documents, cut at each length. A difference is from the
-    first way of the first model: above 0, better than that."""
+    """Length -> strategy -> its row, of retrieval among the documents, cut at each length. A difference above 0 means that the
+    strategy is better than the first one of the first model."""
 
-    def ways(length: int) -> list[RetrievalStrategy]:
-        return [way for name, model in models.items() for way in strategies(name, model, length)]
+    def strategies_at(length: int) -> list[RetrievalStrategy]:
+        return [strategy for name, model in models.items() for strategy in strategies(name, model, length)]
 
-    def gain(ranks: dict[str, Ranks], name: str) -> Difference | None:
-        first = next(iter(ranks))
-        return None if name == first else metrics.paired(ranks[name], ranks[first])
-
-    return _rows(ways, gain, models, pairs, lengths)
+    return _rows(strategies_at, lambda names, name: None if name == names[0] else (name, names[0]), models, pairs, lengths)
 
 
 def _rows(
-    ways: Callable[[int], list[RetrievalStrategy]],
-    gain: Callable[[dict[str, Ranks], str], Difference | None],
+    strategies_at: Callable[[int], list[RetrievalStrategy]],
+    compared: Callable[[list[str], str], tuple[str, str] | None],
     models: dict[str, Embedder],
     pairs: Sequence[Pair],
     lengths: Sequence[int],
 ) -> dict[int, dict[str, Row]]:
-    """Length -> way -> its row: `ways` are those of a length, `gain` is the difference of one to another."""
+    """Length -> strategy -> its row. `compared` gives the two strategies whose difference a row has.
+
+    Raises ValueError for two strategies with one name, and for similarities that can't be ranked.
+    """
     if not pairs or not models or not lengths:
         raise ValueError(f"{len(pairs)} pairs, {len(models)} models, {len(lengths)} lengths. Pass one or more of each.")
     tokenizer, rows = next(iter(models.values())).tokenizer, dict[int, dict[str, Row]]()
     for length in lengths:
-        ranks = _ranks(ways(length), pairs, length, tokenizer)
-        rows[length] = {name: Row(metrics.score(found), gain(ranks, name)) for name, found in ranks.items()}
+        queries, documents = [pair.query for pair in pairs], [cut(tokenizer, pair.document, length) for pair in pairs]
+        ranks = dict[str, Ranks]()
+        for strategy in strategies_at(length):
+            title = f"{strategy.name} at {length}"
+            if strategy.name in ranks:
+                raise ValueError(f"two ways are named {strategy.name!r}. Give the models names that differ.")
+            try:
+                ranks[strategy.name] = metrics.ranked(strategy.similarity(queries, documents, title))
+            except ValueError as error:
+                raise ValueError(f"{title}: {error}") from None
+        both = {name: compared([*ranks], name) for name in ranks}
+        rows[length] = {
+            name: Row(metrics.score(ranks[name]), pair and metrics.paired(ranks[pair[0]], ranks[pair[1]]))
+            for name, pair in both.items()
+        }
     return rows
-
-
-def _ranks(ways: Sequence[RetrievalStrategy], pairs: Sequence[Pair], length: int, tokenizer: Any) -> dict[str, Ranks]:
-    """The ranks by each way. Raises ValueError for two ways of one name, and for similarities that can't be ranked."""
-    if twice := [name for name, times in Counter(way.name for way in ways).items() if times > 1]:
-        raise ValueError(f"two ways are named {twice[0]!r}. Give the models names that differ.")
-    queries, documents = [pair.query for pair in pairs], [cut(tokenizer, pair.document, length) for pair in pairs]
-    ranks = {}
-    for way in ways:
-        title = f"{way.name} at {length}"
-        try:
-            ranks[way.name] = metrics.ranked(way.similarity(queries, documents, title))
-        except ValueError as error:
-            raise ValueError(f"{title}: {error}") from None
-    return ranks
 
 
 def _verdict(rows: dict[int, dict[str, Row]], name: str, limit: int | None) -> str:

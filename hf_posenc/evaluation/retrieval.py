@@ -1,9 +1,9 @@
-"""Retrieval with sentence embeddings: texts embedded by a model, and the ways to use it on long documents.
+"""Retrieval with sentence embeddings: texts embedded by a model, and the strategies to use it on long documents.
 
     original, converted = Embedder(teacher, tokenizer), Embedder(student, tokenizer)
-    ways = [*methods("original", original, 2048), *methods("converted", converted, 2048)]
-    ranks = {way.name: scores.ranked(way.similarity(queries, documents, way.name)) for way in ways}
-    print(scores.paired(ranks["converted"], ranks["original, truncated at 512"]).shown())
+    chosen = [*strategies("original", original, 2048), *strategies("converted", converted, 2048)]
+    ranks = {each.name: metrics.ranked(each.similarity(queries, documents, each.name)) for each in chosen}
+    print(metrics.paired(ranks["converted"], ranks["original, truncated at 512"]).shown())
 
 Shapes: N queries, M documents, C chunks, B texts in a batch, L tokens, D hidden_size, E size of an embedding.
 """

@@ -2,9 +2,9 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -17,6 +17,7 @@ BAG = "bag of words"
 METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
 """Task -> the metric that its tables and figures show."""
 
+T = TypeVar("T")
 Texts = list[tuple[str, str]]
 """Questions by title, and their documents."""
 
@@ -51,21 +52,20 @@ class Found:
         self.ranks.setdefault(task, {}).setdefault(length, {})[method] = ranks
 
     def scores(self) -> dict[str, dict[int, dict[str, Score]]]:
-        return {
-            task: {length: {name: score(ranks) for name, ranks in by_name.items()} for length, by_name in by_length.items()}
-            for task, by_length in self.ranks.items()
-        }
+        return self._each(lambda task, ranks: {name: score(each) for name, each in ranks.items()})
 
     def differences(self, baseline: str) -> dict[str, dict[int, dict[str, Difference]]]:
         """How much better each method is than the baseline, by the metric of the task."""
+
+        def of(task: str, ranks: dict[str, Ranks]) -> dict[str, Difference]:
+            others = {name: each for name, each in ranks.items() if name != baseline}
+            return {name: paired(each, ranks[baseline], METRICS[task]) for name, each in others.items()}
+
+        return self._each(of)
+
+    def _each(self, of: Callable[[str, dict[str, Ranks]], dict[str, T]]) -> dict[str, dict[int, dict[str, T]]]:
         return {
-            task: {
-                length: {
-                    name: paired(ranks, by_name[baseline], METRICS[task]) for name, ranks in by_name.items() if name != baseline
-                }
-                for length, by_name in by_length.items()
-            }
-            for task, by_length in self.ranks.items()
+            task: {length: of(task, ranks) for length, ranks in by_length.items()} for task, by_length in self.ranks.items()
         }
 
     def heat(self) -> dict[str, dict[int, list[dict[str, Any]]]]:
