@@ -752,7 +752,7 @@ ORDER = [
     {"_versions", "_compat", "signatures"},
     {"encodings"},
     {"configuration"},
-    {"attention", "serialization", "texts"},
+    {"attention", "serialization"},
     {"architectures", "figures"},
     {"modeling"},
     {"inspection"},

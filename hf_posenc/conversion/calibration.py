@@ -31,7 +31,7 @@ from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.attention.bias_backends import score_bias
 from hf_posenc.attention.dispatch import active_encodings, adds_score_bias
 from hf_posenc.encodings import PositionContext, PositionEncoding, placed
-from hf_posenc.texts import real_tokens
+from hf_posenc.modeling.text_batches import real_tokens
 
 MAX_IPF_ROUNDS, IPF_TOLERANCE = 20, 1e-4
 """Maximum number of rounds of proportional fitting, and the change of the divergence at which they end."""

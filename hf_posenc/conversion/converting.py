@@ -26,9 +26,9 @@ from hf_posenc.modeling import offsets
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.parameter_sharing import clone_sharing_parameters
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
+from hf_posenc.modeling.text_batches import Texts, padded, read_rows, real_tokens
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known, required_tokenizer
 from hf_posenc.signatures import reads_tokens
-from hf_posenc.texts import Texts, padded, read_rows, real_tokens
 
 M = TypeVar("M", bound=nn.Module)
 TEXTS, LENGTH, HELD_OUT, READ = 24, 256, 8, 256
