@@ -31,8 +31,8 @@ from conftest import (
     tokens,
 )
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
-from hf_posenc.encodings.interpolation import STATIC, Extension
 from hf_posenc.encodings.self_extend import least_group as least_group_of
+from hf_posenc.encodings.table_interpolation import STATIC, Extension
 
 LONG = 2 * LENGTH + 13
 BART = dict(

@@ -847,7 +847,7 @@ def test_encodings_know_nothing_of_hosts(path):
 
 
 FOUNDATION = [
-    *("options", "mapped_tables", "context", "interpolation", "frequency_rules", "base"),
+    *("options", "mapped_tables", "context", "table_interpolation", "frequency_rules", "base"),
     *("composition", "registry", "determinism", "construction", "rotation", "tables", "catalog"),
 ]
 """The modules of encodings/ that are no encodings. Each imports from those to its left alone."""

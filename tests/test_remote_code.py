@@ -198,7 +198,7 @@ RUNS_IT = {
 """The modules that a checkpoint of a model carries, whatever its encoding: nothing that detects, starts processes, rewrites
 sources, or saves what isn't in memory."""
 BIASES = ("bias_backends", "distance_table")
-LEARNED = ("learned", "tables", "mapped_tables", "interpolation", "sinusoidal")  # its table can start as one
+LEARNED = ("learned", "tables", "mapped_tables", "table_interpolation", "sinusoidal")  # its table can start as one
 
 
 def test_only_what_is_needed_is_saved(bare):

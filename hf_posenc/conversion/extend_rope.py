@@ -12,7 +12,7 @@ from hf_posenc.conversion.extend_target import ExtensionTarget
 from hf_posenc.conversion.patching import patch
 from hf_posenc.encodings import Geometry, encoding_class, quoted
 from hf_posenc.encodings.frequency_rules import ALL, EXTENDING, ORIGINAL, extended
-from hf_posenc.encodings.interpolation import DYNAMIC, GROUPED
+from hf_posenc.encodings.table_interpolation import DYNAMIC, GROUPED
 from hf_posenc.modeling.parameter_sharing import build_on_meta, clone_sharing_parameters, share_parameters
 
 ROPE = "rope_parameters"

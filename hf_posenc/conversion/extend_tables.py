@@ -12,7 +12,7 @@ from hf_posenc.configuration import LENGTH_FIELD
 from hf_posenc.conversion.extend_target import ExtensionTarget
 from hf_posenc.conversion.patching import patch
 from hf_posenc.encodings import quoted
-from hf_posenc.encodings.interpolation import DYNAMIC, STATIC
+from hf_posenc.encodings.table_interpolation import DYNAMIC, STATIC
 from hf_posenc.modeling.parameter_sharing import build_on_meta, clone_sharing_parameters, share_parameters
 
 NO_FIELD = "a table whose length no config says"

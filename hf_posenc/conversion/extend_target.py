@@ -12,7 +12,7 @@ from hf_posenc.architectures import detection
 from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.structure import Structure
 from hf_posenc.encodings import Geometry, quoted
-from hf_posenc.encodings.interpolation import DYNAMIC, Extension
+from hf_posenc.encodings.table_interpolation import DYNAMIC, Extension
 
 
 @dataclass(frozen=True)

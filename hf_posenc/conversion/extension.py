@@ -30,7 +30,7 @@ from hf_posenc.encodings import (
     quoted,
     short_repr,
 )
-from hf_posenc.encodings.interpolation import DYNAMIC, STATIC, Extension
+from hf_posenc.encodings.table_interpolation import DYNAMIC, STATIC, Extension
 from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding
 from hf_posenc.modeling.parameter_sharing import build_on_meta, refuse_wrapped, share_parameters

@@ -17,8 +17,8 @@ from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import checked_value, did_you_mean, names_files, quoted, short_repr
 
 if TYPE_CHECKING:
-    from hf_posenc.encodings.interpolation import Extension
     from hf_posenc.encodings.mapped_tables import StoredTensor
+    from hf_posenc.encodings.table_interpolation import Extension
 
 RESERVED = {
     "type",

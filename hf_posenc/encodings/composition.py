@@ -12,7 +12,7 @@ from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.options import did_you_mean, short_repr
 
 if TYPE_CHECKING:
-    from hf_posenc.encodings.interpolation import Extension
+    from hf_posenc.encodings.table_interpolation import Extension
 
 
 class Composition(PositionEncoding):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hf_posenc.encodings.interpolation import Extension
 from hf_posenc.encodings.options import GreaterThan, checked_value, quoted, short_repr
+from hf_posenc.encodings.table_interpolation import Extension
 
 ORIGINAL = "original_max_position_embeddings"
 NEEDED: dict[str, tuple[str, ...]] = {

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from hf_posenc.encodings.base import Geometry
 from hf_posenc.encodings.context import last_of_text
-from hf_posenc.encodings.interpolation import DYNAMIC, STATIC, Extension, fractions
 from hf_posenc.encodings.mapped_tables import BLOCK
 from hf_posenc.encodings.options import GreaterThan
 from hf_posenc.encodings.sinusoidal import sinusoids
+from hf_posenc.encodings.table_interpolation import DYNAMIC, STATIC, Extension, fractions
 from hf_posenc.encodings.tables import MAPPED, Rows
 
 

@@ -20,10 +20,10 @@ from hf_posenc.encodings.frequency_rules import (
     extended,
     with_explicit_defaults,
 )
-from hf_posenc.encodings.interpolation import Extension
 from hf_posenc.encodings.options import GreaterThan
 from hf_posenc.encodings.rotation import rotated
 from hf_posenc.encodings.sinusoidal import frequencies
+from hf_posenc.encodings.table_interpolation import Extension
 
 Positive = Annotated[float, GreaterThan(0)]
 

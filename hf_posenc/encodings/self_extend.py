@@ -11,10 +11,10 @@ from torch import Tensor
 from hf_posenc.encodings.base import Geometry
 from hf_posenc.encodings.context import PositionContext
 from hf_posenc.encodings.frequency_rules import BY_LENGTH
-from hf_posenc.encodings.interpolation import GROUPED, Extension
 from hf_posenc.encodings.options import GreaterThan
 from hf_posenc.encodings.rope import RoPE
 from hf_posenc.encodings.rotation import rotated
+from hf_posenc.encodings.table_interpolation import GROUPED, Extension
 
 
 class SelfExtend(RoPE, type="self_extend"):

@@ -179,10 +179,10 @@ class PosEncModelMixin(EncodingModelMixin):
         if plans := specs.plans_of(self.config):
             return structure.planned_in(inner, plans, spec.where)
         from hf_posenc.architectures import detection
-        from hf_posenc.modeling import compatibility
+        from hf_posenc.modeling import encoding_checks
 
         stacks = detection.find_all(inner if spec.submodel is None else detection.submodel(self, spec.submodel), spec.where)
-        compatibility.check(stacks.values(), spec)
+        encoding_checks.check(stacks.values(), spec)
         return stacks
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -35,7 +35,7 @@ from hf_posenc.encodings import (
     marked_as_loaded,
     placed,
 )
-from hf_posenc.modeling import compatibility, hooks
+from hf_posenc.modeling import encoding_checks, hooks
 
 
 def refuse_wrapped(model: Any, call: str = "patch") -> None:
@@ -95,7 +95,7 @@ def to_derived(model: Any, derived: Any, spec: PositionSpec, keep_original: bool
     if spec.max_length is not None and rows is not None and spec.replaces_all:
         setattr(config, LENGTH_FIELD, spec.max_length + stacks[0].offset)
         config.check_size()
-    compatibility.check(stacks, spec)
+    encoding_checks.check(stacks, spec)
     patched = build_on_meta(derived, config, like=model)
     share_parameters(model, patched)
     like = next(next(iter(stacks[0].attentions.values())).parameters())
