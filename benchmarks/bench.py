@@ -14,7 +14,6 @@ isn't, and ends the command with status 1.
 """
 
 import argparse
-import importlib
 import multiprocessing
 import os
 import sys
@@ -57,16 +56,8 @@ def _measure(group: Group, settings: Settings) -> Any:
     # Imported in the process that measures, so that libraries are as they are when they are used alone.
     from benchmarks.measuring import measure
 
-    import_modules(settings.modules)
+    terminals.import_modules(settings.modules)
     return measure(group, settings)
-
-
-def import_modules(names: tuple[str, ...]) -> None:
-    """Import modules by name, those of the current folder as well, so that the encodings that they define are registered."""
-    if names:
-        sys.path.insert(0, "")
-    for name in names:
-        importlib.import_module(name)
 
 
 def failed(group: Group, why: str) -> Any:
@@ -137,9 +128,9 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Measure, and put together with what --output_dir has of other groups; and which groups failed."""
     settings, chosen = settings_of(arguments), chosen_groups(arguments)
     try:
-        import_modules(settings.modules)
+        terminals.import_modules(settings.modules)
     except ImportError as error:
-        sys.exit(f"--import: {error}. Modules are looked for in the current folder, {Path.cwd()}, and among what is installed")
+        sys.exit(str(error))
     try:
         subjects.check(settings)
     except ValueError as error:

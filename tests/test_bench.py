@@ -474,7 +474,7 @@ def test_encodings_of_a_module(tmp_path):
     assert json.loads((tmp_path / "parts" / "forward-12-fp32.json").read_text())["state"] != first["state"]
     without, missing = run(), run("--import", "my_windws")
     assert "there is no encoding window-of-a-file" in without.stderr and without.returncode
-    assert "--import: No module named 'my_windws'. Modules are looked for in" in missing.stderr and missing.returncode
+    assert "--import my_windws: No module named 'my_windws'. Modules are looked for in" in missing.stderr and missing.returncode
 
 
 @pytest.mark.slow

@@ -106,9 +106,7 @@ def begin(arguments: argparse.Namespace) -> None:
     try:
         study.begin(tuple(arguments.modules))
     except ImportError as error:
-        raise SystemExit(
-            f"--import: {error}. Modules are looked for in the current folder, {Path.cwd()}, and among what is installed"
-        ) from None
+        raise SystemExit(str(error)) from None
 
 
 def sizes(arguments: argparse.Namespace) -> Sizes:

@@ -3,11 +3,9 @@
 Runs are spread over processes: those of `carry_out`, or those that Accelerate's launcher has started.
 """
 
-import importlib
 import json
 import multiprocessing
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -23,7 +21,7 @@ from transformers.utils import logging
 from experiments.generalisation import models
 from experiments.generalisation.models import Encoding
 from experiments.generalisation.runs import Setup, Training, process_state, run, task_of
-from hf_posenc.evaluation import records
+from hf_posenc.evaluation import records, terminals
 
 RUNS = "runs"
 Record = dict[str, Any]
@@ -187,10 +185,7 @@ def begin(modules: tuple[str, ...], begun: Any = None) -> None:
         with begun.get_lock():
             os.environ["ACCELERATE_TORCH_DEVICE"] = f"cuda:{begun.value % torch.cuda.device_count()}"
             begun.value += 1
-    if modules:
-        sys.path.insert(0, "")
-    for name in modules:
-        importlib.import_module(name)
+    terminals.import_modules(modules)
 
 
 def quiet() -> None:

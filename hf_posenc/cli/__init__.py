@@ -118,10 +118,7 @@ def options(
     ] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    if modules:
-        sys.path.insert(0, "")
-    for name in modules or ():
-        importlib.import_module(name)
+    terminals.import_modules(modules or ())
 
 
 for _module in pkgutil.iter_modules(__path__):

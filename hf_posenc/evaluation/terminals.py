@@ -1,7 +1,10 @@
-"""Output on terminals that can't print every character."""
+"""What commands and scripts do first: print on any terminal, and import modules with custom encodings."""
 
+import importlib
 import io
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 
 def escape_unprintable() -> None:
@@ -12,3 +15,18 @@ def escape_unprintable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules by name, also from the current directory, to register the encodings that they define.
+
+    Raises ImportError that says where modules are looked for.
+    """
+    for name in names:
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            where = f"the current directory, {Path.cwd()}, and the installed packages"
+            raise ImportError(f"--import {name}: {error}. Modules are looked for in {where}.") from error

@@ -1,11 +1,9 @@
 """The flags of all training scripts, checked before anything expensive."""
 
 import argparse
-import importlib
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import SchedulerType
 
 import hf_posenc
+from hf_posenc.evaluation import terminals
 from hf_posenc.training import checkpoints
 
 DEFAULT_TEXT_LENGTH = 512
@@ -150,17 +149,10 @@ def import_modules(argv: list[str] | None) -> None:
     """Import what --import names, before other flags name an encoding. Raises SystemExit where there is no such module."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--import", dest="modules", nargs="+", default=[])
-    modules = parser.parse_known_args(argv)[0].modules
-    if modules:
-        sys.path.insert(0, "")
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise SystemExit(
-                f"--import {name}: {error}. Modules are looked for in the current folder, {Path.cwd()}, and among what is "
-                "installed"
-            ) from None
+    try:
+        terminals.import_modules(parser.parse_known_args(argv)[0].modules)
+    except ImportError as error:
+        raise SystemExit(str(error)) from None
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
