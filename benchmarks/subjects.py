@@ -4,7 +4,6 @@ Shapes: B batch, L tokens.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ VOCABULARY = 1000
 """Small: looking tokens up is no part of what positions cost."""
 PATCH = 16
 """Pixels of a patch of ViT's, along each side."""
-Maker = Callable[[], PreTrainedModel]
 
 
 def check(settings: Settings) -> None:

@@ -53,6 +53,13 @@ def read_rows(texts: Any, tokenizer: Any, length: int | None = None, special: bo
             raise ValueError(f"texts holds {short_repr(given)[:100]}. {ALLOWED}")
 
 
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The IDs of the special tokens that a tokenizer adds before a text, and after it."""
+    whole, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    start = next(place for place in range(len(whole)) if whole[place : place + len(bare)] == bare)
+    return whole[:start], whole[start + len(bare) :]
+
+
 def real_tokens(batch: Batch) -> Tensor:
     """Which tokens of a batch aren't padding, `[N, L]`."""
     mask = batch.get(MASK)

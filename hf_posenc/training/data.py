@@ -20,6 +20,7 @@ from datasets.exceptions import DatasetGenerationError
 from hf_posenc.evaluation import text_files
 from hf_posenc.evaluation.text_files import KINDS
 from hf_posenc.serialization import tokenizer_files
+from hf_posenc.texts import special_tokens
 
 Row = dict[str, Any]
 Rows = list[tuple[int, Row]]
@@ -124,10 +125,8 @@ class Cut:
     """Truncates token ids as the tokenizer does, keeping the special tokens at both ends."""
 
     def __init__(self, tokenizer: Any) -> None:
-        whole, bare = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
-        self.head = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-        self.tail = len(whole) - self.head - len(bare)
-        self.prefix, self.suffix = whole[: self.head], whole[len(whole) - self.tail :]
+        self.prefix, self.suffix = special_tokens(tokenizer)
+        self.head, self.tail = len(self.prefix), len(self.suffix)
 
     def __call__(self, ids: list[int], length: int) -> list[int]:
         return ids if len(ids) <= length else ids[: length - self.tail] + ids[len(ids) - self.tail :]
