@@ -135,7 +135,7 @@ def _report(model: PreTrainedModel) -> Report:
             verb: tuple(
                 f"{name}.{path}".lstrip(".")
                 for name, stack in stacks.items()
-                for path in stack.posenc_state.entrances.get(verb, ())
+                for path in stack.posenc_state.locations.get(verb, ())
             )
             for verb in verbs
         },
@@ -207,7 +207,7 @@ def _layers_of(stack: PreTrainedModel, part: str) -> tuple[int, ...]:
     modules = dict(stack.named_modules())
     states = ((path, getattr(module, "posenc_state", None)) for path, module in modules.items())
     parts = {path: state.parts for path, state in states if hasattr(state, "parts")}
-    layers = structure.numbered(modules, parts)
+    layers = structure.layers_and_blocks(modules, parts)
     return tuple(int(layer.rpartition(".")[2]) for path, (layer, _) in layers.items() if part in parts[path])
 
 
@@ -232,12 +232,12 @@ def _stock_report(model: PreTrainedModel) -> Report:
         raise _several_models(model, refused.submodels) from None
     locations: dict[str, tuple[str, ...]] = {}
     for path, found in reversed(stacks.items()):
-        for source in found.sources:
+        for source in found.components:
             locations[source.verb] = (*locations.get(source.verb, ()), f"{path}.{source.path}".lstrip("."))
     lengths = [found.usable_length for found in stacks.values() if found.usable_length is not None]
     return Report(
         model_class=type(model).__name__,
-        encoding="+".join(sorted({source.encoding for found in stacks.values() for source in found.sources})) or "none",
+        encoding="+".join(sorted({source.encoding for found in stacks.values() for source in found.components})) or "none",
         options=copy.deepcopy(getattr(model.config, "rope_parameters", None) or {}),
         locations=locations,
         max_length=min(lengths, default=None),

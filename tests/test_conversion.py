@@ -469,5 +469,5 @@ def test_every_host_has_its_contributions():
         (found,) = find_all(model).values()
         names = list(contributions(found))
         layers = len(set(found.blocks.values()))
-        tables = sum(source.accepts_embeddings for source in found.sources)
+        tables = sum(source.accepts_embeddings for source in found.components)
         assert len(names) == tables + 2 * layers, (host, names)

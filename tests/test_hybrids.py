@@ -189,7 +189,7 @@ def test_vectors_enter_the_first_layer_of_all():
     """Not the first that has an attention; and they are what stock layers get with the vectors added to the embeddings."""
     model, ids = of("bamba"), tokens()
     new = hf_posenc.patch(model, "sinusoidal")
-    assert new.posenc_state.entrances == {"embed": ("layers.0",)}
+    assert new.posenc_state.locations == {"embed": ("layers.0",)}
     vectors = new.posenc("embed", torch.arange(11)[None]).float()
     nope = hf_posenc.patch(model, "none")
     assert_close(first(new(ids)), first(nope(inputs_embeds=model.embed_tokens(ids) + vectors)))

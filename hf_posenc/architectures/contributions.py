@@ -12,8 +12,8 @@ def contributions(structure: Structure) -> dict[str, int]:
     """Path -> width: the tables that are added to the inputs, and in each layer the last projections of the attention block and
     of the feed-forward block, whose outputs are added to the residual stream."""
     modules, width = structure.modules, structure.stack.config.hidden_size
-    tables = (source for source in structure.sources if source.accepts_embeddings)
-    found = {source.path: source.width for source in tables if source.width is not None}
+    tables = (component for component in structure.components if component.accepts_embeddings)
+    found = {component.path: component.width for component in tables if component.width is not None}
     for block, layer in dict(zip(structure.blocks.values(), structure.layer_paths.values(), strict=True)).items():
         inside = [path for path, module in modules.items() if f"{path}.".startswith(f"{layer}.") and _projects(module, width)]
         inside = [path for path in inside if not CROSS_ATTENTION.search(path)]

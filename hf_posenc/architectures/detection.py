@@ -21,7 +21,7 @@ from hf_posenc.architectures.components import (
 from hf_posenc.architectures.components.component import HOSTS_PAGE, OWN_PAGE, is_transformers
 from hf_posenc.architectures.components.convolutions import is_convolution
 from hf_posenc.architectures.components.registered import declared_in
-from hf_posenc.architectures.components.unhandled import OTHER_SOURCES, convolves, couples_submodels
+from hf_posenc.architectures.components.unhandled import OTHER_COMPONENTS, convolves, couples_submodels
 from hf_posenc.architectures.components.vision import count_extra_tokens, cuts_into_windows, has_windows
 from hf_posenc.architectures.registration import names_in_code
 from hf_posenc.architectures.structure import (
@@ -31,8 +31,8 @@ from hf_posenc.architectures.structure import (
     CROSS_ATTENTION,
     Structure,
     is_patched,
+    layers_and_blocks,
     matching,
-    numbered,
     original_class,
     roles,
     rows_of,
@@ -62,18 +62,20 @@ def plan_of(found: Mapping[str, Structure]) -> list[StackPlan]:
 def _plan(path: str, structure: Structure) -> StackPlan:
     modules = structure.modules
     kinds: dict[str, list[str]] = {}
-    for source in structure.sources:
-        kinds.setdefault(type(source).__name__, []).append(source.path)
+    for component in structure.components:
+        kinds.setdefault(type(component).__name__, []).append(component.path)
     return StackPlan(
         stack=original_class(structure.stack).__name__,
         path=path,
         components=tuple((kind, each) for kind, paths in kinds.items() for each in _patterns(paths, modules)),
         attentions=_patterns(structure.attentions, modules),
-        cross_attentions=_patterns(structure.across, modules),
-        order_sensitive=_patterns(structure.others, modules),
+        cross_attentions=_patterns(structure.cross_attentions, modules),
+        order_sensitive=_patterns(structure.order_sensitive, modules),
         role=structure.role,
         masks=tuple(sorted(structure.masks)),
-        custom_attentions=any(custom.row_of(module) for module in (*structure.attentions.values(), *structure.across.values())),
+        custom_attentions=any(
+            custom.row_of(module) for module in (*structure.attentions.values(), *structure.cross_attentions.values())
+        ),
         axes=structure.axes,
         extra_tokens=structure.extra_tokens,
         windows=structure.windows,
@@ -169,7 +171,7 @@ def _check_where(model: Any, where: Collection[str], found: Mapping[str, Structu
     if not where:
         return
     there = {structure.role for structure in found.values()}
-    there |= {"cross" for structure in found.values() if structure.across and structure.role == "decoder"}
+    there |= {"cross" for structure in found.values() if structure.cross_attentions and structure.role == "decoder"}
     if not (getattr(model.config, "is_encoder_decoder", False) and {*where} <= there):
         missing = ", ".join(map(repr, where))
         raise ValueError(
@@ -198,13 +200,13 @@ def _modules_outside(stack: Any, paths: Iterable[str]) -> dict[str, nn.Module]:
     return {path: module for path, module in stack.named_modules() if not f"{path}.".startswith(inside)}
 
 
-def _axes(stack: Any, sources: Collection[PositionComponent], modules: Mapping[str, nn.Module]) -> int:
+def _axes(stack: Any, components: Collection[PositionComponent], modules: Mapping[str, nn.Module]) -> int:
     """How many coordinates a token has: of a patch as many as the convolution that cuts it out. Of patches that lie by windows,
     not row by row, the number in that order alone."""
     path = patch_projection(modules)
     if tokens_of(stack) is not None or cuts_into_windows(modules) or path is None:
         return 1
-    by_cell = any(each.verb == "rotate" and "position_ids" in argument_names(each.module) for each in sources)
+    by_cell = any(each.verb == "rotate" and "position_ids" in argument_names(each.module) for each in components)
     return 2 if by_cell or isinstance(modules[path], nn.Conv2d) else 3
 
 
@@ -219,7 +221,7 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
     attentions, _ = _attentions(modules)
     if not attentions:
         if taken or all(
-            reason != OTHER_SOURCES for _, reason in unhandled_position_modules(stack, modules, claimed=frozenset())
+            reason != OTHER_COMPONENTS for _, reason in unhandled_position_modules(stack, modules, claimed=frozenset())
         ):
             return None
         raise UnsupportedModelError(
@@ -229,15 +231,16 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
         )
     declared = declared_in(stack, modules)
     others = {path: module for path, module in modules.items() if path not in declared}
-    known = (source for kind in PositionComponent.kinds for source in kind.find(stack, others) if source.path not in declared)
-    sources = (*declared.values(), *known)
+    found = (component for kind in PositionComponent.kinds for component in kind.find(stack, others))
+    known = (component for component in found if component.path not in declared)
+    components = (*declared.values(), *known)
     all_modules = dict(stack.named_modules())
     _, across = _attentions(all_modules)
     structure = Structure(
-        *(stack, sources, attentions, across, others_in_layers(modules, attentions)),
+        *(stack, components, attentions, across, others_in_layers(modules, attentions)),
         role=_role(stack, across),
         masks=MASKS & _named_in(stack.__class__),
-        axes=_axes(stack, sources, all_modules),
+        axes=_axes(stack, components, all_modules),
         extra_tokens=count_extra_tokens(all_modules),
         windows=has_windows(all_modules),
         patches=patch_projection(all_modules),
@@ -246,7 +249,7 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
     _refuse_unclaimed(structure, modules)
     # A stack of tokens without positions of its own has other layers to know order by. One whose layers are all attentions gets
     # its positions elsewhere.
-    if not sources and (not structure.others or structure.tokens is None):
+    if not components and (not structure.order_sensitive or structure.tokens is None):
         return None
     _refuse_unreachable(structure, modules)
     return structure
@@ -272,7 +275,7 @@ def _pools(path: str, module: nn.Module) -> bool:
     return convolves(path, module) and max(getattr(module, "stride", (1,))) > 1
 
 
-def _fronts(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, nn.Module]:
+def _conv_stems(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, nn.Module]:
     """Path -> module of the convolutions outside the numbered layers of a stack that makes its tokens itself, of an image or a
     sound."""
     names = {*argument_names(stack)}
@@ -286,18 +289,18 @@ def _fronts(stack: Any, modules: Mapping[str, nn.Module], attentions: Collection
 
 def _claimed(structure: Structure) -> set[str]:
     """The paths of what the sources of position are made of."""
-    return {path for source in structure.sources for path in source.claimed}
+    return {path for component in structure.components for path in component.claimed}
 
 
 def _unclaimed_fronts(structure: Structure, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     claimed = tuple(f"{path}." for path in _claimed(structure))
-    fronts = _fronts(structure.stack, modules, structure.attentions)
-    return {path: module for path, module in fronts.items() if not path.startswith(claimed)}
+    conv_stems = _conv_stems(structure.stack, modules, structure.attentions)
+    return {path: module for path, module in conv_stems.items() if not path.startswith(claimed)}
 
 
 def order_aware_modules_of(structure: Structure) -> dict[str, nn.Module]:
     """Path -> module of what sees order by itself in a stock stack: in its layers, and before them."""
-    return {**structure.others, **_unclaimed_fronts(structure, structure.modules)}
+    return {**structure.order_sensitive, **_unclaimed_fronts(structure, structure.modules)}
 
 
 def order_aware_modules(stack: nn.Module) -> dict[str, nn.Module]:
@@ -305,7 +308,7 @@ def order_aware_modules(stack: nn.Module) -> dict[str, nn.Module]:
     models = (path for path, module in stack.named_modules() if path and isinstance(module, PreTrainedModel))
     modules = _modules_outside(stack, models)
     attentions, _ = _attentions(modules)
-    return {**others_in_layers(modules, attentions), **_fronts(stack, modules, attentions)}
+    return {**others_in_layers(modules, attentions), **_conv_stems(stack, modules, attentions)}
 
 
 def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
@@ -389,13 +392,13 @@ def _refuse_mixed(model: Any, inner: Any, path: str) -> None:
 
 def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) -> None:
     name = type(structure.stack).__name__
-    claimed = {*_claimed(structure), *structure.others, *_unclaimed_fronts(structure, modules)}
+    claimed = {*_claimed(structure), *structure.order_sensitive, *_unclaimed_fronts(structure, modules)}
     if signs := sorted(unhandled_position_modules(structure.stack, modules, claimed)):
         reason = signs[0][1]
         raise UnsupportedModelError(
             f"{name} has sources of position which can't be taken over: {', '.join(path for path, _ in signs[:4])}", reason
         )
-    offsets = {source.offset for source in structure.sources if source.offset is not None}
+    offsets = {component.offset for component in structure.components if component.offset is not None}
     if len(offsets) > 1:
         raise UnsupportedModelError(
             f"the tables of {name} begin at different ids: {offsets}", "tables that begin at different ids"
@@ -442,10 +445,10 @@ def none_found(host: type[PreTrainedModel]) -> UnsupportedModelError:
 def _layers_without_attention(structure: Structure, modules: Mapping[str, nn.Module]) -> list[str]:
     """The layers in a row with attentions that have none, and of which nothing else is known either: neither what sees order
     by itself, nor that it treats each token alone."""
-    with_attention = {layer for layer, _ in numbered(modules, structure.attentions).values()}
+    with_attention = {layer for layer, _ in layers_and_blocks(modules, structure.attentions).values()}
     rows = {layer.rpartition(".")[0] for layer in with_attention}
     layers = (path for path in modules if path.rpartition(".")[0] in rows and path.rpartition(".")[2].isdigit())
-    known = [*with_attention, *structure.others]
+    known = [*with_attention, *structure.order_sensitive]
     left = [path for path in layers if not any(f"{other}.".startswith(f"{path}.") for other in known)]
     return [path for path in left if any(_may_mix(module) for module in modules[path].modules() if module is not modules[path])]
 

@@ -23,10 +23,10 @@ def install_hooks(structure: Structure) -> None:
     stack = structure.stack
     if structure.patches is not None:
         stack.get_submodule(structure.patches).register_forward_hook(record_patch_grid)
-    for source in structure.sources:
-        if source.verb == "rotate" and "position_ids" in (names := argument_names(source.module)):
+    for component in structure.components:
+        if component.verb == "rotate" and "position_ids" in (names := argument_names(component.module)):
             hook = partial(record_image_boundaries, names)
-            source.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            component.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
     # Modules that the layers lie in, outermost first, if they are given a mask of their inputs.
     rows = rows_of(structure.modules, structure.attentions)
     for path in sorted(path for path in structure.modules if path and any(row.startswith(f"{path}.") for row in rows)):

@@ -31,25 +31,25 @@ CAUSAL_FLAGS = ("is_decoder", "use_bidirectional_attention")
 
 @dataclass(frozen=True)
 class Structure:
-    """The sources and attentions of one stack. Paths are dotted, and relative to it.
+    """The positional components and attentions of one stack. Paths are dotted and relative to the stack.
 
-    sources: where it has positions of its own.
-    attentions: path -> self-attention. across: path -> attention to another stack's states.
-    others: path -> module of what sees order by itself in its layers, beside their attentions or in place of one (linear
-        attention, state spaces, convolutions). It stays as it is.
-    role: which stack of an encoder and a decoder it is.
-    masks: names of the functions, and of the flags of its config, by which its code makes masks.
-    axes: how many coordinates a token has.
-    extra_tokens: number of leading and trailing tokens that are no patches. windows: whether attentions see parts of an image.
-    patches: path of the convolution whose outputs are the patches.
-    flattens: whether it takes ids of more dimensions than `[B, L]` as one text in each row.
+    components: its positional components.
+    attentions, cross_attentions: path -> self-attention, path -> attention to another stack's states.
+    order_sensitive: path -> module of its layers, other than an attention, that depends on token order (linear attention, state
+        spaces, convolutions). `patch` doesn't change it.
+    role: "encoder" or "decoder".
+    masks: names of the functions, and of the flags of its config, with which its code makes masks.
+    axes: number of coordinates of a token.
+    extra_tokens: number of leading and trailing tokens that are not patches. windows: whether attentions see parts of an image.
+    patches: path of the convolution that makes the patches.
+    flattens: whether it reads IDs with more dimensions than `[B, L]` as one text per row.
     """
 
     stack: Any
-    sources: tuple[PositionComponent, ...]
+    components: tuple[PositionComponent, ...]
     attentions: Mapping[str, nn.Module]
-    across: Mapping[str, nn.Module] = field(default_factory=dict)
-    others: Mapping[str, nn.Module] = field(default_factory=dict)
+    cross_attentions: Mapping[str, nn.Module] = field(default_factory=dict)
+    order_sensitive: Mapping[str, nn.Module] = field(default_factory=dict)
     role: str = "encoder"
     masks: frozenset[str] = frozenset()
     axes: int = 1
@@ -65,12 +65,12 @@ class Structure:
             raise ValueError(f"config.{min(changed)} is another than when config.position_plan was made: {REMEDY}")
         modules = dict(stack.named_modules())
         kinds = {kind.__name__: kind for kind in PositionComponent.kinds}
-        sources: list[PositionComponent] = []
+        components: list[PositionComponent] = []
         for kind, pattern in plan.components:
             for path in _found(stack, pattern, modules):
                 try:
-                    sources.append(source := kinds[kind].at(path, stack, modules))
-                    source.check(stack.config)
+                    components.append(component := kinds[kind].at(path, stack, modules))
+                    component.check(stack.config)
                 except (KeyError, AttributeError, TypeError) as error:
                     raise _misfit(stack, path, f"no {kind}") from error
         named = [{path: modules[path] for path in _all_found(stack, paths, modules)} for paths in plan.paths]
@@ -80,7 +80,7 @@ class Structure:
                 raise _misfit(stack, path, "no attention")
         return cls(
             stack,
-            tuple(sources),
+            tuple(components),
             attentions,
             across,
             others,
@@ -105,21 +105,21 @@ class Structure:
         return tokens_of(self.stack)
 
     @property
-    def entrances(self) -> tuple[str, ...]:
-        """The paths of modules behind which vectors are added; behind one that holds the layers, too, they would come too late.
-        VideoPrism has two: one for the patches of each frame, one for the frames at each place."""
-        found = dict.fromkeys(source.output_module for source in self.sources if source.output_module is not None)
+    def embedding_outputs(self) -> tuple[str, ...]:
+        """Paths of the modules to whose output the embeddings are added. Modules that contain the layers are excluded: their
+        output comes after the layers. VideoPrism has two: for the patches of each frame, and for the frames at each patch."""
+        found = dict.fromkeys(component.output_module for component in self.components if component.output_module is not None)
         return tuple(path for path in found if not any(each.startswith(f"{path}.") for each in self.attentions))
 
     @property
     def offset(self) -> int:
         """The position id of the first token."""
-        return next((source.offset for source in self.sources if source.offset is not None), 0)
+        return next((component.offset for component in self.components if component.offset is not None), 0)
 
     @property
     def usable_length(self) -> int | None:
         """The longest input in tokens that the stock host is made for."""
-        return _least(source.usable_length(self.stack.config) for source in self.sources)
+        return _least(component.usable_length(self.stack.config) for component in self.components)
 
     @functools.cached_property
     def trained_length(self) -> int | None:
@@ -130,7 +130,7 @@ class Structure:
         if spec is not None and spec.original is not None and spec.original.rows is not None:
             config = copy.copy(config)
             setattr(config, LENGTH_FIELD, spec.original.rows)
-        return _least(source.trained_length(config) for source in self.sources)
+        return _least(component.trained_length(config) for component in self.components)
 
     @property
     def layers(self) -> dict[str, int]:
@@ -149,7 +149,7 @@ class Structure:
     def first_layer(self) -> str:
         """The path of the layer which the inputs enter, that of an attention or another one in the same row."""
         first, _ = self._layer(next(iter(self.attentions)))
-        return f"{first.rpartition('.')[0]}.0" if self.others else first
+        return f"{first.rpartition('.')[0]}.0" if self.order_sensitive else first
 
     @property
     def blocks(self) -> dict[str, str]:
@@ -167,15 +167,15 @@ class Structure:
 
     @functools.cached_property
     def _numbered(self) -> dict[str, tuple[str, str]]:
-        return numbered(self.modules, self.attentions)
+        return layers_and_blocks(self.modules, self.attentions)
 
     def saved_shapes(self, rows: int | None) -> dict[str, tuple[int, ...]]:
         """Key -> shape of all learned tensors that `unpatch` needs."""
-        return {key: shape for source in self.sources for key, shape in source.saved_shapes(rows).items()}
+        return {key: shape for component in self.components for key, shape in component.saved_shapes(rows).items()}
 
     def geometry(self, max_length: int | None, inject: str) -> Geometry:
         """The sizes of what the stack owns. Tables can be narrower than layers (ALBERT, ELECTRA)."""
-        widths = [source.width for source in self.sources if source.width is not None] if inject == "input" else []
+        widths = [component.width for component in self.components if component.width is not None] if inject == "input" else []
         if self.tokens is None:
             widths += self.widths[:1]
         return self._geometry(next(iter(self.attentions.values())), max_length, widths[0] if widths else None)
@@ -270,7 +270,7 @@ def planned_in(model: Any, plans: Collection[StackPlan], where: Collection[str] 
             last = plan.path.rpartition(".")[2]
             paths = [path for path in paths if path.rpartition(".")[2] == last] or ([] if alike else paths)
         found |= {path: Structure.planned(models[path], plan) for path in paths}
-    known = {id(module) for each in found.values() for module in (*each.attentions.values(), *each.across.values())}
+    known = {id(module) for each in found.values() for module in (*each.attentions.values(), *each.cross_attentions.values())}
     taken = [module for module in models.values() if is_patched(module)]
     known |= {id(module) for each in taken for module in each.modules()}
     classes = {type(module) for each in found.values() for module in each.attentions.values()}
@@ -335,7 +335,7 @@ def _least(lengths: Iterable[int | None]) -> int | None:
     return min((length for length in lengths if length is not None), default=None)
 
 
-def numbered(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, tuple[str, str]]:
+def layers_and_blocks(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> dict[str, tuple[str, str]]:
     """Path of each attention in a numbered layer -> the paths of its layer and of its attention block, the layer's child.
 
     The parts of a layer may be numbered themselves: T5 has its first attention in block.0.layer.0.
@@ -394,7 +394,7 @@ def tokens_of(stack: Any) -> Tensor | None:
 
 def rows_of(modules: Mapping[str, nn.Module], attentions: Collection[str]) -> set[str]:
     """The paths of the lists of layers that attentions lie in."""
-    return {layer.rpartition(".")[0] for layer, _ in numbered(modules, attentions).values()}
+    return {layer.rpartition(".")[0] for layer, _ in layers_and_blocks(modules, attentions).values()}
 
 
 def part(model: Any, path: str | None) -> Any:

@@ -37,10 +37,10 @@ def with_other_rotations(host: ExtensionTarget) -> Any:
         )
     given = getattr(host.inner.config, ROPE, None)
     modules = {
-        f"{path}.{source.path}".lstrip("."): source.module
+        f"{path}.{component.path}".lstrip("."): component.module
         for path, found in host.stacks.items()
-        for source in found.sources
-        if source.follows_rope_parameters and found.stack.config is host.inner.config
+        for component in found.components
+        if component.follows_rope_parameters and found.stack.config is host.inner.config
     }
     if asked.method != GROUPED and given and len(modules) == len(host.stacks):
         return _with_other_parameters(host, given, modules)

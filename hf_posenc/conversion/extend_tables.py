@@ -34,15 +34,15 @@ def with_longer_tables(host: ExtensionTarget) -> Any:
         )
     longer = dict[str, nn.Parameter]()
     for path, found in host.stacks.items():
-        for source in found.sources:
-            if source.verb == "score_bias":  # their buckets may follow the length
+        for component in found.components:
+            if component.verb == "score_bias":  # their buckets may follow the length
                 raise UnsupportedModelError(
-                    f"{name} has {source.encoding!r} positions beside its table, which follow its length",
+                    f"{name} has {component.encoding!r} positions beside its table, which follow its length",
                     reason=BESIDE,
                     remedy="hf_posenc.patch(model, 'alibi') has none that end",
                 )
-            if source.learned_table is not None:
-                key, first = source.learned_table
+            if component.learned_table is not None:
+                key, first = component.learned_table
                 old = found.stack.get_parameter(key)
                 rows = torch.cat([old.detach()[:first], asked.interpolate_table(old.detach()[first : first + asked.before])])
                 longer[f"{path}.{key}".lstrip(".")] = nn.Parameter(rows, requires_grad=old.requires_grad)
@@ -78,22 +78,23 @@ def stretched_by_length(host: ExtensionTarget) -> Any:
         )
     learned = {"init": "host", "trained_rows": asked.before}
     encoding = {"type": "learned", **learned}
-    if beside := [source for found in host.stacks.values() for source in found.sources if not source.accepts_embeddings]:
-        if any(source.encoding != BIASES for source in beside):
+    components = (component for found in host.stacks.values() for component in found.components)
+    if beside := [component for component in components if not component.accepts_embeddings]:
+        if any(component.encoding != BIASES for component in beside):
             raise _would_be_lost(host, beside)
-        rows = {len(source.module.get_parameter("weight")) for source in beside}
+        rows = {len(component.module.get_parameter("weight")) for component in beside}
         encoding = {"type": f"learned+{BIASES}", "learned": learned, BIASES: {"num_buckets": max(rows)}}
     where = "encoder" if getattr(host.inner.config, "is_encoder_decoder", False) else None
     patched = patch(host.model, encoding, max_length=asked.after, where=where, submodel=host.submodel)
     for path, found in host.stacks.items():
         stack: Any = patched.get_submodule(path)
         if is_patched(stack):
-            key, _ = next(source.learned_table for source in found.sources if source.learned_table)
+            key, _ = next(component.learned_table for component in found.components if component.learned_table)
             part = stack.posenc.get_submodule("learned") if beside else stack.posenc
             part.requires_grad_(found.stack.get_parameter(key).requires_grad)
-            for source in found.sources:
-                if source in beside:
-                    _take_over(source.module.get_parameter("weight"), stack.posenc.get_submodule(BIASES))
+            for component in found.components:
+                if component in beside:
+                    _take_over(component.module.get_parameter("weight"), stack.posenc.get_submodule(BIASES))
     if beside:
         expected = host.answer(clone_sharing_parameters(host.model), asked.before)
         if not torch.allclose(host.answer(patched, asked.before), expected, atol=SAME * float(expected.std())):

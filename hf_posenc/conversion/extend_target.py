@@ -58,11 +58,11 @@ class ExtensionTarget:
     @property
     def limiting(self) -> list[PositionComponent]:
         """The sources of positions that end."""
-        sources = ((source, found) for found in self.stacks.values() for source in found.sources)
-        return [source for source, found in sources if source.usable_length(found.stack.config) is not None]
+        components = ((component, found) for found in self.stacks.values() for component in found.components)
+        return [component for component, found in components if component.usable_length(found.stack.config) is not None]
 
     def refuse_other_sources(self) -> None:
-        kinds = quoted(sorted({source.encoding for source in self.limiting}))
+        kinds = quoted(sorted({component.encoding for component in self.limiting}))
         raise UnsupportedModelError(
             f"{type(self.inner).__name__} has neither a learned table of the positions of tokens nor rotations alone ({kinds})",
             reason="positions that no method makes longer",

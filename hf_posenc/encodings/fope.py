@@ -81,7 +81,7 @@ class FoPE(PositionEncoding, type="fope"):
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
         waves = context.cached((self, "waves"), lambda: self._waves(context.positions))
         cos, sin = (wave @ each.double() for wave, each in zip(waves, (self.cosines, self.sines), strict=True))
-        return self._turned(query, cos, sin), self._turned(key, cos, sin)
+        return self._rotated(query, cos, sin), self._rotated(key, cos, sin)
 
     def angular_frequencies(self, length: int) -> Tensor:
         size = self.geometry.head_dim
@@ -93,7 +93,7 @@ class FoPE(PositionEncoding, type="fope"):
         angles = positions.double()[:, None, :, None] * steps
         return angles.cos(), angles.sin()
 
-    def _turned(self, states: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
+    def _rotated(self, states: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
         """States `[B, H, L, E]`; cos, sin: `[1 or B, heads of keys, L, W]`."""
         if states is None:
             return None

@@ -98,17 +98,17 @@ class SelfExtend(RoPE, type="self_extend"):
         group: Any = least_group(length, self._length, self._window) if self.group is None else self.group
         precise = torch.promote_types(query.dtype, torch.float32)
         query, key = query.to(precise), key.to(precise)
-        scores, grouped_keys = query @ key.mT, self._turned(key, there // group - there, context)
+        scores, grouped_keys = query @ key.mT, self._rotated(key, there // group - there, context)
         distance = here[:, None, :, None] - there[:, None, None, :]
         longer = (length > self._length)[:, :, None, None]
         bias = torch.zeros_like(scores)
         for sign in (1,) if self.geometry.is_causal else (1, -1):
             shift = sign * (window - window // group)
-            grouped = self._turned(query, here // group + shift - here, context) @ grouped_keys.mT
+            grouped = self._rotated(query, here // group + shift - here, context) @ grouped_keys.mT
             bias = torch.where(longer & (sign * distance >= window), grouped - scores, bias)
         return bias * context.scaling
 
-    def _turned(self, states: Tensor, by: Tensor, context: PositionContext) -> Tensor:
+    def _rotated(self, states: Tensor, by: Tensor, context: PositionContext) -> Tensor:
         """States `[B, H, L, E]` rotated on by so many positions, `[1 or B, L]`."""
         angles = by.double()[:, None, :, None] * self._frequencies(context)
         return rotated(states, angles.cos().to(states.dtype), angles.sin().to(states.dtype), self.layout)

@@ -73,12 +73,12 @@ class XPos(PositionEncoding, type="xpos"):
         return None
 
     def rotate(self, query: Tensor | None, key: Tensor | None, context: PositionContext) -> tuple[Tensor | None, Tensor | None]:
-        return self._turned(query, context, 1), self._turned(key, context, -1)
+        return self._rotated(query, context, 1), self._rotated(key, context, -1)
 
     def angular_frequencies(self, length: int) -> Tensor:
         return frequencies(self.geometry.head_dim, self.theta)
 
-    def _turned(self, states: Tensor | None, context: PositionContext, sign: int) -> Tensor | None:
+    def _rotated(self, states: Tensor | None, context: PositionContext, sign: int) -> Tensor | None:
         """Rotated and scaled by zeta^(sign·p/scale_base)."""
         if states is None:
             return None

@@ -29,9 +29,9 @@ def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
             if "embed" in own.encoding.mechanisms(dict(own.options)):
                 _refuse_places(structure, own)
         if across is not None:
-            parts = parts_by_attention(replace(structure, attentions=structure.across), across)
-            _refuse_closed(structure, structure.across, across, parts)
-            for path, module in structure.across.items():
+            parts = parts_by_attention(replace(structure, attentions=structure.cross_attentions), across)
+            _refuse_closed(structure, structure.cross_attentions, across, parts)
+            for path, module in structure.cross_attentions.items():
                 if custom.row_of(module):
                     raise UnsupportedModelError(
                         f"{type(structure.stack).__name__}.{path} computes its attention beside Transformers' interface",
@@ -87,7 +87,7 @@ def _refuse_unlike(structure: Structure, spec: PositionSpec, parts: Parts, geome
 def _refuse_places(structure: Structure, spec: PositionSpec) -> None:
     """Raises UnsupportedModelError where vectors can't be added to hidden states."""
     stack = structure.stack
-    if spec.inject == "input" and any(source.accepts_embeddings for source in structure.sources):
+    if spec.inject == "input" and any(component.accepts_embeddings for component in structure.components):
         return
     if spec.inject != "after_attention" and any(STREAMS.search(type(module).__name__) for module in stack.modules()):
         raise UnsupportedModelError(

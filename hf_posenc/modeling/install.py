@@ -55,8 +55,8 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
     at_input = spec.inject == "input"
     store_rotated = _cached_keys_are_final(structure) and not encoding.rotation_depends_on_length(options)
     rotated = _acted_in(spec, parts, "rotate")
-    for source in structure.sources:
-        source.disable(stack, adds_vectors=at_input)
+    for component in structure.components:
+        component.disable(stack, adds_vectors=at_input)
     for (path, module), posenc in zip(structure.attentions.items(), owned, strict=True):
         row = custom.row_of(module)
         eager = None
@@ -75,7 +75,7 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         widened = row is not None and any(spec.parts[part].changes_head_dim for part in parts[path])
         if store_rotated and path in rotated and not widened:
             module.register_forward_pre_hook(partial(rotate_into_cache, argument_names(module)), with_kwargs=True)
-    entrances = {
+    locations = {
         verb: _add_vectors(structure, spec, parts) if verb == "embed" else _acted_in(spec, parts, verb)
         for verb in encoding.mechanisms(options)
     }
@@ -83,15 +83,15 @@ def install(structure: Structure, spec: PositionSpec, geometry: Geometry) -> Non
         names=argument_names(stack),
         passes_keywords=any(a.kind is a.VAR_KEYWORD for a in inspect.signature(type(stack).forward).parameters.values()),
         offset=structure.offset,
-        refused=tuple(name for source in structure.sources for name in source.arguments),
+        refused=tuple(name for component in structure.components for name in component.arguments),
         # BERT cuts missing token types from a buffer as long as its old table, so they are made from shapes instead.
         needs_token_types=any(name.endswith("token_type_ids") for name, _ in stack.named_buffers()),
         extra_tokens=structure.extra_tokens,
-        windows=structure.windows or len(structure.entrances) > 1,
+        windows=structure.windows or len(structure.embedding_outputs) > 1,
         flattens=structure.flattens,
         causal_flags=structure.causal_flags,
     )
-    stack.posenc_state = StackState(spec, inputs, entrances)
+    stack.posenc_state = StackState(spec, inputs, locations)
     if structure.tokens is None:
         from hf_posenc.architectures import own_tokens
 
@@ -104,7 +104,7 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
 
     Raises UnsupportedModelError, ValueError; the stack is then not to be used.
     """
-    stack, encoding, options, across = structure.stack, spec.encoding, dict(spec.options), structure.across
+    stack, encoding, options, across = structure.stack, spec.encoding, dict(spec.options), structure.cross_attentions
     if "posenc" not in stack._modules:
         stack.posenc = PositionEncoding(geometry)
         inputs = PositionInputs(argument_names(stack), offset=structure.offset, replaces=False, flattens=structure.flattens)
@@ -125,9 +125,9 @@ def install_across(structure: Structure, spec: PositionSpec, geometry: Geometry)
     for (path, module), posenc in zip(across.items(), owned, strict=True):
         _enter(module, posenc, AttentionState(parts[path], is_cross=True))
         _view_config(module)
-    entrances = stack.posenc_state.entrances
-    across_too = {verb: (*entrances.get(verb, ()), *_acted_in(spec, parts, verb)) for verb in encoding.mechanisms(options)}
-    stack.posenc_state = replace(stack.posenc_state, entrances={**entrances, **across_too})
+    locations = stack.posenc_state.locations
+    across_too = {verb: (*locations.get(verb, ()), *_acted_in(spec, parts, verb)) for verb in encoding.mechanisms(options)}
+    stack.posenc_state = replace(stack.posenc_state, locations={**locations, **across_too})
 
 
 def _enter(module: Any, posenc: PositionEncoding | None, state: AttentionState) -> None:
@@ -147,7 +147,7 @@ def parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
         return dict.fromkeys(structure.attentions, tuple(spec.parts))
     numbers, count = structure.layers, structure.stack.config.num_hidden_layers
     own = sorted(numbers.values())
-    if not {*own} <= {*range(count)} or len({*own}) < len(own) or (len(own) < count and not structure.others):
+    if not {*own} <= {*range(count)} or len({*own}) < len(own) or (len(own) < count and not structure.order_sensitive):
         raise UnsupportedModelError(
             f"{type(structure.stack).__name__} counts {count} layers, but its attentions lie in layers "
             f"{sorted(numbers.values())}: none is one layer's own",
@@ -185,17 +185,17 @@ def unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, ge
 def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tuple[str, ...]:
     """Where the encoding's vectors are added: paths of tables, layers or attention blocks."""
     stack = structure.stack
-    tables = tuple(source.path for source in structure.sources if source.accepts_embeddings)
+    tables = tuple(component.path for component in structure.components if component.accepts_embeddings)
     if spec.inject == "input" and tables:
         return tables
     blocks = structure.blocks
     layers = structure.layer_paths
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].mechanisms()) for path in parts}
     token_axis = custom.token_axis(next(iter(structure.attentions.values())))
-    if spec.inject == "input" and structure.entrances:
-        for path in structure.entrances:
+    if spec.inject == "input" and structure.embedding_outputs:
+        for path in structure.embedding_outputs:
             hooks.after(stack.get_submodule(path), embedding[next(iter(layers))], token_axis)
-        return structure.entrances
+        return structure.embedding_outputs
     if spec.inject == "input":  # no table to replace: add them to the first layer's input
         hooks.before(stack.get_submodule(structure.first_layer), embedding[next(iter(layers))], token_axis)
         return (structure.first_layer,)

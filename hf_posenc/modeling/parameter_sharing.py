@@ -124,7 +124,7 @@ def _raise_if_v4_relative(stacks: Iterable[structure.Structure], spec: PositionS
 
 def _copy_positions(found: structure.Structure, stack: Any) -> None:
     """The host's learned positions: into what keeps them, and into an encoding that starts from them."""
-    table = next((table for source in found.sources if (table := source.table()) is not None), None)
+    table = next((table for component in found.components if (table := component.table()) is not None), None)
     with torch.no_grad():
         stack.posenc.init_from_original_table(table)
         if "cross" in stack.posenc._modules:
@@ -185,7 +185,7 @@ def fingerprint(stacks: Iterable[structure.Structure]) -> str:
     that hold a source of positions or an attention, and the input embeddings. Another hash means a changed body."""
     digest = hashlib.sha256()
     for found in stacks:
-        parts = {path.partition(".")[0] for path in (*(source.path for source in found.sources), *found.attentions)}
+        parts = {path.partition(".")[0] for path in (*(component.path for component in found.components), *found.attentions)}
         embeddings = found.tokens
         for name, parameter in sorted(found.stack.named_parameters()):
             if name.partition(".")[0] in parts or parameter is embeddings:

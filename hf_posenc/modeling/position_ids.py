@@ -54,12 +54,12 @@ class StackState:
     """What a patched stack knows of its encoding, as `posenc_state`.
 
     spec: of what acts in it. inputs: makes the positions of its forward passes.
-    entrances: method of the encoding -> paths of the modules in which it acts by that method.
+    locations: method of the encoding -> paths of the modules in which it acts by that method.
     """
 
     spec: PositionSpec
     inputs: "PositionInputs"
-    entrances: Mapping[str, tuple[str, ...]]
+    locations: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)

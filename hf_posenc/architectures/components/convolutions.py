@@ -37,8 +37,8 @@ class PositionalConvolution(PositionComponent):
         read = attributes_read(modules.values()) if convolutions else set()
         for path, module in convolutions.items():
             if not path.startswith(tuple(f"{outer}." for outer in found)):
-                source = cls(path, module)
-                if not source.layers or source.token_axis is None:
+                component = cls(path, module)
+                if not component.layers or component.token_axis is None:
                     raise UnsupportedModelError(
                         f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't turn hidden states into "
                         "vectors to add to them",
@@ -46,7 +46,7 @@ class PositionalConvolution(PositionComponent):
                     )
                 found.append(path)
                 if path.rpartition(".")[2] in read:  # wav2vec2-conformer makes one and never calls it
-                    yield source
+                    yield component
 
     @property
     def token_axis(self) -> int | None:
@@ -83,11 +83,11 @@ def is_convolution(module: nn.Module) -> bool:
 class DisabledConvolution(Disabled):
     """Answers hidden states with the vectors of the encoding, or with zeros where those are added elsewhere."""
 
-    def __init__(self, stack: Any, source: PositionalConvolution, adds_vectors: bool) -> None:
-        super().__init__(stack, source.path, source.layers[0])
-        axis = source.token_axis
-        assert axis is not None, f"{source.path} was found without an axis of tokens"
-        self.adds_vectors, self.token_axis, self.width, self.sizes = adds_vectors, axis, source.width, source.sizes
+    def __init__(self, stack: Any, component: PositionalConvolution, adds_vectors: bool) -> None:
+        super().__init__(stack, component.path, component.layers[0])
+        axis = component.token_axis
+        assert axis is not None, f"{component.path} was found without an axis of tokens"
+        self.adds_vectors, self.token_axis, self.width, self.sizes = adds_vectors, axis, component.width, component.sizes
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         (stack,) = self._stack

@@ -15,7 +15,7 @@ from hf_posenc.signatures import argument_names, attributes_read
 
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
-OTHER_SOURCES = "other sources of position"
+OTHER_COMPONENTS = "other sources of position"
 OTHER_INPUTS = re.compile(
     r"(^|\.)([xyhw]_position_embeddings|rel_pos_[xy]_bias|visual_position_embeddings|entity_embeddings\.position_embeddings"
     r"|bbox_sinusoid_emb|bbox_sinusoid_emb\.[xy]_pos_emb)$"
@@ -83,7 +83,7 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
                 unused.append(path)
                 continue
             if not (_is_given_a_table(module) or _holds_what_is_claimed(path, module, claimed)):
-                yield path, OTHER_SOURCES
+                yield path, OTHER_COMPONENTS
         elif type(module).__name__.endswith("Compressor"):
             yield path, "keys that stand for several tokens"
         elif "ngram" in type(module).__name__.lower():
@@ -97,7 +97,7 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
             if not WORDS & {*_words(key)} or key in (OF_IMAGES.get(cls.__name__) for cls in type(module).__mro__):
                 continue
             if f"{path}.{key}".lstrip(".") not in claimed:
-                yield f"{path}.{key}".lstrip("."), OTHER_SOURCES
+                yield f"{path}.{key}".lstrip("."), OTHER_COMPONENTS
     if getattr(stack.config, "trigram_input", False):
         yield "config.trigram_input", JOINED
 
