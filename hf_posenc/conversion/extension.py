@@ -241,7 +241,7 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
         raise _made_for_its_length(config.position_encoding["type"])
     share_parameters(model, twin)
     ours, theirs = _within_encodings(twin), _within_encodings(model)
-    shared: list[torch.Tensor] = []
+    shared = dict[int, torch.Tensor]()  # by identity: layers may share theirs
     for path in ours.keys() & theirs.keys():
         module, other = ours[path], theirs[path]
         for own, given in ((module._parameters, other._parameters), (module._buffers, other._buffers)):
@@ -250,13 +250,13 @@ def _rebuilt(model: Any, config: Any, asked: Extension | None) -> Any:
                     # What isn't saved is computed anew, as it will be when the model is loaded: it may depend on max_length.
                     computed = key in _compat.non_persistent_buffers(other)
                     own[key] = torch.empty_like(tensor) if computed else tensor
-                    shared += [] if computed else [tensor]
+                    shared |= {} if computed else {id(tensor): tensor}
         if asked is not None and isinstance(module, PositionEncoding):
             module.load_from_shorter(other, asked)
-        shared += module.parameters(recurse=False)
+        shared |= {id(parameter): parameter for parameter in module.parameters(recurse=False)}
     if any(parameter.is_meta for module in ours.values() for parameter in module.parameters()):
         raise _made_for_its_length(config.position_encoding["type"])
-    with marked_as_loaded(shared):
+    with marked_as_loaded(shared.values()):
         initialize_missing(module for module in twin.modules() if isinstance(module, PositionEncoding))
     return twin
 
