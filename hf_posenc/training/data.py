@@ -19,8 +19,8 @@ from datasets.exceptions import DatasetGenerationError
 
 from hf_posenc.evaluation import text_files
 from hf_posenc.evaluation.text_files import KINDS
+from hf_posenc.modeling.text_batches import special_tokens
 from hf_posenc.serialization import tokenizer_files
-from hf_posenc.texts import special_tokens
 
 Row = dict[str, Any]
 Rows = list[tuple[int, Row]]
