@@ -20,6 +20,9 @@ from conftest import (
     stock,
     tokens,
 )
+from hf_posenc.encodings import Geometry, PositionContext, build, canonical
+from hf_posenc.encodings.context import current
+from hf_posenc.modeling import hooks
 from oracles import (
     INJECT,
     MASKS,
@@ -162,3 +165,15 @@ def test_inject_in_the_dict():
     at_input = hf_posenc.patch(stock("bert"), "sinusoidal+t5")
     attentions = ("encoder.layer.0.attention.self", "encoder.layer.1.attention.self")
     assert hf_posenc.inspect(at_input).locations == {"embed": ("embeddings.position_embeddings",), "distance_bias": attentions}
+
+
+@every_inject
+@pytest.mark.parametrize("shape", [(2, 3, 5, 16), (6, 5, 16)], ids=["layer", "attention"])
+def test_all_channels_have_the_same_positions(inject, shape):
+    """Of a time series, `[B, channels, L, D]` in its layers; attentions take each channel as a row."""
+    encoding = build(canonical({"type": "sinusoidal"}), Geometry(16, 4, 4))
+    module, hidden, unknown = torch.nn.Identity(), torch.randn(shape), torch.empty(0, 0, dtype=torch.long)
+    add = hooks.before if inject == "every_layer" else hooks.after
+    add(module, tuple(encoding.named_parts()), token_axis=-2)
+    with current(PositionContext(encoding, unknown, 0, unknown)):
+        assert_close(module(hidden), hidden + sinusoids([range(5)], 16))

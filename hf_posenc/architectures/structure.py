@@ -112,6 +112,12 @@ class Structure:
         return tuple(path for path in found if not any(each.startswith(f"{path}.") for each in self.attentions))
 
     @property
+    def token_axis(self) -> int:
+        """The axis of tokens in the hidden states that enter layers."""
+        axes = (source.layer_token_axis for source in self.components if source.layer_token_axis is not None)
+        return next(axes, custom.token_axis(next(iter(self.attentions.values()))))
+
+    @property
     def offset(self) -> int:
         """The position id of the first token."""
         return next((component.offset for component in self.components if component.offset is not None), 0)

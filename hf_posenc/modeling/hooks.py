@@ -50,7 +50,8 @@ def add_to_output(
 
 def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
     """`[1 or B, L, D]`, or with L on another axis, computed once in a forward pass unless they are trained; of the shape of
-    the hidden state where that keeps its tokens by row and column, or has no batch. Zeros for extra tokens."""
+    the hidden state where that keeps its tokens by row and column, or has no batch; the same for each of several channels
+    before L. Zeros for extra tokens."""
     if token_axis != 1:
         length = hidden.shape[token_axis]
     else:
@@ -68,6 +69,8 @@ def _vectors(parts: tuple[str, ...], token_axis: int, module: nn.Module, kwargs:
 
     trained = any(encoding.is_trained() for encoding in here)
     vectors = compute() if trained else context.cached(("vectors", parts, hidden.dtype), compute)
+    if hidden.ndim == 4 and token_axis == -2:
+        return vectors[:, None]
     return vectors if hidden.ndim == 3 else vectors.reshape(*(hidden.shape if hidden.ndim == 2 else (-1, *hidden.shape[1:])))
 
 

@@ -191,7 +191,7 @@ def _add_vectors(structure: Structure, spec: PositionSpec, parts: Parts) -> tupl
     blocks = structure.blocks
     layers = structure.layer_paths
     embedding = {path: tuple(part for part in parts[path] if "embed" in spec.parts[part].mechanisms()) for path in parts}
-    token_axis = custom.token_axis(next(iter(structure.attentions.values())))
+    token_axis = structure.token_axis
     if spec.inject == "input" and structure.embedding_outputs:
         for path in structure.embedding_outputs:
             hooks.after(stack.get_submodule(path), embedding[next(iter(layers))], token_axis)

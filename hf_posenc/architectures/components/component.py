@@ -101,6 +101,9 @@ class PositionComponent(abc.ABC):
     accepts_embeddings: ClassVar[bool] = False
     """Whether the host adds to its inputs what this source answers."""
 
+    layer_token_axis: ClassVar[int | None] = None
+    """The axis of tokens in the hidden states that enter layers, such as -2 of `[B, channels, L, D]`; None: the attention's."""
+
     @property
     def output_module(self) -> str | None:
         """The path of a module which adds the host's vectors to what it returns, `[B, L, D]`, if ours can be added there."""
