@@ -119,6 +119,7 @@ def test_a_skipped_check_does_not_count():
     ("kind", "part", "where"),
     [
         ("vit", "", [("output", "embeddings.patch_embeddings.projection", 16)]),
+        ("patchtst", "", [("input", "encoder", 6)]),
         ("wav2vec2", "", [("output", "feature_extractor.conv_layers.6.conv", 12)]),
         ("whisper", "", [("output", "encoder.conv2", 24), ("argument", "decoder_input_ids", 11)]),
         ("t5", "", [("argument", "input_ids", 11), ("argument", "decoder_input_ids", 11)]),
@@ -130,7 +131,7 @@ def test_contents_change_places_where_they_enter(kind, part, where):
     """Behind a front end that sees order by itself, and before the stock model's positions, which show in its outputs."""
     host = checks.Host(kind, tiny.build(kind), part)
     host.look()
-    assert [(each.where, each.name, each.count) for each in (probe.output_module for probe in host.probes)] == where
+    assert [(each.where, each.name, each.count) for each in (probe.entrance for probe in host.probes)] == where
     assert all(host.order(stock, probe)[0] > checks.OTHER for probe in host.probes for stock in host.judging(probe))
 
 

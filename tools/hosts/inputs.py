@@ -19,7 +19,7 @@ from tools.hosts.tiny import LENGTH, RECIPES, VOCABULARY
 
 ATTENTION = re.compile(r"Attention|Attn")
 TOKENS = ("input_ids", "decoder_input_ids")
-CONTENTS = ("inputs_embeds", "hidden_states", "input_features", "inputs")
+CONTENTS = ("inputs_embeds", "hidden_states", "input_features", "inputs", "patch_input")
 """Arguments of a stack that are given by name."""
 MARGIN = 8
 """Positions beside those of the contents: class tokens, registers, queries."""
@@ -297,7 +297,7 @@ def entrance(model: PreTrainedModel, path: str, read: Reading) -> Entrance | Non
 
 
 def given_vectors(model: PreTrainedModel, path: str, read: Reading) -> Entrance | None:
-    """Where the part at `path` is given vectors, if it is."""
+    """Where the part at `path` is given vectors `[B, N, D]`, or `[B, channels, N, D]`, if it is."""
     given: list[Tensor] = []
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -308,8 +308,8 @@ def given_vectors(model: PreTrainedModel, path: str, read: Reading) -> Entrance 
         Run(model, path, read(0))
     finally:
         handle.remove()
-    vectors = next((tensor for tensor in given if tensor.ndim == 3), None)
-    return None if vectors is None else Entrance("input", path, (1,), vectors.shape[1])
+    vectors = next((tensor for tensor in given if tensor.ndim in (3, 4)), None)
+    return None if vectors is None else Entrance("input", path, (vectors.ndim - 2,), vectors.shape[-2])
 
 
 def _tokens_of(model: PreTrainedModel, path: str, read: Reading) -> str | None:
