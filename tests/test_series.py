@@ -1,0 +1,234 @@
+"""Time series of several channels: PatchTST.
+
+Shapes: B batch, C channels, L patches, H heads, E head_dim, D hidden_size.
+"""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import transformers
+
+import hf_posenc
+from conftest import assert_apart, assert_close, assert_equal, randomize, randomize_encoding, run_python
+from tools import reach
+
+B, C, L, PATCH, D, H = 2, 3, 6, 4, 16, 4
+E = D // H
+SIZES = {
+    "context_length": L * PATCH,
+    "patch_length": PATCH,
+    "patch_stride": PATCH,
+    "num_input_channels": C,
+    "d_model": D,
+    "num_attention_heads": H,
+    "ffn_dim": 24,
+    "num_hidden_layers": 2,
+    "prediction_length": 5,
+}
+KINDS = {
+    "computed": {},
+    "learned": {"positional_encoding_type": "random", "positional_dropout": 0.1},
+    "class token": {"use_cls_token": True},
+    "after": {"use_cls_token": True, "pre_norm": False, "norm_type": "layernorm"},
+}
+"""Name -> config: a table of sines, a learned one, a class token before the patches, norms after each sublayer."""
+ENCODINGS = ("none", "sinusoidal", "learned", "rope", "alibi", "shaw")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def stock(kind="class token", head="Model", **changes):
+    config = transformers.PatchTSTConfig(**{**SIZES, **KINDS[kind], **changes})
+    return randomize(getattr(transformers, f"PatchTST{head}")(config)).eval()
+
+
+def patched(model, encoding, **options):
+    return randomize_encoding(hf_posenc.patch(model, encoding, **options))
+
+
+def series(seed=0):
+    """`[B, time, C]`."""
+    return torch.randn(B, L * PATCH, C, generator=torch.Generator().manual_seed(seed))
+
+
+def reordered(values, order):
+    """The same patches in another order."""
+    return values.view(B, L, PATCH, C)[:, order].reshape(values.shape)
+
+
+@torch.no_grad()
+def states(model, values):
+    """`[B, C, tokens, D]`."""
+    return model(values).last_hidden_state
+
+
+def sine(position, index):
+    angle = position / 10000 ** ((index - index % 2) / D)
+    return math.cos(angle) if index % 2 else math.sin(angle)
+
+
+def alibi(head, query, key):
+    """Of a bidirectional attention."""
+    return -(2.0 ** (-8 * (head + 1) / H)) * abs(key - query)
+
+
+VECTORS = torch.tensor([[sine(position, index) for index in range(D)] for position in range(L)], dtype=torch.float64)
+
+
+@torch.no_grad()
+def by_loops(model, values, bias=None, inject=None):
+    """`[B, C, tokens, D]` in float64: each channel by itself, and each query of each head. The first token is a class token.
+
+    bias: head, position of the query, that of the key -> what is added to a score. inject: where VECTORS are added.
+    """
+    model = copy.deepcopy(model).double()
+    encoder, (values, *_) = model.encoder, model.scaler(values.double(), torch.ones_like(values).double())
+    patches = encoder.embedder(model.patchifier(values))
+    vectors = torch.cat([torch.zeros(1, D), VECTORS])
+    rows = []
+    for channel in patches.flatten(0, 1):
+        hidden = torch.cat([encoder.positional_encoder.cls_token[0, 0], channel])
+        hidden = hidden + vectors if inject == "input" else hidden
+        for layer in encoder.layers:
+            hidden = hidden + vectors if inject == "every_layer" else hidden
+            attended = attention(layer.self_attn, norm(layer.norm_sublayer1, hidden), bias)
+            hidden = hidden + (attended + vectors if inject == "after_attention" else attended)
+            hidden = hidden + layer.ff(norm(layer.norm_sublayer3, hidden))
+        rows.append(hidden)
+    return torch.stack(rows).unflatten(0, (B, C))
+
+
+def norm(module, hidden):
+    return module(hidden[None])[0]
+
+
+def attention(module, hidden, bias):
+    """`[tokens, D]`."""
+    queries, keys, values = (project(hidden).unflatten(-1, (H, E)) for project in (module.q_proj, module.k_proj, module.v_proj))
+    heads = torch.empty_like(queries)
+    for head in range(H):
+        for i, query in enumerate(queries[:, head]):
+            scores = torch.stack([query @ key / math.sqrt(E) for key in keys[:, head]])
+            for j in range(1, len(scores)):
+                if bias is not None and i > 0:  # the class token is at no distance
+                    scores[j] += bias(head, i - 1, j - 1)
+            heads[i, head] = scores.softmax(dim=-1) @ values[:, head]
+    return module.out_proj(heads.flatten(-2))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "options", "expected"),
+    [
+        ("none", {}, {}),
+        ("alibi", {}, {"bias": alibi}),
+        *(("sinusoidal", {"inject": inject}, {"inject": inject}) for inject in ("input", "every_layer", "after_attention")),
+        ("sinusoidal+alibi", {}, {"inject": "input", "bias": alibi}),
+    ],
+)
+def test_by_loops(encoding, options, expected):
+    model = stock()
+    actual = states(hf_posenc.patch(model, encoding, **options), series())
+    assert actual.shape == (B, C, 1 + L, D)
+    assert_close(actual.double(), by_loops(model, series(), **expected))
+
+
+@every_kind
+def test_order(kind):
+    """Without positions none is known, neither of patches nor, with any encoding, of channels."""
+    model, values, order = stock(kind), series(), torch.tensor([3, 1, 5, 0, 2, 4])
+    tokens = torch.cat([torch.arange(0, 1), 1 + order]) if model.config.use_cls_token else order
+    assert_apart(states(model, reordered(values, order)), states(model, values)[:, :, tokens])
+    for encoding in ENCODINGS:
+        new = patched(model, encoding)
+        there, here = states(new, reordered(values, order)), states(new, values)
+        (assert_close if encoding == "none" else assert_apart)(there, here[:, :, tokens])
+        assert_close(states(new, values[:, :, [2, 0, 1]]), here[:, [2, 0, 1]])
+
+
+@every_kind
+def test_unpatch_and_reload(kind, tmp_path):
+    """Bit by bit, at once and from a file, with the table as it was."""
+    model, values = stock(kind), series()
+    expected = states(model, values)
+    table = model.encoder.positional_encoder.position_enc
+    assert table.requires_grad == (kind == "learned")
+    for encoding in ENCODINGS:
+        new = patched(model, encoding)
+        new.save_pretrained(tmp_path / encoding)
+        loaded = transformers.AutoModel.from_pretrained(tmp_path / encoding)
+        assert type(loaded) is hf_posenc.PosEncPatchTSTModel
+        assert_equal(states(loaded, values), states(new, values))
+        for back in (hf_posenc.unpatch(loaded), hf_posenc.unpatch(new)):
+            assert type(back) is transformers.PatchTSTModel
+            assert_equal(states(back, values), expected)
+            assert back.encoder.positional_encoder.position_enc.requires_grad == table.requires_grad
+    assert_equal(states(pickle.loads(pickle.dumps(copy.deepcopy(new))), values), states(new, values))
+
+
+RELOAD = """
+import sys
+import torch, transformers
+import hf_posenc
+folder, kept = sys.argv[1:]
+values, expected, original = torch.load(kept)
+model = hf_posenc.PosEncPatchTSTForPrediction.from_pretrained(folder)
+with torch.no_grad():
+    assert torch.equal(model(values).prediction_outputs, expected)
+    assert torch.equal(hf_posenc.unpatch(model)(values).prediction_outputs, original)
+"""
+
+
+@torch.no_grad()
+def test_forecasts_of_another_process(tmp_path):
+    model, values = stock(head="ForPrediction", loss="mse"), series()
+    new = patched(model, "shaw")
+    new.save_pretrained(tmp_path / "model")
+    assert_apart(new(values).prediction_outputs, model(values).prediction_outputs)
+    torch.save((values, new(values).prediction_outputs, model(values).prediction_outputs), tmp_path / "kept.pt")
+    run_python(RELOAD, tmp_path / "model", tmp_path / "kept.pt")
+
+
+@pytest.mark.parametrize("encoding", ["sinusoidal+alibi", "shaw"])
+def test_training(encoding):
+    """The encoding is trained, and the table isn't in its way."""
+    new = hf_posenc.patch(stock("learned"), encoding, **({"alibi__slopes": "learned"} if "alibi" in encoding else {})).train()
+    new(series()).last_hidden_state.square().sum().backward()
+    trained = {name: weight for name, weight in new.named_parameters() if "posenc." in name}
+    assert trained and all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in trained.values())
+    assert not any("position_enc" in name for name, _ in new.named_parameters())
+
+
+def test_attention_to_channels_is_refused(tmp_path):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="channel_attention=True") as error:
+        hf_posenc.patch(stock(channel_attention=True), "rope")
+    assert error.value.reason == "attention to channels"
+    hf_posenc.patch(stock(), "rope").save_pretrained(tmp_path)
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="channel_attention=True"):
+        transformers.AutoModel.from_pretrained(tmp_path, channel_attention=True)
+
+
+@every_kind
+def test_its_own_table(kind):
+    """As a learned encoding the table gives what the model gives, but for the row of the class token."""
+    model = stock(kind)
+    if model.config.use_cls_token:
+        with torch.no_grad():
+            model.encoder.positional_encoder.position_enc[0] = 0
+    assert_close(states(hf_posenc.patch(model, "learned", init="host"), series()), states(model, series()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoding"), [("computed", "sinusoidal"), ("class token", "sinusoidal"), ("learned", "learned")]
+)
+def test_inspection(kind, encoding):
+    report = hf_posenc.inspect(stock(kind))
+    assert (report.encoding, report.max_length) == (encoding, L)
+    report = hf_posenc.inspect(patched(stock(kind), "sinusoidal", max_length=L))
+    assert report.locations == {"embed": ("encoder.positional_encoder",)} and report.max_length == L
+
+
+def test_every_check_of_reach():
+    verdict = reach.judge("patchtst")
+    assert verdict.verified and verdict.encodings == reach.checks.ENCODINGS, verdict
