@@ -54,7 +54,7 @@ def test_list():
     assert [name for name in listed if name in ENCODINGS] == list(ENCODINGS)
     for name, kind in hf_posenc.list_encodings().items():
         row = listed[name]
-        assert row["aliases"] == kind.aliases and tuple(row["acts_by"]) == kind.mechanisms()
+        assert row["aliases"] == kind.aliases and tuple(row["mechanisms"]) == kind.mechanisms()
         assert {option: said["default"] for option, said in row["options"].items()} == {
             option: getattr(kind, option) for option in kind.option_types()
         }
@@ -62,7 +62,7 @@ def test_list():
     assert listed["t5"] == {
         "title": "T5's relative position bias",
         "aliases": {},
-        "acts_by": ["distance_bias"],
+        "mechanisms": ["distance_bias"],
         "options": {
             "num_buckets": {"default": 32, "allowed": "an integer above 0"},
             "max_distance": {"default": 128, "allowed": "an integer above 0"},
@@ -95,7 +95,7 @@ def test_list_shows_all_of_it():
     shown = run("list")
     words = re.sub(r"[\s│]+", " ", shown)
     for name, row in json.loads(run("list", "--json")).items():
-        assert all(word in words for word in (name, *row["aliases"], *row["acts_by"], *row["papers"]))
+        assert all(word in words for word in (name, *row["aliases"], *row["mechanisms"], *row["papers"]))
         assert all(f"{option} = {said['default']!r}" in words for option, said in row["options"].items())
     assert "terms='keys+queries'" in shown and not re.search(r"…|\[/", shown) and max(map(len, shown.splitlines())) <= 80
 
