@@ -496,11 +496,12 @@ def test_metrics_are_all_finite(metrics, tmp_path):
     """Classes are predicted from outputs of NaN as well, so F1, by which the best model is chosen, may be finite."""
     task = SimpleNamespace(evaluate=lambda *_: metrics, best_by="eval_f1", greater_is_better=True)
     run = object.__new__(loop.Run)
-    run.accelerator, run.task, run.progress, run.output_dir = None, task, loop.Progress(step=3), tmp_path
+    run.accelerator, run.task = SimpleNamespace(is_main_process=False), task
+    run.progress, run.output_dir = loop.Progress(step=3), tmp_path
     run.model = torch.nn.Linear(1, 1)
     name = next(name for name, value in metrics.items() if not math.isfinite(value))
     with pytest.raises(SystemExit, match=f"{name} is {metrics[name]} at step 3: lower --learning_rate, .* nothing was saved"):
-        run._evaluate(None)
+        run._evaluate([])
     assert not run.progress.evaluations
 
 
