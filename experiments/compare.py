@@ -30,12 +30,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; processes are wha
 
 from rich.console import Console
 
-from experiments.generalisation import flags, hosts, models, several, study, study_files
-from experiments.generalisation.results import Results
-from experiments.generalisation.runs import Setup, process_state
-from experiments.generalisation.several import Part
-from experiments.generalisation.study import Study
-from experiments.generalisation.tasks import ALL, COMPARED, Task
+from experiments.length_extrapolation import flags, hosts, models, several, study, study_files
+from experiments.length_extrapolation.results import Results
+from experiments.length_extrapolation.runs import Setup, process_state
+from experiments.length_extrapolation.several import Part
+from experiments.length_extrapolation.study import Study
+from experiments.length_extrapolation.tasks import ALL, COMPARED, Task
 from hf_posenc.diagnostics.figures import require_matplotlib
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import write_text

@@ -11,12 +11,12 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from conftest import ROOT, stock
 from experiments import compare
-from experiments.generalisation import models, runs, several, study, tasks, tokenised
-from experiments.generalisation.models import Sizes
-from experiments.generalisation.results import Results
-from experiments.generalisation.runs import Setup, Training
-from experiments.generalisation.several import Part
-from experiments.generalisation.study import Study
+from experiments.length_extrapolation import models, runs, several, study, tasks, tokenised
+from experiments.length_extrapolation.models import Sizes
+from experiments.length_extrapolation.results import Results
+from experiments.length_extrapolation.runs import Setup, Training
+from experiments.length_extrapolation.several import Part
+from experiments.length_extrapolation.study import Study
 from hf_posenc.diagnostics.figures import Sheet
 from hf_posenc.evaluation import records
 
@@ -168,7 +168,7 @@ def test_a_study_that_was_killed_goes_on(tmp_path, launch):
     arguments = [*COPY, "--encodings", "none", "t5", "--seeds", "0", "1", "--output_dir"]
     codes, _ = launch("compare", *arguments, tmp_path / "whole")
     assert codes == [0]
-    codes, _ = launch("compare", *arguments, tmp_path / "resumed", kill=("experiments.generalisation.study.run", 3))
+    codes, _ = launch("compare", *arguments, tmp_path / "resumed", kill=("experiments.length_extrapolation.study.run", 3))
     assert codes == [-9] and len(read_runs(tmp_path / "resumed")) == 2
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "resumed").glob("*/runs/*.json")}
     codes, _ = launch("compare", *arguments, tmp_path / "resumed")

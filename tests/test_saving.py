@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import first, patched, run_python, tokens
-from experiments.generalisation import study
+from experiments.length_extrapolation import study
 from hf_posenc import plots
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import _obsolete, check_output_dir
@@ -616,7 +616,7 @@ ELSEWHERE = {
     "hf_posenc/explorer/encodings.py:picture": "bytes in memory",
     "hf_posenc/hub/push.py:_keep": "in the temporary directory of push_to_hub",
     "benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
-    "tools/reach.py:Kept.add": "a line is added to the end",
+    "tools/check_support.py:Kept.add": "a line is added to the end",
     "hf_posenc/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
     "hf_posenc/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
     "hf_posenc/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",

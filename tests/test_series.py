@@ -13,7 +13,7 @@ import transformers
 
 import hf_posenc
 from conftest import assert_apart, assert_close, assert_equal, randomize, randomize_encoding, run_python
-from tools import reach
+from tools import check_support
 
 B, C, L, PATCH, D, H = 2, 3, 6, 4, 16, 4
 E = D // H
@@ -230,5 +230,5 @@ def test_inspection(kind, encoding):
 
 
 def test_every_check_of_reach():
-    verdict = reach.judge("patchtst")
-    assert verdict.verified and verdict.encodings == reach.checks.ENCODINGS, verdict
+    verdict = check_support.judge("patchtst")
+    assert verdict.verified and verdict.encodings == check_support.checks.ENCODINGS, verdict

@@ -29,9 +29,9 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 SCRIPTS = {
     "finetune": "hf_posenc.training.finetune",
     "distill": "hf_posenc.training.distill",
-    "generalise": "experiments.generalise",
+    "generalise": "experiments.extrapolation",
 }
-RECORDS = {"finetune": "all_results.json", "distill": "distillation.json", "generalise": "generalise.json"}
+RECORDS = {"finetune": "all_results.json", "distill": "distillation.json", "generalise": "extrapolation.json"}
 WORDS = [f"w{number}" for number in range(40)]
 LIMIT = 120.0
 MEASURED = ("losses", "evaluations", "best_step", "runs")
@@ -220,5 +220,5 @@ def marked() -> Iterator[Comparison]:
     argv = line("generalise", output, None, None, "--learning_rate", "1e30")
     status, said = finished("generalise", argv, output.with_suffix(".log"))
     yield status, 0
-    yield (output / "generalise.txt").read_text().count("2 runs diverged") >= 3, True
-    yield "NaN" in (output / "generalise.json").read_text(), False
+    yield (output / "extrapolation.txt").read_text().count("2 runs diverged") >= 3, True
+    yield "NaN" in (output / "extrapolation.json").read_text(), False

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from experiments.generalisation import tasks
-from experiments.generalisation.tasks import ALL, CAUSAL, IGNORED, MASKED, TEST_TOKENS, Rows, Task
+from experiments.length_extrapolation import tasks
+from experiments.length_extrapolation.tasks import ALL, CAUSAL, IGNORED, MASKED, TEST_TOKENS, Rows, Task
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 SYMBOLIC = max(task.vocabulary for task in ALL.values() if task.unit != "bytes")

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import hf_posenc
-from experiments.generalisation.tasks import CAUSAL, LABELS, MASKED
+from experiments.length_extrapolation.tasks import CAUSAL, LABELS, MASKED
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 STD, TOKEN_STD, OUTPUT_STD = 0.1, 0.7, 0.02

@@ -1,4 +1,4 @@
-"""generalise.py: tasks, runs that differ in the encoding alone, studies that resume, and what their figures say."""
+"""extrapolation.py: tasks, runs that differ in the encoding alone, studies that resume, and what their figures say."""
 
 import io
 import json
@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 
 from conftest import ROOT
-from experiments import generalise
-from experiments.generalisation import models, report, runs, several, study, tasks, verdict
-from experiments.generalisation.models import Sizes
-from experiments.generalisation.results import Results
-from experiments.generalisation.runs import Setup, Training
+from experiments import extrapolation
+from experiments.length_extrapolation import models, report, runs, several, study, tasks, verdict
+from experiments.length_extrapolation.models import Sizes
+from experiments.length_extrapolation.results import Results
+from experiments.length_extrapolation.runs import Setup, Training
 from hf_posenc.evaluation import records
 
 TINY = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
@@ -143,7 +143,7 @@ def outputs(folder):
     kept = {file.name: records.read(file) for file in sorted((folder / "llama" / "runs").iterdir())}
     for record in kept.values():
         del record["cpu_seconds"]
-    whole = records.read(folder / "generalise.json")
+    whole = records.read(folder / "extrapolation.json")
     del whole["runs"]
     return kept, whole
 
@@ -152,12 +152,12 @@ def outputs(folder):
 def test_a_study_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = [*QUICK, "--encodings", "t5", "none", "rope_2d", '{"type": "rope", "theta": 50.0}', "--seeds", "0", "1"]
-    generalise.main([*arguments, "--output_dir", "whole"])
+    extrapolation.main([*arguments, "--output_dir", "whole"])
     whole = outputs(tmp_path / "whole")
     assert len(whole[0]) == 6
     assert "rope_2d is left out" in capsys.readouterr().err
     assert [*whole[1]["refused"]] == ["rope_2d"] and "axes" not in whole[1]["scores"]["copy"]
-    assert "rope_2d" in (tmp_path / "whole" / "generalise.txt").read_text()
+    assert "rope_2d" in (tmp_path / "whole" / "extrapolation.txt").read_text()
 
     done, run = [], study.run
 
@@ -169,25 +169,25 @@ def test_a_study_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(study, "run", stopped)
     with pytest.raises(KeyboardInterrupt):
-        generalise.main([*arguments, "--output_dir", "resumed"])
+        extrapolation.main([*arguments, "--output_dir", "resumed"])
     assert len([*(tmp_path / "resumed" / "llama" / "runs").iterdir()]) == 3
     monkeypatch.setattr(study, "run", lambda *arguments: done.append(arguments) or run(*arguments))
-    generalise.main([*arguments, "--output_dir", "resumed"])
+    extrapolation.main([*arguments, "--output_dir", "resumed"])
     assert len(done) == 6 and outputs(tmp_path / "resumed") == whole
-    generalise.main([*arguments, "--output_dir", "resumed"])
-    generalise.main([*arguments, "--report_only", "--output_dir", "resumed"])
+    extrapolation.main([*arguments, "--output_dir", "resumed"])
+    extrapolation.main([*arguments, "--report_only", "--output_dir", "resumed"])
     assert len(done) == 6 and outputs(tmp_path / "resumed") == whole
 
     # Another encoding, seed and length of another task join; other settings of the same runs don't.
-    generalise.main([*QUICK, "--encodings", "alibi", "--seeds", "3", "--output_dir", "resumed"])
+    extrapolation.main([*QUICK, "--encodings", "alibi", "--seeds", "3", "--output_dir", "resumed"])
     for name, value in (("length", "4"), ("steps", "3"), ("learning_rate", "0.5"), ("hidden_size", "32")):
         with pytest.raises(SystemExit, match=f"made with {name}=.*another --output_dir"):
-            generalise.main([*arguments, f"--{name}", value, "--output_dir", "resumed"])
+            extrapolation.main([*arguments, f"--{name}", value, "--output_dir", "resumed"])
     with pytest.raises(SystemExit, match="made with hidden_size=16, and now it is 32"):
-        generalise.main([*arguments, "--tasks", "reverse", "--hidden_size", "32", "--output_dir", "resumed"])
+        extrapolation.main([*arguments, "--tasks", "reverse", "--hidden_size", "32", "--output_dir", "resumed"])
     (tmp_path / "resumed" / "llama" / "runs" / "copy-t5-0.json").write_text("{")
     with pytest.raises(SystemExit, match="is no record of a run"):
-        generalise.main([*arguments, "--output_dir", "resumed"])
+        extrapolation.main([*arguments, "--output_dir", "resumed"])
 
 
 def test_a_run_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
@@ -201,11 +201,11 @@ def test_a_run_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "run", failing)
     arguments = [*QUICK, "--encodings", "none", "t5", "--seeds", "0", "--output_dir", str(tmp_path)]
     with pytest.raises(SystemExit, match="copy, t5, seed 0: RuntimeError: out of luck"):
-        generalise.main(arguments)
-    assert [*records.read(tmp_path / "generalise.json")["scores"]["copy"]] == ["none"]
+        extrapolation.main(arguments)
+    assert [*records.read(tmp_path / "extrapolation.json")["scores"]["copy"]] == ["none"]
     monkeypatch.setattr(study, "run", run)
-    generalise.main(arguments)
-    assert [*records.read(tmp_path / "generalise.json")["scores"]["copy"]] == ["none", "t5"]
+    extrapolation.main(arguments)
+    assert [*records.read(tmp_path / "extrapolation.json")["scores"]["copy"]] == ["none", "t5"]
 
 
 def test_labels_tell_encodings_apart():
@@ -236,7 +236,7 @@ def test_labels_tell_encodings_apart():
 )
 def test_wrong_flags(wrong, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        generalise.main([*QUICK, "--encodings", "none", *wrong, "--output_dir", str(tmp_path)])
+        extrapolation.main([*QUICK, "--encodings", "none", *wrong, "--output_dir", str(tmp_path)])
     assert re.search(message, f"{stopped.value} {capsys.readouterr().err}")
 
 
@@ -369,7 +369,7 @@ RESULTS = ROOT / "scripts" / "results"
 
 def test_the_study_that_is_kept():
     """What scripts/results has is a whole study by the defaults of now, and its verdict follows from its scores."""
-    kept = json.loads((RESULTS / "generalise.json").read_text())
+    kept = json.loads((RESULTS / "extrapolation.json").read_text())
     assert kept["runs"]["finished"] == kept["runs"]["planned"] and not kept["failed"]
     for task, training in kept["trainings"].items():
         own = tasks.TASKS[task]
@@ -400,7 +400,7 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     (tmp_path / "my_near.py").write_text(f"{own}        return -0.5 * distance.abs()[None].float()\n")
     arguments = [*QUICK, "--import", "my_near", "--encodings", "near", "t5", "--seeds", "0", "1"]
     for count in ("1", "2"):
-        command = [sys.executable, "-m", "experiments.generalise", *arguments, "--processes", count, "--output_dir", count]
+        command = [sys.executable, "-m", "experiments.extrapolation", *arguments, "--processes", count, "--output_dir", count]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert outputs(tmp_path / "1") == outputs(tmp_path / "2")
 

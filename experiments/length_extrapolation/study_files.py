@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from experiments.generalisation.flags import PER_TASK
-from experiments.generalisation.tasks import ALL
+from experiments.length_extrapolation.flags import PER_TASK
+from experiments.length_extrapolation.tasks import ALL
 
 OBJECTS = ("hosts", "encodings")
 """Flags whose values may be objects."""

@@ -1,4 +1,4 @@
-"""The flags that compare.py and generalise.py share."""
+"""The flags that compare.py and extrapolation.py share."""
 
 import argparse
 import json
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hf_posenc
-from experiments.generalisation import models, study
-from experiments.generalisation.models import Encoding, Sizes
-from experiments.generalisation.tasks import Task
+from experiments.length_extrapolation import models, study
+from experiments.length_extrapolation.models import Encoding, Sizes
+from experiments.length_extrapolation.tasks import Task
 from hf_posenc.training.flags import at_least
 
 Number = TypeVar("Number", int, float)

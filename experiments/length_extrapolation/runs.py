@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_posenc
-from experiments.generalisation import models, tokenised
-from experiments.generalisation.models import Encoding, Sizes
-from experiments.generalisation.tasks import ALL, CAUSAL, IGNORED, LABELS, Task
+from experiments.length_extrapolation import models, tokenised
+from experiments.length_extrapolation.models import Encoding, Sizes
+from experiments.length_extrapolation.tasks import ALL, CAUSAL, IGNORED, LABELS, Task
 
 MULTIPLES = (1.0, 1.5, 2.0, 4.0, 8.0)
 """Test lengths in L; the last one is the room that limited encodings are given."""

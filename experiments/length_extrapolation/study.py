@@ -18,9 +18,9 @@ from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from experiments.generalisation import models
-from experiments.generalisation.models import Encoding
-from experiments.generalisation.runs import Setup, Training, process_state, run, task_of
+from experiments.length_extrapolation import models
+from experiments.length_extrapolation.models import Encoding
+from experiments.length_extrapolation.runs import Setup, Training, process_state, run, task_of
 from hf_posenc.evaluation import records, terminals
 
 RUNS = "runs"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.generalisation.tasks import ALL
+from experiments.length_extrapolation.tasks import ALL
 from hf_posenc.evaluation.metrics import interval
 
 Record = dict[str, Any]

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from conftest import ROOT, slow
-from tools import reach
+from tools import check_support
 from tools.hosts import checks, inputs, tiny
 
-KEPT, PAGE = ROOT / "scripts" / "results" / "reach.txt", ROOT / "docs" / "hosts.md"
+KEPT, PAGE = ROOT / "scripts" / "results" / "check_support.txt", ROOT / "docs" / "hosts.md"
 TAKEN = {
     # encoders of text
     "bert": "learned",
@@ -75,30 +75,30 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in TAKEN])
 def test_taken(name):
-    verdict = reach.judge(name.partition(" ")[0])
+    verdict = check_support.judge(name.partition(" ")[0])
     assert verdict.verified and (verdict.name, verdict.source) == (name, TAKEN[name]), verdict
     assert verdict.checks["order gone"] == verdict.checks["order back"] == checks.PASSED
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused(kind):
-    verdict = reach.judge(kind)
+    verdict = check_support.judge(kind)
     assert verdict.reason == REFUSED[kind], verdict
-    assert reach.remedy_for(verdict)
+    assert check_support.remedy_for(verdict)
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "whisper", "vit", "wav2vec2-conformer"])
 def test_a_failed_check_is_seen(monkeypatch, kind):
     """Positions that stay in beside the new encoding fail the check."""
     monkeypatch.setattr(checks.hf_posenc, "patch", lambda model, encoding: model)
-    verdict = reach.judge(kind)
+    verdict = check_support.judge(kind)
     assert verdict.checks["order gone"] == checks.FAILED and verdict.failed and not verdict.verified
 
 
 def test_an_encoding_that_does_nothing_is_seen(monkeypatch):
     patch = checks.hf_posenc.patch
     monkeypatch.setattr(checks.hf_posenc, "patch", lambda model, encoding: patch(model, "none"))
-    verdict = reach.judge("vit")
+    verdict = check_support.judge("vit")
     assert verdict.checks["order gone"] == checks.PASSED and verdict.checks["order back"] == checks.FAILED
 
 
@@ -107,12 +107,12 @@ def test_a_stock_model_without_order_proves_nothing(monkeypatch):
     model.embeddings.position_embeddings.weight.data.zero_()
     results = checks.checked(checks.Host("bert", model, ""))
     assert results["order gone"] == checks.NO_ORDER
-    assert not reach.Verdict("bert", "bert", source="learned", encodings=("rope",), checks=results).verified
+    assert not check_support.Verdict("bert", "bert", source="learned", encodings=("rope",), checks=results).verified
 
 
 def test_a_skipped_check_does_not_count():
     results = dict.fromkeys(checks.CHECKS, checks.PASSED) | {"cache": "skipped (the stock model differs by chunks)"}
-    assert not reach.Verdict("bert", "bert", source="learned", encodings=("rope",), checks=results).verified
+    assert not check_support.Verdict("bert", "bert", source="learned", encodings=("rope",), checks=results).verified
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,11 @@ def test_contents_change_places_where_they_enter(kind, part, where):
 
 def test_a_hanging_type_does_not_stop_a_run(tmp_path, monkeypatch):
     """Its process is killed, and its verdict kept with the others."""
-    monkeypatch.setattr(reach, "_serve", _hang)
-    kept = reach.Kept(tmp_path / "verdicts.jsonl")
-    verdicts = reach.judged(["bert", "gpt2"], 1, kept, limit=0.5)
+    monkeypatch.setattr(check_support, "_serve", _hang)
+    kept = check_support.Kept(tmp_path / "verdicts.jsonl")
+    verdicts = check_support.judged(["bert", "gpt2"], 1, kept, limit=0.5)
     assert [verdict.crash for verdict in verdicts] == ["not done within 0 seconds"] * 2
-    assert {*reach.Kept(kept.path).verdicts} == {"bert", "gpt2"}
+    assert {*check_support.Kept(kept.path).verdicts} == {"bert", "gpt2"}
 
 
 def _hang(connection):
@@ -149,11 +149,11 @@ def _hang(connection):
 
 
 def test_verdicts_of_other_code_are_not_kept(tmp_path, monkeypatch):
-    kept = reach.Kept(tmp_path / "verdicts.jsonl")
-    kept.add(reach.Verdict("bert", "bert", source="learned", encodings=("rope",), checks={"cache": "-"}))
-    assert reach.Kept(kept.path).verdicts == kept.verdicts
-    monkeypatch.setattr(reach, "state_of_the_code", lambda: "other")
-    assert not reach.Kept(kept.path).verdicts
+    kept = check_support.Kept(tmp_path / "verdicts.jsonl")
+    kept.add(check_support.Verdict("bert", "bert", source="learned", encodings=("rope",), checks={"cache": "-"}))
+    assert check_support.Kept(kept.path).verdicts == kept.verdicts
+    monkeypatch.setattr(check_support, "state_of_the_code", lambda: "other")
+    assert not check_support.Kept(kept.path).verdicts
 
 
 def test_the_pages_quote_the_result():
@@ -171,7 +171,7 @@ def test_each_refusal_says_what_can_be_done():
 
 def test_inputs_of_recipes_are_arguments():
     """A recipe for a type that doesn't exist, or an input that no forward takes, would be passed over in silence."""
-    assert {*tiny.RECIPES} <= {*reach.CONFIG_MAPPING}
+    assert {*tiny.RECIPES} <= {*check_support.CONFIG_MAPPING}
     for kind, recipe in tiny.RECIPES.items():
         assert {*recipe} <= {"config", "inputs", "class", "architectures", "vectors", "entrance"}, kind
     assert inputs.reading("bros", tiny.build("bros")).specs["bbox"].shape == ("B", "L", 8)
@@ -180,9 +180,9 @@ def test_inputs_of_recipes_are_arguments():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_kept_result_is_what_runs_now(tmp_path):
-    page, docs = tmp_path / "reach.txt", tmp_path / "hosts.md"
+    page, docs = tmp_path / "check_support.txt", tmp_path / "hosts.md"
     shutil.copy(PAGE, docs)
-    command = [sys.executable, "-m", "tools.reach", "--output_file", page, "--docs_file", docs]
+    command = [sys.executable, "-m", "tools.check_support", "--output_file", page, "--docs_file", docs]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, "--verdicts_file", tmp_path / "verdicts.jsonl"], capture_output=True, text=True, env=environment

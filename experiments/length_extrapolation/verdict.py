@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from experiments.generalisation.results import Mean, Results
+from experiments.length_extrapolation.results import Mean, Results
 
 EXPECTED, KAZEMNEJAD, PRESS = "expected of copy", "Kazemnejad et al. 2023", "Press et al. 2022"
 """Where a claim is from. The first is a common expectation and no claim of a paper: Kazemnejad et al. find no encoding that is

@@ -1,10 +1,10 @@
 """Length generalisation, the papers' way: tiny decoders trained at lengths up to L and tested to 8 L, with every encoding.
 
-    python -m experiments.generalise --processes 2 --output_dir generalisation    # the study of scripts/results, resumable
-    python -m experiments.generalise --tasks copy --encodings t5 alibi none rope+alibi --seeds 0 1 2 --output_dir OUT
-    python -m experiments.generalise --tasks copy lm --length copy=16 lm=128 --steps copy=2000 --output_dir OUT
-    python -m experiments.generalise --encodings none '{"type": "rope", "theta": 500000.0}' --output_dir OUT
-    python -m experiments.generalise --report_only --output_dir OUT
+    python -m experiments.extrapolation --processes 2 --output_dir generalisation    # the study of scripts/results, resumable
+    python -m experiments.extrapolation --tasks copy --encodings t5 alibi none rope+alibi --seeds 0 1 2 --output_dir OUT
+    python -m experiments.extrapolation --tasks copy lm --length copy=16 lm=128 --steps copy=2000 --output_dir OUT
+    python -m experiments.extrapolation --encodings none '{"type": "rope", "theta": 500000.0}' --output_dir OUT
+    python -m experiments.extrapolation --report_only --output_dir OUT
 
 Tasks: copy, reverse and addition of digits (Kazemnejad et al., 2023: https://arxiv.org/abs/2305.19466), and a language model of
 the bytes of Python's help texts (Press et al., 2022: https://arxiv.org/abs/2108.12409). For a seed, all encodings have the same
@@ -12,7 +12,7 @@ host weights and the same rows in the same order. Answers are scored as wholes (
 and by tokens, the language model by its perplexity. At the end a verdict compares the figures with what the papers found.
 
 Each finished run has a file in --output_dir/llama/runs: a command that was killed goes on where it was and takes in more tasks,
-encodings and seeds. generalise.json, .txt and .png are written there when all runs are done.
+encodings and seeds. extrapolation.json, .txt and .png are written there when all runs are done.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments import compare
-from experiments.generalisation import figures, report, several, verdict
-from experiments.generalisation.runs import Setup
-from experiments.generalisation.several import Part
-from experiments.generalisation.tasks import TASKS
+from experiments.length_extrapolation import figures, report, several, verdict
+from experiments.length_extrapolation.runs import Setup
+from experiments.length_extrapolation.several import Part
+from experiments.length_extrapolation.tasks import TASKS
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.serialization.atomic import write_text
 
@@ -52,11 +52,11 @@ def write(page: Path | None, output: Path, parts: list[Part], left_out: dict[str
         for table in filter(None, tables):
             console.print(table)
         console.print(verdict.summary(found), soft_wrap=True)
-    write_text(output / "generalise.txt", text.getvalue())
-    records.write(output / "generalise.json", report.as_record(part.study, part.results, found, failed))
-    figures.draw_curves(part.study, part.results, output / "generalise.png")
+    write_text(output / "extrapolation.txt", text.getvalue())
+    records.write(output / "extrapolation.json", report.as_record(part.study, part.results, found, failed))
+    figures.draw_curves(part.study, part.results, output / "extrapolation.png")
     if page:
-        report.write_tables(page, records.read(output / "generalise.json"))
+        report.write_tables(page, records.read(output / "extrapolation.json"))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,17 +5,17 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.generalisation import verdict
-from experiments.generalisation.results import Results
-from experiments.generalisation.study import Study
-from experiments.generalisation.tasks import ALL
-from experiments.generalisation.verdict import Finding
+from experiments.length_extrapolation import verdict
+from experiments.length_extrapolation.results import Results
+from experiments.length_extrapolation.study import Study
+from experiments.length_extrapolation.tasks import ALL
+from experiments.length_extrapolation.verdict import Finding
 from hf_posenc.evaluation import records
 
 ENDS = "†"
 """Marks encodings that end at a length: they were given that of the longest test."""
 MEASURES = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
-MARKERS = "<!-- tables by experiments/generalise.py: begin -->", "<!-- tables by experiments/generalise.py: end -->"
+MARKERS = "<!-- tables by experiments/extrapolation.py: begin -->", "<!-- tables by experiments/extrapolation.py: end -->"
 ON_PAGES = (1, 2, 8)
 """The lengths, in L, that a page shows."""
 NAMES = {

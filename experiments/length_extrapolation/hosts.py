@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from experiments.generalisation import models
-from experiments.generalisation.models import CHECKPOINT, HOSTS, Encoding, Sizes
-from experiments.generalisation.runs import Setup, task_of, test_lengths, training_of
-from experiments.generalisation.study import Study, planned
-from experiments.generalisation.tasks import ALL
+from experiments.length_extrapolation import models
+from experiments.length_extrapolation.models import CHECKPOINT, HOSTS, Encoding, Sizes
+from experiments.length_extrapolation.runs import Setup, task_of, test_lengths, training_of
+from experiments.length_extrapolation.study import Study, planned
+from experiments.length_extrapolation.tasks import ALL
 
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 OF_TASKS = ("vocab_size", "num_labels", "max_position_embeddings", "n_positions", *TOKENS)

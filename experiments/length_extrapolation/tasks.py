@@ -248,7 +248,7 @@ TASKS = {
         longest=TEST_TOKENS,
     ),
 }
-"""Name -> task, of generalise.py."""
+"""Name -> task, of extrapolation.py."""
 
 COMPARED = {
     "mlm": replace(

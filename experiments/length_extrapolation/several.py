@@ -1,4 +1,4 @@
-"""What compare.py and generalise.py show of hosts: one table, one record, and curves with a panel for each host and task."""
+"""What compare.py and extrapolation.py show of hosts: one table, one record, and curves with a panel for each host and task."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.generalisation import figures, report
-from experiments.generalisation.results import Results
-from experiments.generalisation.runs import task_of, times
-from experiments.generalisation.study import Study
-from experiments.generalisation.tasks import ALL
+from experiments.length_extrapolation import figures, report
+from experiments.length_extrapolation.results import Results
+from experiments.length_extrapolation.runs import task_of, times
+from experiments.length_extrapolation.study import Study
+from experiments.length_extrapolation.tasks import ALL
 from hf_posenc.diagnostics.figures import NORMAL, Sheet, panels
 from hf_posenc.evaluation.metrics import UNCORRECTED
 

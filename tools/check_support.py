@@ -1,7 +1,8 @@
 """Which of Transformers' model types can be patched: a tiny random model of each, checked by running it.
 
-    python -m tools.reach --output_file scripts/results/reach.txt --docs_file docs/hosts.md --quoted_in README.md
-    python -m tools.reach --types llama,bert
+    python -m tools.check_support \\
+        --output_file scripts/results/check_support.txt --docs_file docs/hosts.md --quoted_in README.md
+    python -m tools.check_support --types llama,bert
 
 A modeling folder of Transformers counts if one of its model types is taken and passes every check of `hosts/checks.py`; a check
 that doesn't apply (a cache for an encoder) is "-", one that could not be run is "skipped", and then the folder doesn't count.
@@ -35,7 +36,7 @@ from tools.hosts import checks, tiny
 from tools.hosts.verdicts import Verdict, folder_of, judge
 
 WIDTH = 128
-MARKERS = "<!-- tables by tools/reach.py: begin -->", "<!-- tables by tools/reach.py: end -->"
+MARKERS = "<!-- tables by tools/check_support.py: begin -->", "<!-- tables by tools/check_support.py: end -->"
 QUOTED = re.compile(r"> \d+ of \d+ modeling folders")
 HERE = Path(__file__).resolve().parent
 MODELS = Path(transformers.__file__).parent / "models"
@@ -284,7 +285,8 @@ def main() -> None:
     parser.add_argument("--output_file", type=Path, help="a file for the page, which is printed, too")
     parser.add_argument("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
     parser.add_argument("--quoted_in", type=Path, nargs="*", default=[], help="pages in which the first line is quoted")
-    parser.add_argument("--verdicts_file", type=Path, default=HERE.parent / "build" / "reach.jsonl", help="verdicts so far")
+    kept = HERE.parent / "build" / "check_support.jsonl"
+    parser.add_argument("--verdicts_file", type=Path, default=kept, help="verdicts so far")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="use the verdicts so far")
     args = parser.parse_args()
     args.verdicts_file.parent.mkdir(parents=True, exist_ok=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import hf_posenc
-from experiments.generalisation.results import Results
-from experiments.generalisation.study import Study
-from experiments.generalisation.tasks import ALL
+from experiments.length_extrapolation.results import Results
+from experiments.length_extrapolation.study import Study
+from experiments.length_extrapolation.tasks import ALL
 from hf_posenc.serialization.atomic import atomic_file
 
 FAMILIES = {
