@@ -13,7 +13,7 @@ from huggingface_hub.constants import REGEX_COMMIT_OID
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils.sha import git_hash
 
-from hf_posenc.hub.requests import TRANSIENT, Requests, status_of
+from hf_posenc.hub.requests import TRANSIENT, HubSession, status_of
 
 LARGE = 2**20
 """Bytes from which a text file is uploaded by itself, as binary files are."""
@@ -33,7 +33,7 @@ class Api(HfApi):
 
 
 @dataclass
-class Change:
+class PendingCommit:
     """Additions and deletions to be made in a single commit on top of the commit `parent`.
 
     revision: a branch or "refs/pr/N"; None: main.
@@ -41,7 +41,7 @@ class Change:
     """
 
     api: Api
-    requests: Requests
+    requests: HubSession
     repo_id: str
     additions: list[CommitOperationAdd]
     deletions: list[CommitOperationDelete]

@@ -27,10 +27,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.hub import secret_scan
 from hf_posenc.hub.cards import SIGNATURE, model_card, user_classes
-from hf_posenc.hub.commit import Api, Change, commit_id
+from hf_posenc.hub.commit import Api, PendingCommit, commit_id
 from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_files
 from hf_posenc.hub.repository import base_metadata, earlier_push, ensure_branch, merged
-from hf_posenc.hub.requests import Requests
+from hf_posenc.hub.requests import HubSession
 from hf_posenc.inspection import inspect
 from hf_posenc.serialization import atomic
 from hf_posenc.serialization.saved_files import read_json
@@ -100,7 +100,7 @@ def push_to_hub(
         evaluation = checked_evaluation(evaluation if isinstance(evaluation, dict) else read_json(Path(evaluation)))
     images = _images(figures)
     validate_repo_id("" if repo_id is None else repo_id)
-    requests = Requests(timeout, deadline)
+    requests = HubSession(timeout, deadline)
     offline, token = is_offline_mode(), _checked_token(token or get_token())
     if not (token or offline):
         raise ValueError("there is no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=…")
@@ -167,7 +167,7 @@ def push_to_hub(
             (folder / "README.md").write_text(text, encoding="utf-8")
         additions = [CommitOperationAdd(path, folder / path) for path in _files(folder)]
         deletions = [CommitOperationDelete(path) for path in stale]
-        return Change(api, requests, repo_id, additions, deletions, message, revision, create_pr, sha).commit()
+        return PendingCommit(api, requests, repo_id, additions, deletions, message, revision, create_pr, sha).commit()
 
 
 def _refuse_unless_whole(model: Any) -> None:

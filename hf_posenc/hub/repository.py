@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from hf_posenc.hub.cards import INHERITED, host_name, replaceable
 from hf_posenc.hub.commit import Api
 from hf_posenc.hub.eval_results import EVALUATION, result_files
-from hf_posenc.hub.requests import Requests
+from hf_posenc.hub.requests import HubSession
 from hf_posenc.serialization.saved_files import parsed_json
 
 WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(modeling_)?posenc(_\w+)?\.py")
 """Files deleted if the new push lacks them: an old model.safetensors would be loaded instead of new shards."""
 
 
-def base_metadata(model: PreTrainedModel, api: Api | None = None, requests: Requests | None = None) -> dict[str, Any]:
+def base_metadata(model: PreTrainedModel, api: Api | None = None, requests: HubSession | None = None) -> dict[str, Any]:
     """The card's metadata about the host: its id, licence and language.
 
     The id is None unless the Hub (offline: the cache) knows it, since a local folder may have a name of the same form.
@@ -73,7 +73,7 @@ def earlier_push(
     return kept, sorted((written & present).difference(new))
 
 
-def ensure_branch(api: Api, requests: Requests, repo_id: str, revision: str | None, create_pr: bool) -> None:
+def ensure_branch(api: Api, requests: HubSession, repo_id: str, revision: str | None, create_pr: bool) -> None:
     if revision is None or revision == "main" or revision.startswith("refs/pr/"):
         return
 

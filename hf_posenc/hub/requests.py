@@ -35,7 +35,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Requests:
+class HubSession:
     """The requests of one push.
 
     timeout: seconds of silence, while connecting, sending or receiving, after which a request has failed.
@@ -141,7 +141,7 @@ class Requests:
         time.sleep(pause)
 
 
-LIMITS: ContextVar[Requests | None] = ContextVar("hf_posenc_requests", default=None)
+LIMITS: ContextVar[HubSession | None] = ContextVar("hf_posenc_requests", default=None)
 """The push that a request belongs to."""
 
 

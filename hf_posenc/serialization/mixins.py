@@ -177,7 +177,7 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         label = json.dumps(portable(self.config.position_encoding), sort_keys=True)
         for path in sorted(folder.glob("*.safetensors")):
             if LABEL not in _metadata(path):
-                _label(path, label)
+                _write_metadata(path, label)
 
 
 def _replaced(directory: Any) -> contextlib.AbstractContextManager[Path]:
@@ -225,7 +225,7 @@ def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> di
     return {"repo_id": Path(save_directory).absolute().name, **kwargs}
 
 
-def _label(path: Path, encoding: str) -> None:
+def _write_metadata(path: Path, encoding: str) -> None:
     """Write the encoding into the metadata of a weight file.
 
     Transformers accepts no metadata, and safetensors writes several entries in a random order, so that equal models would
