@@ -106,7 +106,7 @@ def patched(model: PreTrainedModel, name: str, group: Group, settings: Settings,
 def about(model: PreTrainedModel, name: str) -> dict[str, Any]:
     """What targets go by: how an encoding acts, and whether it is learned."""
     learned = any("posenc." in key for key, parameter in model.named_parameters() if parameter.requires_grad)
-    return {"acts_by": list(hf_posenc.list_encodings()[name].mechanisms()), "learned": learned}
+    return {"mechanisms": list(hf_posenc.list_encodings()[name].mechanisms()), "learned": learned}
 
 
 def scores_content(model: Any) -> bool:

@@ -14,15 +14,15 @@ CHEAP = {"embed", "rotate", "distance_bias"}
 
 def is_cheap(name: str, record: Record) -> bool:
     """Embeds, rotates or biases by distance; neither `none`, nor what depends on content."""
-    return bool(record.get("acts_by")) and {*record["acts_by"]} <= CHEAP
+    return bool(record.get("mechanisms")) and {*record["mechanisms"]} <= CHEAP
 
 
 def is_fixed_bias(name: str, record: Record) -> bool:
-    return record.get("acts_by") == ["distance_bias"] and not record["learned"]
+    return record.get("mechanisms") == ["distance_bias"] and not record["learned"]
 
 
 def is_learned_bias(name: str, record: Record) -> bool:
-    return record.get("acts_by") == ["distance_bias"] and record["learned"]
+    return record.get("mechanisms") == ["distance_bias"] and record["learned"]
 
 
 def named(wanted: str) -> Callable[[str, Record], bool]:

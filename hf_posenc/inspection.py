@@ -232,12 +232,12 @@ def _stock_report(model: PreTrainedModel) -> Report:
         raise _several_models(model, refused.submodels) from None
     locations: dict[str, tuple[str, ...]] = {}
     for path, found in reversed(stacks.items()):
-        for source in found.components:
-            locations[source.verb] = (*locations.get(source.verb, ()), f"{path}.{source.path}".lstrip("."))
+        for component in found.components:
+            locations[component.verb] = (*locations.get(component.verb, ()), f"{path}.{component.path}".lstrip("."))
     lengths = [found.usable_length for found in stacks.values() if found.usable_length is not None]
     return Report(
         model_class=type(model).__name__,
-        encoding="+".join(sorted({source.encoding for found in stacks.values() for source in found.components})) or "none",
+        encoding="+".join(sorted({each.encoding for found in stacks.values() for each in found.components})) or "none",
         options=copy.deepcopy(getattr(model.config, "rope_parameters", None) or {}),
         locations=locations,
         max_length=min(lengths, default=None),

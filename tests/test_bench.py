@@ -165,7 +165,7 @@ def test_every_registered_encoding_is_measured(monkeypatch):
     assert sorted(subjects.encodings(Group("decode", 12, host="gpt2"), FEW)) == suited("gpt2")
     record = measuring.measure(Group("forward", 12, **SMALL), Settings(rounds=2, threads=1, encodings=("alibi", "later-one")))
     assert [*record["subjects"]] == ["stock", "alibi", "later-one"]
-    assert record["subjects"]["later-one"]["acts_by"] == ["distance_bias"]
+    assert record["subjects"]["later-one"]["mechanisms"] == ["distance_bias"]
     with pytest.raises(ValueError, match="no encoding alibo; registered: none, alibi"):
         subjects.encodings(Group("forward", 12), Settings(encodings=("alibo",)))
 
@@ -186,7 +186,7 @@ def test_a_record(kind, host):
         assert {*each["ratios"]} == {"stock", "none"} - {name}
         assert all(low <= value <= high for value, low, high in each["ratios"].values())
         if name in hf_posenc.list_encodings():
-            assert each["acts_by"] == [*hf_posenc.list_encodings()[name].mechanisms()]
+            assert each["mechanisms"] == [*hf_posenc.list_encodings()[name].mechanisms()]
     learned = {name for name, each in record["subjects"].items() if each.get("learned")}
     assert {"t5", "relative", "shaw", "learned"} <= learned and not {"alibi", "rope", "none"} & learned
     page = report.text(whole({group.name: record}))
@@ -301,7 +301,7 @@ def made_up(ratios, peaks=(), **more):
     kinds = {"alibi": ["distance_bias"], "t5": ["distance_bias"], "rope": ["rotate"], "shaw": ["score_bias"], "none": []}
     found = {
         name: {
-            "acts_by": kinds.get(name, []),
+            "mechanisms": kinds.get(name, []),
             "learned": name in ("t5", "shaw"),
             "milliseconds": 1.0,
             "ratios": dict.fromkeys(("stock", "none"), [value, value - 0.01, value + 0.02]),

@@ -108,7 +108,7 @@ def test_trained_on(folder, tmp_path):
         (("--texts", "bert/config.json"), "but no 'text': see --text-column"),
         (("--texts", "texts.jsonl", "--queries", "texts.jsonl"), "but no 'query': rename"),
         (("--texts", "texts.jsonl", "--option", "max_distance=99"), "too short or too few for 'relative'"),
-        (("--texts", "vocab.txt", "--option", "max_distance=4"), "too short or too few for 'relative'"),
+        (("--texts", "vocab.txt", "--option", "max_distance=4", "--no-compare"), "too short or too few for 'relative'"),
         (("--texts", "few.jsonl", "--option", "max_distance=4"), "of 12 texts 12 have a sentence that could be a question"),
     ],
 )

@@ -126,11 +126,11 @@ def test_what_is_no_encoding(given):
         ("none+shaw", ("score_bias", "value_bias")),
     ],
 )
-def test_acts_by(kind, verbs):
+def test_mechanisms(kind, verbs):
     assert encoding_class(kind).mechanisms() == verbs
 
 
-def test_acts_by_of_an_own_encoding():
+def test_mechanisms_of_an_own_encoding():
     class Both(PositionEncoding, type="both"):
         def score_bias(self, query, key, context): ...
 

@@ -292,7 +292,13 @@ def main() -> None:
     args.verdicts_file.parent.mkdir(parents=True, exist_ok=True)
     if not args.resume:
         args.verdicts_file.unlink(missing_ok=True)
-    kinds = args.types.split(",") if args.types else model_types()
+    kinds = known = model_types()
+    if args.types:
+        kinds = args.types.split(",")
+        if unknown := {*kinds} - {*known}:
+            parser.error(
+                f"--types {min(unknown)} is no model type of Transformers (transformers.CONFIG_MAPPING)"
+            )
     verdicts = judged(kinds, args.processes, Kept(args.verdicts_file), args.limit)
     page = report(verdicts)
     print(page, end="")

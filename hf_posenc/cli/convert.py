@@ -76,12 +76,12 @@ def convert(
     some: dict[str, Any] = {} if layers is None else {"layers": parse_value(layers)}
     some |= {} if submodel is None else {"submodel": submodel}
     chosen = given_encoding(encoding, option or [])
+    # Too few queries are an error, which comes before the calibration.
+    stock = _within(original.model, submodel)
+    asked = _questions(out, stock, original.tokenizer, rows, pairs) if compare else None
     converted = hf_posenc.convert(
         original.model, chosen, texts=rows, tokenizer=_only_called(original.tokenizer), max_length=max_length, **some
     )
-    # Before anything is saved, because too few queries are an error.
-    stock = _within(original.model, submodel)
-    asked = _questions(out, stock, original.tokenizer, rows, pairs) if compare else None
     models = {"calibrated": converted}
     if train_steps:
         models["trained"] = _distilled(converted, original, texts, text_column, train_steps, max_length)

@@ -171,7 +171,7 @@ def shared_parts(spec: PositionSpec) -> set[str]:
 
 def unlike_attentions(structure: Structure, spec: PositionSpec, parts: Parts, geometry: Geometry) -> set[str]:
     """The paths of attentions of other sizes than the first, as in Swin's stages, which get an encoding of their own where it
-    has no weights (`compatibility.check`)."""
+    has no weights (`encoding_checks.check`)."""
     unlike: set[str] = set()
     shared = shared_parts(spec)
     for path, module in structure.attentions.items():

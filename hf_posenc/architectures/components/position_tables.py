@@ -34,7 +34,7 @@ class PositionTable(PositionComponent):
         from hf_posenc.architectures.components.unhandled import OTHER_INPUTS
 
         if not reads_tokens(stack):
-            return  # a table of patches or of stretches of sound (parameters.py)
+            return  # a table of patches or of stretches of sound (position_parameters.py)
         for path, module in modules.items():
             if path.rpartition(".")[2] not in NAMES or OTHER_INPUTS.search(path) or is_relative(module):
                 continue
