@@ -464,8 +464,10 @@ def make_parts_stock(config: Any) -> None:
 
 def with_current_keys(given: Any) -> Any:
     """A `position_encoding` with the keys of this version: version 0.1 wrote "host" where this one writes "original"."""
-    if not isinstance(given, dict) or "host" not in given or "original" in given:
+    if not isinstance(given, dict) or "host" not in given:
         return given
+    if "original" in given:
+        raise ValueError("position_encoding has 'host' and 'original', the old and the new name of one key: leave 'host' out")
     return {"original" if key == "host" else key: value for key, value in given.items()}
 
 

@@ -249,6 +249,10 @@ def test_saving_over_the_folder_that_it_is_read_from(tmp_path):
     layer(file=filed(tmp_path, table())).save_pretrained(tmp_path / "saved")
     model = AutoModel.from_pretrained(tmp_path / "saved")
     model.save_pretrained(tmp_path / "saved")
+    given = {name: tensor for name, tensor in model.state_dict().items() if name != "posenc.weight"}
+    with pytest.raises(ValueError, match="state_dict lacks 'posenc.weight'.*Nothing was saved"):
+        model.save_pretrained(tmp_path / "lacking", state_dict=given)
+    assert not (tmp_path / "lacking").exists()
     model.save_pretrained(tmp_path / "saved", state_dict=model.state_dict())
     for each in (model, AutoModel.from_pretrained(tmp_path / "saved"), pickle.loads(pickle.dumps(model))):
         assert torch.equal(vectors(each), table())

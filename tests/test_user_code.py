@@ -138,7 +138,17 @@ import random
 import torch
 from hf_posenc import PositionEncoding
 
+import os
+
 STEP = 2.0
+TABLE = [1.0, 2.0]
+ROWS = torch.ones(2)
+NOTHING = None
+NAME, PLACE = __name__, os.path.dirname(__file__)
+
+
+def scaled(value, by=1.0):
+    return value * by
 
 
 class Steps(PositionEncoding, type="own-steps"):
@@ -182,6 +192,25 @@ def test_each_version_of_the_code_is_imported_once(module, tmp_path, caplog):
         layer.save_pretrained(tmp_path / "changed")
     assert import_check._imported.cache_info().misses == started + 1
     assert {path.name for path in (tmp_path / "changed").glob("*.py")} == {"modeling_posenc.py"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("TABLE", lambda module: module.TABLE.append(3.0)),
+        ("ROWS", lambda module: module.ROWS.zero_()),
+        ("NOTHING", lambda module: setattr(module, "NOTHING", 1)),
+        ("scaled", lambda module: setattr(module.scaled, "__defaults__", (2.0,))),
+        ("Steps.size", lambda module: setattr(module.Steps, "size", 3.0)),
+    ],
+)
+def test_values_that_were_changed_from_outside_are_refused(module, tmp_path, name, change):
+    layer = hf_posenc.PositionEmbedding("own-steps", hidden_size=4)
+    layer.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "posenc_own_own_steps.py").is_file()  # the module's own name and folder differ in a copy
+    change(module)
+    with pytest.warns(UserWarning, match=rf"own_steps\.{name} is .* where the file is imported again"):
+        layer.save_pretrained(tmp_path / "changed")
 
 
 def test_a_full_disk_is_a_reason_and_another_time_it_may_not_be(module, tmp_path, monkeypatch):

@@ -296,9 +296,7 @@ def main() -> None:
     if args.types:
         kinds = args.types.split(",")
         if unknown := {*kinds} - {*known}:
-            parser.error(
-                f"--types {min(unknown)} is no model type of Transformers (transformers.CONFIG_MAPPING)"
-            )
+            parser.error(f"--types {min(unknown)} is no model type of Transformers (transformers.CONFIG_MAPPING)")
     verdicts = judged(kinds, args.processes, Kept(args.verdicts_file), args.limit)
     page = report(verdicts)
     print(page, end="")

@@ -1,47 +1,62 @@
 """Whether a user's encoding comes out the same each time that it is built, but for what is saved with it."""
 
-from collections.abc import Iterator
+import hashlib
+import io
+import pickle
+import types
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_posenc._compat import non_persistent_buffers
 from hf_posenc.encodings.base import PositionEncoding
 
-Encodings = list[PositionEncoding | None]
+
+def differing(built: list[PositionEncoding | None], others: list[PositionEncoding | None]) -> str | None:
+    """The name of a value which is not saved with its module, and which differs between two builds."""
+    if len(built) != len(others):
+        return "a value"
+    for one, other in zip(built, others, strict=True):
+        ours, theirs = _unsaved(one), _unsaved(other)
+        for name in ours.keys() | theirs.keys():
+            if comparable(ours.get(name)) != comparable(theirs.get(name)):
+                return name
+    return None
 
 
-def differing(built: Encodings, others: Encodings) -> str | None:
-    """The name of a value that is not saved with its module, and that differs between two builds."""
-    ours, theirs = dict(_unsaved(built)), dict(_unsaved(others))
-    places = (place for place in {**ours, **theirs} if not _same(ours.get(place), theirs.get(place)))
-    return next((place.partition(".")[2] for place in places), None)
+def _unsaved(encoding: nn.Module | None) -> dict[str, Any]:
+    """Attributes and buffers of an encoding's modules, by dotted path, that are not in its state_dict."""
+    values: dict[str, Any] = {}
+    for path, module in encoding.named_modules() if encoding is not None else ():
+        buffers = {name: module._buffers[name] for name in non_persistent_buffers(module)}
+        attributes = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
+        values |= {f"{path}.{name}".lstrip("."): value for name, value in {**attributes, **buffers}.items()}
+    return values
 
 
-def _unsaved(encodings: Encodings) -> Iterator[tuple[str, Any]]:
-    """Attributes and buffers of modules that are not in their state_dict, by dotted path, which begins with a number."""
-    for path, module in nn.ModuleList(encodings).named_modules():  # type: ignore[arg-type]
-        values = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
-        values |= {name: module._buffers[name] for name in non_persistent_buffers(module)}
-        yield from ((f"{path}.{name}", value) for name, value in values.items())
+class _Comparable(pickle.Pickler):
+    """Gives equal bytes for equal values; tensors, generators and closures by what is in them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, nn.Parameter):  # saved with a module of its own
+            return str, ("parameter",)
+        if isinstance(value, Tensor):
+            bits = b"" if value.is_meta else value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            return tuple, ((str(value.dtype), tuple(value.shape), value.is_meta, hashlib.sha256(bits).digest()),)
+        if isinstance(value, torch.Generator):
+            return bytes, (value.get_state().numpy().tobytes(),)
+        if isinstance(value, types.FunctionType) and "<" in value.__qualname__:
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            return tuple, ((value.__code__.co_code, cells, value.__defaults__, value.__kwdefaults__),)
+        return NotImplemented
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal: tensors, arrays, numbers, strings, and collections of them. Others count as equal."""
-    if isinstance(one, nn.Parameter):  # saved with a module of its own
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, Tensor):
-        alike = (one.shape, one.dtype, one.is_meta) == (other.shape, other.dtype, other.is_meta)
-        hidden = one.is_meta or one.layout is not torch.strided
-        return alike and (hidden or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
-    if isinstance(one, np.ndarray):
-        return one.dtype.hasobject or one.tobytes() == other.tobytes()
-    return not isinstance(one, (bool, int, float, complex, str, bytes, np.generic)) or repr(one) == repr(other)
+def comparable(value: Any) -> bytes | None:
+    """Equal for equal values; None for what can't be compared."""
+    file = io.BytesIO()
+    try:
+        _Comparable(file).dump(value)
+    except Exception:  # whatever an attribute's own __reduce__ raises
+        return None
+    return file.getvalue()

@@ -1,7 +1,9 @@
 """Imports the copies of a user's files, under another name in this process, before they are saved with a model."""
 
+import ast
 import functools
 import importlib
+import inspect
 import json
 import random
 import re
@@ -11,17 +13,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.dynamic_module_utils import check_imports
 
+from hf_posenc.encodings.determinism import comparable
 from hf_posenc.serialization.user_code import UserCode, flat
 
 BASE = flat("hf_posenc.encodings.base")
-PLAIN = (bool, int, float, str)
+PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def refusal(code: UserCode, files: dict[str, str], encodings: list[dict[str, Any]]) -> str | None:
@@ -38,16 +42,21 @@ def refusal(code: UserCode, files: dict[str, str], encodings: list[dict[str, Any
     for name, module in code.modules.items():
         here = _constants(sys.modules.get(module), code.texts[name])
         for constant in sorted(here.keys() & found[name].keys()):
-            if (ours := repr(here[constant])) != (theirs := repr(found[name][constant])):
+            (ours, shown), (theirs, there) = here[constant], found[name][constant]
+            if ours != theirs:
                 return (
-                    f"{module}.{constant} is {ours:.80} here, and {theirs:.80} where the file is imported again. Set it in the "
+                    f"{module}.{constant} is {shown:.80} here, and {there:.80} where the file is imported again. Set it in the "
                     "file, and restart Python"
                 )
     return None
 
 
+Constants = dict[str, tuple[Any, str]]
+"""By dotted name: a value in a form that can be compared, and as text."""
+
+
 @functools.lru_cache(maxsize=32)
-def _imported(files: tuple[tuple[str, str], ...], users: tuple[str, ...], encodings: str) -> dict[str, dict[str, Any]] | str:
+def _imported(files: tuple[tuple[str, str], ...], users: tuple[str, ...], encodings: str) -> dict[str, Constants] | str:
     """The constants of each of the user's files once its copy is imported, or why it can't be."""
     with tempfile.TemporaryDirectory(prefix="posenc_copies_") as folder, _generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python gave them when the files were imported first
@@ -90,11 +99,46 @@ def _make(base: ModuleType, type: str, options: dict[str, Any], geometry: dict[s
         pass
 
 
-def _constants(module: ModuleType | None, source: str) -> dict[str, Any]:
-    """The numbers and strings that a module assigns, without those that its functions assign again."""
-    changing = {name for names in re.findall(r"\bglobal\s+(.+)", source) for name in re.findall(r"\w+", names)}
-    values = {name: value for name, value in vars(module).items() if name not in changing} if module else {}
-    return {name: value for name, value in values.items() if type(value) in PLAIN and not name.startswith("__")}
+def _constants(module: ModuleType | None, source: str) -> Constants:
+    """The plain values that a module, its classes, and the defaults of its functions have, by dotted name, in a form that can
+    be compared, and as text. Without those that functions assign again, and the module's own name and file."""
+    if module is None:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the file, which gave them when it was imported first
+        nodes = ast.walk(ast.parse(source))
+        changing = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    own = {
+        value.__name__: value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    }
+    found: Constants = {}
+    for prefix, holder in (("", module), *((f"{name}.", cls) for name, cls in own.items())):
+        for name, value in vars(holder).items():
+            function = value.fget if isinstance(value, property) else value
+            function = function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                value = [inspect.unwrap(function).__defaults__, inspect.unwrap(function).__kwdefaults__]
+            elif name.startswith("__") or (not prefix and name in changing):
+                continue
+            if _is_plain(value) and not _names(value, module):
+                found[f"{prefix}{name}"] = comparable(value), repr(value)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return _is_plain([*value, *value.values()])
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in PLAIN or isinstance(value, (Tensor, np.ndarray, np.generic))
+
+
+def _names(value: Any, module: ModuleType) -> bool:
+    """Whether a text is made of the name or the folder of its module, which differ in a copy."""
+    own = (module.__name__, str(Path(module.__file__ or "?").parent))
+    return isinstance(value, str) and any(name in value for name in own)
 
 
 @contextmanager

@@ -164,6 +164,13 @@ class EncodingModelMixin(PreTrainedModel if TYPE_CHECKING else object):  # type:
         if not self.should_save_on_this_rank(is_main_process) or kwargs.get("distributed_checkpoint"):
             super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # nothing, or this rank's part
         else:
+            given: Any = args[0] if args else kwargs.get("state_dict")
+            tables = [] if given is None or _compat.has_adapters(self) else _stored_names(self)
+            if missing := [name for name in tables if name not in given]:
+                raise ValueError(
+                    f"state_dict lacks {missing[0]!r}, a table in a file of its own, without which the model can't be loaded: "
+                    "add the tensor of model.state_dict(), or leave state_dict out. Nothing was saved."
+                )
             with contextlib.nullcontext(Path(save_directory)) if IS_COPY else _replaced(save_directory) as folder:
                 super().save_pretrained(folder, is_main_process, *args, **_named(kwargs, save_directory))
                 self._label(folder)
@@ -223,6 +230,12 @@ def _key(name: str, keys: Iterable[str]) -> str | None:
 def _named(kwargs: dict[str, Any], save_directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Arguments of `save_pretrained` for a temporary folder: a repository is named after the folder that was given."""
     return {"repo_id": Path(save_directory).absolute().name, **kwargs}
+
+
+def _stored_names(model: Any) -> list[str]:
+    """The names in its state_dict of a model's tables that are in files of their own."""
+    encodings = [(path, module) for path, module in model.named_modules() if isinstance(module, PositionEncoding)]
+    return [f"{path}.{name}" for path, module in encodings for name in module.stored()]
 
 
 def _write_metadata(path: Path, encoding: str) -> None:
