@@ -608,11 +608,12 @@ ATOMIC = {"atomic_file", "replaced", "new_directory", "TemporaryDirectory"}
 """Within these, files are written that nobody reads yet."""
 ELSEWHERE = {
     "hf_posenc/serialization/atomic.py": "the atomic writers themselves",
-    "hf_posenc/serialization/mixins.py:_label": "in the temporary directory of save_pretrained",
+    "hf_posenc/serialization/mixins.py:_write_metadata": "in the temporary directory of save_pretrained",
     "hf_posenc/serialization/mixins.py:EncodingModelMixin.save_pretrained": "distributed checkpoints are written by all ranks",
     "hf_posenc/serialization/mixins.py:EncodingConfigMixin.save_pretrained": "where the package isn't installed",
     "hf_posenc/serialization/copies.py:copy_code": "where the package isn't installed",
     "hf_posenc/cli/output.py:_reserved_stdout": "a duplicate of standard output",
+    "hf_posenc/encodings/determinism.py:": "a pickler of bytes in memory",
     "hf_posenc/explorer/encodings.py:picture": "bytes in memory",
     "hf_posenc/hub/push.py:_keep": "in the temporary directory of push_to_hub",
     "benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
