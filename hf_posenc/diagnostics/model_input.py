@@ -17,12 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc.encodings import GreaterThan, checked_value, short_repr
 from hf_posenc.inspection import inspect
 from hf_posenc.modeling.sentence_transformers import is_sentence_transformer
+from hf_posenc.modeling.text_batches import INPUTS, INTEGERS, MASK
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 from hf_posenc.signatures import argument_names, reads_tokens
 
-FROM_BATCHES, MASK = ("input_ids", "token_type_ids"), "attention_mask"
-INTEGERS = (torch.int64, torch.int32)
-"""The dtypes of IDs that embeddings accept."""
 Texts = Iterable[str] | Mapping[str, Tensor] | Tensor
 """Strings, a batch of tensors `[N, L]` (input_ids with an optional attention_mask and token_type_ids), or input_ids."""
 
@@ -88,13 +86,13 @@ class ModelRunner:
             texts = {"input_ids": texts}
         if isinstance(texts, Mapping):
             ids = texts.get("input_ids")
-            taken = {*argument_names(self.stack)} - {*FROM_BATCHES, MASK}
+            taken = {*argument_names(self.stack)} - {*INPUTS, MASK}
             if other := [name for name in texts if name in taken and texts[name] is not None]:
-                allowed = ", ".join((*FROM_BATCHES, MASK))
+                allowed = ", ".join((*INPUTS, MASK))
                 raise ValueError(f"texts has {other[0]!r}, which wouldn't be read: allowed are {allowed}; leave it out")
             if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in INTEGERS:
                 raise ValueError("texts is a batch without input_ids: give these, a tensor of integers [N, L]")
-            names = [name for name in FROM_BATCHES if texts.get(name) is not None]
+            names = [name for name in INPUTS if texts.get(name) is not None]
             for name in (*names, MASK):
                 given = texts.get(name)
                 if given is not None and (not isinstance(given, Tensor) or given.shape != ids.shape):
@@ -112,7 +110,7 @@ class ModelRunner:
                 raise ValueError(f"texts holds {short_repr(text)[:100]}: allowed are strings, or one batch of input_ids")
             settings = {"truncation": True, "max_length": length} if length else {"verbose": False}
             given = self.required_tokenizer()(text, add_special_tokens=special, **settings)
-            yield {name: torch.tensor([given[name]]) for name in FROM_BATCHES[: 1 + special] if name in given}
+            yield {name: torch.tensor([given[name]]) for name in INPUTS[: 1 + special] if name in given}
 
     def required_tokenizer(self) -> Any:
         if self.tokenizer is None:

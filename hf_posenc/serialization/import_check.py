@@ -136,9 +136,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _names(value: Any, module: ModuleType) -> bool:
-    """Whether a text is made of the name or the folder of its module, which differ in a copy."""
-    own = (module.__name__, str(Path(module.__file__ or "?").parent))
-    return isinstance(value, str) and any(name in value for name in own)
+    """Whether a value is the name of its module, or a path in its folder: both differ in a copy."""
+    folder = str(Path(module.__file__).parent) if module.__file__ else module.__name__
+    return isinstance(value, str) and (value == module.__name__ or value.startswith(folder))
 
 
 @contextmanager
