@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from conftest import patched, tokens
+from models import patched, tokens
 
 TRAINED = ("learned", "relative", "shaw", "t5", "learned+shaw")
 """Encodings with parameters."""

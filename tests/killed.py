@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModel
 from transformers.utils import logging
 
-from conftest import patched
+from models import patched
 
 CASES = {
     "another encoding": (("relative", {}, {}), ("sinusoidal+alibi", {"intermediate_size": 40}, {})),

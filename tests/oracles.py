@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from conftest import HOSTS, first, stock
+from models import HOSTS, first, stock
 
 MASKS = {
     "none": None,

@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, EncoderDecoderCache
 
 import hf_posenc
-from conftest import LENGTH, VOCABULARY, assert_close, first, patched, randomize, randomize_encoding, stock, tokens
+from closeness import assert_close
 from hf_posenc.encodings import CrossContext, Geometry, PositionContext, build, canonical
+from models import LENGTH, VOCABULARY, first, patched, randomize, randomize_encoding, stock, tokens
 from oracles import in_pieces, padded
 
 D, H, E = 12, 3, 5

@@ -16,7 +16,8 @@ from accelerate.utils import patch_environment
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.distributed.fsdp import StateDictType
 
-from conftest import HOSTS, ROOT, patched, stock
+from conftest import ROOT
+from models import HOSTS, patched, stock
 
 FOLDER = ROOT / "scripts" / "accelerate"
 CONFIGS = {"cpu", "multi_gpu", "multi_node", "fsdp2", "zero2", "zero3"}

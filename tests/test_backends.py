@@ -7,23 +7,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
-from conftest import (
-    ALL_WAYS,
-    ENCODINGS,
-    HOSTS,
-    LOOSE,
-    assert_close,
-    backends,
-    first,
-    needs_inductor,
-    pairs,
-    patched,
-    slow,
-    stock,
-    tokens,
-)
+from closeness import LOOSE, assert_close
+from conftest import needs_inductor
 from hf_posenc.attention import bias_backends, dispatch
 from hf_posenc.encodings import PositionContext
+from models import ALL_WAYS, ENCODINGS, HOSTS, backends, first, pairs, patched, slow, stock, tokens
 from oracles import ids_of, padded
 
 every_pair = pytest.mark.parametrize(("host", "encoding"), pairs())

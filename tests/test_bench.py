@@ -18,7 +18,8 @@ from benchmarks import attention, bench, comparing, grid, measuring, report, res
 from benchmarks.grid import Group, Settings
 from benchmarks.memory import Peak
 from benchmarks.ratios import ratio
-from conftest import ROOT, assert_close
+from closeness import assert_close
+from conftest import ROOT
 
 PAGE, KEPT = ROOT / "docs" / "speed.md", ROOT / "scripts" / "results"
 FEW = Settings(rounds=2, warmup=1, threads=1)

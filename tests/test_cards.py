@@ -20,7 +20,7 @@ import test_composites
 import test_encoder_decoder
 import test_speech
 import test_vision
-from conftest import BERT, ROOT, patched, stock, tokens
+from conftest import ROOT
 from experiments import cards, eval_results
 from hf_posenc.cli import app
 from hf_posenc.evaluation import records as files
@@ -29,6 +29,7 @@ from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_fi
 from hf_posenc.serialization import saved_files
 from hf_posenc.training import models
 from hub_server import TOKEN, serve
+from models import BERT, patched, stock, tokens
 
 CARDS = ROOT / "model_cards"
 NAMES = sorted(folder.name for folder in CARDS.iterdir())

@@ -6,7 +6,8 @@ import transformers
 from peft import PrefixTuningConfig, get_peft_model
 
 import hf_posenc
-from conftest import VOCABULARY, assert_close, first, randomize, randomize_encoding, stock, tokens
+from closeness import assert_close
+from models import VOCABULARY, first, randomize, randomize_encoding, stock, tokens
 from oracles import in_pieces
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=VOCABULARY)

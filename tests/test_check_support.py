@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from conftest import ROOT, slow
+from conftest import ROOT
+from models import slow
 from tools import check_support
 from tools.hosts import checks, inputs, tiny
 
@@ -63,7 +64,7 @@ TAKEN = {
 }
 """A sample of 40 families: model type, and the part that is patched -> the positions of the stock model."""
 QUICK = ("deberta-v2", "gpt2", "gptj", "hy_v4", "bart", "yolos", "wav2vec2-conformer", "clip (text_model)")
-"""Of these, one or two of each group, for `make test`: other hosts than those of conftest.py, but for GPT-2."""
+"""Of these, one or two of each group, for `make test`: other hosts than those of models.py, but for GPT-2."""
 OPEN = {"granite_speech5_ctc", "muse_glimmer_vision", "muse_spark_vision", "recurrent_gemma", "sam3_lite_text"}
 """Model types that are taken and fail a check: the first three join neighbours, in each layer or behind the last one, where the
 check of order can't look; RecurrentGemma's states see left padding, as the stock model's do; SAM 3 Lite's two attention

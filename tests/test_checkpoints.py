@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_posenc
-from conftest import BERT, HOSTS, LLAMA, VARIANTS, Host, first, pairs, patched, run_python, stock, suits, tokens
+from conftest import run_python
+from models import BERT, HOSTS, LLAMA, VARIANTS, Host, first, pairs, patched, stock, suits, tokens
 
 PAIRS = pairs(once=True)
 QUICK = [tuple(pair.values) for pair in PAIRS if not pair.marks]

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
 import hf_posenc
-from conftest import HOSTS, first, patched, stock, tokens
+from models import HOSTS, first, patched, stock, tokens
 
 every_host = pytest.mark.parametrize("host", HOSTS)
 

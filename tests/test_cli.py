@@ -22,8 +22,9 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import ENCODINGS, LENGTH, ROOT, first, patched, run_python, slow, stock, tokens
+from conftest import ROOT, run_python
 from hf_posenc.cli import Group, app
+from models import ENCODINGS, LENGTH, first, patched, slow, stock, tokens
 
 
 @pytest.fixture(scope="module")

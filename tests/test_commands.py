@@ -26,11 +26,12 @@ from transformers import AutoTokenizer, BertTokenizer
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import ROOT, run_python, stock
+from conftest import ROOT, run_python
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_settings, given_where
 from hf_posenc.cli.output import Output
 from hf_posenc.evaluation import terminals
+from models import stock
 
 GROUP = typer.main.get_command(app)
 

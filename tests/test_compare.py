@@ -9,7 +9,7 @@ import torch
 import yaml
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from conftest import ROOT, stock
+from conftest import ROOT
 from experiments import compare
 from experiments.length_extrapolation import models, runs, several, study, tasks, tokenised
 from experiments.length_extrapolation.models import Sizes
@@ -19,6 +19,7 @@ from experiments.length_extrapolation.several import Part
 from experiments.length_extrapolation.study import Study
 from hf_posenc.diagnostics.figures import Sheet
 from hf_posenc.evaluation import records
+from models import stock
 
 SIZES = ["--hidden_size", "16", "--num_hidden_layers", "1", "--num_attention_heads", "2", "--intermediate_size", "16"]
 QUICK = [*SIZES, "--length", "3", "--multiples", "1", "2", "--steps", "2", "--batch_size", "2", "--test_rows", "4"]

@@ -13,9 +13,11 @@ import torch
 from transformers import AutoModelForMaskedLM, BertTokenizer
 
 import hf_posenc
-from conftest import LENGTH, ROOT, assert_equal, patched, run_python, stock
+from closeness import assert_equal
+from conftest import ROOT, run_python
 from hf_posenc.evaluation import metrics, model_comparison
 from hf_posenc.evaluation.retrieval import Embedder
+from models import LENGTH, patched, stock
 from test_cli import run
 
 WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]

@@ -17,23 +17,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import (
-    BERT,
-    LLAMA,
-    VOCABULARY,
-    assert_apart,
-    assert_close,
-    assert_equal,
-    first,
-    patched,
-    randomize,
-    randomize_encoding,
-    run_python,
-    stock,
-    tokens,
-)
+from closeness import assert_apart, assert_close, assert_equal
+from conftest import run_python
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.cli import app
+from models import BERT, LLAMA, VOCABULARY, first, patched, randomize, randomize_encoding, stock, tokens
 from test_remote_code import AUTO, assert_equal_everywhere, padded, seen_without_the_package
 
 SIZES = {name: value for name, value in BERT.items() if name not in ("max_position_embeddings", "pad_token_id")}

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModel
 
 import hf_posenc
-from conftest import assert_apart, assert_close, first, patched, randomize_encoding, stock, tokens
+from closeness import assert_apart, assert_close
+from models import first, patched, randomize_encoding, stock, tokens
 from oracles import sinusoids
 
 

@@ -14,8 +14,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention, make_log_bucket_position
 
 import hf_posenc
-from conftest import assert_close, first, patched, randomize_encoding, stock, tokens
+from closeness import assert_close
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
+from models import first, patched, randomize_encoding, stock, tokens
 from oracles import in_pieces
 
 H, E, D = 3, 4, 12

@@ -11,9 +11,11 @@ import transformers
 from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import hf_posenc
-from conftest import HOSTS, WORDS, assert_equal, first, run_python, stock, tokens
+from closeness import assert_equal
+from conftest import WORDS, run_python
 from hf_posenc.architectures.contributions import contributions
 from hf_posenc.serialization.tokenizer_files import check_known, load_tokenizer, required_tokenizer
+from models import HOSTS, first, stock, tokens
 
 LENGTH, TEXTS = 24, 6
 REACH = 4

@@ -8,8 +8,9 @@ import torch
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from conftest import ALL_WAYS, CAUSAL, ENCODINGS, HOSTS, OFFSET, assert_close, first, in_turn, pairs, patched, tokens
+from closeness import assert_close
 from hf_posenc.encodings import rotation
+from models import ALL_WAYS, CAUSAL, ENCODINGS, HOSTS, OFFSET, first, in_turn, pairs, patched, tokens
 from oracles import in_pieces
 
 every_pair = pytest.mark.parametrize(("host", "encoding"), pairs(hosts=CAUSAL))

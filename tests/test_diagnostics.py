@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import hf_posenc
-from conftest import patched
 from hf_posenc import diagnostics
 from hf_posenc.diagnostics import matrix_properties
 from hf_posenc.encodings import Geometry, build, canonical
+from models import patched
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 

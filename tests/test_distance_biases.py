@@ -12,8 +12,9 @@ import torch
 import transformers
 
 import hf_posenc
-from conftest import assert_close, assert_equal, first, patched, randomize_encoding, stock, tokens
+from closeness import assert_close, assert_equal
 from hf_posenc.encodings import Geometry, build, canonical
+from models import first, patched, randomize_encoding, stock, tokens
 
 DISTANCES = [-(10**7), -4097, -511, -30, -2, -1, 0, 1, 2, 3, 30, 512, 4096, 2**24 + 1]
 NEAR = list(range(-12, 13))

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
-from conftest import ENCODINGS, first, patched, suits, tokens
 from distributed_worker import SAVED, STEPS, TRAINED, adamw, batch, build, load, train
+from models import ENCODINGS, first, patched, suits, tokens
 
 TOLERANCE = dict(rel=1e-4, abs=1e-5)
 

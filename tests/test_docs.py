@@ -10,9 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 from typer.main import get_command
 
-from conftest import ROOT, run_python, stock
+from conftest import ROOT, run_python
 from hf_posenc.cli import app
 from hub_server import TOKEN, serve
+from models import stock
 from page_worker import blocks
 from tools.hosts import tiny
 

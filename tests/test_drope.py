@@ -13,11 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_posenc
-from conftest import LLAMA, assert_apart, assert_close, assert_equal, randomize
+from closeness import assert_apart, assert_close, assert_equal
 from experiments import drope
 from experiments.data import pages
 from hf_posenc.evaluation import passkeys, records, stdlib_corpus
 from hf_posenc.training import flags, language_modeling, train_clm
+from models import LLAMA, randomize
 
 SIZES = dict(LLAMA, vocab_size=300, hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
 THETA, TRAINED, SHORT = 10_000.0, 1024, 64

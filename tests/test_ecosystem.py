@@ -17,7 +17,8 @@ from transformers import (
 )
 
 import hf_posenc
-from conftest import WORDS, first, patched, randomize_encoding, run_python, stock, tokens
+from conftest import WORDS, run_python
+from models import first, patched, randomize_encoding, stock, tokens
 
 others_warn = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

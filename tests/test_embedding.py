@@ -13,8 +13,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 import hf_posenc
-from conftest import run_python, slow
+from conftest import run_python
 from hf_posenc.encodings import list_encodings
+from models import slow
 
 D, MAX = 6, 20
 LAYERS = {

@@ -15,9 +15,10 @@ import transformers
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, StaticCache
 
 import hf_posenc
-from conftest import LENGTH, VOCABULARY, assert_apart, assert_close, assert_equal, randomize, randomize_encoding, slow, tokens
-from conftest import stock as stock_model
+from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc.configuration import PositionSpec
+from models import LENGTH, VOCABULARY, randomize, randomize_encoding, slow, tokens
+from models import stock as stock_model
 from oracles import gradients
 
 BART: dict[str, Any] = dict(

@@ -21,7 +21,6 @@ from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posenc
-from conftest import ENCODINGS
 from hf_posenc.encodings import (
     Geometry,
     PositionContext,
@@ -32,6 +31,7 @@ from hf_posenc.encodings import (
     initialize_missing,
     positions_of,
 )
+from models import ENCODINGS
 
 LAYOUTS = ["interleaved", "concatenated"]
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")

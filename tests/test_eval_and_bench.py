@@ -8,11 +8,11 @@ from transformers import AutoTokenizer, BertTokenizer
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import stock
 from hf_posenc import diagnostics
 from hf_posenc.cli import app
 from hf_posenc.evaluation import metrics, throughput
 from hf_posenc.evaluation.retrieval import Embedder, cut
+from models import stock
 
 WORDS = ["river", "stone", "window", "garden", "letter", "bridge", "candle", "forest", "mirror", "harbor", "meadow", "lantern"]
 

@@ -12,13 +12,14 @@ import torch
 from transformers import BertTokenizer
 
 import hf_posenc
-from conftest import LETTERS, ROOT, stock
+from conftest import LETTERS, ROOT
 from experiments import eval_length, eval_results
 from experiments import stdlib_retrieval as stdlib
 from hf_posenc.evaluation import needles, perplexity, records, retrieval_by_length, stdlib_corpus
 from hf_posenc.evaluation.metrics import Ranks
 from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, cut
 from hf_posenc.hub.eval_results import checked_evaluation
+from models import stock
 
 SCRIPTS = ROOT / "scripts"
 HAYSTACK = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9))}." for n in range(60))

@@ -23,11 +23,12 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import ENCODINGS, ROOT, stock
+from conftest import ROOT
 from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_encoding
 from hf_posenc.diagnostics.registry import page_figures
 from hf_posenc.encodings import canonical, checked_value, encoding_class, options_of
+from models import ENCODINGS, stock
 from tools.hosts import tiny
 
 gradio = pytest.importorskip("gradio")

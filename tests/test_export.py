@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from conftest import HOSTS, LENGTH, LOOSE, VARIANTS, assert_close, backends, first, pairs, patched, stock, suits, tokens
+from closeness import LOOSE, assert_close
 from hf_posenc.encodings import PositionContext
+from models import HOSTS, LENGTH, VARIANTS, backends, first, pairs, patched, stock, suits, tokens
 
 OPEN = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
 FEW = {"bert": "learned+rope+relative+shaw", "gpt2": "normalized+alibi"}

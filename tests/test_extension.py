@@ -8,8 +8,10 @@ from torch import nn
 from transformers import AutoModel
 
 import hf_posenc
-from conftest import ALL_WAYS, HOSTS, LENGTH, assert_equal, first, patched, randomize_encoding, run_python, stock, tokens
+from closeness import assert_equal
+from conftest import run_python
 from hf_posenc.encodings import PositionEncoding
+from models import ALL_WAYS, HOSTS, LENGTH, first, patched, randomize_encoding, stock, tokens
 
 FURTHER = LENGTH + 60
 

@@ -30,11 +30,12 @@ from transformers import (
     pipeline,
 )
 
-from conftest import BERT, HOSTS, LENGTH, ROOT, VOCABULARY, WORDS, slow
+from conftest import ROOT, WORDS
 from experiments import seeds
 from experiments.data import reviews
 from hf_posenc.training import classification, finetune, question_answering
 from hub_server import TOKEN, USER, serve
+from models import BERT, HOSTS, LENGTH, VOCABULARY, slow
 
 SCRIPTS = ROOT / "scripts"
 SHORT = ("--max_train_steps", 10, "--eval_steps", 5)

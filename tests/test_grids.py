@@ -14,9 +14,10 @@ import transformers
 from transformers import AutoModel
 
 import hf_posenc
-from conftest import assert_apart, assert_close, assert_equal, randomize, randomize_encoding
-from conftest import stock as text_model
+from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
+from models import randomize, randomize_encoding
+from models import stock as text_model
 from test_vision import MODELS, ORDER, PATCHES, SIZES, images, in_order, patched, patches_in_order, states, stock, with_vectors
 
 CELLS = [(row, column) for row in range(4) for column in range(4)]

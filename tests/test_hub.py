@@ -13,10 +13,11 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import VOCABULARY, patched, said_by_python, slow, stock, tokens
+from conftest import said_by_python
 from hf_posenc.cli import app
 from hf_posenc.hub.eval_results import checked_evaluation, result_files
 from hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
+from models import VOCABULARY, patched, slow, stock, tokens
 
 BY_HAND = "# My model\n\nTrained with love.\n"
 LICENCE = "---\nlicense: mit\nlanguage:\n- de\n---\n"
@@ -28,7 +29,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, hf_hub_download
 from safetensors.torch import save_file
 from transformers import AutoModel, BertTokenizer
-from conftest import patched, randomize, stock, tokens
+from models import patched, randomize, stock, tokens
 
 class Window(hf_posenc.PositionEncoding, type="window"):
     def distance_bias(self, distance):
@@ -164,7 +165,7 @@ import re, sys, json, torch, transformers
 from pathlib import Path
 from huggingface_hub import hf_hub_download
 from transformers import AutoModel, AutoTokenizer
-from conftest import tokens
+from models import tokens
 
 folder, results, more = Path(sys.argv[1]), {}, {}
 for name in (
@@ -204,7 +205,7 @@ OFFLINE = (
     """
 import sys, torch, transformers, hf_posenc
 from pathlib import Path
-from conftest import tokens
+from models import tokens
 
 folder, more = Path(sys.argv[1]), {}
 """

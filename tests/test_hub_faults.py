@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import patched
 from hub_server import TOKEN, USER, Commit, Fault, Repo, answered, cut, lose_reply, refuse, serve, with_foreign_commit
+from models import patched
 from test_hub import run
 
 PUSH = """
@@ -18,7 +18,7 @@ from pathlib import Path
 from huggingface_hub import logging as hub_logging
 from transformers import AutoModel
 from hf_posenc.hub import requests
-from conftest import patched, randomize, tokens
+from models import patched, randomize, tokens
 
 requests.PAUSE, requests.ATTEMPTS = 0.01, 3
 logging.basicConfig(level=logging.DEBUG)

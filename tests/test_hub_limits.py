@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 import hf_posenc
-from conftest import patched, stock
 from hub_server import USER, Commit, Fault, Repo, refuse, serve, stall, stall_after, trickle
+from models import patched, stock
 from test_hub import EVALUATION, run
 
 PUSH = """
@@ -21,7 +21,7 @@ from pathlib import Path
 from huggingface_hub import get_session
 from transformers import AutoModel
 from hf_posenc.hub import requests
-from conftest import patched
+from models import patched
 
 requests.PAUSE, requests.ATTEMPTS = 0.01, 2
 folder = Path(sys.argv[1])

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from conftest import slow
 from hub_server import USER, cut, garble, lose_reply, refuse, say, stall
+from models import slow
 from test_hub_limits import ALWAYS, SPARE, STEPS, pushes, whole
 
 DEEP = b"[" * 100_000

@@ -7,8 +7,9 @@ from transformers import AutoModel, DynamicCache, LlamaConfig, LlamaModel, Stati
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import hf_posenc
-from conftest import DECODER, LLAMA, Host, assert_apart, assert_close, assert_equal, first, patched, stock, tokens
+from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc.architectures import detection
+from models import DECODER, LLAMA, Host, first, patched, stock, tokens
 from oracles import in_pieces
 
 

@@ -7,22 +7,12 @@ import torch
 from transformers import DynamicCache
 
 import hf_posenc
-from conftest import (
-    HOSTS,
-    LENGTH,
-    TABLED,
-    assert_apart,
-    assert_close,
-    by_structure,
-    first,
-    randomize_encoding,
-    run_python,
-    stock,
-    tokens,
-)
+from closeness import assert_apart, assert_close
+from conftest import run_python
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
 from hf_posenc.encodings.context import current
 from hf_posenc.modeling import hooks
+from models import HOSTS, LENGTH, TABLED, by_structure, first, randomize_encoding, stock, tokens
 from oracles import (
     INJECT,
     MASKS,

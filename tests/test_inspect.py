@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 
 import hf_posenc
-from conftest import LENGTH, patched, stock
 from hf_posenc import inspection
+from models import LENGTH, patched, stock
 
 
 def test_inspect(tmp_path):

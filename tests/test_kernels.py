@@ -10,11 +10,12 @@ from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_posenc
-from conftest import ENCODINGS, assert_close, first, pairs, patched, slow, stock, tokens
+from closeness import assert_close
 from hf_posenc.attention import bias_backends, blockwise, dispatch
 from hf_posenc.attention.dispatch import AttentionCall
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
+from models import ENCODINGS, first, pairs, patched, slow, stock, tokens
 from oracles import gradients, padded
 
 H, E = 3, 4

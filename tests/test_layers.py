@@ -7,18 +7,9 @@ import torch
 from transformers import AutoModel
 
 import hf_posenc
-from conftest import (
-    HOSTS,
-    assert_apart,
-    assert_close,
-    assert_equal,
-    first,
-    patched,
-    randomize_encoding,
-    run_python,
-    stock,
-    tokens,
-)
+from closeness import assert_apart, assert_close, assert_equal
+from conftest import run_python
+from models import HOSTS, first, patched, randomize_encoding, stock, tokens
 
 FOUR = dict(num_hidden_layers=4)
 KINDS = ["bert", "mpnet", "gpt2", "llama", "modernbert"]

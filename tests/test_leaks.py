@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import patched, stock
 from hf_posenc.cli import app
 from hf_posenc.hub.cards import replaceable
 from hf_posenc.hub.eval_results import checked_evaluation
+from models import patched, stock
 from test_hub import EVALUATION, contents
 
 SECRET = "sk-Proj1234567890abcdefghij"

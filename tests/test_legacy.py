@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import ROOT, assert_apart, assert_close, assert_equal, backends, run_python, stock
+from closeness import assert_apart, assert_close, assert_equal
+from conftest import ROOT, run_python
 from hf_posenc.cli import app
 from hub_server import TOKEN, Commit, Repo, serve
+from models import backends, stock
 
 DATA = ROOT / "tests" / "v4"
 FAMILIES = sorted(path.name for path in DATA.iterdir())

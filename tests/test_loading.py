@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, PreTrainedModel, RobertaConfig
 
 import hf_posenc
-from conftest import BERT, LENGTH, VOCABULARY, assert_equal, first, stock, tokens
+from closeness import assert_equal
 from hf_posenc.serialization import tokenizer_files
+from models import BERT, LENGTH, VOCABULARY, first, stock, tokens
 
 SIZES = {**BERT, "vocab_size": VOCABULARY}
 Model, Config = hf_posenc.PosEncBertForMaskedLM, hf_posenc.PosEncBertConfig

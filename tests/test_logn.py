@@ -11,20 +11,10 @@ import torch
 from transformers import AutoModel, DynamicCache, StaticCache
 
 import hf_posenc
-from conftest import (
-    HOSTS,
-    LENGTH,
-    assert_apart,
-    assert_close,
-    assert_equal,
-    backends,
-    first,
-    randomize_encoding,
-    stock,
-    tokens,
-)
+from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
+from models import HOSTS, LENGTH, backends, first, randomize_encoding, stock, tokens
 from oracles import every_mask, in_pieces, padded, padding_of
 
 SHORT = 5

@@ -12,27 +12,12 @@ import transformers
 from transformers import AutoModel
 
 import hf_posenc
-from conftest import (
-    BERT,
-    HOSTS,
-    LENGTH,
-    LLAMA,
-    ROBERTA,
-    TABLED,
-    Host,
-    assert_apart,
-    assert_close,
-    assert_equal,
-    first,
-    patched,
-    randomize,
-    run_python,
-    stock,
-    tokens,
-)
+from closeness import assert_apart, assert_close, assert_equal
+from conftest import run_python
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
 from hf_posenc.encodings.self_extend import least_group as least_group_of
 from hf_posenc.encodings.table_interpolation import STATIC, Extension
+from models import BERT, HOSTS, LENGTH, LLAMA, ROBERTA, TABLED, Host, first, patched, randomize, stock, tokens
 
 LONG = 2 * LENGTH + 13
 BART = dict(

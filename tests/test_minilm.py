@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import hf_posenc
-from conftest import CORE, ENCODINGS, first, run_python, slow, suits
+from conftest import run_python
+from models import CORE, ENCODINGS, first, slow, suits
 
 TEXTS = ["A rose is a rose.", "The position of each word tells who bit whom: the dog the man, or the man the dog."]
 

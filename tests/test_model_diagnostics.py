@@ -23,9 +23,10 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 import hf_posenc
-from conftest import LENGTH, VOCABULARY, assert_close, patched, stock, tokens
+from closeness import assert_close
 from hf_posenc import diagnostics
 from hf_posenc.diagnostics.registry import DIAGNOSTICS
+from models import LENGTH, VOCABULARY, patched, stock, tokens
 from tools.hosts.tiny import build
 
 SIZE = 12

@@ -5,7 +5,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCache
 
 import hf_posenc
-from conftest import LLAMA, assert_apart, assert_close, assert_equal, first, randomize, randomize_encoding
+from closeness import assert_apart, assert_close, assert_equal
+from models import LLAMA, first, randomize, randomize_encoding
 
 IMAGE, START, END = 60, 58, 57
 TEXT = LLAMA | dict(vocab_size=61, head_dim=8, max_position_embeddings=64, eos_token_id=None)

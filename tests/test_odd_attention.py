@@ -5,7 +5,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_posenc
-from conftest import assert_close, assert_equal, first, randomize_encoding, stock, tokens
+from closeness import assert_close, assert_equal
+from models import first, randomize_encoding, stock, tokens
 from oracles import in_pieces
 from test_rotary import WINDOW, decoder
 

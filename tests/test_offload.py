@@ -9,7 +9,8 @@ from transformers import AutoModel
 
 import hf_posenc
 import valued
-from conftest import ALL_WAYS, HOSTS, assert_equal, by_structure, first, pairs, patched, stock, tokens
+from closeness import assert_equal
+from models import ALL_WAYS, HOSTS, by_structure, first, pairs, patched, stock, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 every_pair = pytest.mark.parametrize(("host", "encoding"), pairs(on=("bert",), once=True))

@@ -17,12 +17,13 @@ from packaging.specifiers import SpecifierSet
 from transformers import GenerationMixin, PreTrainedModel
 
 import hf_posenc
-from conftest import ENCODINGS, ROOT, run_python, stock
+from conftest import ROOT, run_python
 from hf_posenc import _compat, _versions
 from hf_posenc.architectures.components import PositionComponent
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, GreaterThan, PositionEncoding, build, canonical, encoding_class, list_encodings
 from hf_posenc.serialization.user_code import flat
+from models import ENCODINGS, stock
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
 LEARNED = {"storage": "float32", "file": None, "init": "normal", "std": 0.02, "trained_rows": None}

@@ -13,7 +13,9 @@ from transformers import AutoModel, BertConfig, BertModel, DynamicCache, LlamaCo
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_posenc
-from conftest import LLAMA, ROOT, assert_apart, assert_close, randomize, randomize_encoding, run_python, tokens
+from closeness import assert_apart, assert_close
+from conftest import ROOT, run_python
+from models import LLAMA, randomize, randomize_encoding, tokens
 from oracles import in_pieces, sinusoids
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_architecture.md").read_text(), re.DOTALL)

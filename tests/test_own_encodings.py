@@ -11,20 +11,10 @@ from transformers import AutoModel
 
 import hf_posenc
 import valued
-from conftest import (
-    ENCODINGS,
-    HOSTS,
-    assert_close,
-    assert_equal,
-    first,
-    randomize_encoding,
-    run_python,
-    scale,
-    stock,
-    suits,
-    tokens,
-)
+from closeness import assert_close, assert_equal, scale
+from conftest import run_python
 from hf_posenc.encodings import GreaterThan
+from models import ENCODINGS, HOSTS, first, randomize_encoding, stock, suits, tokens
 from oracles import future, gpt2_query_key, in_pieces
 
 

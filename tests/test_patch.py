@@ -12,20 +12,8 @@ import transformers
 from transformers import AutoModel, EncoderDecoderModel
 
 import hf_posenc
-from conftest import (
-    ALL_WAYS,
-    HOSTS,
-    LENGTH,
-    VOCABULARY,
-    assert_equal,
-    first,
-    pairs,
-    patched,
-    randomize,
-    randomize_encoding,
-    stock,
-    tokens,
-)
+from closeness import assert_equal
+from models import ALL_WAYS, HOSTS, LENGTH, VOCABULARY, first, pairs, patched, randomize, randomize_encoding, stock, tokens
 
 every_pair = pytest.mark.parametrize(("host", "encoding"), pairs())
 pairs_once = pytest.mark.parametrize(("host", "encoding"), pairs(once=True))

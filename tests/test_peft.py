@@ -6,7 +6,9 @@ from peft import PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification
 
 import hf_posenc
-from conftest import LOOSE, assert_apart, assert_close, first, patched, run_python, stock, tokens
+from closeness import LOOSE, assert_apart, assert_close
+from conftest import run_python
+from models import first, patched, stock, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

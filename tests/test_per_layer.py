@@ -6,20 +6,9 @@ from transformers import AutoModel, DynamicCache, StaticCache
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posenc
-from conftest import (
-    HOSTS,
-    LENGTH,
-    assert_apart,
-    assert_close,
-    assert_equal,
-    backends,
-    first,
-    patched,
-    randomize_encoding,
-    run_python,
-    stock,
-    tokens,
-)
+from closeness import assert_apart, assert_close, assert_equal
+from conftest import run_python
+from models import HOSTS, LENGTH, backends, first, patched, randomize_encoding, stock, tokens
 from oracles import alibi, future, gpt2_query_key, gradients, heads, in_pieces
 
 RELATIVE = {"max_distance": 3, "per_layer": True}

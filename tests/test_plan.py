@@ -22,10 +22,10 @@ from transformers import (
 )
 
 import hf_posenc
-from conftest import HOSTS, first, patched, stock, tokens
 from hf_posenc.architectures import detection
 from hf_posenc.architectures.structure import tokens_of
 from hf_posenc.configuration import StackPlan
+from models import HOSTS, first, patched, stock, tokens
 
 BART = dict(d_model=16, vocab_size=20, max_position_embeddings=32, forced_eos_token_id=None) | {
     f"{stack}_{name}": 2 for stack in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")

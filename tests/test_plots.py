@@ -16,13 +16,14 @@ from typer import Typer
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import ROOT, slow, stock
+from conftest import ROOT
 from hf_posenc import diagnostics, plots
 from hf_posenc.cli import app
 from hf_posenc.cli.plot import _command
 from hf_posenc.diagnostics import figures as style
 from hf_posenc.diagnostics import registry
 from hf_posenc.plots import length_records
+from models import slow, stock
 
 pytest.importorskip("matplotlib")
 L = 12

@@ -7,9 +7,10 @@ import torch
 from transformers import FalconConfig, FalconForCausalLM, ViTConfig, ViTModel
 
 import hf_posenc
-from conftest import assert_close, first, patched, randomize, randomize_encoding, stock, tokens
+from closeness import assert_close
 from hf_posenc.attention.dispatch import AttentionState, rotate
 from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
+from models import first, patched, randomize, randomize_encoding, stock, tokens
 from oracles import in_pieces
 
 HEADS, E = 2, 8

@@ -5,7 +5,8 @@ import torch
 import transformers
 
 import hf_posenc
-from conftest import (
+from closeness import assert_apart, assert_close, assert_equal
+from models import (
     BIASED,
     HOSTS,
     LENGTH,
@@ -13,9 +14,6 @@ from conftest import (
     TABLED,
     UNORDERED,
     as_itself,
-    assert_apart,
-    assert_close,
-    assert_equal,
     backends,
     first,
     pairs,

@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from conftest import ENCODINGS
 from hf_posenc.attention import bias_backends
 from hf_posenc.encodings import Geometry, PositionContext, canonical, catalog, encoding_class, options_of
+from models import ENCODINGS
 
 H, E, D = 2, 8, 16
 LONGEST = 4096

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import hf_posenc
-from conftest import first, patched, stock, tokens
+from models import first, patched, stock, tokens
 
 
 def refused(**arguments):

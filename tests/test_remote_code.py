@@ -11,22 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModel, BertModel, ViTConfig, ViTModel
 
 import hf_posenc
-from conftest import (
-    ENCODINGS,
-    HOSTS,
-    REGISTERED,
-    ROOT,
-    VARIANTS,
-    by_structure,
-    first,
-    patched,
-    run_python,
-    stock,
-    suits,
-    tokens,
-)
+from conftest import ROOT, run_python
 from hf_posenc.modeling.derived import auto_classes
 from hf_posenc.serialization import mixins, remote_code
+from models import ENCODINGS, HOSTS, REGISTERED, VARIANTS, by_structure, first, patched, stock, suits, tokens
 
 PACKAGE = ROOT / "hf_posenc"
 AUTO = {

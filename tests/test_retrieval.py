@@ -12,8 +12,9 @@ import torch
 from scipy import stats
 
 import hf_posenc
-from conftest import LENGTH, LETTERS, WORDS, stock, tokens
+from conftest import LETTERS, WORDS
 from hf_posenc.evaluation import cloze_queries, metrics, retrieval
+from models import LENGTH, stock, tokens
 from tools import coverage
 
 DOCUMENT = " ".join(f"{' '.join(LETTERS[i % 26] for i in range(n, n + 9)).capitalize()}." for n in range(60))

@@ -13,19 +13,10 @@ from transformers import AutoModel, DynamicCache, GenerationConfig, StaticCache
 from transformers.models.gptj import modeling_gptj
 
 import hf_posenc
-from conftest import (
-    DECODER,
-    LLAMA,
-    Host,
-    assert_apart,
-    assert_close,
-    assert_equal,
-    first,
-    needs_inductor,
-    stock,
-    tokens,
-)
+from closeness import assert_apart, assert_close, assert_equal
+from conftest import needs_inductor
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
+from models import DECODER, LLAMA, Host, first, stock, tokens
 from oracles import in_pieces, padded
 
 LONG = 16

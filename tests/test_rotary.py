@@ -19,23 +19,20 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import hf_posenc
-from conftest import (
+from closeness import assert_apart, assert_close, assert_equal
+from conftest import needs_inductor, run_python
+from models import (
     BERT,
     DECODER,
     HOSTS,
     LLAMA,
     VOCABULARY,
     Host,
-    assert_apart,
-    assert_close,
-    assert_equal,
     backends,
     first,
-    needs_inductor,
     patched,
     randomize,
     randomize_encoding,
-    run_python,
     stock,
     tokens,
 )

@@ -23,13 +23,14 @@ from transformers import AutoConfig, AutoModel
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import first, patched, run_python, tokens
+from conftest import run_python
 from experiments.length_extrapolation import study
 from hf_posenc import plots
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import _obsolete, check_output_dir
 from hf_posenc.evaluation import records
 from hf_posenc.serialization import atomic
+from models import first, patched, tokens
 
 SHARDS = {"max_shard_size": "20KB"}
 

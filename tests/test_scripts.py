@@ -13,9 +13,11 @@ from transformers import AutoModel, BertTokenizer
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 import hf_posenc
-from conftest import LENGTH, ROOT, WORDS, assert_close, run_python, stock, tokens
+from closeness import assert_close
+from conftest import ROOT, WORDS, run_python
 from hf_posenc.evaluation import retrieval, stdlib_corpus
 from hf_posenc.training import distill, sentences
+from models import LENGTH, stock, tokens
 
 SCRIPTS = ROOT / "scripts"
 

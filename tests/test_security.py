@@ -24,12 +24,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModel
 
 import hf_posenc
-from conftest import BERT, ENCODINGS, VOCABULARY, patched, run_python, stock, tokens
+from conftest import run_python
 from hf_posenc import configuration
 from hf_posenc.encodings import canonical, encoding_class, list_encodings, options
 from hf_posenc.encodings.composition import Composition
 from hf_posenc.modeling.embedding import PositionEmbeddingConfig
 from hub_server import TOKEN, serve
+from models import BERT, ENCODINGS, VOCABULARY, patched, stock, tokens
 
 HUGE = 10**12
 

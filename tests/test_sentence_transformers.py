@@ -8,7 +8,9 @@ from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 import hf_posenc
-from conftest import HOSTS, LENGTH, WORDS, assert_apart, assert_close, first, patched, run_python, stock
+from closeness import assert_apart, assert_close
+from conftest import WORDS, run_python
+from models import HOSTS, LENGTH, first, patched, stock
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

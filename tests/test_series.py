@@ -12,7 +12,9 @@ import torch
 import transformers
 
 import hf_posenc
-from conftest import assert_apart, assert_close, assert_equal, randomize, randomize_encoding, run_python
+from closeness import assert_apart, assert_close, assert_equal
+from conftest import run_python
+from models import randomize, randomize_encoding
 from tools import check_support
 
 B, C, L, PATCH, D, H = 2, 3, 6, 4, 16, 4

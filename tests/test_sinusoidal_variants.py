@@ -11,9 +11,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posenc
-from conftest import LENGTH, assert_close, assert_equal, first, randomize_encoding, stock, tokens
+from closeness import assert_close, assert_equal
 from hf_posenc import PositionEmbedding
 from hf_posenc.encodings import Geometry, encoding_class
+from models import LENGTH, first, randomize_encoding, stock, tokens
 
 
 def layer(size, **options):

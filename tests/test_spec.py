@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModel, BertConfig
 
 import hf_posenc
-from conftest import HOSTS, LENGTH, TABLED, VOCABULARY, first, patched, stock, tokens
 from hf_posenc.configuration import PARSED, OriginalSpec, PositionSpec, make_stock, merged, read, write
 from hf_posenc.encodings import encoding_class
+from models import HOSTS, LENGTH, TABLED, VOCABULARY, first, patched, stock, tokens
 
 HOST = {"name_or_path": "somebody/base", "rows": 512, "kept": True, "fingerprint": "00ff"}
 

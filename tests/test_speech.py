@@ -6,7 +6,8 @@ import transformers
 from transformers import AutoModel, set_seed
 
 import hf_posenc
-from conftest import assert_apart, assert_close, assert_equal, first, randomize_encoding
+from closeness import assert_apart, assert_close, assert_equal
+from models import first, randomize_encoding
 from tools.hosts.tiny import randomized
 
 SIZES = dict(

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
 import hf_posenc
-from conftest import BERT, LENGTH, VOCABULARY, first, run_python, stock, tokens
+from conftest import run_python
 from hf_posenc.encodings import Geometry, build, canonical
+from models import BERT, LENGTH, VOCABULARY, first, stock, tokens
 
 D, ROWS = 32, 40
 INT8, MAPPED = {"type": "learned", "storage": "int8"}, {"type": "learned", "storage": "memory-mapped"}
@@ -153,7 +154,7 @@ SEEN = """
 import sys, torch, hf_posenc
 from pathlib import Path
 from transformers import AutoModel, AutoModelForMaskedLM
-from conftest import first, tokens
+from models import first, tokens
 from memory import poison_empty
 
 poison_empty()

@@ -32,9 +32,10 @@ from transformers import (
 )
 
 import hf_posenc
-from conftest import BERT, HOSTS, LENGTH, ROOT, VARIANTS, VOCABULARY, WORDS, randomize, slow, stock, suits
+from conftest import ROOT, WORDS
 from hf_posenc.training import checkpoints, data, flags, loop, train_clm
 from hf_posenc.training import models as training_models
+from models import BERT, HOSTS, LENGTH, VARIANTS, VOCABULARY, randomize, slow, stock, suits
 
 CLOSE = dict(rel=1e-4, abs=1e-5)
 """Of losses after the same steps, computed in another order."""

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
-from conftest import HOSTS, assert_close, backends, pairs, patched, stock, tokens
+from closeness import assert_close
+from models import HOSTS, backends, pairs, patched, stock, tokens
 from oracles import checkpointed, gradients
 
 pairs_once = pytest.mark.parametrize(("host", "encoding"), pairs(once=True))

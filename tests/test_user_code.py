@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import hf_posenc
-from conftest import ROOT, first, patched, run_python, tokens
+from conftest import ROOT, run_python
 from hf_posenc.serialization import import_check, remote_code
+from models import first, patched, tokens
 
 IMPORTS = "import torch\nfrom hf_posenc import PositionEncoding\n"
 CLASS = """

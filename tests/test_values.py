@@ -19,21 +19,11 @@ from transformers import (
 )
 
 import hf_posenc
-from conftest import (
-    HOSTS,
-    assert_apart,
-    assert_close,
-    assert_equal,
-    backends,
-    first,
-    needs_inductor,
-    randomize,
-    randomize_encoding,
-    stock,
-    tokens,
-)
+from closeness import assert_apart, assert_close, assert_equal
+from conftest import needs_inductor
 from hf_posenc.attention import dispatch
 from hf_posenc.encodings import Geometry, PositionContext
+from models import HOSTS, backends, first, randomize, randomize_encoding, stock, tokens
 from oracles import future, heads, in_pieces
 
 VALUES = {"type": "shaw", "terms": "keys+values", "max_distance": 3}

@@ -14,8 +14,9 @@ import transformers
 from transformers import AutoModel
 
 import hf_posenc
-from conftest import assert_apart, assert_close, assert_equal, randomize, randomize_encoding
+from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc.encodings import PatchLayout, PositionContext
+from models import randomize, randomize_encoding
 from oracles import sinusoids
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8)

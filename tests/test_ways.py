@@ -38,7 +38,8 @@ from transformers import (
 from transformers.cache_utils import Fp8QuantizedLayer
 
 import hf_posenc
-from conftest import BERT, LENGTH, LLAMA, VOCABULARY, assert_apart, assert_close, randomize_encoding, tokens
+from closeness import assert_apart, assert_close
+from models import BERT, LENGTH, LLAMA, VOCABULARY, randomize_encoding, tokens
 
 ENCODINGS = {"rope": {"theta": 50.0}, "alibi": {}, "sinusoidal": {"scale": 1.0}}
 """One that rotates, one that biases, one that adds vectors, with their options."""

@@ -11,18 +11,8 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt import modeling_mpt
 
 import hf_posenc
-from conftest import (
-    HOSTS,
-    WRITTEN_OUT,
-    as_itself,
-    assert_apart,
-    assert_close,
-    assert_equal,
-    first,
-    randomize_encoding,
-    stock,
-    tokens,
-)
+from closeness import assert_apart, assert_close, assert_equal
+from models import HOSTS, WRITTEN_OUT, as_itself, first, randomize_encoding, stock, tokens
 from oracles import every_mask, gradients, ids_of, in_pieces, padding_of, sinusoids
 from tools.hosts import tiny
 

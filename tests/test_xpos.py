@@ -10,8 +10,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_posenc
-from conftest import assert_apart, assert_close, first, patched, stock, tokens
+from closeness import assert_apart, assert_close
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
+from models import first, patched, stock, tokens
 from oracles import in_pieces, padded
 
 SIZE = 8

@@ -94,6 +94,11 @@ def config_of(
     return CONFIG_MAPPING[kind](**_Sizes(without, only, narrow, changes or {}).of(CONFIG_MAPPING[kind]))
 
 
+def sizes_of(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The arguments by which a class of configs makes one of these sizes, with one layer of each kind."""
+    return _Sizes((), None, False, {}).of(kind)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
     without: tuple[str, ...]
