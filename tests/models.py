@@ -47,6 +47,8 @@ class Host:
     layers: path of its layers in the base model. block: path of the attention block in a layer.
     one_layer: changes of the config that leave one layer. no_dropout: changes that turn all dropout off.
     written_out: computes its attention beside Transformers' attention interface.
+    own_rows: the weights of its attentions don't sum up to 1.
+    kind: encoder, decoder, encoder-decoder, vision or audio.
     """
 
     prefix: str
@@ -64,6 +66,15 @@ class Host:
         default_factory=lambda: {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     )
     written_out: bool = False
+    own_rows: bool = False
+    kind: str = ""
+
+    @property
+    def windowed(self):
+        return any(name in self.sizes for name in WINDOWS)
+
+    def __post_init__(self):
+        object.__setattr__(self, "kind", self.kind or ("decoder" if self.causal else "encoder"))
 
 
 HOSTS = {
@@ -111,6 +122,140 @@ HOSTS = {
         no_dropout={"attention_dropout": 0.0, "mlp_dropout": 0.0, "embedding_dropout": 0.0},
     ),
 }
+WINDOW = 6
+"""The sliding window of hosts that have one."""
+WINDOWS = ("sliding_window", "attention_chunk_size")
+SLIDING = dict(sliding_window=WINDOW)
+ALTERNATE = dict(SLIDING, layer_types=["sliding_attention", "full_attention"])
+ROPE = dict(rope_type="default", rope_theta=10000.0)
+EXPERTS = dict(num_local_experts=2, num_experts_per_tok=2)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=2)
+CHUNKED = dict(attention_chunk_size=WINDOW, layer_types=["chunked_attention", "full_attention"], intermediate_size_mlp=48)
+
+
+def _rotary(prefix, head_prefix="", own_rows=False, **more):
+    short = {name: more[name][:1] for name in ("layer_types", "no_rope_layers") if name in more}
+    short |= {name: LENGTH for name in WINDOWS if name in more}
+    sizes = dict(LLAMA, head_dim=8, eos_token_id=None) | more
+    facts = dict(one_layer={"num_hidden_layers": 1, **short}, head_prefix=head_prefix, own_rows=own_rows)
+    return Host(prefix, sizes, **DECODER, **facts)
+
+
+def _rotary_encoder(prefix, **more):
+    return Host(prefix, BERT | more, tables=(), layers="layers", no_dropout={})
+
+
+ROTARY_HOSTS = {
+    "mistral": _rotary("Mistral", **SLIDING),
+    "qwen3": _rotary("Qwen3"),
+    "gemma3": _rotary("Gemma3Text", "Gemma3", query_pre_attn_scalar=8, **ALTERNATE),
+    "gpt-neox": _rotary("GPTNeoX", rotary_pct=0.25),
+    "stablelm": _rotary("StableLm", partial_rotary_factor=0.5),
+    "gpt-oss": _rotary(
+        "GptOss", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **ALTERNATE, **EXPERTS, own_rows=True
+    ),
+    "deepseek": _rotary("DeepseekV3", num_key_value_heads=4, **LATENT),
+    "qwen2": _rotary("Qwen2"),
+    "gemma": _rotary("Gemma"),
+    "gemma2": _rotary("Gemma2", query_pre_attn_scalar=8, **ALTERNATE),
+    "nomic-bert": _rotary_encoder("NomicBert"),
+    "eurobert": _rotary_encoder("EuroBert", num_key_value_heads=2, bos_token_id=1, eos_token_id=2, mask_token_id=4),
+    "gte": _rotary_encoder("Gte"),
+    "jina-embeddings-v3": _rotary_encoder("JinaEmbeddingsV3", pad_token_id=1),
+    "phi": _rotary("Phi", partial_rotary_factor=0.5),
+    "phi3": _rotary("Phi3"),
+    "nemotron": _rotary("Nemotron", partial_rotary_factor=0.5),
+    "olmo": _rotary("Olmo"),
+    "olmo2": _rotary("Olmo2"),
+    "olmo3": _rotary("Olmo3", **ALTERNATE),
+    "smollm3": _rotary("SmolLM3", no_rope_layers=[1, 0]),
+    "granite": _rotary("Granite"),
+    "cohere": _rotary("Cohere"),
+    "cohere2": _rotary("Cohere2", **ALTERNATE),
+    "helium": _rotary("Helium"),
+    "diffllama": _rotary("DiffLlama"),
+    "starcoder2": _rotary("Starcoder2"),
+    "mixtral": _rotary("Mixtral", **EXPERTS),
+    "llama4": _rotary("Llama4Text", "Llama4", no_rope_layers=[1, 0], **EXPERTS, **CHUNKED),
+    "exaone4": _rotary("Exaone4", **ALTERNATE),
+}
+"""Decoders and encoders with rotary positions."""
+BART: dict[str, Any] = dict(
+    d_model=32,
+    **{f"{half}_{name}": size for half in ("encoder", "decoder") for name, size in dict(layers=2, attention_heads=4).items()},
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    max_position_embeddings=LENGTH,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=2,
+    forced_eos_token_id=None,
+)
+T5: dict[str, Any] = dict(
+    d_model=32,
+    d_kv=6,
+    d_ff=48,
+    num_layers=2,
+    num_decoder_layers=2,
+    num_heads=4,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=12,
+    pad_token_id=0,
+    eos_token_id=2,
+    decoder_start_token_id=0,
+)
+
+
+def _pair(prefix, sizes=BART, head="ForConditionalGeneration", **more):
+    if sizes is T5:
+        facts = dict(tables=(), one_layer={"num_decoder_layers": 1}, no_dropout={"dropout_rate": 0.0})
+    else:
+        tables = ("encoder.embed_positions.weight", "decoder.embed_positions.weight")
+        no_dropout = {"dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+        facts = dict(tables=tables, one_layer={"decoder_layers": 1}, no_dropout=no_dropout)
+    return Host(prefix, sizes | more, head=head, kind="encoder-decoder", **facts)
+
+
+MIXED = dict(num_sparse_encoder_layers=0, num_sparse_decoder_layers=0)
+PAIR_HOSTS = {
+    "bart": _pair("Bart"),
+    "t5": _pair("T5", T5),
+    "umt5": _pair("UMT5", T5),
+    "blenderbot": _pair("Blenderbot"),
+    "marian": _pair("Marian", head="MTModel", share_encoder_decoder_embeddings=True),
+    "m2m-100": _pair("M2M100"),
+    "nllb-moe": _pair("NllbMoe", num_experts=2, expert_capacity=64, encoder_sparse_step=0, decoder_sparse_step=0),
+    "mbart": _pair("MBart"),
+    "plbart": _pair("PLBart"),
+    "blenderbot-small": _pair("BlenderbotSmall"),
+    "pegasus": _pair("Pegasus"),
+    "mt5": _pair("MT5", T5),
+    "switch": _pair("SwitchTransformers", T5, **MIXED),
+}
+"""Encoders with their decoders."""
+IMAGE = dict(BERT, image_size=32, patch_size=8)
+IMAGE.pop("max_position_embeddings"), IMAGE.pop("pad_token_id")
+WAVE = dict(conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2, layerdrop=0.0)
+WAVE |= dict(num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4, feat_extract_norm="layer", do_stable_layer_norm=True)
+WAVE |= dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+SILENT = dict.fromkeys(
+    (*(f"{name}_dropout" for name in ("hidden", "attention", "activation", "feat_proj")), "mask_time_prob"), 0.0
+)
+SENSED_HOSTS = {
+    "vit": Host("ViT", IMAGE, "Model", tables=("embeddings.position_embeddings",), kind="vision"),
+    "siglip": Host(
+        "SiglipVision",
+        dict(IMAGE, vision_use_head=False),
+        "Model",
+        tables=("embeddings.position_embedding.weight",),
+        kind="vision",
+    ),
+    "dinov3": Host("DINOv3ViT", dict(IMAGE, num_register_tokens=4), "Model", tables=(), kind="vision"),
+    "wav2vec2": Host("Wav2Vec2", WAVE, "Model", tables=(), no_dropout=SILENT, kind="audio"),
+}
+"""Encoders of images and of sounds."""
+ALL_HOSTS = {**HOSTS, **ROTARY_HOSTS, **PAIR_HOSTS, **SENSED_HOSTS}
 TABLED = [name for name, host in HOSTS.items() if host.tables]
 BIASED = [name for name, host in HOSTS.items() if host.biases]
 CAUSAL = [name for name, host in HOSTS.items() if host.causal]
@@ -145,7 +290,7 @@ def slow(*values):
 def suits(host, encoding):
     """Whether an encoding can act in a host: not one for decoders in an encoder, nor one for images."""
     parts = [REGISTERED[part] for part in encoding.split("+") if part in REGISTERED]
-    return not any(part.axes > 1 or (part.causal_only and not HOSTS[host].causal) for part in parts)
+    return not any(part.axes > 1 or (part.causal_only and not ALL_HOSTS[host].causal) for part in parts)
 
 
 def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=False):
@@ -216,11 +361,17 @@ def randomize_encoding(model, seed=1):
 
 def stock(host, head="Model", seed=0, **changes):
     """A tiny random model of a host (a name in HOSTS, or a Host), in eval mode, with weights changed after init."""
-    host = HOSTS[host] if isinstance(host, str) else host
+    host = ALL_HOSTS[host] if isinstance(host, str) else host
     config = getattr(transformers, f"{host.prefix}Config")(**{"vocab_size": VOCABULARY, **host.sizes, **changes})
     prefix = host.prefix if head == "Model" else host.head_prefix or host.prefix
     torch.manual_seed(seed)
-    return randomize(getattr(transformers, prefix + head)(config), seed=seed).eval()
+    model = getattr(transformers, prefix + head)(config)
+    kept = {name: each.clone() for name, each in model.named_parameters() if not each.requires_grad}
+    randomize(model, seed=seed)
+    with torch.no_grad():
+        for name, each in kept.items():  # sinusoids, which checkpoints don't change
+            model.get_parameter(name).copy_(each)
+    return model.eval()
 
 
 def patched(host, encoding, head="Model", seed=0, max_length=None, **changes):
@@ -285,7 +436,8 @@ _shared = []
 def _state(model):
     tensors = [each._version for each in (*model.parameters(), *model.buffers())]
     flags = [(module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    return tensors, flags, [each.requires_grad for each in model.parameters()], repr(model.config), type(model)
+    config = model.config._attn_implementation, repr(getattr(model.config, "position_encoding", None))
+    return tensors, flags, [each.requires_grad for each in model.parameters()], config, type(model)
 
 
 @functools.cache

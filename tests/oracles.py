@@ -36,7 +36,7 @@ def counted(mask):
 
 def ids_of(host, mask=None):
     """The same `[B, L]` in the host's own count. Given to a stock host, since most of them count left padding in."""
-    return torch.tensor(counted(mask)) + HOSTS[host].offset
+    return torch.tensor(counted(mask)) + (HOSTS[host] if isinstance(host, str) else host).offset
 
 
 def sinusoids(positions, size):

@@ -215,7 +215,8 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype | None = None, like:
         doesn't tell (`add_pooling_layer=False`), are found by trying. If no arguments fit, the model is made without any.
     """
     default = nullcontext() if dtype is None else local_torch_dtype(dtype)
-    with global_rng_lock(), default, torch.device("meta"), meta_device_safe_creation_ops():
+    random = torch.random.fork_rng(devices=[])  # of a host that draws values on the CPU all the same
+    with global_rng_lock(), random, default, torch.device("meta"), meta_device_safe_creation_ops():
         built = cls(config)
         for arguments in _arguments(cls) if like is not None and difference(like, built) else ():
             other = cls(config, **arguments)

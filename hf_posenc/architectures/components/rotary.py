@@ -81,15 +81,18 @@ class AxialRotaryEmbedding(PositionComponent):
     def is_understood(cls, module: Any, config: Any) -> bool:
         """Whether it answers an image with a pair of cosines and sines.
 
-        Coordinates of patches lie around 0, so that sines cancel out.
+        Coordinates of patches lie around 0, so that sines cancel out; in training they are moved and scaled at random.
         """
         if any(buffer.is_meta for buffer in module.buffers()):
             return True
+        training = module.training
         try:
             image = torch.zeros(1, getattr(config, "num_channels", 3), *torch.Size([8 * module.config.patch_size] * 2))
-            cos, sin = module(image)
+            cos, sin = module.eval()(image)
         except Exception:  # a module of another format may raise anything
             return False
+        finally:
+            module.train(training)
         on_circle = torch.allclose(cos**2 + sin**2, torch.ones(()), atol=1e-4)
         return on_circle and bool(sin.sum(0).abs().max() < 1e-2) and bool((cos - sin).abs().max() > 1e-2)
 

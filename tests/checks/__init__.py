@@ -1,0 +1,1 @@
+"""What must hold for every pair of a host and an encoding."""

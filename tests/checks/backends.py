@@ -1,0 +1,76 @@
+"""Implementations of attention, data types, compilation, devices."""
+
+import pytest
+import torch
+
+import hf_posenc
+from checks.registry import TEXT, check
+from closeness import LOOSE, assert_close
+from models import backends, tokens
+from oracles import padded
+
+
+def given(it):
+    """Arguments with padding on the left of the second row, if a model takes a mask, and which outputs count."""
+    if it.kind not in TEXT:
+        return it.inputs(), slice(None)
+    ids, mask = padded(tokens(2), (11, 7), "left")
+    return it.inputs(ids[:, 3:], mask[:, 3:]), mask[:, 3:].bool()
+
+
+@check()
+@torch.no_grad()
+def implementations_agree(it):
+    model, (arguments, real) = it.twin(), given(it)
+    outputs = {}
+    for implementation in backends(model):
+        model.set_attn_implementation(implementation)
+        outputs[implementation] = [model(**arguments)[0][real], it.plain(model)]
+    for found in outputs.values():
+        assert_close(found, outputs["eager"])
+
+
+@check()
+@torch.no_grad()
+def half_precision(it):
+    expected = it.plain(it.model)
+    half = it.twin().to(torch.bfloat16)
+    more = {name: value.to(torch.bfloat16) for name, value in it.inputs().items() if name in ("pixel_values", "input_values")}
+    for implementation in backends(half):
+        half.set_attn_implementation(implementation)
+        output = it.plain(half, **more)
+        assert output.dtype == torch.bfloat16
+        assert torch.nn.functional.cosine_similarity(output.float().flatten(), expected.flatten(), dim=0) > 0.99
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert it.plain(it.model).isfinite().all()
+
+
+@check(slow=True, few=True)
+@torch.no_grad()
+def compiles_as_one_graph(it):
+    torch._dynamo.reset()
+    compiled, (arguments, real) = torch.compile(it.twin(), fullgraph=True, backend="eager"), given(it)
+    assert_close(it.plain(compiled), it.plain(it.model))
+    assert_close(compiled(**arguments)[0][real], it.model(**arguments)[0][real])
+
+
+@check(slow=True, few=True)
+@torch.no_grad()
+def exports(it):
+    arguments, real = given(it)
+    program = torch.export.export(it.twin(), (), arguments, strict=False).module()
+    assert_close(program(**arguments)[0][real], it.model(**arguments)[0][real])
+
+
+@check()
+@pytest.mark.gpu
+@torch.no_grad()
+def a_gpu_gives_the_same(it):
+    """A model patched on the GPU gives what it gives on the CPU."""
+    arguments, real = given(it)
+    model = it.twin()
+    new = hf_posenc.patch(hf_posenc.unpatch(model).cuda(), it.encoding, max_length=it.max_length)
+    new.load_state_dict(model.state_dict())
+    assert {each.device.type for each in (*new.parameters(), *new.buffers())} == {"cuda"}
+    there = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    assert_close(new(**there)[0].cpu()[real], it.model(**arguments)[0][real], **LOOSE)

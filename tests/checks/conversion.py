@@ -1,0 +1,131 @@
+"""What patch keeps of a model, what unpatch gives back, and copies."""
+
+import copy
+import io
+import pickle
+import threading
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import hf_posenc
+from checks.registry import TEXT, WRITERS, check
+from closeness import assert_apart, assert_close, assert_equal
+from models import randomize, tokens
+
+
+@check()
+def patch_keeps_the_host(it):
+    model = it.fresh_stock().train()
+    frozen = next(iter(model.base_model.parameters()))
+    frozen.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    new = hf_posenc.patch(model, it.encoding, max_length=it.max_length)
+    if not any("posenc." in name for name, _ in new.named_parameters()):
+        assert torch.equal(torch.get_rng_state(), random_state)
+
+    theirs, ours = dict(model.named_parameters()), dict(new.named_parameters())
+    assert all(theirs[name] is ours[name] for name in theirs.keys() & ours.keys())
+    assert all("posenc." in name for name in ours.keys() - theirs.keys())
+    gone = {name.removeprefix(f"{model.base_model_prefix}.") for name in theirs.keys() - ours.keys()}
+    assert gone <= {*it.host.tables, *it.host.biases} or all("relative" in name or "pos_conv" in name for name in gone)
+    assert type(new).__name__ == "PosEnc" + type(model).__name__ and isinstance(new, type(model))
+    assert type(new.base_model).__name__ == "PosEnc" + type(model.base_model).__name__
+    assert all(module.training for module in new.modules()) and not any(module.training for module in it.model.modules())
+    assert not frozen.requires_grad and new.name_or_path == model.name_or_path
+    assert_equal(dict(model.state_dict()), before)
+    if it.kind in TEXT:
+        tied = [each.get_output_embeddings().weight is each.get_input_embeddings().weight for each in (new, model)]
+        assert tied[0] == tied[1]
+    if it.kind in WRITERS:
+        assert new.generation_config.to_dict() == model.generation_config.to_dict()
+        assert new.generation_config is not model.generation_config
+    with torch.no_grad():  # the stock model still works as it did, also after its hooks were made
+        assert_equal(it.plain(model.eval(), output_hidden_states=True), it.plain(it.fresh_stock()))
+
+
+@check()
+def unpatch_gives_the_host_back(it):
+    model = it.fresh_stock()
+    with torch.no_grad():
+        expected = it.plain(model, output_hidden_states=True)
+        new = hf_posenc.patch(model, it.encoding, max_length=it.max_length or (30 if it.kind in TEXT else None))
+        changed = it.plain(new, output_hidden_states=True)
+        if it.host.tables or it.encoding not in ("rope", "self_extend"):  # a rotation may be the host's own
+            assert_apart(changed, expected, by=1e-5)
+        again = hf_posenc.unpatch(new)
+        assert type(again) is type(model) and again.config.to_dict() == model.config.to_dict()
+        assert not any("posenc" in name for module in again.modules() for name in vars(module))
+        assert [*again.state_dict()] == [*model.state_dict()]
+        assert_equal(it.plain(again, output_hidden_states=True), expected)
+        assert_equal(it.plain(model), expected)
+
+
+@check()
+@torch.no_grad()
+def copies_are_independent(it):
+    expected, buffer = it.plain(it.model), io.BytesIO()
+    torch.save(it.model, buffer)
+    buffer.seek(0)
+    implementation = it.model.config._attn_implementation
+    for twin in (it.twin(), pickle.loads(pickle.dumps(it.model)), torch.load(buffer, weights_only=False)):
+        assert_equal(it.plain(twin), expected)
+        randomize(twin, seed=7)
+        assert_apart(it.plain(twin), expected)
+        twin.set_attn_implementation("eager")
+    assert_equal(it.plain(it.model), expected)
+    assert it.model.config._attn_implementation == implementation
+
+
+@check()
+def outputs_have_the_hosts_shapes(it):
+    """Hidden states, and weights of attention whose rows sum up to 1."""
+    both = it.twin(), copy.deepcopy(it.stock)
+    for model in both:
+        model.set_attn_implementation("eager")
+    with torch.no_grad():
+        ours, theirs = (model(**it.inputs(), output_hidden_states=True, output_attentions=True) for model in both)
+    for name in theirs:
+        if name.endswith(("hidden_states", "attentions")):
+            assert [each.shape for each in ours[name]] == [each.shape for each in theirs[name]], name
+        if name.endswith("attentions") and ours[name] and not it.host.own_rows:
+            assert_close(ours[name][0].sum(-1), torch.ones_like(ours[name][0][..., 0]))
+
+
+@check("encoder", "decoder", few=True)
+def two_threads_at_once(it):
+    """Two forward passes with different inputs, each of which waits in its first layer until the other is there."""
+    model = it.twin()
+    given = [it.inputs(tokens(1, 11, seed=1)), it.inputs(tokens(2, 7, seed=2), torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]))]
+    with torch.no_grad():
+        expected = [model(**arguments)[0] for arguments in given]
+    meeting, actual = threading.Barrier(2, timeout=30), [None, None]
+
+    def wait(module, args):
+        meeting.wait()
+
+    for layer in layers(model):
+        layer.register_forward_pre_hook(wait)
+
+    def run(index):
+        try:
+            with torch.no_grad():
+                actual[index] = model(**given[index])[0]
+        except BaseException as error:
+            actual[index] = error
+            meeting.abort()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_equal(actual, expected)
+
+
+def layers(model):
+    """The layers of a stack: modules in a list whose inputs can be recomputed."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return found or list(max(lists, key=len))

@@ -1,0 +1,99 @@
+"""Order, padding, position_ids, and how many tokens a model takes."""
+
+import pytest
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+
+from checks.registry import TEXT, check, source
+from closeness import assert_apart, assert_close, assert_equal
+from models import LENGTH, UNORDERED, backends, tokens
+from oracles import ids_of, padded
+
+PLACES = torch.randperm(11, generator=torch.Generator().manual_seed(3))
+
+
+@check(*TEXT)
+@torch.no_grad()
+def order_is_visible(it):
+    """To all tokens of an encoder, and to the last one of a decoder of one layer, which sees all others at once. Those in
+    UNORDERED leave an encoder permutation-equivariant."""
+    model, ids = it.fresh(**it.host.one_layer), tokens(1)
+    compare = assert_close if it.encoding in UNORDERED else assert_apart
+    if it.kind == "encoder":
+        compare(it.plain(model, ids[:, PLACES]), it.plain(model, ids)[:, PLACES])
+        return
+    moved = torch.cat([PLACES[PLACES != 10], torch.tensor([10])])
+    compare(it.plain(model, ids[:, moved])[:, -1], it.plain(model, ids)[:, -1])
+    if it.kind == "encoder-decoder":
+        read, places = model.get_encoder(), PLACES[PLACES < 7]
+        states = read(source(1))[0]
+        compare(read(source(1)[:, places])[0], states[:, places])
+        # Neither stack's encoding acts between them.
+        given = [{"encoder_outputs": BaseModelOutput(each), "input_ids": None} for each in (states, states[:, places])]
+        assert_close(*(it.plain(model, ids, **each) for each in given))
+
+
+@check(*TEXT)
+@torch.no_grad()
+def length_is_limited_by_max_length_alone(it):
+    long = tokens(1, LENGTH + 9)
+    if it.kind != "encoder-decoder":
+        if it.encoding.startswith(("learned", "tupe")) or (it.encoding == "normalized" and it.kind == "decoder"):
+            with pytest.raises(ValueError, match=rf"{LENGTH + 9} tokens.*max_length={LENGTH}.*truncat"):
+                it.plain(it.model, long)
+        else:
+            assert it.plain(it.model, long).isfinite().all()
+    promised = it.fresh(max_length=LENGTH + 9)
+    assert it.plain(promised, long).isfinite().all()
+    with pytest.raises(ValueError, match=rf"{LENGTH + 10} tokens.*max_length={LENGTH + 9}"):
+        it.plain(promised, tokens(1, LENGTH + 10))
+
+
+@check(*TEXT)
+@torch.no_grad()
+def padding_changes_nothing(it):
+    model, ids, lengths = it.twin(), tokens(3), [11, 7, 4]
+    for implementation in backends(model):
+        model.set_attn_implementation(implementation)
+        alone = [it.plain(model, ids[row : row + 1, :length])[0] for row, length in enumerate(lengths)]
+        for side in ("right", "left"):
+            batch, mask = padded(ids, lengths, side)
+            more = {}
+            if it.kind == "encoder-decoder":
+                read, seen = padded(source(3), [7, 7, 7], side)
+                more = {"input_ids": read, "attention_mask": seen}
+            outputs = it.plain(model, batch, mask, **more)
+            for row, expected in enumerate(alone):
+                assert_close(outputs[row][mask[row].bool()], expected)
+
+
+@check("encoder", "decoder")
+@torch.no_grad()
+def position_ids_are_positions(it):
+    """Consecutive ids change nothing; with ids that jump, a batch gives what its rows do."""
+    ids, arange = tokens(), ids_of(it.host)[:1]
+    expected = it.plain(it.model, ids)
+    assert_equal(it.plain(it.model, ids, position_ids=arange), expected)
+    jumps = torch.stack([torch.arange(11) * 2, torch.arange(11).flip(0)]) + it.host.offset
+    whole = it.plain(it.model, ids, torch.ones_like(ids), position_ids=jumps)
+    for row in range(2):
+        mask = torch.ones(1, 11, dtype=torch.long)
+        alone = it.plain(it.model, ids[row : row + 1], mask, position_ids=jumps[row : row + 1])
+        assert_close(whole[row : row + 1], alone)
+    if it.kind == "encoder":  # which sees tokens with their ids, in whatever order they are given
+        moved = it.plain(it.model, ids[:, PLACES], position_ids=arange[:, PLACES].expand(2, -1))
+        assert_close(moved, expected[:, PLACES])
+
+
+TEXTS = (5, 7)
+"""Tokens of the texts in a packed row."""
+
+
+@check("decoder")
+@torch.no_grad()
+def packed_texts_stay_apart(it):
+    """Ids that start from 0 again within a row mean two texts, of which neither sees the other (as in stock models, without
+    a cache)."""
+    ids = tokens(1, sum(TEXTS))
+    packed = it.plain(it.model, ids, position_ids=torch.cat([torch.arange(length) for length in TEXTS])[None])
+    assert_close(packed, torch.cat([it.plain(it.model, text) for text in ids.split(TEXTS, dim=1)], dim=1))

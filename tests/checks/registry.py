@@ -1,0 +1,144 @@
+"""The checks by name, and what they are given: one patched model, and how to run it.
+
+Shapes: B batch, L tokens, V vocabulary or hidden_size.
+"""
+
+import copy
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+
+import models
+from models import ALL_HOSTS, LENGTH, Host, tokens
+
+TEXT = ("encoder", "decoder", "encoder-decoder")
+WRITERS = ("decoder", "encoder-decoder")
+EVERY = (*TEXT, "vision", "audio")
+"""Kinds of hosts."""
+LIMITED = ("learned", "tupe", "normalized")
+"""Encodings that need a length, which some hosts don't have."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """run: raises where the property doesn't hold. kinds: of hosts. few: too slow for the product of hosts and encodings.
+    slow: not in `make test`."""
+
+    run: Callable[["Subject"], None]
+    kinds: tuple[str, ...]
+    few: bool
+    slow: bool
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(*kinds, few=False, slow=False):
+    """Register a function of a Subject under its name."""
+
+    def add(run):
+        assert run.__name__ not in CHECKS, run.__name__
+        CHECKS[run.__name__] = Check(run, kinds or EVERY, few, slow)
+        return run
+
+    return add
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A host with an encoding. Its models are shared: to be read, not changed."""
+
+    name: str
+    encoding: str
+
+    @property
+    def host(self) -> Host:
+        return ALL_HOSTS[self.name]
+
+    @property
+    def kind(self) -> str:
+        return self.host.kind
+
+    @property
+    def max_length(self) -> int | None:
+        needs = self.kind in ("encoder-decoder", "vision", "audio") and any(each in self.encoding for each in LIMITED)
+        return (LENGTH if self.kind == "encoder-decoder" else 40) if needs else None
+
+    @property
+    def model(self) -> Any:
+        """Patched, with its language model's head, in eval mode."""
+        return models.shared(self.name, self.encoding, self.host.head, max_length=self.max_length)
+
+    @property
+    def stock(self) -> Any:
+        return models.shared(self.name, None, self.host.head)
+
+    @property
+    def without(self) -> Any:
+        """Patched with no positions at all."""
+        return models.shared(self.name, "none", self.host.head)
+
+    def twin(self) -> Any:
+        """A copy of the patched model, to be changed."""
+        return copy.deepcopy(self.model)
+
+    def fresh(self, max_length=None, **changes) -> Any:
+        """A patched model of a config with changes."""
+        return models.patched(self.name, self.encoding, self.host.head, max_length=max_length or self.max_length, **changes)
+
+    def fresh_stock(self, **changes) -> Any:
+        return models.stock(self.name, self.host.head, **changes)
+
+    def inputs(self, ids=None, mask=None) -> dict[str, Any]:
+        """Of a model with an encoder, ids and mask are the decoder's."""
+        ids = tokens() if ids is None else ids
+        if self.kind == "vision":
+            return {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5))}
+        if self.kind == "audio":
+            return {"input_values": torch.randn(2, 160, generator=torch.Generator().manual_seed(5))}
+        prefix = "decoder_" if self.kind == "encoder-decoder" else ""
+        given = {f"{prefix}input_ids": ids} | ({} if mask is None else {f"{prefix}attention_mask": mask})
+        if self.kind == "encoder-decoder":
+            given["input_ids"] = source(len(ids))
+        return given | ({} if self.kind == "encoder" else {"use_cache": False})
+
+    def plain(self, model, ids=None, mask=None, **more) -> torch.Tensor:
+        """`[B, L, V]`: the first output of one forward pass without a cache."""
+        return model(**{**self.inputs(ids, mask), **more})[0]
+
+    def cache(self, model, kind=DynamicCache, **more) -> Any:
+        own = kind(config=model.config.get_text_config(decoder=True), **more)
+        return EncoderDecoderCache(own, DynamicCache()) if self.kind == "encoder-decoder" else own
+
+    def step(self, model, ids, cache, mask=None, **more) -> torch.Tensor:
+        """The logits of the tokens that follow those in a cache."""
+        return self.plain(model, ids, mask, past_key_values=cache, use_cache=True, **more)
+
+    def in_pieces(self, model, ids, cuts, cache=None, mask=None) -> torch.Tensor:
+        """`[B, L, V]` by cached decoding, with one forward pass for the tokens between two of the cuts."""
+        cache = self.cache(model) if cache is None else cache
+        places = list(zip((0, *cuts), (*cuts, ids.shape[1]), strict=True))
+        masks = [None if mask is None else mask[:, :stop] for _, stop in places]
+        return torch.cat(
+            [self.step(model, ids[:, a:b], cache, seen) for (a, b), seen in zip(places, masks, strict=True)], dim=1
+        )
+
+
+def source(rows: int) -> torch.Tensor:
+    """`[B, 7]`: what encoders of encoder-decoders read."""
+    return tokens(1, 7, seed=5).expand(rows, -1)
+
+
+@functools.cache
+def load() -> dict[str, Check]:
+    """All checks, by name."""
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if path.stem not in ("__init__", "registry"):
+            importlib.import_module(f"checks.{path.stem}")
+    return CHECKS

@@ -1,0 +1,86 @@
+"""Gradients, and the ways to compute them with less memory."""
+
+import functools
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+from checks.conversion import layers
+from checks.registry import TEXT, check
+from closeness import assert_close
+from models import tokens
+from oracles import gradients
+
+
+def loss(it, model):
+    torch.manual_seed(0)
+    return it.plain(model).square().mean()
+
+
+@check()
+def gradients_reach_every_parameter(it):
+    found = gradients(it.twin(), functools.partial(loss, it))
+    theirs = gradients(it.fresh_stock(), functools.partial(loss, it))
+    reached, theirs = ({name for name, each in found.items() if each.any()} for found in (found, theirs))
+    assert {name for name, _ in it.model.named_parameters() if "posenc." in name} <= reached
+    assert theirs & dict(it.model.named_parameters()).keys() <= reached
+
+
+@check()
+def gradient_checkpointing_changes_nothing(it):
+    model = it.fresh(**it.host.no_dropout).train()
+    if not model.supports_gradient_checkpointing:
+        pytest.skip("without gradient checkpointing")
+    expected = gradients(model, functools.partial(loss, it))
+    for reentrant in (False, True):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant and it.kind in TEXT:
+            model.enable_input_require_grads()
+        assert_close(gradients(model, functools.partial(loss, it)), expected)
+
+
+@check("encoder", "decoder", few=True)
+def layers_in_checkpoint_wrappers(it):
+    """As FSDP wraps them: the backward pass runs a layer again with its arguments only, outside of the model's forward pass."""
+    ids, mask = tokens(), torch.ones(2, 11, dtype=torch.long)
+    mask[0, 7:] = 0
+
+    def loss(model):
+        # Another forward pass before the backward pass: the layers must not take its positions.
+        one, other = it.plain(model, ids, mask), it.plain(model, ids[:1, :5])
+        return one[mask.bool()].square().mean() + other.square().mean()
+
+    for implementation in wrappers.CheckpointImpl:
+        model = it.fresh(**it.host.no_dropout).train()
+        expected, kinds = gradients(model, loss), {type(layer) for layer in layers(model)}
+        wrap = functools.partial(wrappers.checkpoint_wrapper, checkpoint_impl=implementation)
+        wrappers.apply_activation_checkpointing(model, wrap, check_fn=lambda module, kinds=kinds: type(module) in kinds)
+        if it.host.written_out or it.name == "stablelm":  # its stack hands on no keyword arguments to its attentions
+            with pytest.raises(RuntimeError, match="was called without positions.*activation_checkpointing_enable"):
+                gradients(model, loss)
+            continue
+        found = gradients(model, loss)
+        assert_close({name.replace("_checkpoint_wrapped_module.", ""): each for name, each in found.items()}, expected)
+
+
+@check(few=True)
+@torch.no_grad()
+def lora_is_saved_and_loaded(it):
+    import tempfile
+
+    linear = {name.rpartition(".")[2] for name, each in it.model.named_modules() if type(each) is torch.nn.Linear}
+    adapted = [name for name in ("q_proj", "query", "q_lin", "q", "c_attn", "v_proj", "value") if name in linear]
+    if not adapted:
+        pytest.skip("without linear layers of a usual name")
+    with tempfile.TemporaryDirectory() as folder:
+        model = get_peft_model(it.twin(), LoraConfig(r=2, lora_alpha=6, target_modules=adapted))
+        for number, (name, value) in enumerate(model.named_parameters()):
+            if "lora_" in name:
+                value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(number)) / 5)
+        model.eval().save_pretrained(folder)
+        again = PeftModel.from_pretrained(it.twin(), folder).eval()
+        found, merged = it.plain(again), model.merge_and_unload()
+        assert_close(found, it.plain(merged))
+        assert not torch.equal(found, it.plain(it.model))

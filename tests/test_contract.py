@@ -1,0 +1,108 @@
+"""What holds for every host with every encoding: each model is patched once, and then all checks run on it.
+
+`make test` runs each encoding on one host, and each host unlike those before it with three encodings; `make test-all` runs the
+whole product, and on the pairs of `make test` checks which are slow by nature.
+"""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from checks.registry import Subject, load
+from conftest import run_python
+from models import ALL_HOSTS, ALL_WAYS, HOSTS, PAIR_HOSTS, ROTARY_HOSTS, SENSED_HOSTS, VARIANTS, suits
+
+WAYS = ("sinusoidal", "rope", "alibi", "shaw", "relative")
+ALIKE = {*[*ROTARY_HOSTS][7:], *[*PAIR_HOSTS][7:]}
+"""Built as others of these are."""
+
+
+EXCEPT = {("gpt-oss", "packed_texts_stay_apart")}  # the stock model's texts see one another, too
+
+
+def chosen():
+    """The pairs of `make test`: each encoding on one host, and each host unlike those before it with all ways to act in one
+    composition and two of them alone, by turns."""
+    found = {}
+    for turn, encoding in enumerate(VARIANTS):
+        hosts = [host for host in ("bert", "gpt2", "llama") if suits(host, encoding)]
+        found[hosts[turn % len(hosts)], encoding] = None
+    for turn, host in enumerate(ALL_HOSTS):
+        if host not in ALIKE:
+            found |= dict.fromkeys([(host, ALL_WAYS), (host, WAYS[turn % 5]), (host, WAYS[(turn + 2) % 5])])
+    return found
+
+
+def parameters():
+    quick = chosen()
+    for host, facts in ALL_HOSTS.items():
+        for encoding in VARIANTS:
+            if not suits(host, encoding):
+                continue
+            for name, check in load().items():
+                if facts.kind not in check.kinds or (host, name) in EXCEPT:
+                    continue
+                if (host, encoding) in quick or not check.few:
+                    marks = [] if (host, encoding) in quick and not check.slow else [pytest.mark.slow]
+                    yield pytest.param(host, encoding, name, marks=[*marks, *getattr(check.run, "pytestmark", [])])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*does not support setting")
+@pytest.mark.parametrize(("host", "encoding", "name"), list(parameters()))
+def test_contract(host, encoding, name):
+    load()[name].run(Subject(host, encoding))
+
+
+QUICK = chosen()
+SAVED = [(host, encoding) for host in ALL_HOSTS for encoding in VARIANTS if suits(host, encoding)]
+AUTO = {"encoder": "AutoModelForMaskedLM", "decoder": "AutoModelForCausalLM", "encoder-decoder": "AutoModelForSeq2SeqLM"}
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory):
+    """Host and encoding -> what a new process finds wrong after reloading. One process for the pairs of `make test`,
+    one for the others of each host."""
+
+    @functools.cache
+    def found(host):
+        folder = tmp_path_factory.mktemp("reloaded")
+        for pair in SAVED:
+            if (pair in QUICK) if host is None else (pair[0] == host and pair not in QUICK):
+                save(Subject(*pair), folder / " ".join(pair))
+        return json.loads(run_python("import sys, reload_worker; reload_worker.main(sys.argv[1])", folder).splitlines()[-1])
+
+    return lambda host, encoding: found(None if (host, encoding) in QUICK else host)[f"{host} {encoding}"]
+
+
+@torch.no_grad()
+def save(it, path):
+    model, base = it.model, it.model.base_model
+    model.save_pretrained(path / "head")
+    bare = it.kind in AUTO and base is not model
+    if bare:
+        base.save_pretrained(path / "bare")
+    half = {name: value.to(torch.bfloat16) if name.endswith("values") else value for name, value in it.inputs().items()}
+    expected = {
+        "auto": AUTO.get(it.kind, "AutoModel"),
+        "other": "AutoModelForTokenClassification" if it.name in HOSTS else None,
+        "inputs": it.inputs(),
+        "head": it.plain(model),
+        "bare": base(**it.inputs())[0] if bare else None,
+        "half": it.twin().to(torch.bfloat16)(**half)[0],
+        "stock": it.plain(it.stock),
+    }
+    torch.save(expected, path / "expected.pt")
+
+
+@pytest.mark.parametrize(
+    ("host", "encoding"), [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in SAVED]
+)
+def test_save_and_reload(host, encoding, reloaded):
+    """In a new process: bare, with head, head as bare, bare with another head, in bf16, unpatched."""
+    assert reloaded(host, encoding) == []
+
+
+def test_every_host_is_checked():
+    assert {*HOSTS, *ROTARY_HOSTS, *PAIR_HOSTS, *SENSED_HOSTS} == {host for host, *_ in (each.values for each in parameters())}
