@@ -7,91 +7,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
-from closeness import LOOSE, assert_close
+from closeness import assert_close
 from conftest import needs_inductor
 from hf_posenc.attention import bias_backends, dispatch
 from hf_posenc.encodings import PositionContext
-from models import ALL_WAYS, ENCODINGS, HOSTS, backends, first, pairs, patched, slow, stock, tokens
-from oracles import ids_of, padded
-
-every_pair = pytest.mark.parametrize(("host", "encoding"), pairs())
-pairs_once = pytest.mark.parametrize(("host", "encoding"), pairs(once=True))
-
-
-@every_pair
-@torch.no_grad()
-def test_backends_agree(host, encoding):
-    model = patched(host, encoding)
-    if len(backends(model)) < 2:
-        pytest.skip(f"{host} has one implementation of attention")
-    ids, mask = tokens(2), torch.ones(2, 11, dtype=torch.long)
-    mask[1, 6:] = 0
-    for attention_mask in (None, mask):
-        results = {}
-        for implementation in ("eager", "sdpa"):
-            model.set_attn_implementation(implementation)
-            results[implementation] = first(model(ids, attention_mask=attention_mask))[0]
-        assert_close(results["eager"], results["sdpa"])
-
-
-@pairs_once
-def test_half_precision(host, encoding):
-    model = patched(host, encoding)
-    expected = first(model(tokens()))
-    half = model.to(torch.bfloat16)
-    outputs = half(tokens())
-    assert first(outputs).dtype == torch.bfloat16
-    assert torch.nn.functional.cosine_similarity(first(outputs).float().flatten(), expected.flatten(), dim=0) > 0.99
-    half.set_attn_implementation(backends(half)[0])
-    assert first(half(tokens())).dtype == torch.bfloat16
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert first(patched(host, encoding)(tokens())).isfinite().all()
-
-
-COMPILED = [
-    ("gpt2", f"{ALL_WAYS}+logn"),
-]
-
-
-@pytest.mark.parametrize(
-    ("host", "encoding"),
-    [
-        *COMPILED,
-        slow("gpt2", "fourier+rope+alibi+cope+deberta+transformer_xl+kerple"),
-        slow("bert", "learned+counter+t5+fire+tupe+fope+sandwich"),
-        *(slow(*pair.values) for pair in pairs() if pair.values not in COMPILED),
-    ],
-)
-def test_compiles_as_one_graph(host, encoding):
-    model = patched(host, encoding, **HOSTS[host].one_layer)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    mask = torch.ones(2, 11, dtype=torch.long)
-    mask[0, :3] = 0
-    with torch.no_grad():
-        for arguments in ({}, {"attention_mask": mask}):
-            assert_close(first(compiled(tokens(), **arguments)), first(model(tokens(), **arguments)))
-
-
-@pytest.mark.gpu
-@every_pair
-def test_on_a_gpu(host, encoding):
-    """A model patched on the GPU gives what it gives on the CPU, with padding and with position_ids."""
-    model = patched(host, encoding)
-    ids, lengths = tokens(3), [11, 7, 4]
-    batch, mask = padded(ids, lengths, "left")
-    by_hand = {
-        "position_ids": ids_of(host)[:1].flip(1),
-        "attention_mask": torch.ones(3, 11, dtype=torch.long),
-    }
-    expected = first(model(batch, attention_mask=mask)), first(model(ids, **by_hand))
-    new = hf_posenc.patch(hf_posenc.unpatch(model).cuda(), model.config.position_encoding["type"])
-    new.load_state_dict(model.state_dict())
-    assert {p.device.type for p in (*new.parameters(), *new.buffers())} == {"cuda"}
-    actual = first(new(batch.cuda(), attention_mask=mask.cuda()))
-    assert_close(actual.cpu()[mask.bool()], expected[0][mask.bool()], **LOOSE)
-    actual = first(new(ids.cuda(), **{name: value.cuda() for name, value in by_hand.items()}))
-    assert_close(actual.cpu(), expected[1], **LOOSE)
+from models import ENCODINGS, HOSTS, first, patched, stock, tokens
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

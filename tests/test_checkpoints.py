@@ -1,7 +1,5 @@
 """Saving and loading: in a new process, by weights alone, with options merged, and from damaged files."""
 
-import copy
-import functools
 import json
 
 import pytest
@@ -11,86 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_posenc
-from conftest import run_python
-from models import BERT, HOSTS, LLAMA, VARIANTS, Host, first, pairs, patched, stock, suits, tokens
-
-PAIRS = pairs(once=True)
-QUICK = [tuple(pair.values) for pair in PAIRS if not pair.marks]
-
-
-@pytest.fixture(scope="session")
-def reloaded(tmp_path_factory):
-    """Host and encoding -> what a new process finds wrong after reloading. One process for all pairs that aren't slow,
-    one for the others of each host."""
-
-    @functools.cache
-    def found(host):
-        every = ((host, encoding) for encoding in VARIANTS if host and suits(host, encoding))
-        chosen = QUICK if host is None else [pair for pair in every if pair not in QUICK]
-        return save_and_reload(chosen, tmp_path_factory.mktemp("reloaded"))
-
-    return lambda host, encoding: found(None if (host, encoding) in QUICK else host)[f"{host} {encoding}"]
-
-
-def save_and_reload(chosen, folder):
-    for host, encoding in chosen:
-        model = patched(host, encoding, HOSTS[host].head)
-        path = folder / f"{host} {encoding}"
-        model.save_pretrained(path / "head")
-        model.base_model.save_pretrained(path / "bare")
-        expected = {
-            "auto": "AutoModelForCausalLM" if HOSTS[host].causal else "AutoModelForMaskedLM",
-            "ids": tokens(),
-            "head": first(model(tokens())),
-            "bare": first(model.base_model(tokens())),
-            "half": first(copy.deepcopy(model).to(torch.bfloat16)(tokens())),
-            "stock": first(stock(host, HOSTS[host].head)(tokens())),
-        }
-        torch.save(expected, path / "expected.pt")
-    return json.loads(run_python(RELOAD, folder).splitlines()[-1])
-
-
-RELOAD = """
-import json, sys, warnings
-warnings.simplefilter("error")
-import torch, hf_posenc
-import transformers
-from transformers import AutoModel, AutoModelForTokenClassification
-from pathlib import Path
-from memory import poison_empty
-
-poison_empty()
-
-def check(path):
-    expected = torch.load(path / "expected.pt")
-    ids = expected["ids"]
-    WithHead = getattr(transformers, expected["auto"])
-    model = WithHead.from_pretrained(path / "head")
-    other = AutoModelForTokenClassification.from_pretrained(path / "bare")
-    half = WithHead.from_pretrained(path / "head", dtype=torch.bfloat16)
-    yield "with head", torch.equal(model(ids)[0], expected["head"])
-    yield "bare", torch.equal(AutoModel.from_pretrained(path / "bare")(ids)[0], expected["bare"])
-    yield "head loaded as bare", torch.equal(AutoModel.from_pretrained(path / "head")(ids)[0], expected["bare"])
-    yield "bare with another head", torch.equal(other.base_model(ids)[0], expected["bare"])
-    yield "the other head", type(other).__name__.startswith("PosEnc") and all(p.isfinite().all() for p in other.parameters())
-    yield "bf16", half.dtype == torch.bfloat16 and torch.equal(half(ids)[0], expected["half"])
-    for name, parameter in model.named_parameters():
-        if "posenc." in name:
-            with torch.no_grad():
-                parameter.add_(1.0 + torch.arange(parameter.numel()).reshape(parameter.shape) % 3)
-            yield f"outputs depend on {name}", not torch.equal(model(ids)[0], expected["head"])
-    again = hf_posenc.unpatch(model)
-    yield "unpatch: class", not type(again).__name__.startswith("PosEnc")
-    yield "unpatch: outputs", torch.equal(again(ids)[0], expected["stock"])
-
-print(json.dumps({path.name: [what for what, right in check(path) if not right] for path in Path(sys.argv[1]).iterdir()}))
-"""
-
-
-@pytest.mark.parametrize(("host", "encoding"), PAIRS)
-def test_save_and_reload(host, encoding, reloaded):
-    """In a new process: bare, with head, head as bare, bare with another head, in bf16, unpatched."""
-    assert reloaded(host, encoding) == []
+from models import BERT, LLAMA, Host, first, patched, stock, tokens
 
 
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}])

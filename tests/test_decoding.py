@@ -10,28 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from closeness import assert_close
 from hf_posenc.encodings import rotation
-from models import ALL_WAYS, CAUSAL, ENCODINGS, HOSTS, OFFSET, first, in_turn, pairs, patched, tokens
-from oracles import in_pieces
-
-every_pair = pytest.mark.parametrize(("host", "encoding"), pairs(hosts=CAUSAL))
-every_encoding = pytest.mark.parametrize(("host", "encoding"), pairs(hosts=CAUSAL, encodings=ENCODINGS))
-
-
-@every_pair
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("static", [False, True])
-@torch.no_grad()
-def test_cached_decoding(host, encoding, side, static):
-    """In chunks and token by token it gives the logits of one forward pass."""
-    model = patched(host, encoding, HOSTS[host].head)
-    ids = tokens(2, 12)
-    mask = torch.ones_like(ids)
-    if side == "left":
-        mask[0, :4] = 0
-    full = model(ids, attention_mask=mask).logits
-    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
-    real = mask.bool()
-    assert_close(in_pieces(model, ids, (7, 8, 9), mask, cache)[real], full[real])
+from models import ALL_WAYS, ENCODINGS, OFFSET, first, in_turn, pairs, patched, tokens
 
 
 def test_a_decode_step_rotates_one_key(monkeypatch):
@@ -50,40 +29,6 @@ def test_a_decode_step_rotates_one_key(monkeypatch):
         rotated.clear()
         model(tokens(1, 1), past_key_values=cache)
     assert rotated == [1] * (2 * model.config.n_layer)  # one key and one query in each layer
-
-
-@pytest.mark.parametrize(
-    ("host", "encoding", "implementation"), in_turn(pairs(hosts=CAUSAL, encodings=ENCODINGS), "dynamic", "static")
-)
-def test_generate(host, encoding, implementation):
-    """Greedy generation of a left-padded batch equals that of each row alone, and of forward passes without a cache."""
-    model = patched(host, encoding, HOSTS[host].head)
-    prompt, mask = tokens(2, 8), torch.ones(2, 8, dtype=torch.long)
-    mask[0, :3] = 0
-    settings = dict(max_new_tokens=6, do_sample=False, cache_implementation=implementation, eos_token_id=None)
-    both = model.generate(prompt, attention_mask=mask, **settings)
-    alone = model.generate(prompt[:1, 3:], attention_mask=mask[:1, 3:], **settings)
-    assert torch.equal(both[0, 8:], alone[0, 5:])
-    expected = prompt[1:]
-    for _ in range(6):
-        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(both[1:], expected)
-
-
-@pytest.mark.slow
-@every_encoding
-def test_a_static_cache_compiles_as_one_graph(host, encoding):
-    model = patched(host, encoding, HOSTS[host].head)
-    ids = tokens(2, 10)
-    with torch.no_grad():
-        full = model(ids).logits
-        torch._dynamo.reset()
-        cache = StaticCache(config=model.config, max_cache_len=16)
-        model(ids[:, :8], past_key_values=cache)
-        step = torch.compile(model, fullgraph=True, backend="eager")
-        for index in (8, 9):
-            logits = step(ids[:, index : index + 1], past_key_values=cache).logits
-            assert_close(logits[:, 0], full[:, index])
 
 
 def test_a_static_cache_keeps_the_promise():
@@ -105,51 +50,6 @@ def test_cross_attention_is_left_alone(encoding):
     start = model(tokens(2, 9)[:, :6], encoder_hidden_states=states, use_cache=True)
     rest = model(tokens(2, 9)[:, 6:], encoder_hidden_states=states, past_key_values=start.past_key_values, use_cache=True)
     assert_close(torch.cat([start.logits, rest.logits], 1), full)
-
-
-@every_encoding
-def test_packed_sequences(host, encoding):
-    """Ids that start again from 0 within a row mean two texts, of which neither sees the other (as in stock models,
-    without a cache)."""
-    model, ids = patched(host, encoding), tokens(1, 12)
-    packed = first(model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]), use_cache=False))
-    apart = torch.cat([first(model(ids[:, :5])), first(model(ids[:, 5:]))], dim=1)
-    assert_close(packed, apart)
-
-
-@every_pair
-@pytest.mark.parametrize("static", [False, True])
-@torch.no_grad()
-def test_decoding_behind_right_padding(host, encoding, static):
-    """What follows a right-padded prompt is as far from it as without the padding."""
-    model = patched(host, encoding, HOSTS[host].head)
-    prompt, new = tokens(3, 7), tokens(3, 4, seed=1)
-    lengths = (4, 7, 1)
-    mask = torch.arange(7)[None] < torch.tensor(lengths)[:, None]
-    whole = torch.cat([mask, torch.ones(3, 4, dtype=torch.bool)], dim=1).long()
-    ids = torch.cat([prompt, new], dim=1)
-    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
-    decoded = in_pieces(model, ids, (7, 8, 10), whole, cache)[:, 7:]
-    assert_close(decoded, first(model(ids, attention_mask=whole))[:, 7:])
-    for row, length in enumerate(lengths):
-        alone = first(model(torch.cat([prompt[row, :length], new[row]])[None]))[:, length:]
-        assert_close(decoded[row : row + 1], alone)
-
-
-@pytest.mark.parametrize(("host", "encoding", "static"), in_turn(pairs(hosts=CAUSAL), False, True))
-@torch.no_grad()
-def test_decoding_behind_ids_that_jump(host, encoding, static):
-    """Cached keys stay where they were, with ids given for what follows, and without."""
-    model = patched(host, encoding, HOSTS[host].head)
-    ids, jumping = tokens(2, 9), torch.tensor([[0, 1, 2, 9, 10], [3, 4, 2, 1, 0]])
-    for following in ([[11, 12, 13, 20]], [[14, 2, 3, 4], [0, 1, 2, 17]], None):
-        cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
-        positions = torch.cat([jumping, torch.tensor(following or [[5, 6, 7, 8]]).expand(2, -1)], dim=1)
-        decoded = []
-        for start, stop in ((0, 5), (5, 6), (6, 8), (8, 9)):
-            given = {} if following is None and start else {"position_ids": positions[:, start:stop]}
-            decoded.append(first(model(ids[:, start:stop], past_key_values=cache, use_cache=True, **given)))
-        assert_close(torch.cat(decoded, dim=1), first(model(ids, position_ids=positions)))
 
 
 @pytest.mark.parametrize("encoding", ["alibi", ALL_WAYS])

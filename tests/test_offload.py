@@ -4,36 +4,18 @@ import copy
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import cpu_offload, dispatch_model
 from transformers import AutoModel
 
 import hf_posenc
 import valued
 from closeness import assert_equal
-from models import ALL_WAYS, HOSTS, by_structure, first, pairs, patched, stock, tokens
+from models import ALL_WAYS, HOSTS, by_structure, first, patched, stock, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-every_pair = pytest.mark.parametrize(("host", "encoding"), pairs(on=("bert",), once=True))
 few_pairs = pytest.mark.parametrize(
     ("host", "encoding"), [pytest.param(*host.values, ALL_WAYS, marks=host.marks) for host in by_structure(HOSTS)]
 )
-
-
-@every_pair
-@torch.no_grad()
-def test_offloaded(host, encoding, tmp_path):
-    model = patched(host, encoding)
-    expected = first(model(tokens()))
-    for offload in (
-        lambda offloaded: cpu_offload(offloaded, execution_device="cpu"),
-        lambda offloaded: disk_offload(offloaded, str(tmp_path / "disk"), execution_device="cpu"),
-        lambda offloaded: cpu_offload(offloaded, execution_device="cpu", offload_buffers=True),
-    ):
-        offloaded = copy.deepcopy(model)
-        offload(offloaded)
-        assert all(parameter.is_meta for parameter in offloaded.parameters())
-        for _ in range(2):
-            assert_equal(first(offloaded(tokens())), expected)
 
 
 @few_pairs

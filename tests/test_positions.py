@@ -12,9 +12,7 @@ from models import (
     LENGTH,
     OFFSET,
     TABLED,
-    UNORDERED,
     as_itself,
-    backends,
     first,
     pairs,
     patched,
@@ -23,76 +21,7 @@ from models import (
     stock,
     tokens,
 )
-from oracles import every_mask, ids_of, padded, padding_of, without_positions
-
-every_pair = pytest.mark.parametrize(("host", "encoding"), pairs())
-
-
-@pytest.mark.parametrize(("host", "encoding"), pairs(*UNORDERED))
-def test_encoding_makes_order_visible(host, encoding):
-    """Those in UNORDERED leave an encoder permutation-equivariant; every other encoding doesn't.
-
-    Without positions, the last token of a decoder of one layer has the same output whatever the order of the others.
-    """
-    model = patched(host, encoding, **HOSTS[host].one_layer)
-    ids = tokens(1)
-    order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(3))
-    if HOSTS[host].causal:
-        order = torch.cat([order[order != 10], torch.tensor([10])])
-        compared = first(model(ids[:, order]))[:, -1], first(model(ids))[:, -1]
-    else:
-        compared = first(model(ids[:, order])), first(model(ids))[:, order]
-    assert_close(*compared) if encoding in UNORDERED else assert_apart(*compared)
-
-
-@every_pair
-def test_length_promise(host, encoding):
-    model = patched(host, encoding)
-    long, offset = tokens(1, LENGTH + 9), HOSTS[host].offset
-    if encoding.startswith(("learned", "tupe")) or (encoding == "normalized" and HOSTS[host].causal):
-        assert model.config.max_position_embeddings == LENGTH + offset
-        with pytest.raises(ValueError, match=rf"{LENGTH + 9} tokens.*max_length={LENGTH}.*truncat"):
-            model(long)
-    else:
-        assert first(model(long)).isfinite().all()
-    promised = patched(host, encoding, max_length=LENGTH + 9)
-    assert promised.config.max_position_embeddings == LENGTH + 9 + offset
-    assert first(promised(long)).isfinite().all()
-    with pytest.raises(ValueError, match=rf"{LENGTH + 10} tokens.*max_length={LENGTH + 9}"):
-        promised(tokens(1, LENGTH + 10))
-
-
-@every_pair
-@torch.no_grad()
-def test_padding_changes_nothing(host, encoding):
-    model = patched(host, encoding)
-    ids, lengths = tokens(3), [11, 7, 4]
-    for implementation in backends(model):
-        model.set_attn_implementation(implementation)
-        alone = [first(model(ids[row : row + 1, :length]))[0] for row, length in enumerate(lengths)]
-        for side in ("right", "left"):
-            batch, mask = padded(ids, lengths, side)
-            outputs = first(model(batch, attention_mask=mask))
-            for row, expected in enumerate(alone):
-                assert_close(outputs[row][mask[row].bool()], expected)
-
-
-@every_pair
-@torch.no_grad()
-def test_positions_given_by_hand(host, encoding):
-    """Consecutive ids change nothing; with ids that jump, a batch gives what its rows do."""
-    model, ids = patched(host, encoding), tokens()
-    arange = ids_of(host)[:1]
-    assert torch.equal(first(model(ids, position_ids=arange)), first(model(ids)))
-    jumps = torch.stack([torch.arange(11) * 2, torch.arange(11).flip(0)]) + HOSTS[host].offset
-    whole = first(model(ids, position_ids=jumps, attention_mask=torch.ones_like(ids)))
-    for row in range(2):
-        alone = first(model(ids[row : row + 1], position_ids=jumps[row : row + 1], attention_mask=torch.ones(1, 11)))
-        assert_close(whole[row : row + 1], alone)
-    if not HOSTS[host].causal:  # an encoder sees tokens with their ids, in whatever order they are given
-        order = torch.randperm(11, generator=torch.Generator().manual_seed(5))
-        moved = first(model(ids[:, order], position_ids=arange[:, order].expand(2, -1)))
-        assert_close(moved, first(model(ids))[:, order])
+from oracles import every_mask, ids_of, padding_of, without_positions
 
 
 @pytest.mark.parametrize("host", TABLED)
