@@ -6,11 +6,14 @@ whole product, and on the pairs of `make test` checks which are slow by nature.
 
 import functools
 import json
+import re
 
 import pytest
 import torch
 
+import contract_worker
 from checks.registry import Subject, load
+from closeness import assert_close
 from conftest import run_python
 from models import ALL_HOSTS, ALL_WAYS, HOSTS, PAIR_HOSTS, ROTARY_HOSTS, SENSED_HOSTS, VARIANTS, suits
 
@@ -102,6 +105,35 @@ def save(it, path):
 def test_save_and_reload(host, encoding, reloaded):
     """In a new process: bare, with head, head as bare, bare with another head, in bf16, unpatched."""
     assert reloaded(host, encoding) == []
+
+
+@pytest.fixture(scope="module")
+def in_two_processes(tmp_path_factory, launch):
+    """What two processes have found."""
+    folder = tmp_path_factory.mktemp("two")
+    codes, said = launch("contract_worker", folder, processes=2)
+    assert codes == [0, 0], said[-4000:]
+    return torch.load(folder / "found.pt", weights_only=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", contract_worker.ENCODINGS)
+@pytest.mark.parametrize("host", contract_worker.HOSTS)
+@pytest.mark.parametrize("name", contract_worker.WAYS)
+def test_two_processes(name, host, encoding, in_two_processes):
+    it, found = Subject(host, encoding), in_two_processes[name, host, encoding]
+    if name == "tensor parallel" and not it.model.supports_tp_plan:
+        assert re.search("ValueError: .*has no `tp_plan`", found)  # an error of Transformers, for stock models, too
+        return
+    if (name, encoding) == ("tensor parallel", "alibi"):
+        assert re.search("ValueError: .*of 4 heads, of which this attention has 2: a tensor-parallel plan.*Take FSDP", found)
+        return
+    assert not isinstance(found, str), found
+    model = it.twin()
+    output, gradient = contract_worker.outputs_and_gradient(it, model, model)
+    assert_close(found[0], output)
+    if name != "tensor parallel":
+        assert_close(found[1], gradient)
 
 
 def test_every_host_is_checked():

@@ -343,6 +343,12 @@ def continuous_batching_error(encodings: Iterable[PositionEncoding | type[Positi
             "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, rotated, and this "
             "encoding rotates all of them anew at every step: use model.generate with a padded batch"
         )
+    encodings = list(encodings)
+    if any(each.changes_head_dim for each in encodings):
+        return (
+            "continuous batching (generate_batch) allocates its paged cache for keys of the model's own head_dim, and this "
+            "encoding makes wider ones: use model.generate with a padded batch"
+        )
     if any(map(touches_scores, encodings)):
         return (
             "continuous batching (generate_batch) keeps the keys of several texts in one paged cache, to which no bias by "
