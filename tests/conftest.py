@@ -21,10 +21,16 @@ import models
 from launcher import Launcher
 from memory import poison_empty
 from models import LENGTH, VOCABULARY
+from resume import Resume
 
 ROOT = Path(__file__).parents[1]
 WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def pytest_configure(config):
+    if os.environ.get("RESUME_FILE"):
+        config.pluginmanager.register(Resume(config))
 
 
 def pytest_collection_finish():

@@ -236,8 +236,8 @@ class PosEncModelMixin(EncodingModelMixin):
                     raise ValueError(reason)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As of Transformers. Raises ValueError for encodings that bias, whose distances a paged cache can't tell, that rotate all
-        keys at every step, or that widen keys."""
+        """As of Transformers. Raises ValueError for encodings that bias, whose distances a paged cache can't tell, that rotate
+        all keys at every step, or that widen them."""
         every = self.config.position_spec.all_encodings
         if reason := dispatch.continuous_batching_error(
             (part for spec in every for part in spec.parts.values()),
