@@ -29,11 +29,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
-from tqdm.auto import tqdm
 
 from benchmarks import grid, report, results, subjects
 from benchmarks.grid import Group, Settings
 from hf_posenc.evaluation import records, terminals
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,6 +56,7 @@ def _measure(group: Group, settings: Settings) -> Any:
     # Imported in the process that measures, so that libraries are as they are when they are used alone.
     from benchmarks.measuring import measure
 
+    terminals.set_up()
     terminals.import_modules(settings.modules)
     return measure(group, settings)
 
@@ -136,7 +137,7 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     except ValueError as error:
         sys.exit(f"--encodings: {error}")
     kept, found = results.Kept(arguments.parts_dir, settings), {}
-    for group in tqdm(chosen, desc="groups", unit="group", position=0):
+    for group in ProgressBar(chosen, desc="groups", unit="group", position=0):
         record = kept.get(group) if arguments.resume else None
         if record is None:
             record = measured(group, settings)
@@ -144,7 +145,7 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         else:
             time = kept.time(group)
             record = {**record, "date": time[:10]}
-            tqdm.write(f"{group.name}: kept from {time}; --no-resume measures anew", file=sys.stderr)
+            ProgressBar.write(f"{group.name}: kept from {time}; --no-resume measures anew", file=sys.stderr)
         found[group.name] = record
     without = [name for name, record in found.items() if results.has_failed(record)]
     file = arguments.output_dir / f"bench{SUFFIX[arguments.device]}.json" if arguments.output_dir else None
@@ -186,5 +187,5 @@ def by_device(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

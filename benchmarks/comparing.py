@@ -4,12 +4,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from benchmarks.grid import Group, Settings
 from benchmarks.memory import Peak
 from benchmarks.ratios import ratio
 from benchmarks.timing import Build, Timed, interleaved
+from hf_posenc.progress import ProgressBar
 
 STOCK, NONE = "stock", "none"
 Record = dict[str, Any]
@@ -20,7 +19,7 @@ def compared(
     names: Sequence[str], build: Build, group: Group, settings: Settings, references: tuple[str, ...] = (STOCK, NONE)
 ) -> tuple[dict[str, Record], Timed]:
     """Time subjects side by side: of each its median, and its throughput as a ratio to those references that there are."""
-    with tqdm(total=settings.warmup + settings.rounds, desc=group.name, unit="round", leave=False, position=1) as bar:
+    with ProgressBar(total=settings.warmup + settings.rounds, desc=group.name, unit="round", leave=False, position=1) as bar:
         timed = interleaved(names, build, settings.rounds, settings.warmup, settings.seed, bar.update)
     return {name: figures(timed, name, references) for name in names}, timed
 

@@ -111,5 +111,5 @@ def fine_tuned(name: str, start: str) -> Made:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

@@ -17,13 +17,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
 from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
 from experiments.data import pages
 from experiments.stdlib_retrieval import bag_of_words, evaluate
 from hf_posenc.evaluation import records, stdlib_corpus, terminals
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import replaced, write_text
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
@@ -118,7 +118,7 @@ def main() -> None:
     scores = {"bag of words": bag_of_words(tokenizer, TEXT_LENGTH)}
     scores["minilm"] = evaluate(AutoModel.from_pretrained(original), tokenizer, TEXT_LENGTH, "minilm")
     kept = {}
-    for name in tqdm(MODELS, desc="the standard library", unit="model"):
+    for name in ProgressBar(MODELS, desc="the standard library", unit="model"):
         started = time.perf_counter()
         start = calibrated(original, encoding_of(name), texts)
         seconds = round(time.perf_counter() - started, 1)
@@ -134,5 +134,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

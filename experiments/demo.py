@@ -199,5 +199,5 @@ def draw(scores: dict[str, Score], deep: dict[str, Score], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

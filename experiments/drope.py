@@ -43,7 +43,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -51,6 +50,7 @@ import hf_posenc
 from experiments.data import pages
 from hf_posenc.diagnostics.figures import LIGHT, MAP, MARKERS
 from hf_posenc.evaluation import metrics, passkeys, perplexity, records, stdlib_corpus, terminals
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import atomic_file, replaced
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
@@ -268,7 +268,7 @@ def chosen_slope(output: Path, documents: Sequence[Any], arguments: argparse.Nam
     """The loss of held-out pages of the longest length with each of SLOPES, and the best of these."""
     file = output / "slopes.json"
     found: dict[str, float] = records.read(file) if file.exists() else {}
-    for slope in tqdm([slope for slope in SLOPES if str(slope) not in found], desc="c, on held-out pages"):
+    for slope in ProgressBar([slope for slope in SLOPES if str(slope) not in found], desc="c, on held-out pages"):
         model = scaled(output / "original", output / "drope", slope, arguments.trained_length).eval()
         with computing(arguments):
             each = [perplexity.losses(model, torch.tensor(ids), len(ids)).double().mean().item() for ids in documents]
@@ -286,7 +286,7 @@ def evaluate(
         return dict(records.read(file))
     started = time.perf_counter()
     record: dict[str, Any] = {"losses": {}, "passkeys": {}}
-    for length in tqdm(lengths(arguments), desc=name, unit="length"):
+    for length in ProgressBar(lengths(arguments), desc=name, unit="length"):
         model = make().eval()  # anew, since dynamic NTK keeps the frequencies of the longest text so far
         with computing(arguments):
             found = passkeys.right(model, prompts(tokenizer, length, arguments))
@@ -517,6 +517,6 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     logging.set_verbosity_error()
     main()

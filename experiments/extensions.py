@@ -150,5 +150,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

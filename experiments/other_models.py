@@ -25,7 +25,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import (
     AlbertForMaskedLM,
     AutoModelForCausalLM,
@@ -39,6 +38,7 @@ from transformers.utils import logging
 import hf_posenc
 from experiments.data import reactions
 from hf_posenc.evaluation import metrics, perplexity, records, stdlib_corpus, terminals
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import atomic_file
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
@@ -120,7 +120,7 @@ def filling_in(name: str, folders: dict[str, Path], steps: int) -> dict[str, Any
         }
         losses, right, rows = filled(original, batches)
         shown: list[Row] = [fills("original", original, (losses, right, rows), right)]
-        for number, (way, make) in enumerate(tqdm(ways.items(), desc=name)):
+        for number, (way, make) in enumerate(ProgressBar(ways.items(), desc=name)):
             torch.manual_seed(0)
             model = make()
             shown.append(fills(way, model, filled(model, batches), right))
@@ -196,7 +196,7 @@ def predicting(folder: Path) -> dict[str, Any]:
         "rope+relative, calibrated": lambda: converted("rope+relative", rope__theta=theta),
     }
     shown: list[Row] = []
-    for name, make in tqdm(ways.items(), desc="smollm2"):
+    for name, make in ProgressBar(ways.items(), desc="smollm2"):
         torch.manual_seed(0)
         model = make()
         losses = torch.stack([perplexity.losses(model, ids, ENDS[-1]) for ids in documents]).double()
@@ -237,5 +237,5 @@ def table(name: str, result: dict[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

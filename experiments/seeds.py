@@ -15,10 +15,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from tqdm.auto import tqdm
 
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.evaluation.metrics import UNCORRECTED, interval
+from hf_posenc.progress import ProgressBar
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     runs = [(*model.partition("=")[::2], seed) for model in arguments.models for seed in arguments.seeds]
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, path, seed in tqdm(runs, desc="runs"):
+    for name, path, seed in ProgressBar(runs, desc="runs"):
         folder = arguments.output_dir / f"{name}-{seed}"
         result = folder / "all_results.json"
         if not result.exists():
@@ -65,5 +65,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

@@ -8,5 +8,5 @@ from experiments.demo import main
 from hf_posenc.evaluation import terminals
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

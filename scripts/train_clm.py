@@ -4,5 +4,5 @@ from hf_posenc.evaluation import terminals
 from hf_posenc.training.train_clm import main
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

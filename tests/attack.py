@@ -25,11 +25,10 @@ from tempfile import TemporaryDirectory
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/ and experiments/ are not installed
 
-from tqdm.auto import tqdm
-
 from attacks.cases import FAULTS, OUTCOMES, REFUSED, STOCK_TOO, Settings, Verdict, end_elsewhere, judge, quiet
 from attacks.subjects import encodings
 from hf_posenc.evaluation import terminals
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import write_text
 
 FAMILIES = (
@@ -77,7 +76,7 @@ def all_judged(families: list[str], settings: Settings, only: str, processes: in
     with TemporaryDirectory() as folder, ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         os.environ["TMPDIR"] = folder  # of the workers, which are started now; killed ones don't tidy up
         jobs = [pool.submit(judged, family, settings, part, PARTS, only) for part in range(PARTS) for family in families]
-        for job in tqdm(as_completed(jobs), total=len(jobs), unit="job"):
+        for job in ProgressBar(as_completed(jobs), total=len(jobs), unit="job"):
             yield from job.result()
 
 
@@ -151,5 +150,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

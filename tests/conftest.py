@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, on t
 import pytest
 import torch
 import transformers
+from tqdm import tqdm
 from transformers import BertTokenizer
 
 import hf_posenc
@@ -140,8 +141,9 @@ def in_the_hubs_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def as_loud_as_before():
-    """Scripts that tests run in this process make Transformers quiet: not for the tests behind them."""
+def as_loud_as_before(monkeypatch):
+    """Commands that tests run in this process make Transformers and tqdm quiet: not for the tests behind them."""
+    monkeypatch.setattr(tqdm, "__init__", tqdm.__init__)
     before = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     yield
     transformers.logging.set_verbosity(before[0])

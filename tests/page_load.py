@@ -251,5 +251,5 @@ def report(
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

@@ -750,7 +750,7 @@ def test_versions_in_range(monkeypatch):
 # The rules of the house.
 
 ORDER = [
-    {"_versions", "_compat", "signatures"},
+    {"_versions", "_compat", "signatures", "progress"},
     {"encodings"},
     {"configuration"},
     {"attention", "serialization"},
@@ -878,7 +878,7 @@ def test_copies_of_modules_have_files_of_their_own():
     assert {name for name in copies if copies.count(name) > 1} == set()
 
 
-MEASURING = {"diagnostics", "evaluation", "plots", "explorer", "serialization", "training"}
+MEASURING = {"diagnostics", "evaluation", "plots", "progress", "explorer", "serialization", "training"}
 """Modules that programs and commands share; they know nothing of how models are patched."""
 
 
@@ -927,7 +927,12 @@ def test_programs_print_on_any_terminal(path):
     """Else a table that is printed at the end, after an hour, may raise UnicodeEncodeError."""
     if (text := path.read_text("utf-8")).count('\nif __name__ == "__main__":\n') and "hf_posenc" in text:
         exempt = {"app.py", "v4_worker.py"}  # a page; run by other versions of Transformers
-        assert path.name in exempt or '"__main__":\n    terminals.escape_unprintable()\n' in text
+        assert path.name in exempt or '"__main__":\n    terminals.set_up()\n' in text
+
+
+@pytest.mark.parametrize("path", [*MODULES, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_progress_bars_are_those_of_one_module(path):
+    assert path.name == "progress.py" or not any(name.startswith("tqdm") for name in imported(path))
 
 
 @pytest.mark.parametrize("name", hf_posenc.__all__)

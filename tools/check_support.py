@@ -27,10 +27,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
-from tqdm.auto import tqdm
 from transformers import CONFIG_MAPPING
 
 from hf_posenc.evaluation import records, terminals
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import write_text
 from tools.hosts import checks, tiny
 from tools.hosts.verdicts import Verdict, folder_of, judge
@@ -88,7 +88,7 @@ def judged(kinds: list[str], processes: int, kept: Kept, limit: float) -> list[V
     killed if it takes longer."""
     waiting = [kind for kind in reversed(kinds) if kind not in kept.verdicts]
     workers: list[_Worker] = []
-    progress = tqdm(total=len(waiting), unit="type")
+    progress = ProgressBar(total=len(waiting), unit="type")
     try:
         while waiting or any(worker.kind for worker in workers):
             while waiting and len(workers) < processes:
@@ -309,5 +309,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

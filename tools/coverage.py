@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from hf_posenc.evaluation import metrics, terminals
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import write_text
 
 COUNTS = (10, 20, 50, 150)
@@ -153,7 +153,7 @@ def report(trials: int, counts: tuple[int, ...] = COUNTS) -> str:
     lowest: dict[str, float] = {}
     rows = [(title, name, draw, n) for title, of in TITLES.items() for name, draw in of.items() for n in counts]
     last = ""
-    for title, name, draw, count in tqdm(rows, unit="row", leave=False):
+    for title, name, draw, count in ProgressBar(rows, unit="row", leave=False):
         found = measured(draw, count, trials)
         if title != last:
             lines += ["", f"{title:28}{'queries':>8}" + "".join(f"{method:>16}" for method in found)]
@@ -179,5 +179,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

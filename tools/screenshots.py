@@ -40,5 +40,5 @@ def save(window: Page, name: str) -> None:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

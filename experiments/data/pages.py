@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
 from hf_posenc.evaluation import terminals
 from hf_posenc.evaluation.cloze_queries import plain, sentence_spans
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import write_text
 
 KINDS = (".rst", ".txt", ".md", ".html", ".htm")
@@ -91,7 +90,7 @@ def read(folder: Path, left_out: Collection[str] = LEFT_OUT) -> list[Page]:
     found = [path for path in found if not {*left_out} & {*path.relative_to(folder).parts}]
     sources = [path for path in found if SOURCES in path.parts]
     pages = []
-    for path in tqdm(sources or found, desc="reading pages", unit="page", leave=False):
+    for path in ProgressBar(sources or found, desc="reading pages", unit="page", leave=False):
         text = path.read_text(encoding="utf-8", errors="replace")
         title, text = parsed(text, path.suffix.lower())
         page = asked(str(path.relative_to(folder)), title, text)
@@ -242,7 +241,7 @@ def without_near_copies(pages: Iterable[Page]) -> list[Page]:
     kept: list[Page] = []
     sizes: list[int] = []
     holders: dict[int, list[int]] = {}
-    for page in tqdm(list(pages), desc="looking for near copies", unit="page", leave=False):
+    for page in ProgressBar(list(pages), desc="looking for near copies", unit="page", leave=False):
         own = shingles(page.document)
         shared = Counter(number for each in own for number in holders.get(each, ()))
         if any(count >= NEAR_COPY * min(len(own), sizes[number]) for number, count in shared.items()):
@@ -279,5 +278,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    terminals.escape_unprintable()
+    terminals.set_up()
     main()

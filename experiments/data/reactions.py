@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast
+
+from hf_posenc.progress import ProgressBar
 
 FOLDER = "data/test_data/ord_test_data"
 EVALUATION = ("cb0fdfa937234c78b020ec878a93b94c", "cb9f452f8418479ab5fd99c835dbe015")
@@ -53,7 +54,7 @@ def split(package: Path, length: int, **counts: int) -> dict[str, list[str]]:
         raw = sorted({each for file in files for each in raw_reactions(file)})
         random.Random(0).shuffle(raw)
         kept: list[str] = []
-        with tqdm(total=counts[share], desc=f"reactions for {share}", leave=False) as bar:
+        with ProgressBar(total=counts[share], desc=f"reactions for {share}", leave=False) as bar:
             for each in raw:
                 reaction = canonical(each)
                 if reaction and reaction not in seen and len(re.findall(TOKEN, reaction)) + 2 <= length:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from experiments.length_extrapolation import models
 from experiments.length_extrapolation.models import Encoding
 from experiments.length_extrapolation.runs import Setup, Training, process_state, run, task_of
 from hf_posenc.evaluation import records, terminals
+from hf_posenc.progress import ProgressBar
 
 RUNS = "runs"
 Record = dict[str, Any]
@@ -131,7 +131,7 @@ def carry_out(studies: Mapping[Path, Study], processes: int, modules: tuple[str,
     mine = missing[state.process_index :: state.num_processes]
     failed: dict[str, str] = {}
     start = len(every) - len(missing)
-    bar = tqdm(total=start + len(mine), initial=start, desc="runs", unit="run", disable=not state.is_main_process)
+    bar = ProgressBar(total=start + len(mine), initial=start, desc="runs", unit="run", disable=not state.is_main_process)
     with bar:
         for planned, outcome in _outcomes(studies, mine, processes, modules):
             folder, task, each, seed = planned
@@ -180,6 +180,7 @@ def begin(modules: tuple[str, ...], begun: Any = None) -> None:
     """
     torch.set_num_threads(1)
     if begun is not None:
+        terminals.set_up()
         quiet()
     if begun is not None and torch.cuda.is_available():
         with begun.get_lock():

@@ -62,7 +62,7 @@ class Group(TyperGroup):
     """Prints expected errors in one line and exits with code 1; with --debug, anywhere on the line, they get a traceback."""
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
-        terminals.escape_unprintable()
+        terminals.set_up()
         return super().main(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:

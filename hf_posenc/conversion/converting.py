@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
@@ -27,6 +26,7 @@ from hf_posenc.modeling.derived import PosEncModelMixin
 from hf_posenc.modeling.parameter_sharing import clone_sharing_parameters
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 from hf_posenc.modeling.text_batches import Texts, padded, read_rows, real_tokens
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known, required_tokenizer
 from hf_posenc.signatures import reads_tokens
 
@@ -239,7 +239,7 @@ def _calibrated(stack: Any, found: structure.Structure, batch: dict[str, Tensor]
     try:
         before = _agreement(stack, measured, states)
         total = sum(map(len, original.attentions.values())) * calibration.runs(original, stack)
-        with tqdm(total=total, desc="calibrating", unit="attention", leave=False) as bar:
+        with ProgressBar(total=total, desc="calibrating", unit="attention", leave=False) as bar:
             divergences = calibration.calibrate(stack, original, batch, bar.update)
         after = _agreement(stack, measured, states)
     finally:

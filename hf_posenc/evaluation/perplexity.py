@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_posenc.evaluation import metrics
 from hf_posenc.inspection import inspect
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 2048
@@ -72,8 +72,9 @@ def evaluate(
     means: dict[tuple[str, int], np.ndarray] = {}
     limits = {name: inspect(model).max_length for name, (model, _) in models.items()}
     windows = {(name, length): min(length, limits[name] or length) for name in models for length in lengths}
-    with tqdm(total=len({(name, size) for (name, _), size in windows.items()}) * len(documents), desc="perplexity") as bar:
-        for name, size in dict.fromkeys((name, size) for (name, _), size in windows.items()):
+    measured = dict.fromkeys((name, size) for (name, _), size in windows.items())
+    with ProgressBar(total=len(measured) * len(documents), desc="perplexity") as bar:
+        for name, size in measured:
             model, tokenizer = models[name]
             model.eval()
             options = {"truncation": True, "max_length": max(lengths), "verbose": False, "return_tensors": "pt"}

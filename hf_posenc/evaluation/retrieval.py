@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_posenc.inspection import inspect
+from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.tokenizer_files import check_ids, check_known
 
 BATCH_TOKENS = 16 * 512
@@ -80,7 +80,7 @@ def embed(
     parts, training = [], model.training
     model.eval()
     try:
-        with tqdm(total=sum(sizes), desc=title, unit="token", unit_scale=True, leave=False) as bar:
+        with ProgressBar(total=sum(sizes), desc=title, unit="token", unit_scale=True, leave=False) as bar:
             for chosen in batches:
                 padded = tokenizer([texts[i] for i in chosen], padding=True, return_tensors="pt", **options)
                 batch = dict(padded.to(model.device))

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tqdm.auto import tqdm
-
 from hf_posenc.evaluation.cloze_queries import Question, cloze_query, plain, sentence_spans
 from hf_posenc.evaluation.metrics import Difference, Ranks, Score, joined, paired, ranked, score
 from hf_posenc.evaluation.needles import BOUNDARY, grid, seen
 from hf_posenc.evaluation.retrieval import Embedder, RetrievalStrategy, cut, lexical_similarity, strategies
+from hf_posenc.progress import ProgressBar
 
 BAG = "bag of words"
 METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
@@ -90,7 +89,7 @@ def cases(tokenizer: Any, texts: Texts, lengths: Sequence[int], count: int, seed
     shared = {key for key, number in times.items() if number > 1}
     found: list[Case] = []
     beyond = [length for length in lengths if length > BOUNDARY] if deep else []
-    with tqdm(total=count, desc="choosing documents", unit="document", leave=False) as bar:
+    with ProgressBar(total=count, desc="choosing documents", unit="document", leave=False) as bar:
         for number, (title, text) in enumerate(drawn):
             if len(found) == count:
                 break
@@ -133,7 +132,7 @@ def evaluate(
     tasks: Sequence[str],
 ) -> None:
     """Add the ranks of the tasks "title" and "deep"."""
-    with tqdm(total=len(lengths) * len(compared), desc="questions", unit="method") as bar:
+    with ProgressBar(total=len(lengths) * len(compared), desc="questions", unit="method") as bar:
         for length in lengths:
             texts = [case.at(tokenizer, length) for case in documents]
             asked = {"title": [case.title for case in documents]}
@@ -158,7 +157,7 @@ def evaluate_needles(
 ) -> None:
     """Add the ranks of the tasks "needle" and "needle beyond" (facts behind the first BOUNDARY tokens), and the heat map."""
     boundary = seen(tokenizer)
-    with tqdm(total=len(lengths) * len(compared), desc="needles", unit="method") as bar:
+    with ProgressBar(total=len(lengths) * len(compared), desc="needles", unit="method") as bar:
         for length in lengths:
             parts = grid(tokenizer, [case.document for case in haystacks], length, depths, candidates, seed)
             flat = [needle for groups in parts for group in groups for needle in group]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm.auto import tqdm
+from hf_posenc.progress import ProgressBar
 
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "idlelib", "turtledemo", "ensurepip", "lib-dynload"}
 EVALUATION_MODULES = 256
@@ -38,7 +38,7 @@ def modules(progress: bool = True) -> list[Module]:
     paths = [path for path in sorted(root.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(root).parts)]
     found = (
         _read(path, root)
-        for path in tqdm(paths, desc="reading the standard library", unit="file", leave=False, disable=not progress)
+        for path in ProgressBar(paths, desc="reading the standard library", unit="file", leave=False, disable=not progress)
     )
     return [module for module in found if module is not None]
 

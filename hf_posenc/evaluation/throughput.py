@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
-from tqdm.auto import tqdm
 
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.inspection import inspect
+from hf_posenc.progress import ProgressBar
 from hf_posenc.signatures import reads_tokens
 
 LEAST = 0.05
@@ -47,7 +47,7 @@ def speeds(
     """
     found: dict[int, dict[str, Speed]] = {}
     reading = {name: _reader(name, model) for name, model in models.items()}
-    with tqdm(total=len(lengths) * rounds, desc="rounds", leave=False) as bar:
+    with ProgressBar(total=len(lengths) * rounds, desc="rounds", leave=False) as bar:
         for length in lengths:
             timers = {
                 name: _timer(model, length, batch_size, seed)

@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
 from hf_posenc import _compat
+from hf_posenc.progress import ProgressBar
 from hf_posenc.training import checkpoints, output
 from hf_posenc.training.data import Numbered, endless
 from hf_posenc.training.models import shard
@@ -160,7 +160,7 @@ class Run:
 
     def train(self) -> None:
         arguments, progress, accelerator = self.arguments, self.progress, self.accelerator
-        bar = tqdm(
+        bar = ProgressBar(
             total=self.steps, initial=progress.step, desc="training", unit="step", disable=not accelerator.is_main_process
         )
         windows = self._windows()
@@ -249,7 +249,7 @@ class Run:
         """Evaluate, and save the model if it is the best so far and the best is to be kept."""
         progress, task = self.progress, self.task
         self.model.eval()
-        batches = tqdm(validation, desc="evaluating", leave=False, disable=not self.accelerator.is_main_process)
+        batches = ProgressBar(validation, desc="evaluating", leave=False, disable=not self.accelerator.is_main_process)
         metrics = {"step": progress.step, **task.evaluate(self.accelerator, self.model, batches)}
         # Accuracy and F1 are finite even if the model's outputs aren't, so all metrics are checked.
         for name, value in metrics.items():

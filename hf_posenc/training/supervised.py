@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate import Accelerator
-from tqdm.auto import tqdm
 
+from hf_posenc.progress import ProgressBar
 from hf_posenc.training.data import Row, check_known, load_splits, mapped
 from hf_posenc.training.task import Task
 
@@ -27,7 +27,7 @@ class Supervised(Task):
     def checked(self, accelerator: Accelerator) -> Iterator[tuple[str, str, Row]]:
         """All rows as (name of the split, description of the row's place for errors, row)."""
         for name, split in self.splits.items():
-            bar = tqdm(split, desc=f"reading the {name} rows", leave=False, disable=not accelerator.is_main_process)
+            bar = ProgressBar(split, desc=f"reading the {name} rows", leave=False, disable=not accelerator.is_main_process)
             for number, row in enumerate(bar, start=1):
                 yield name, f"row {number} of the {name} data", row
 

@@ -1,0 +1,87 @@
+"""Progress bars without a terminal: of this library, and of those that its commands use."""
+
+import contextlib
+import io
+import sys
+
+import pytest
+from tqdm import std
+from tqdm.auto import tqdm
+
+from conftest import said_by_python, stock
+from hf_posenc import progress
+
+TRAIN = """
+import runpy, sys
+sys.argv[0] = "train_mlm"
+runpy.run_module("hf_posenc.training.train_mlm", run_name="__main__")
+"""
+BARS = ("training", "Loading weights", "tokenizing")
+"""Of this library, Transformers, and datasets."""
+
+
+@pytest.fixture
+def model(tmp_path, tokenizer):
+    for part in (stock("bert", "ForMaskedLM"), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "texts.txt").write_text("w1 w2 w3 w4 w5\n" * 20)
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("settings", [{}, {progress.INTERVAL: "0.1"}], ids=["default", "set"])
+def test_bars_of_a_command(model, tmp_path, settings):
+    arguments = ["--model_name_or_path", model, "--train_file", tmp_path / "texts.txt", "--output_dir", tmp_path / "out"]
+    _, errors = said_by_python(TRAIN, *arguments, "--max_train_steps", 3, **settings)
+    assert all((bar in errors) == bool(settings) for bar in BARS), errors
+    assert ("%|" in errors) == bool(settings)
+
+
+def test_importing_the_library_changes_no_other_bars():
+    _, errors = said_by_python("import hf_posenc.evaluation.retrieval\nfrom tqdm.auto import tqdm\n[*tqdm(range(3))]")
+    assert "0/3" in errors and "3/3" in errors
+
+
+class Log(io.StringIO):
+    """Standard error while a command runs, at a time that advances by 10 seconds for each step."""
+
+    now, terminal = 0.0, False
+
+    def isatty(self):
+        return self.terminal
+
+    def monotonic(self):
+        return self.now
+
+    def steps(self, outer, inner):
+        with contextlib.redirect_stderr(self):
+            progress.limit_other_libraries()
+            for _ in outer(range(6), desc="A", mininterval=0):  # no letter is taken for a movement of the cursor
+                for _ in inner(range(4), desc="B", mininterval=0, leave=False):
+                    self.now += 10
+        return self.getvalue()
+
+
+@pytest.fixture
+def log(monkeypatch):
+    log = Log()
+    monkeypatch.setattr(progress, "time", log)
+    monkeypatch.setattr(progress, "_LINES", progress._Lines())
+    progress._LINES.due = progress.SECONDS
+    return log
+
+
+def test_nested_bars_share_the_lines(log):
+    lines = log.steps(progress.ProgressBar, tqdm).splitlines(keepends=True)
+    assert len(lines) == 6 * 4 * 10 / progress.SECONDS
+    assert all(line[:3] in ("A: ", "B: ") and line.endswith("it/s]\n") and "\r" not in line for line in lines)
+
+
+@pytest.mark.parametrize("where", ["terminal", "notebook"])
+def test_bars_as_tqdm_makes_them(log, monkeypatch, where):
+    log.terminal = where == "terminal"
+    if where == "notebook":
+        monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", sys)
+    before = vars(std.tqdm)["__init__"]
+    ours = log.steps(progress.ProgressBar, progress.ProgressBar).count("\r")
+    assert vars(std.tqdm)["__init__"] is before
+    assert 30 < ours == log.steps(tqdm, tqdm).count("\r") - ours
