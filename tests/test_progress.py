@@ -54,7 +54,8 @@ class Log(io.StringIO):
 
     def steps(self, outer, inner):
         with contextlib.redirect_stderr(self):
-            progress.limit_other_libraries()
+            if tqdm in (outer, inner):  # in a command
+                progress.limit_other_libraries()
             for _ in outer(range(6), desc="A", mininterval=0):  # no letter is taken for a movement of the cursor
                 for _ in inner(range(4), desc="B", mininterval=0, leave=False):
                     self.now += 10
@@ -70,8 +71,9 @@ def log(monkeypatch):
     return log
 
 
-def test_nested_bars_share_the_lines(log):
-    lines = log.steps(progress.ProgressBar, tqdm).splitlines(keepends=True)
+@pytest.mark.parametrize("inner", [progress.ProgressBar, tqdm], ids=["own", "other"])
+def test_nested_bars_share_the_lines(log, inner):
+    lines = log.steps(progress.ProgressBar, inner).splitlines(keepends=True)
     assert len(lines) == 6 * 4 * 10 / progress.SECONDS
     assert all(line[:3] in ("A: ", "B: ") and line.endswith("it/s]\n") and "\r" not in line for line in lines)
 
