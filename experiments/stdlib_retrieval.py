@@ -3,22 +3,30 @@
 Embeddings are mean-pooled over real tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_posenc  # noqa: F401  (registers patched models with AutoModel)
 from hf_posenc.evaluation.metrics import Score, score
 from hf_posenc.evaluation.retrieval import cut, embed, lexical_similarity
-from hf_posenc.evaluation.stdlib_corpus import split
+from hf_posenc.evaluation.stdlib_corpus import Module, split
 
 
 def evaluate(model: PreTrainedModel, tokenizer: Any, max_seq_length: int, title: str = "documents") -> Score:
     """The model's score on documents cut at `max_seq_length` tokens."""
-    modules, _ = split()
-    asked = embed(model, tokenizer, [module.summary for module in modules], max_seq_length, f"{title}: queries")
-    found = embed(model, tokenizer, [module.document for module in modules], max_seq_length, f"{title}: documents")
+    asked, found = embedded(model, tokenizer, split()[0], max_seq_length, title)
     return score(asked @ found.T)
+
+
+def embedded(
+    model: PreTrainedModel, tokenizer: Any, modules: Sequence[Module], max_seq_length: int, title: str = "documents"
+) -> tuple[Tensor, Tensor]:
+    """The embeddings of the modules' summaries and of their documents, cut at `max_seq_length` tokens."""
+    asked = embed(model, tokenizer, [module.summary for module in modules], max_seq_length, f"{title}: queries")
+    return asked, embed(model, tokenizer, [module.document for module in modules], max_seq_length, f"{title}: documents")
 
 
 def bag_of_words(tokenizer: Any, max_seq_length: int) -> Score:

@@ -8,8 +8,9 @@ import pytest
 from tqdm import std
 from tqdm.auto import tqdm
 
-from conftest import said_by_python, stock
+from conftest import said_by_python
 from hf_posenc import progress
+from models import stock
 
 TRAIN = """
 import runpy, sys

@@ -15,6 +15,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 import hf_posenc
 from closeness import assert_close
 from conftest import ROOT, WORDS, run_python
+from experiments import demo, stdlib_retrieval
 from hf_posenc.evaluation import retrieval, stdlib_corpus
 from hf_posenc.training import distill, sentences
 from models import LENGTH, stock, tokens
@@ -253,6 +254,20 @@ def test_distill_without_text(launch, tiny, tmp_path):
     chosen = ("--position_encoding", "alibi", "--train_file", tmp_path / "empty.csv")
     error = run(launch, tiny, tmp_path / "out", *chosen, fails=True)
     assert "no `text`" in error
+
+
+def test_the_demo_embeds_each_text_once(monkeypatch, tokenizer):
+    """Those of its first table aren't embedded again, and the score is that of all at once."""
+    words = [" ".join(WORDS[(3 * i + j * j) % len(WORDS)] for j in range(9)) for i in range(8)]
+    modules = [stdlib_corpus.Module(f"m{i}", " ".join(text.split()[2:5]), text) for i, text in enumerate(words)]
+    for module in (demo, stdlib_retrieval):
+        monkeypatch.setattr(module, "split", lambda: (modules, []))
+    model, seen = stock("bert"), []
+    monkeypatch.setattr(stdlib_retrieval, "embed", lambda *given: seen.extend(given[2]) or retrieval.embed(*given))
+    found = demo.Summaries(model, tokenizer, "tiny")
+    first, whole = found.first_score(), found.score()
+    assert sorted(seen) == sorted(text for module in modules for text in (module.summary, module.document))
+    assert (first.queries, whole) == (3, stdlib_retrieval.evaluate(model, tokenizer, demo.MAX_SEQ_LENGTH)) and whole.mrr < 1
 
 
 def test_the_readme_shows_the_kept_results():
