@@ -1,5 +1,7 @@
-"""Goes on with an interrupted run of tests: with RESUME_FILE set, the tests that pass are written there, and don't run again while
-no source has changed."""
+"""Goes on with an interrupted run of tests.
+
+With RESUME_FILE set, the tests that pass are written there, and don't run again while no source has changed.
+"""
 
 import hashlib
 import os
