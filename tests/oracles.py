@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from hf_posenc.encodings import Geometry, PositionContext, build, canonical
 from models import HOSTS, first, stock
 
 MASKS = {
@@ -17,6 +18,49 @@ MASKS = {
     "right": [[1] * 11, [1] * 7 + [0] * 4],
     "left": [[0] * 3 + [1] * 8, [1] * 11],
 }
+
+
+def make(
+    kind, hidden_size=16, heads=4, head_dim=8, *, seed=None, dtype=None,
+    max_length=None, is_causal=False, groups=0, trained=7, axes=1, **options,
+):  # fmt: skip
+    """An encoding by name, with its options. seed: that of parameters from N(0, 1)."""
+    sizes = Geometry(hidden_size, heads, head_dim, max_length, is_causal, groups, trained, axes=axes)
+    encoding = build(canonical({"type": kind, **options}), sizes)
+    return (encoding if seed is None else drawn(encoding, seed)).to(dtype)
+
+
+def drawn(module, seed=0):
+    """A module with parameters from N(0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def context_of(encoding, positions, keys=None, past=0, start=None, **more):
+    """The context of queries at `positions` `[B][Q]` behind `past` cached keys, whose positions rise by one from index `start`
+    on. keys: the positions of all keys `[B][K]` if they don't."""
+    positions = torch.as_tensor(positions)
+    start = past - positions[:, :1] if start is None else torch.as_tensor(start)
+    return PositionContext(encoding, positions, past, start, keys if keys is None else torch.as_tensor(keys), **more)
+
+
+def turned(states, turn, layout="half", width=None):
+    """`[B, H, L, E]` in float64: each pair of the first `width` features as a point of the complex plane, times
+    `turn(b, h, i, pair)`."""
+    out, width = states.double().clone(), width or states.shape[-1]
+    for b, h, i in itertools.product(*map(range, states.shape[:3])):
+        for pair in range(width // 2):
+            one, two = (pair, pair + width // 2) if layout == "half" else (2 * pair, 2 * pair + 1)
+            point = complex(states[b, h, i, one], states[b, h, i, two]) * turn(b, h, i, pair)
+            out[b, h, i, one], out[b, h, i, two] = point.real, point.imag
+    return out
 
 
 every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

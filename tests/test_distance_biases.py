@@ -1,7 +1,7 @@
-"""Biases that are a formula of the distance: kerple, sandwich, and the sides of alibi. Against the papers' formulas in float64
-loops, and against other libraries' code.
+"""Biases that are a formula or a table of the distance: alibi, relative, t5, kerple, sandwich. Against the papers' formulas in
+float64 loops, and against other libraries' code.
 
-Shapes: B batch, L tokens, H heads, N distances.
+Shapes: H heads, N distances.
 """
 
 import math
@@ -9,12 +9,16 @@ import re
 
 import pytest
 import torch
-import transformers
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+from transformers.models.t5.configuration_t5 import T5Config
+from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posenc
 from closeness import assert_close, assert_equal
-from hf_posenc.encodings import Geometry, build, canonical
-from models import first, patched, randomize_encoding, stock, tokens
+from models import first, patched, randomize_encoding, tiny, tokens
+from oracles import drawn, make
 
 DISTANCES = [-(10**7), -4097, -511, -30, -2, -1, 0, 1, 2, 3, 30, 512, 4096, 2**24 + 1]
 NEAR = list(range(-12, 13))
@@ -22,65 +26,213 @@ KERNELS = ["log", "power"]
 SIDES = ["symmetric", "one_sided", "asymmetric"]
 
 
-def make(kind, heads=4, is_causal=False, **options):
-    return build(canonical({"type": kind, **options}), Geometry(16, heads, 4, is_causal=is_causal))
+def assert_biases(encoding, oracle):
+    """Its bias is `oracle(weight, head, distance)` in float64, and the gradient of `weight` is the oracle's."""
+    weight = encoding.weight.detach().double().requires_grad_() if hasattr(encoding, "weight") else torch.zeros(())
+    for distances in (DISTANCES, NEAR):
+        actual = encoding.distance_bias(torch.tensor(distances))
+        heads = range(encoding.geometry.num_attention_heads)
+        expected = torch.stack([torch.as_tensor(oracle(weight, h, d)).double() for h in heads for d in distances])
+        assert actual.dtype == torch.float32 and actual.shape == (len(heads), len(distances))
+        torch.testing.assert_close(actual.flatten().double(), expected, atol=2e-5, rtol=1e-6)
+    if weight.requires_grad:
+        upstream = torch.randn(len(expected), generator=torch.manual_seed(3))
+        (found,) = torch.autograd.grad(actual.flatten() @ upstream, encoding.weight)
+        (right,) = torch.autograd.grad(expected @ upstream.double(), weight)
+        assert_close(found.double(), right, rtol=1e-5)
 
 
-def assert_biases(encoding, oracle, distances=DISTANCES, atol=1e-5):
-    """Its bias is the oracle's number for each head and distance."""
-    actual = encoding.distance_bias(torch.tensor(distances))
-    heads = range(encoding.geometry.num_attention_heads)
-    expected = torch.tensor([[oracle(head, distance) for distance in distances] for head in heads], dtype=torch.float64)
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual.detach().double(), expected, atol=atol, rtol=1e-6)
+# ALiBi.
 
 
-def assert_gradients(encoding, oracle, distances=NEAR):
-    """The gradient of `weight` is that of finite differences, oracle(weights, head, distance) with weights a list of floats."""
-    upstream = torch.randn(encoding.geometry.num_attention_heads, len(distances), generator=torch.manual_seed(3))
-    encoding.distance_bias(torch.tensor(distances)).backward(upstream)
-    flat = encoding.weight.detach().double().flatten().tolist()
+def slopes_of(heads):
+    """The authors' rule, by recursion as in their code."""
+    if math.log2(heads).is_integer():
+        return [2 ** (-8 * (h + 1) / heads) for h in range(heads)]
+    below = 2 ** math.floor(math.log2(heads))
+    return slopes_of(below) + slopes_of(2 * below)[0::2][: heads - below]
 
-    def total(weights):
-        return sum(
-            upstream[head, place].item() * oracle(weights, head, distance)
-            for head in range(len(upstream))
-            for place, distance in enumerate(distances)
-        )
 
-    step = 1e-5
-    for index, found in enumerate(encoding.weight.grad.flatten().tolist()):
-        above, below = (total([value + sign * step * (other == index) for other, value in enumerate(flat)]) for sign in (1, -1))
-        assert found == pytest.approx((above - below) / (2 * step), rel=1e-5, abs=1e-5)
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("heads", [1, 2, 5, 8, 12])
+def test_alibi(heads, sides):
+    """one_sided, the authors' "nonsymmetric with mask": half of the heads for earlier keys, each half with the slopes of so
+    many heads. Learned slopes start as the fixed ones."""
+    if (heads, sides) == (1, "one_sided"):
+        with pytest.raises(ValueError, match=r"alibi\.sides='one_sided' takes two heads or more.*'symmetric' or 'asymmetric'"):
+            make("alibi", heads=1, sides=sides)
+        return
+    left = (heads + 1) // 2
+    fixed = slopes_of(left) + slopes_of(heads - left) if sides == "one_sided" else slopes_of(heads)
+
+    def oracle(weight, head, distance):
+        if sides == "one_sided" and (distance > 0 if head < left else distance < 0):
+            return -1e4
+        later = sides == "asymmetric" and distance > 0
+        if weight.dim():
+            return -weight.reshape(-1)[head + heads * later] * abs(distance)
+        return -fixed[head] * abs(distance) * (math.sqrt(2) if later else 1)
+
+    encoding, learned = make("alibi", heads=heads, sides=sides), make("alibi", heads=heads, sides=sides, slopes="learned")
+    assert not list(encoding.parameters())
+    assert learned.weight.shape == ((2, heads) if sides == "asymmetric" else (heads,))
+    assert_biases(encoding, oracle)
+    assert_close(learned.distance_bias(torch.tensor(NEAR)), encoding.distance_bias(torch.tensor(NEAR)))
+    assert_biases(drawn(learned), oracle)
+    if sides == "asymmetric":  # no two of the tokens near have the same bias, on whichever sides they are
+        for row in encoding.distance_bias(torch.arange(-64, 65)):
+            assert row.sort().values.diff().min() > 1e-3 * row.abs().max() / 64
+
+
+@pytest.mark.parametrize("heads", range(1, 17))
+def test_alibi_agrees_with_bloom_and_mpt(heads):
+    """Both write what a causal row needs: m·j, and m·(j - last), equal in a softmax."""
+    bias = make("alibi", heads=heads).distance_bias(torch.arange(-19, 1))
+    torch.testing.assert_close(bias, build_mpt_alibi_tensor(heads, 20)[:, 0], atol=1e-6, rtol=1e-6)
+    bloom = build_alibi_tensor(torch.ones(1, 20, dtype=torch.long), heads, torch.float32)[:, 0]
+    torch.testing.assert_close(bias.softmax(-1), bloom.softmax(-1), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [3, 8])
+def test_alibi_agrees_with_x_transformers(heads):
+    """Its bias is symmetric alone, with slopes of one's own, too."""
+    theirs = pytest.importorskip("x_transformers.x_transformers").AlibiPositionalBias
+    index = torch.arange(50) - torch.arange(50)[:, None] + 49
+    every = torch.arange(-49, 50)
+    assert_close(make("alibi", heads=heads).distance_bias(every)[:, index], theirs(heads)(50, 50))
+    learned = make("alibi", heads=heads, slopes="learned", seed=0)
+    own = theirs(heads, slopes=learned.weight.tolist())(50, 50)
+    assert_close(learned.distance_bias(every)[:, index].detach(), own)
+    # Of each side, an asymmetric one has the triangle of a symmetric one.
+    asymmetric = make("alibi", heads=heads, sides="asymmetric", slopes="learned", seed=0)
+    lower, upper = (theirs(heads, slopes=row.tolist())(50, 50) for row in asymmetric.weight)
+    assert_close(asymmetric.distance_bias(every)[:, index].detach(), lower.tril() + upper.triu())
+
+
+def test_sides_are_refused_where_there_is_one():
+    """And the error's remedy for a model of encoder and decoder works."""
+    bart = tiny("BartModel")
+    for sides in SIDES[1:]:
+        with pytest.raises(ValueError, match=rf"alibi\.sides='{sides}': here tokens see earlier ones alone") as error:
+            hf_posenc.patch(bart, "alibi", sides=sides)
+    where = re.search(r"where=(\{.*\})$", str(error.value)).group(1).replace("…", "'asymmetric'")
+    model = hf_posenc.patch(bart, "alibi", where=eval(where))
+    assert model.encoder.posenc.sides == "asymmetric" and model.decoder.posenc.sides == "symmetric"
+
+
+ONE_SIDED = {"type": "alibi", "sides": "one_sided", "slopes": "learned", "per_layer": True}
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@torch.no_grad()
+def test_one_sided_heads_see_one_side(backend):
+    """With the first half of the heads at work alone, no token knows of a later one; with the other, of an earlier one; and
+    tokens that see themselves alone see no padding."""
+    ids = tokens(1, 9)
+    other = ids.clone()
+    other[:, 5] = 3 + (other[:, 5] - 2) % 50
+    for half, same in ((slice(0, 16), slice(0, 5)), (slice(16, 32), slice(6, 9))):
+        model = patched("bert", ONE_SIDED, attn_implementation=backend)
+        for layer in model.encoder.layer:
+            kept = layer.attention.output.dense.weight[:, half].clone()
+            layer.attention.output.dense.weight.zero_()[:, half] = kept
+        before, after = first(model(ids)), first(model(other))
+        assert_equal(after[:, same], before[:, same])
+        moved = (after - before).abs().amax(-1)[0] > 1e-6
+        assert moved.sum() == 9 - (same.stop - same.start)
+        padded = torch.nn.functional.pad(ids, (3, 2), value=7)
+        found = first(model(padded, attention_mask=torch.tensor([[0] * 3 + [1] * 9 + [0] * 2])))
+        assert found.isfinite().all()
+        assert_close(found[:, 3:12], before)
+
+
+@torch.no_grad()
+def test_cross_attention_of_one_sided_heads_sees_no_padding():
+    """Queries behind the last key have none on one side: their heads take the keys there are."""
+    model = hf_posenc.patch(tiny("BartModel"), "alibi", where={"cross": ONE_SIDED, "encoder": "none", "decoder": "none"})
+    randomize_encoding(model)
+    states, target = model.encoder(tokens(1, 5))[0], tokens(1, 12)
+    expected = model.decoder(target, encoder_hidden_states=states)[0]
+    padded = torch.nn.functional.pad(states, (0, 0, 0, 3), value=5.0)
+    mask = torch.tensor([[1] * 5 + [0] * 3])
+    found = model.decoder(target, encoder_hidden_states=padded, encoder_attention_mask=mask)[0]
+    assert_close(found, expected)
+
+
+# Tables.
+
+
+@pytest.mark.parametrize("max_distance", [1, 3, 20])
+def test_relative(max_distance):
+    """R of softmax((QKᵀ + R) / √E)."""
+    torch.manual_seed(0)
+    encoding = make("relative", heads=300, max_distance=max_distance)
+    weight = encoding.weight.detach()
+    assert weight.std().item() == pytest.approx(0.02, rel=0.1) and abs(weight.mean()) < 0.002
+    encoding = make("relative", heads=3, max_distance=max_distance, seed=0)
+    assert encoding.weight.shape == (3, 2 * max_distance + 1)
+    assert_biases(encoding, lambda weight, h, d: weight[h, max(-max_distance, min(max_distance, d)) + max_distance] / 8**0.5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (4, 5), (8, 200), (12, 13), (64, 1000)])
+def test_t5_agrees_with_transformers(num_buckets, max_distance, is_causal):
+    """Its buckets at any distance, its bias of new queries after cached keys, and the gradient of each bucket."""
+    encoding = make("t5", is_causal=is_causal, num_buckets=num_buckets, max_distance=max_distance, seed=0)
+    distance = torch.cat([torch.arange(-3000, 3001), torch.tensor([-(10**9), 10**9])])
+    expected = T5Attention._relative_position_bucket(distance, not is_causal, num_buckets, max_distance)
+    assert torch.equal(encoding.rows(distance), expected) and not encoding.rows(distance).is_floating_point()
+    assert set(expected.tolist()) == set(range(num_buckets)) - ({num_buckets // 2} if not is_causal else set())
+
+    sizes = dict(relative_attention_num_buckets=num_buckets, relative_attention_max_distance=max_distance)
+    config = T5Config(d_model=16, num_heads=4, is_decoder=is_causal, **sizes)
+    theirs = T5Attention(config, has_relative_attention_bias=True)
+    with torch.no_grad():
+        theirs.relative_attention_bias.weight.copy_(encoding.weight)
+    bias = theirs.compute_bias(5, 40, torch.device("cpu"), past_seen_tokens=35)[0]
+    index = torch.arange(40)[None, :] - torch.arange(35, 40)[:, None]
+    ours = encoding.distance_bias(index.flatten()).unflatten(-1, (5, 40))
+    assert torch.equal(ours, bias)
+    upstream = torch.randn(bias.shape, generator=torch.manual_seed(3))
+    (found,) = torch.autograd.grad((ours * upstream).sum(), encoding.weight)
+    assert_close(found, torch.autograd.grad((bias * upstream).sum(), theirs.relative_attention_bias.weight)[0])
+
+
+def test_t5_agrees_with_mpnet_and_starts_as_t5_does():
+    distance = torch.arange(-600, 601)
+    assert torch.equal(make("t5").rows(distance), MPNetEncoder.relative_position_bucket(distance))
+    torch.manual_seed(0)
+    weight = make("t5", hidden_size=64, heads=100).weight.detach()
+    assert weight.shape == (32, 100) and weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
 
 
 # Kerple.
 
 
-def kerple(weights, heads, kernel, head, distance):
-    """-r1 · log(1 + r2 |d|) or -r1 · |d|^r2 of one head, from the flat `weight`."""
-    raw1, raw2 = weights[head], weights[heads + head]
-    r1 = math.log(1 + math.exp(raw1))
-    if kernel == "log":
-        r2 = math.log(1 + math.exp(raw2))
-        return -r1 * math.log(1 + r2 * abs(distance))
-    r2 = 2 / (1 + math.exp(-raw2))
-    return -r1 * abs(distance) ** r2
+def kerple(kernel):
+    """-r1 · log(1 + r2 |d|) or -r1 · |d|^r2, of the raw values in `weight`."""
 
+    def bias(weight, head, distance):
+        r1, far = (1 + weight[0, head].exp()).log(), torch.tensor(float(abs(distance)), dtype=torch.float64)
+        if kernel == "log":
+            return -r1 * (1 + (1 + weight[1, head].exp()).log() * far).log()
+        return -r1 * (2 / (1 + (-weight[1, head]).exp()) * far.log()).exp() if distance else 0 * r1
 
-def drawn(encoding, seed=0):
-    with torch.no_grad():
-        encoding.weight.copy_(torch.randn(encoding.weight.shape, generator=torch.Generator().manual_seed(seed)))
-    return encoding
+    return bias
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("heads", [1, 3, 8])
-def test_kerple_formula_and_gradients(kernel, heads):
-    encoding = drawn(make("kerple", heads, kernel=kernel))
-    weights = encoding.weight.detach().double().flatten().tolist()
-    assert_biases(encoding, lambda head, distance: kerple(weights, heads, kernel, head, distance))
-    assert_gradients(encoding, lambda weights, head, distance: kerple(weights, heads, kernel, head, distance))
+def test_kerple(kernel, heads):
+    """Parameters of half precision still give a float32 bias, for the caller to cast."""
+    encoding = make("kerple", heads=heads, kernel=kernel, seed=0)
+    assert_biases(encoding, kerple(kernel))
+    with torch.no_grad():
+        double, distance = encoding.double(), torch.tensor(DISTANCES)
+        expected = [[kerple(kernel)(double.weight, h, d).item() for d in DISTANCES] for h in range(heads)]
+        torch.testing.assert_close(double.distance_bias(distance), torch.tensor(expected).double(), atol=1e-4, rtol=1e-6)
+        half = encoding.bfloat16().distance_bias(distance)
+        assert torch.equal(half, encoding.float().distance_bias(distance)) and half.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -99,7 +251,7 @@ def test_kerple_takes_any_parameters(kernel, value):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kerple_starts_as_its_authors_do(kernel):
     """r1 and r2 are uniformly distributed, so that heads differ: up to 2 and 1, or 1 and 2."""
-    encoding = make("kerple", 4096, kernel=kernel)
+    encoding = make("kerple", heads=4096, kernel=kernel)
     bias = encoding.distance_bias(torch.tensor([1, 2])).detach().double()
     if kernel == "log":
         first, second = torch.nn.functional.softplus(encoding.weight.detach().double())
@@ -120,18 +272,6 @@ def test_kerple_with_exponent_one_is_alibi():
     assert_close(encoding.distance_bias(distance), make("alibi").distance_bias(distance))
 
 
-def test_kerple_in_float64_and_bfloat16():
-    """Parameters of half precision still give a float32 bias, for the caller to cast."""
-    encoding, distance = drawn(make("kerple")), torch.tensor(DISTANCES)
-    weights = encoding.weight.detach().double().flatten().tolist()
-    double = encoding.double().distance_bias(distance)
-    expected = [[kerple(weights, 4, "log", head, distance) for distance in DISTANCES] for head in range(4)]
-    torch.testing.assert_close(double, torch.tensor(expected, dtype=torch.float64), atol=1e-8, rtol=1e-8)
-    half = encoding.bfloat16()
-    weights = half.weight.double().flatten().tolist()
-    assert_biases(half, lambda head, distance: kerple(weights, 4, "log", head, distance))
-
-
 # Sandwich.
 
 
@@ -141,15 +281,15 @@ def sinusoid(position, size, base):
 
 
 @pytest.mark.parametrize(("heads", "size", "base"), [(1, 2, 10000.0), (3, 6, 50.0), (8, 64, 10000.0), (12, 128, 10000.0)])
-def test_sandwich_formula(heads, size, base):
+def test_sandwich(heads, size, base):
     """The inner products of the vectors of two positions, divided by 8h/H; less those of a position with itself."""
-    encoding = make("sandwich", heads, size=size, base=base)
 
-    def oracle(head, distance):
+    def oracle(_, head, distance):
         ours, theirs = sinusoid(max(-distance, 0), size, base), sinusoid(max(distance, 0), size, base)
         product = sum(one * other for one, other in zip(ours, theirs, strict=True))
         return (product - size / 2) / (8 * (head + 1) / heads)
 
+    encoding = make("sandwich", heads=heads, size=size, base=base)
     assert_biases(encoding, oracle)
     assert not list(encoding.parameters())
 
@@ -161,227 +301,7 @@ def test_sandwich_of_the_paper_in_a_softmax():
     paper = (table @ table.T) / (torch.arange(1, heads + 1) * 8 / heads)[:, None, None]
     scores = torch.randn(heads, length, length, generator=torch.manual_seed(0), dtype=torch.float64)
     index = torch.arange(length) - torch.arange(length)[:, None]
-    bias = make("sandwich", heads).distance_bias(torch.arange(1 - length, length))[:, index + length - 1]
+    bias = make("sandwich", heads=heads).distance_bias(torch.arange(1 - length, length))[:, index + length - 1]
     assert_close((scores + bias).softmax(-1), (scores + paper).softmax(-1))
     falls = bias[:, 0, 0] - bias[:, 0, -1]
     assert (falls.diff() < 0).all() and falls[-1] > 1
-
-
-@pytest.mark.parametrize("size", [1, 127, 8194])
-def test_sandwich_refuses_odd_and_huge_sizes(size):
-    with pytest.raises(ValueError, match=rf"sandwich\.size={size}: allowed is an even number up to 8192"):
-        make("sandwich", size=size)
-
-
-# ALiBi.
-
-
-def slopes_of(heads):
-    """The authors' rule, by recursion as in their code."""
-    if math.log2(heads).is_integer():
-        return [2 ** (-8 * (h + 1) / heads) for h in range(heads)]
-    below = 2 ** math.floor(math.log2(heads))
-    return slopes_of(below) + slopes_of(2 * below)[0::2][: heads - below]
-
-
-@pytest.mark.parametrize("slopes", ["fixed", "learned"])
-@pytest.mark.parametrize("heads", [2, 4, 5, 6, 12])
-def test_one_sided_heads(heads, slopes):
-    """The authors' "nonsymmetric with mask": half of the heads for earlier keys, each half with the slopes of so many heads."""
-    encoding = make("alibi", heads, sides="one_sided", slopes=slopes)
-    left = (heads + 1) // 2
-    expected = slopes_of(left) + slopes_of(heads - left)
-
-    def oracle(head, distance):
-        unseen = distance > 0 if head < left else distance < 0
-        return -1e4 if unseen else -expected[head] * abs(distance)
-
-    assert_biases(encoding, oracle)
-    assert (encoding.distance_bias(torch.tensor([0])) == 0).all()
-
-
-@pytest.mark.parametrize("slopes", ["fixed", "learned"])
-@pytest.mark.parametrize("heads", [1, 2, 4, 5, 8])
-def test_asymmetric_slopes(heads, slopes):
-    encoding = make("alibi", heads, sides="asymmetric", slopes=slopes)
-    expected = slopes_of(heads)
-    assert_biases(
-        encoding, lambda head, distance: -expected[head] * abs(distance) * (math.sqrt(2) if distance > 0 else 1), atol=2e-5
-    )
-    # No two of the tokens near have the same bias, on whichever sides they are.
-    for row in encoding.distance_bias(torch.arange(-64, 65)).detach():
-        assert row.sort().values.diff().min() > 1e-3 * row.abs().max() / 64
-
-
-@pytest.mark.parametrize("sides", SIDES)
-def test_gradients_of_learned_slopes(sides):
-    encoding = drawn(make("alibi", sides=sides, slopes="learned"))
-    assert encoding.weight.shape == ((2, 4) if sides == "asymmetric" else (4,))
-
-    def oracle(weights, head, distance):
-        if sides == "one_sided" and (distance > 0 if head < 2 else distance < 0):
-            return -1e4
-        later = sides == "asymmetric" and distance > 0
-        return -weights[head + 4 * later] * abs(distance)
-
-    weights = encoding.weight.detach().double().flatten().tolist()
-    assert_biases(encoding, lambda head, distance: oracle(weights, head, distance))
-    assert_gradients(encoding, oracle)
-
-
-@pytest.mark.parametrize("heads", [3, 8])
-def test_alibi_agrees_with_x_transformers(heads):
-    """Its bias is symmetric alone, with slopes of one's own, too."""
-    theirs = pytest.importorskip("x_transformers.x_transformers").AlibiPositionalBias
-    index = torch.arange(50) - torch.arange(50)[:, None] + 49
-    every = torch.arange(-49, 50)
-    assert_close(make("alibi", heads).distance_bias(every)[:, index], theirs(heads)(50, 50))
-    learned = drawn(make("alibi", heads, slopes="learned"))
-    own = theirs(heads, slopes=learned.weight.tolist())(50, 50)
-    assert_close(learned.distance_bias(every)[:, index].detach(), own)
-    # Of each side, an asymmetric one has the triangle of a symmetric one.
-    asymmetric = drawn(make("alibi", heads, sides="asymmetric", slopes="learned"))
-    lower, upper = (theirs(heads, slopes=row.tolist())(50, 50) for row in asymmetric.weight)
-    assert_close(asymmetric.distance_bias(every)[:, index].detach(), lower.tril() + upper.triu())
-
-
-def test_symmetric_alibi_is_as_it_was():
-    """Weights and configs from before `sides` load, and mean the same."""
-    encoding = make("alibi", 4, slopes="learned")
-    assert {name: tuple(value.shape) for name, value in encoding.state_dict().items()} == {"weight": (4,)}
-    encoding.load_state_dict({"weight": torch.tensor([1.0, 2.0, -3.0, 0.5])})
-    expected = [[-slope * abs(distance) for distance in NEAR] for slope in (1.0, 2.0, -3.0, 0.5)]
-    assert torch.equal(encoding.distance_bias(torch.tensor(NEAR)), torch.tensor(expected))
-    assert canonical({"type": "alibi", "slopes": "learned", "per_layer": True})["sides"] == "symmetric"
-
-
-@pytest.mark.parametrize("sides", SIDES[1:])
-def test_sides_are_refused_where_there_is_one(sides):
-    model = stock("gpt2")
-    with pytest.raises(ValueError, match=rf"alibi\.sides='{sides}': here tokens see earlier ones alone.*leave sides out"):
-        hf_posenc.patch(model, "alibi", sides=sides)
-    assert type(model) is transformers.GPT2Model
-    if sides == "one_sided":
-        with pytest.raises(ValueError, match=r"alibi\.sides='one_sided' takes two heads or more.*'symmetric' or 'asymmetric'"):
-            make("alibi", 1, sides=sides)
-
-
-def bart(**changes):
-    sizes = dict(
-        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=61, max_position_embeddings=24,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.BartModel(transformers.BartConfig(**sizes, **changes)).eval()
-
-
-def test_sides_in_an_encoder_and_not_in_its_decoder():
-    """As the error says."""
-    with pytest.raises(ValueError, match=r"alibi\.sides") as error:
-        hf_posenc.patch(bart(), "alibi", sides="asymmetric")
-    where = re.search(r"where=(\{.*\})$", str(error.value)).group(1).replace("…", "'asymmetric'")
-    model = hf_posenc.patch(bart(), "alibi", where=eval(where))
-    assert model.encoder.posenc.sides == "asymmetric" and model.decoder.posenc.sides == "symmetric"
-
-
-# Models.
-
-
-KINDS = {
-    "kerple": {"type": "kerple"},
-    "kerple, power": {"type": "kerple", "kernel": "power", "per_layer": True},
-    "sandwich": {"type": "sandwich"},
-    "one_sided": {"type": "alibi", "sides": "one_sided"},
-    "one_sided, learned": {"type": "alibi", "sides": "one_sided", "slopes": "learned", "per_layer": True},
-    "asymmetric": {"type": "alibi", "sides": "asymmetric"},
-    "asymmetric, learned": {"type": "alibi", "sides": "asymmetric", "slopes": "learned"},
-}
-ENCODERS = [name for name in KINDS if "sided" in name or "asymmetric" in name]
-
-
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", KINDS)
-def test_padding_on_either_side_changes_nothing(name, backend):
-    """Of a one-sided head the first token sees itself alone, or all that is behind it; never padding."""
-    model = patched("bert", KINDS[name], attn_implementation=backend)
-    ids = tokens(1, 9)
-    expected = first(model(ids))
-    for before, behind in ((4, 0), (0, 4), (3, 2)):
-        padded = torch.cat([torch.full((1, before), 7), ids, torch.full((1, behind), 7)], dim=1)
-        mask = torch.tensor([[0] * before + [1] * 9 + [0] * behind])
-        found = first(model(padded, attention_mask=mask))
-        assert found.isfinite().all()
-        assert_close(found[:, before : before + 9], expected)
-
-
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_one_sided_heads_see_one_side(backend):
-    """With the first half of the heads at work alone, no token knows of a later one; with the other, of an earlier one."""
-    ids = tokens(1, 9)
-    other = ids.clone()
-    other[:, 5] = 3 + (other[:, 5] - 2) % 50
-    for half, same in ((slice(0, 16), slice(0, 5)), (slice(16, 32), slice(6, 9))):
-        model = patched("bert", KINDS["one_sided"], attn_implementation=backend)
-        with torch.no_grad():
-            for layer in model.encoder.layer:
-                kept = layer.attention.output.dense.weight[:, half].clone()
-                layer.attention.output.dense.weight.zero_()[:, half] = kept
-        before, after = first(model(ids)), first(model(other))
-        assert_equal(after[:, same], before[:, same])
-        moved = (after - before).abs().amax(-1)[0] > 1e-6
-        assert moved.sum() == 9 - (same.stop - same.start)
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_sides_tell_a_text_from_its_reverse(name):
-    """A symmetric bias doesn't: the states of a reversed text are those of the text, reversed."""
-    ids = tokens(1, 9)
-    for encoding, differ in ((KINDS[name], True), ("alibi", False)):
-        model = patched("bert", encoding)
-        gap = (first(model(ids.flip(1))).flip(1) - first(model(ids))).abs().max()
-        assert gap > 1e-3 if differ else gap < 1e-5
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_sides_by_every_way_of_computing(name):
-    """At 300 tokens SDPA reads the bias in other ways than eager attention: with gradients, without, padded."""
-    model, ids = patched("bert", KINDS[name]), tokens(2, 300)
-    mask = torch.ones(2, 300, dtype=torch.long)
-    mask[0, :20] = mask[1, 290:] = 0
-    results, gradients = [], []
-    for backend in ("eager", "sdpa"):
-        model.set_attn_implementation(backend)
-        with torch.no_grad():
-            results.append(first(model(ids, attention_mask=mask))[mask.bool()])
-        model.zero_grad()
-        with_gradients = first(model(ids, attention_mask=mask))[mask.bool()]
-        assert_close(with_gradients.detach(), results[0])
-        with_gradients.square().sum().backward()
-        gradients.append({name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None})
-    assert_close(results[1], results[0])
-    assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-4)
-    assert any("posenc" in name for name in gradients[0]) == ("learned" in name)
-
-
-def test_cross_attention_of_one_sided_heads_sees_no_padding():
-    """Queries behind the last key have none on one side: their heads take the keys there are."""
-    model = hf_posenc.patch(bart(), "alibi", where={"cross": KINDS["one_sided, learned"], "encoder": "none", "decoder": "none"})
-    randomize_encoding(model)
-    source, target = tokens(1, 5), tokens(1, 12)
-    states = model.encoder(source)[0]
-    expected = model.decoder(target, encoder_hidden_states=states)[0]
-    padded = torch.cat([states, torch.full((1, 3, 32), 5.0)], dim=1)
-    mask = torch.tensor([[1] * 5 + [0] * 3])
-    found = model.decoder(target, encoder_hidden_states=padded, encoder_attention_mask=mask)[0]
-    assert found.isfinite().all()
-    assert_close(found, expected)
-
-
-@pytest.mark.parametrize("name", ["kerple", "kerple, power", "sandwich"])
-def test_cached_decoding_far_beyond_the_trained_length(name):
-    model, ids = patched("gpt2", KINDS[name]), tokens(1, 60)
-    expected = first(model(ids))
-    start = model(ids[:, :50], use_cache=True)
-    found = [model(ids[:, 50:53], past_key_values=start.past_key_values)]
-    found += [model(ids[:, i : i + 1], past_key_values=start.past_key_values) for i in range(53, 60)]
-    assert_close(torch.cat([first(step) for step in found], dim=1), expected[:, 50:])
