@@ -1,553 +1,42 @@
-"""What each encoding computes: against its paper's formula in slow float64 loops, and against other libraries' code.
+"""What encodings get and how several act together: contexts of a forward pass, compositions, what belongs to a stack and what
+to its attentions. Formulas are in test_vectors.py, test_rotations.py, test_distance_biases.py and test_content_biases.py.
 
-Shapes: B batch, L tokens, H heads, D hidden_size, E head_dim, N distances.
+Shapes: B batch, L tokens, H heads, E head_dim, D hidden_size.
 """
 
-import math
-from decimal import Decimal, localcontext
-from types import SimpleNamespace
+import json
 
 import pytest
 import torch
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.distilbert.modeling_distilbert import create_sinusoidal_embeddings
-from transformers.models.gpt_neox import modeling_gpt_neox
-from transformers.models.gptj import modeling_gptj
-from transformers.models.llama import modeling_llama
-from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
-from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
-from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention, RoFormerSinusoidalPositionalEmbedding
-from transformers.models.t5.configuration_t5 import T5Config
-from transformers.models.t5.modeling_t5 import T5Attention
+from transformers import AutoModel
 
 import hf_posenc
-from hf_posenc.encodings import (
-    Geometry,
-    PositionContext,
-    PositionEncoding,
-    build,
-    canonical,
-    encoding_class,
-    initialize_missing,
-    positions_of,
-)
-from models import ENCODINGS
-
-LAYOUTS = ["interleaved", "concatenated"]
-PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
-
-
-def make(kind, hidden_size=16, heads=4, head_dim=8, max_length=None, is_causal=False, **options):
-    """An encoding by name, for a host that was trained at a length of 7."""
-    sizes = Geometry(hidden_size, heads, head_dim, max_length, is_causal, trained_length=7)
-    return build(canonical({"type": kind, **options}), sizes)
-
-
-def context_of(encoding, positions, past=0, start=None, consecutive=False):
-    """The context of new tokens behind cached keys whose positions rise by one from `start`."""
-    start = past - positions[:, :1] if start is None else start
-    keys = None if consecutive else torch.cat([torch.arange(past) - start, positions], dim=1)
-    return PositionContext(encoding, positions=positions, past=past, start=start, keys=keys)
-
-
-def random(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-# Sinusoidal.
-
-
-def sinusoid(position, size, base=10000.0, layout="interleaved"):
-    """PE(p) as a list of D floats, its angles computed with 60 digits and reduced before they become floats."""
-    with localcontext() as decimals:
-        decimals.prec = 60
-        angles = [Decimal(position) / Decimal(base) ** (Decimal(column - column % 2) / size) for column in range(size)]
-        angles = [float(angle % (2 * PI)) for angle in angles]
-    row = [math.cos(angle) if column % 2 else math.sin(angle) for column, angle in enumerate(angles)]
-    return row if layout == "interleaved" else row[0::2] + row[1::2]
-
-
-def sinusoid_table(positions, *args):
-    return torch.tensor([sinusoid(position, *args) for position in positions], dtype=torch.float64)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 5, 16])
-@pytest.mark.parametrize("base", [10000.0, 37.5])
-def test_sinusoidal_formula(layout, size, base):
-    positions = [0, 1, 2, 3, 17, 511, 4096]
-    actual = make("sinusoidal", size, base=base, layout=layout).embed(torch.tensor(positions))
-    torch.testing.assert_close(actual, sinusoid_table(positions, size, base, layout), atol=1e-11, rtol=0)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 1, 3)])
-def test_sinusoidal_follows_the_shape_of_its_positions(shape):
-    positions = torch.arange(math.prod(shape)).reshape(shape) + 4
-    expected = sinusoid_table(positions.flatten().tolist(), 6).reshape(*shape, 6)
-    torch.testing.assert_close(make("sinusoidal", 6).embed(positions), expected, atol=1e-11, rtol=0)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sinusoidal_at_huge_positions(layout):
-    """float32 angles are off by 0.7 here; what is left is the rounding of the result."""
-    # The last has no float32 of its own.
-    positions = [10**5, 10**6 + 1, 10**7, 2**24 + 1]
-    actual = make("sinusoidal", 64, layout=layout).embed(torch.tensor(positions)).float()
-    torch.testing.assert_close(actual.double(), sinusoid_table(positions, 64, 10000.0, layout), atol=1e-7, rtol=0)
-
-
-def test_sinusoidal_agrees_with_transformers():
-    positions = torch.arange(128)
-    for size in (7, 32):
-        interleaved = create_sinusoidal_embeddings(128, size, torch.empty(128, size))
-        torch.testing.assert_close(make("sinusoidal", size).embed(positions).float(), interleaved, atol=1e-6, rtol=0)
-        concatenated = RoFormerSinusoidalPositionalEmbedding(128, size).create_weight()
-        actual = make("sinusoidal", size, layout="concatenated").embed(positions).float()
-        torch.testing.assert_close(actual, concatenated, atol=1e-6, rtol=0)
-    # GPT-J's angles are float32.
-    actual = make("sinusoidal", 32, layout="concatenated").embed(positions).float()
-    torch.testing.assert_close(actual, modeling_gptj.create_sinusoidal_positions(128, 32), atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.25, -3.0, "learned"])
-def test_sinusoidal_scale(scale):
-    encoding = make("sinusoidal", 6, scale=scale)
-    table, upstream = sinusoid_table(range(9), 6), random(9, 6)
-    factor = 1.0 if scale == "learned" else scale
-    torch.testing.assert_close(encoding.embed(torch.arange(9)).double(), table * factor, atol=1e-6, rtol=0)
-    assert [name for name, _ in encoding.named_parameters()] == (["factor"] if scale == "learned" else [])
-    if scale == "learned":
-        with torch.no_grad():
-            encoding.factor.fill_(0.7)
-        output = encoding.embed(torch.arange(9))
-        torch.testing.assert_close(output.double(), table * 0.7, atol=1e-6, rtol=0)
-        output.backward(upstream.float())
-        torch.testing.assert_close(encoding.factor.grad.double(), (upstream * table).sum(), atol=1e-5, rtol=1e-5)
-
-
-# What the seed articles say of the sinusoidal encoding.
-
-
-def test_sine_on_even_and_cosine_on_odd_columns():
-    table = make("sinusoidal", 8).embed(torch.arange(20))
-    for position in range(20):
-        for pair in range(4):
-            angle = position / 10000 ** (2 * pair / 8)
-            assert table[position, 2 * pair].item() == pytest.approx(math.sin(angle), abs=1e-12)
-            assert table[position, 2 * pair + 1].item() == pytest.approx(math.cos(angle), abs=1e-12)
-
-
-def test_worked_example_of_width_4():
-    expected = [[0.0, 1.0, 0.0, 1.0], [0.8415, 0.5403, 0.0100, 0.99995], [0.9093, -0.4161, 0.0200, 0.9998]]
-    actual = make("sinusoidal", 4).embed(torch.arange(3))
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), atol=5e-5, rtol=0)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [2, 8, 64])
-@pytest.mark.parametrize("options", [{}, {"base": 50.0, "scale": 2.5}], ids=["plain", "base and scale"])
-def test_shift_matrix_moves_every_position(layout, size, options):
-    """PE(pos + k) = M_k · PE(pos) with one M_k for all positions."""
-    encoding = make("sinusoidal", size, layout=layout, **options)
-    base, scale = options.get("base", 10000.0), options.get("scale", 1.0)
-    for offset in (0, 1, 13, -3, 700):
-        matrix = encoding.shift_matrix(offset)
-        assert matrix.shape == (size, size) and matrix.dtype == torch.float64
-        for position in (3, 4, 99, 1234):
-            here, there = scale * sinusoid_table([position, position + offset], size, base, layout)
-            torch.testing.assert_close(matrix @ here, there, atol=1e-9, rtol=0)
-            embedded = encoding.embed(torch.tensor([position, position + offset]))
-            torch.testing.assert_close(matrix @ embedded[0], embedded[1], atol=1e-9, rtol=0)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_shift_matrix_of_an_odd_width(layout):
-    with pytest.raises(ValueError, match="hidden_size=5 is odd"):
-        make("sinusoidal", 5, layout=layout).shift_matrix(1)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [8, 64])
-def test_values_are_bounded_and_positions_distinct(layout, size):
-    table = make("sinusoidal", size, layout=layout).embed(torch.arange(8192)).float()
-    assert table.abs().max() <= 1.0
-    assert len(table.unique(dim=0)) == 8192
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("k", [1, 5, 64])
-def test_distance_of_two_vectors_depends_on_k_alone(layout, k):
-    table = make("sinusoidal", 32, layout=layout).embed(torch.arange(3000))
-    lengths = (table[k:] - table[:-k]).norm(dim=-1)
-    expected = 2 * math.sqrt(sum(math.sin(k / 2 / 10000 ** (2 * i / 32)) ** 2 for i in range(16)))
-    torch.testing.assert_close(lengths, torch.full_like(lengths, expected), atol=1e-10, rtol=0)
-
-
-def test_bfloat16_rounds_the_result_and_nothing_before():
-    """Angles in bfloat16 make most rows equal and turn signs."""
-    positions = range(1024)
-    rows = [[(math.cos if c % 2 else math.sin)(p / 10000 ** ((c - c % 2) / 64)) for c in range(64)] for p in positions]
-    layer = hf_posenc.PositionEmbedding("sinusoidal", 64).to(torch.bfloat16)
-    actual = layer(torch.zeros(1, 1024, 64, dtype=torch.bfloat16))[0]
-    assert torch.equal(actual, torch.tensor(rows, dtype=torch.float64).to(torch.bfloat16))
-
-    steps = torch.tensor([10000 ** (-c / 64) for c in range(0, 64, 2)]).bfloat16()
-    angles = torch.arange(8192).bfloat16()[:, None] * steps
-    naive = torch.cat([angles.sin(), angles.cos()], dim=-1)
-    table = layer(torch.zeros(1, 8192, 64, dtype=torch.bfloat16))[0]
-    assert len(naive.unique(dim=0)) < 1000 and len(table.unique(dim=0)) == 8192
-
-
-# What is asked of a position encoding, and what the naive schemes answer.
-
-
-def is_distinct(kind):
-    return len(make(kind).embed(torch.arange(512)).float().unique(dim=0)) == 512
-
-
-def has_equal_steps(kind):
-    """From one token to the next it is as far everywhere, in short texts and in long ones."""
-    tables = [make(kind).embed(torch.arange(length)) for length in (5, 60, 512)]
-    steps = torch.cat([(table[1:] - table[:-1]).norm(dim=-1) for table in tables])
-    return bool((steps - steps[0]).abs().max() < 1e-9)
-
-
-def takes_any_length(kind):
-    return bool(make(kind).embed(torch.arange(50_000)).isfinite().all())
-
-
-def is_bounded(kind):
-    return bool(make(kind).embed(torch.arange(512)).abs().max() <= 1.0)
-
-
-def is_deterministic(kind):
-    return torch.equal(make(kind).embed(torch.arange(60)), make(kind).embed(torch.arange(60)))
-
-
-CRITERIA = {
-    "distinct": is_distinct,
-    "equal steps": has_equal_steps,
-    "any length": takes_any_length,
-    "bounded": is_bounded,
-    "deterministic": is_deterministic,
-}
-FAILED = {"sinusoidal": set(), "normalized": {"equal steps"}, "counter": {"bounded"}}
-
-
-@pytest.mark.parametrize("kind", FAILED)
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_criteria(kind, criterion):
-    assert CRITERIA[criterion](kind) == (criterion not in FAILED[kind])
-
-
-# The naive schemes.
-
-
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_counter_formula(size):
-    actual = make("counter", size).embed(torch.tensor([[0, 1, 2], [5, 3, 10**7]]))
-    expected = [[[float(p)] + [0.0] * (size - 1) for p in row] for row in ([0, 1, 2], [5, 3, 10**7])]
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("size", [1, 2, 7])
-@pytest.mark.parametrize(("is_causal", "max_length"), [(False, None), (False, 50), (True, 50)])
-def test_normalized_formula(size, is_causal, max_length):
-    """By each text's own length; a causal stack doesn't know it and takes the longest."""
-    rows = [[0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 1, 1]]
-    actual = make("normalized", size, max_length=max_length, is_causal=is_causal).embed(torch.tensor(rows))
-    expected = [[[p / (49 if is_causal else max(row))] + [0.0] * (size - 1) for p in row] for row in rows]
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=0)
-
-
-def test_normalized_of_one_token():
-    assert torch.equal(make("normalized", 3).embed(torch.zeros(2, 1, dtype=torch.long)), torch.zeros(2, 1, 3).double())
-
-
-@pytest.mark.parametrize("kind", ["counter", "learned", "normalized", "sinusoidal"])
-def test_no_positions_make_no_vectors(kind):
-    assert make(kind, 3, max_length=5).embed(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 3)
+from closeness import assert_apart, assert_close
+from hf_posenc.encodings import Geometry, PositionContext, PositionEncoding, canonical, encoding_class, positions_of
+from models import ENCODINGS, first, patched, randomize_encoding, stock, tiny, tokens
+from oracles import context_of, in_pieces, make, random
+
+# One encoding.
 
 
 @pytest.mark.parametrize(
     ("kind", "is_causal", "expected"),
-    [("learned", False, True), ("learned", True, True), ("normalized", True, True), ("normalized", False, False)]
-    + [(kind, True, False) for kind in ("alibi", "counter", "logn", "none", "relative", "rope", "sinusoidal")],
+    [
+        ("learned", False, True),
+        ("learned", True, True),
+        ("tupe", False, True),
+        ("normalized", True, True),
+        ("normalized", False, False),
+    ]
+    + [("alibi+learned", False, True), ("alibi+normalized", True, True), ("alibi+normalized", False, False)]
+    + [(kind, True, False) for kind in ("alibi", "counter", "logn", "none", "relative", "rope", "sinusoidal", "alibi+rope")],
 )
 def test_what_needs_a_longest_length(kind, is_causal, expected):
-    geometry = Geometry(16, 4, 8, 10, is_causal)
-    assert make(kind, max_length=10, is_causal=is_causal).needs_max_length(geometry) is expected
-
-
-# Learned.
-
-
-@pytest.mark.parametrize("std", [0.02, 1.0])
-def test_learned_normal_start(std):
-    """With std 1.0, torch.randn."""
-    torch.manual_seed(0)
-    weight = make("learned", 64, max_length=512, std=std).weight.detach() / std
-    assert weight.shape == (512, 64)
-    assert abs(weight.mean()) < 4 / math.sqrt(weight.numel())
-    assert abs(weight.std() - 1) < 4 / math.sqrt(2 * weight.numel())
-    for bound in (1.0, 2.0, 3.0):
-        share = (weight.abs() < bound).double().mean().item()
-        assert share == pytest.approx(math.erf(bound / math.sqrt(2)), abs=0.01)
-
-
-@pytest.mark.parametrize("size", [5, 16])
-def test_learned_sinusoidal_start(size):
-    weight = make("learned", size, max_length=40, init="sinusoidal").weight
-    assert weight.requires_grad and weight.dtype == torch.float32
-    torch.testing.assert_close(weight.detach().double(), sinusoid_table(range(40), size), atol=1e-7, rtol=0)
-
-
-def test_refill_leaves_loaded_weights_alone():
-    """Transformers marks what came from a checkpoint; the rest is filled anew."""
-    encoding, expected = make("learned", 6, max_length=4, init="sinusoidal"), sinusoid_table(range(4), 6)
-    for loaded in (True, False):
-        torch.nn.init.zeros_(encoding.weight)
-        encoding.weight._is_hf_initialized = loaded
-        initialize_missing([encoding])
-        assert bool(encoding.weight.any()) is not loaded
-    torch.testing.assert_close(encoding.weight.detach().double(), expected, atol=1e-7, rtol=0)
-
-
-@pytest.mark.parametrize("rows", [4, 10, 17])
-@pytest.mark.parametrize("init", ["host", "normal", "sinusoidal"])
-def test_learned_adopts_the_host_table(rows, init):
-    """As many rows as both have; the others stay at their normal start."""
-    encoding = make("learned", max_length=10, init=init)
-    before, table = encoding.weight.detach().clone(), random(rows, 16, dtype=torch.bfloat16)
-    encoding.init_from_original_table(table)
-    taken = min(rows, 10) if init == "host" else 0
-    assert torch.equal(encoding.weight[:taken], table[:taken].float())
-    assert torch.equal(encoding.weight[taken:], before[taken:])
-    assert encoding.weight.is_leaf and encoding.weight.requires_grad
-
-
-def test_learned_output_and_gradient():
-    encoding, positions = make("learned", 5, max_length=6), torch.tensor([[0, 3, 3], [5, 0, 3]])
-    upstream = random(2, 3, 5)
-    output = encoding.embed(positions)
-    output.backward(upstream.float())
-    expected = torch.zeros(6, 5, dtype=torch.float64)
-    for b in range(2):
-        for i in range(3):
-            assert torch.equal(output[b, i], encoding.weight[positions[b, i]])
-            expected[positions[b, i]] += upstream[b, i]
-    torch.testing.assert_close(encoding.weight.grad.double(), expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "is_causal"), [("learned", False), ("tupe", False), ("normalized", True)])
-def test_encodings_that_need_a_length_are_not_made_without_one(kind, is_causal):
     """In a causal stack `normalized` would divide by the length of the text, which is another one at each step."""
-    with pytest.raises(ValueError, match=f"'{kind}' needs max_length, .*: give max_length"):
-        make(kind, is_causal=is_causal)
-
-
-# ALiBi.
-
-
-@pytest.mark.parametrize("heads", range(1, 17))
-def test_alibi_agrees_with_bloom_and_mpt(heads):
-    """Both write what a causal row needs: m·j, and m·(j - last), equal in a softmax."""
-    bias = make("alibi", heads=heads).distance_bias(torch.arange(-19, 1))
-    torch.testing.assert_close(bias, build_mpt_alibi_tensor(heads, 20)[:, 0], atol=1e-6, rtol=1e-6)
-    bloom = build_alibi_tensor(torch.ones(1, 20, dtype=torch.long), heads, torch.float32)[:, 0]
-    torch.testing.assert_close(bias.softmax(-1), bloom.softmax(-1), atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("heads", "slopes"),
-    [
-        (8, [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]),
-        (16, [2 ** (-h / 2) for h in range(1, 17)]),
-        # The authors' rule between two powers: those of 8, then every other one of 16.
-        (12, [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]),
-        (1, [1 / 256]),
-    ],
-)
-def test_alibi_slopes_of_the_paper(heads, slopes):
-    distances = [-300, -7, -1, 0, 1, 7, 300]
-    expected = [[-slope * abs(distance) for distance in distances] for slope in slopes]
-    actual = make("alibi", heads=heads).distance_bias(torch.tensor(distances))
-    torch.testing.assert_close(actual.double(), torch.tensor(expected, dtype=torch.float64), atol=0, rtol=1e-6)
-
-
-def test_alibi_is_symmetric():
-    distance = torch.arange(-50, 51)
-    encoding = make("alibi", heads=6)
-    assert torch.equal(encoding.distance_bias(distance), encoding.distance_bias(-distance))
-    assert not list(encoding.parameters())
-
-
-# Relative.
-
-
-def attention_with_relative(query, key, value, weight, max_distance):
-    """softmax((QKᵀ + R) / √E) V, entry by entry; `[H, L, E]`, weight `[H, 2 · max_distance + 1]`."""
-    heads, length, size = query.shape
-    rows = []
-    for h in range(heads):
-        for i in range(length):
-            scores = []
-            for j in range(length):
-                clipped = max(-max_distance, min(max_distance, j - i))
-                scores.append(((query[h, i] * key[h, j]).sum() + weight[h, clipped + max_distance]) / math.sqrt(size))
-            shares = torch.stack(scores).exp()
-            rows.append((shares[:, None] * value[h]).sum(0) / shares.sum())
-    return torch.stack(rows).reshape(heads, length, size)
-
-
-@pytest.mark.parametrize("max_distance", [1, 3, 20])
-def test_relative_output_and_gradient(max_distance):
-    encoding = make("relative", heads=2, head_dim=6, max_distance=max_distance).double()
-    with torch.no_grad():
-        encoding.weight.copy_(random(*encoding.weight.shape, seed=9))
-    query, key, value, upstream = (random(2, 7, 6, seed=seed) for seed in range(4))
-
-    distance = torch.arange(7)[None, :] - torch.arange(7)[:, None]
-    bias = encoding.distance_bias(distance.flatten()).unflatten(-1, (7, 7))
-    actual = (query @ key.mT / math.sqrt(6) + bias).softmax(-1) @ value
-    actual.backward(upstream)
-
-    weight = encoding.weight.detach().clone().requires_grad_()
-    expected = attention_with_relative(query, key, value, weight, max_distance)
-    expected.backward(upstream)
-    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
-    torch.testing.assert_close(encoding.weight.grad, weight.grad, atol=1e-12, rtol=0)
-    assert encoding.weight.shape == (2, 2 * max_distance + 1)
-    assert weight.grad.any(0).sum() == min(2 * max_distance + 1, 13)
-
-
-def test_relative_start_shows_the_order():
-    torch.manual_seed(0)
-    weight = make("relative", max_distance=500).weight.detach()
-    assert weight.std().item() == pytest.approx(0.02, rel=0.1) and abs(weight.mean()) < 0.002
-
-
-# RoPE.
-
-
-def turned(states, positions, theta, layout):
-    """Each pair of one vector after the other as a point of the complex plane; states `[B, H, L, E]`, positions `[B, L]`."""
-    batch, heads, length, size = states.shape
-    out = torch.zeros(states.shape, dtype=torch.float64)
-    for b in range(batch):
-        for i in range(length):
-            for pair in range(size // 2):
-                first, second = (pair, pair + size // 2) if layout == "half" else (2 * pair, 2 * pair + 1)
-                angle = positions[b][i] * theta ** (-2 * pair / size)
-                for h in range(heads):
-                    point = complex(states[b, h, i, first], states[b, h, i, second])
-                    point *= complex(math.cos(angle), math.sin(angle))
-                    out[b, h, i, first], out[b, h, i, second] = point.real, point.imag
-    return out
-
-
-POSITIONS = {
-    "from 0": [[0, 1, 2, 3], [0, 1, 2, 3]],
-    "per row": [[5, 6, 7, 8], [0, 0, 1, 2]],
-    "jumping": [[9, 2, 300, 4], [1, 7, 7, 100_000]],
-}
-
-
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
-@pytest.mark.parametrize("theta", [10000.0, 77.0])
-def test_rope_formula(layout, positions, theta):
-    encoding = make("rope", head_dim=6, theta=theta, layout=layout)
-    query, key = random(2, 3, 4, 6), random(2, 2, 4, 6, seed=1)
-    actual = encoding.rotate(query, key, context_of(encoding, torch.tensor(positions)))
-    torch.testing.assert_close(actual[0], turned(query, positions, theta, layout), atol=1e-9, rtol=0)
-    torch.testing.assert_close(actual[1], turned(key, positions, theta, layout), atol=1e-9, rtol=0)
-
-
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_rope_angles_are_not_in_the_dtype_of_the_states(layout):
-    encoding, positions = make("rope", head_dim=6, layout=layout), [[2001, 100_000, 10**7, 2**24 + 1]]
-    states = random(1, 1, 4, 6)
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.03)):
-        rotated, _ = encoding.rotate(states.to(dtype), None, context_of(encoding, torch.tensor(positions)))
-        assert rotated.dtype == dtype
-        expected = turned(states.to(dtype).double(), positions, 10000.0, layout)
-        torch.testing.assert_close(rotated.double(), expected, atol=tolerance, rtol=0)
-
-
-@pytest.mark.parametrize("modeling", [modeling_llama, modeling_gpt_neox], ids=["llama", "gpt_neox"])
-def test_rope_half_agrees_with_transformers(modeling):
-    config = SimpleNamespace(
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        head_dim=16,
-        hidden_size=64,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-    )
-    rotary = getattr(modeling, "LlamaRotaryEmbedding" if modeling is modeling_llama else "GPTNeoXRotaryEmbedding")(config)
-    positions = torch.stack([torch.arange(64), torch.arange(448, 512)])
-    query, key = random(2, 4, 64, 16, dtype=torch.float32), random(2, 4, 64, 16, seed=1, dtype=torch.float32)
-    expected = modeling.apply_rotary_pos_emb(query, key, *rotary(query, positions))
-    encoding = make("rope", head_dim=16)
-    actual = encoding.rotate(query, key, context_of(encoding, positions))
-    for ours, theirs in zip(actual, expected, strict=True):
-        # Their angles are float32.
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-
-
-def test_rope_interleaved_agrees_with_gptj_and_roformer():
-    query, key = random(1, 4, 64, 16, dtype=torch.float32), random(1, 4, 64, 16, seed=1, dtype=torch.float32)
-    encoding = make("rope", head_dim=16, layout="interleaved")
-    actual = encoding.rotate(query, key, context_of(encoding, torch.arange(64)[None]))
-
-    sin, cos = modeling_gptj.create_sinusoidal_positions(64, 16)[None].chunk(2, dim=-1)
-    for ours, states in zip(actual, (query, key), strict=True):
-        theirs = modeling_gptj.apply_rotary_pos_emb(states.transpose(1, 2), sin, cos).transpose(1, 2)
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
-
-    table = RoFormerSinusoidalPositionalEmbedding(64, 16).create_weight()[None, None]
-    expected = RoFormerSelfAttention.apply_rotary_position_embeddings(table, query, key)
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_rope_properties(layout):
-    encoding = make("rope", head_dim=8, layout=layout)
-    query, key = random(1, 2, 1, 8), random(1, 2, 1, 8, seed=1)
-
-    def at(query_position, key_position):
-        rotated, _ = encoding.rotate(query, None, context_of(encoding, torch.tensor([[query_position]])))
-        _, other = encoding.rotate(None, key, context_of(encoding, torch.tensor([[key_position]])))
-        return rotated, other, (rotated * other).sum(-1)
-
-    assert torch.equal(at(0, 0)[0], query) and torch.equal(at(0, 0)[1], key)
-    for position in (0, 17, 5000):
-        torch.testing.assert_close(at(position, 0)[0].norm(dim=-1), query.norm(dim=-1))
-        for distance in (0, -4, 9):
-            expected = at(10, 10 + distance)[2]
-            torch.testing.assert_close(at(position + 10, position + 10 + distance)[2], expected, atol=1e-9, rtol=0)
-    assert not torch.allclose(at(10, 6)[2], at(10, 14)[2], atol=1e-3)
-
-
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_rope_rotates_queries_and_keys_apart(layout):
-    encoding, positions = make("rope", layout=layout), torch.tensor([[3, 4, 9]])
-    query, key = random(2, 4, 3, 8), random(2, 4, 3, 8, seed=1)
-    both = encoding.rotate(query, key, context_of(encoding, positions))
-    context = context_of(encoding, positions)
-    rotated, nothing = encoding.rotate(query, None, context)
-    assert nothing is None and torch.equal(rotated, both[0])
-    nothing, rotated = encoding.rotate(None, key, context)
-    assert nothing is None and torch.equal(rotated, both[1])
-
-
-def test_rope_needs_pairs():
-    with pytest.raises(ValueError, match="head_dim is 7"):
-        make("rope", head_dim=7)
-
-
-# Whatever the default dtype.
+    assert encoding_class(kind).needs_max_length(Geometry(16, 4, 8, None, is_causal)) is expected
+    if expected and "+" not in kind:
+        with pytest.raises(ValueError, match=f"'{kind}' needs max_length, .*: give max_length"):
+            make(kind, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("kind", ["alibi", "counter", "logn", "normalized", "rope", "sinusoidal"])
@@ -569,9 +58,6 @@ def test_the_default_dtype_does_not_matter(kind):
         torch.set_default_dtype(before)
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=0, rtol=1e-6)
-
-
-# What an encoding doesn't do.
 
 
 @pytest.mark.parametrize("kind", [*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+rope+t5"])
@@ -665,133 +151,6 @@ def test_positions_without_a_2d_mask_are_those_of_the_keys(mask, past):
     assert positions.tolist() == [[3, 4, 5, 6]] and start.tolist() == [[0]]
 
 
-# T5.
-
-BUCKETS = [(32, 128), (4, 5), (8, 200), (12, 13), (64, 1000)]
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("num_buckets", "max_distance"), BUCKETS)
-def test_t5_agrees_with_transformers(num_buckets, max_distance, is_causal):
-    """Its buckets at any distance, and its bias of new queries after cached keys."""
-    encoding = make("t5", is_causal=is_causal, num_buckets=num_buckets, max_distance=max_distance)
-    distance = torch.cat([torch.arange(-3000, 3001), torch.tensor([-(10**9), 10**9])])
-    expected = T5Attention._relative_position_bucket(distance, not is_causal, num_buckets, max_distance)
-    assert torch.equal(encoding.rows(distance), expected) and not encoding.rows(distance).is_floating_point()
-    assert set(expected.tolist()) == set(range(num_buckets)) - ({num_buckets // 2} if not is_causal else set())
-
-    config = T5Config(
-        d_model=16,
-        num_heads=4,
-        is_decoder=is_causal,
-        relative_attention_num_buckets=num_buckets,
-        relative_attention_max_distance=max_distance,
-    )
-    theirs = T5Attention(config, has_relative_attention_bias=True)
-    with torch.no_grad():
-        encoding.weight.copy_(theirs.relative_attention_bias.weight.normal_())
-    bias = theirs.compute_bias(5, 40, torch.device("cpu"), past_seen_tokens=35)[0]
-    index = torch.arange(40)[None, :] - torch.arange(35, 40)[:, None]
-    assert torch.equal(encoding.distance_bias(index.flatten()).unflatten(-1, (5, 40)), bias)
-
-
-def test_t5_agrees_with_mpnet():
-    distance = torch.arange(-600, 601)
-    assert torch.equal(make("t5").rows(distance), MPNetEncoder.relative_position_bucket(distance))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_t5_gradient_reaches_each_used_bucket(is_causal):
-    encoding = make("t5", heads=3, num_buckets=8, max_distance=20, is_causal=is_causal).double()
-    distance, upstream = torch.arange(-30, 31), random(3, 61)
-    encoding.distance_bias(distance).backward(upstream)
-    expected = torch.zeros(8, 3, dtype=torch.float64)
-    for column, bucket in enumerate(encoding.rows(distance).tolist()):
-        expected[bucket] += upstream[:, column]
-    torch.testing.assert_close(encoding.weight.grad, expected, atol=1e-12, rtol=0)
-    assert encoding.weight.grad.any(1).sum() == (8 if is_causal else 7)
-
-
-def test_t5_start_shows_the_order():
-    torch.manual_seed(0)
-    weight = make("t5", hidden_size=64, heads=100).weight.detach()
-    assert weight.shape == (32, 100) and weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
-
-
-@pytest.mark.parametrize(("num_buckets", "max_distance"), [(2, 128), (30, 128), (33, 128), (32, 32), (32, 20), (4, 4)])
-def test_t5_of_wrong_sizes(num_buckets, max_distance):
-    words = rf"t5\.num_buckets={num_buckets}, t5\.max_distance={max_distance}: allowed is a multiple of 4, and a distance above"
-    with pytest.raises(ValueError, match=words):
-        make("t5", num_buckets=num_buckets, max_distance=max_distance)
-
-
-# Shaw.
-
-
-def shaw_scores(query, key, weight, max_distance, terms, scaling, queries_at, keys_at):
-    """e_ij of equation 4, entry by entry: query `[B, H, Q, E]`, key `[B, H, K, E]`, positions as lists `[B][Q]`, `[B][K]`."""
-    batch, heads, queries, _ = query.shape
-    keys = key.shape[2]
-    entries = []
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(queries):
-                for j in range(keys):
-                    distance = keys_at[b][j] - queries_at[b][i]
-                    vector = weight[max(-max_distance, min(max_distance, distance)) + max_distance]
-                    entry = (query[b, h, i] * (key[b, h, j] + vector)).sum()
-                    if terms == "keys+queries":
-                        entry = entry + (key[b, h, j] * vector).sum()
-                    entries.append(entry * scaling)
-    return torch.stack(entries).reshape(batch, heads, queries, keys)
-
-
-# Positions of new tokens, how many keys are cached before them, whether they rise by one; and the positions of all keys.
-SHAW_POSITIONS = {
-    "from 0": ([[0, 1, 2, 3]] * 2, 0, True, [[0, 1, 2, 3]] * 2),
-    "one row for all": ([[0, 1, 2, 3]], 0, True, [[0, 1, 2, 3]] * 2),
-    "left padding": ([[0, 0, 1, 2], [0, 1, 2, 3]], 0, True, [[-1, 0, 1, 2], [0, 1, 2, 3]]),
-    "cached": ([[5, 6, 7], [3, 4, 5]], 5, True, [[0, 1, 2, 3, 4, 5, 6, 7], [-2, -1, 0, 1, 2, 3, 4, 5]]),
-    "jumping": ([[9, 2, 2, 30]], 0, False, [[9, 2, 2, 30]] * 2),
-    "jumping by row": ([[9, 2, 2, 30], [3, 2, 1, 0]], 0, False, [[9, 2, 2, 30], [3, 2, 1, 0]]),
-    "jumping after a cache": ([[7, 3], [2, 20]], 3, False, [[4, 5, 6, 7, 3], [-1, 0, 1, 2, 20]]),
-}
-
-
-@pytest.mark.parametrize("terms", ["keys", "keys+queries"])
-@pytest.mark.parametrize("max_distance", [1, 3, 40])
-@pytest.mark.parametrize(("positions", "past", "consecutive", "keys_at"), SHAW_POSITIONS.values(), ids=SHAW_POSITIONS)
-def test_shaw_scores_and_gradients(terms, max_distance, positions, past, consecutive, keys_at):
-    encoding = make("shaw", head_dim=6, max_distance=max_distance, terms=terms).double()
-    with torch.no_grad():
-        encoding.weight.copy_(random(2 * max_distance + 1, 6, seed=9))
-    query = random(2, 3, len(positions[0]), 6).requires_grad_()
-    key = random(2, 3, len(keys_at[0]), 6, seed=1).requires_grad_()
-    # Padding before position 0 is at position 0 itself as a query, so a row's start comes from its keys.
-    start = torch.tensor([[-row[0]] for row in keys_at[: len(positions)]])
-    context = context_of(encoding, torch.tensor(positions), past, start, consecutive).for_attention(0.7)
-    upstream = random(2, 3, len(positions[0]), len(keys_at[0]), seed=2)
-    results = []
-    for scores in (
-        lambda: query @ key.mT * 0.7 + encoding.score_bias(query, key, context),
-        lambda: shaw_scores(query, key, encoding.weight, max_distance, terms, 0.7, positions * 2, keys_at),
-    ):
-        leaves = (query, key, encoding.weight)
-        for leaf in leaves:
-            leaf.grad = None
-        result = scores()
-        result.backward(upstream)
-        results.append([result, *(leaf.grad for leaf in leaves)])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
-
-
-def test_shaw_start_shows_the_order():
-    torch.manual_seed(0)
-    weight = make("shaw", head_dim=64).weight.detach()
-    assert weight.shape == (257, 64) and weight.std().item() == pytest.approx(0.02, rel=0.05)
-
-
 # Compositions.
 
 
@@ -832,14 +191,6 @@ def test_a_composition_rotates_in_the_order_of_its_name():
     assert not torch.equal(make("rope+test-swap").rotate(query, key, context)[0], expected[0])
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_a_composition_needs_a_longest_length_if_a_part_does(is_causal):
-    geometry = Geometry(16, 4, 8, None, is_causal)
-    assert encoding_class("alibi+learned").needs_max_length(geometry)
-    assert not encoding_class("alibi+rope").needs_max_length(geometry)
-    assert encoding_class("alibi+normalized").needs_max_length(geometry) == is_causal
-
-
 def test_a_composition_adopts_the_host_table():
     whole, table = make("alibi+learned", max_length=7, learned__init="host"), random(5, 16, dtype=torch.float32)
     whole.init_from_original_table(table)
@@ -867,23 +218,135 @@ def test_who_owns_what(kind, stack, attention):
     assert encoding_class(kind).for_attention(geometry, (), **options) is None  # none of it acts in this layer
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch's own jvp calls
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_rotation_is_differentiable(layout):
-    """Once and twice by finite differences; mapped over a dimension as in a loop."""
-    encoding = make("rope", layout=layout)
-    positions = torch.tensor([[0, 3, 1, 7]])
-    context = PositionContext(encoding, positions, 0, torch.zeros(1, 1, dtype=torch.long))
-    states = torch.randn(3, 1, 2, 4, encoding.geometry.head_dim, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("host", ["bert", "gpt2", "mpnet"])
+@torch.no_grad()
+def test_a_composition_is_all_of_its_parts(host):
+    """Without any one of them the outputs differ; their order and a further `none` change nothing."""
+    expected = first(patched(host, "sinusoidal+rope+alibi")(tokens()))
+    for less in ("rope+alibi", "sinusoidal+alibi", "sinusoidal+rope"):
+        assert_apart(first(patched(host, less)(tokens())), expected)
+    assert_close(first(patched(host, "alibi+rope+sinusoidal+none")(tokens())), expected)
 
-    def rotate(states):
-        return encoding.rotate(states, None, context)[0]
 
-    assert torch.autograd.gradcheck(rotate, states[0]) and torch.autograd.gradgradcheck(rotate, states[0])
-    looped = torch.stack([rotate(each) for each in states])
-    torch.testing.assert_close(torch.func.vmap(rotate)(states), looped)
-    weights = torch.randn(looped.shape, dtype=torch.float64)
-    gradients = torch.func.vmap(torch.func.grad(lambda each, weight: (rotate(each) * weight).sum()))(states, weights)
-    torch.testing.assert_close(gradients, torch.autograd.grad((looped * weights).sum(), states)[0])
-    tangent = torch.func.jvp(rotate, (states[0],), (states[1],))[1]
-    torch.testing.assert_close(tangent, looped[1])  # it is linear
+@pytest.mark.parametrize("host", ["bert", "gpt2"])
+@torch.no_grad()
+def test_tupe_r(host):
+    """TUPE-R is the sum of both biases, before the softmax."""
+    model = patched(host, "tupe+t5")
+    seen = {}
+    for name, part in model.posenc.named_parts().items():
+        verb = "score_bias" if name == "tupe" else "distance_bias"
+        own = getattr(part, verb)
+        setattr(part, verb, lambda *args, name=name, own=own: seen.setdefault(name, own(*args)))
+    model.set_attn_implementation("eager")
+    both = first(model(tokens()))
+    distance = torch.arange(11)[None, :] - torch.arange(11)[:, None]
+    summed = seen["tupe"] + seen["t5"][:, distance + 10][None]
+    one = patched(host, "tupe")
+    one.set_attn_implementation("eager")
+    one.posenc.score_bias = lambda *args: summed
+    assert_close(first(one(tokens())), both)
+    assert set(model.config.position_encoding) >= {"tupe", "t5"}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "reason"),
+    [
+        ("pope+rope", "'pope' takes magnitudes of the features as they are, which 'rope' changes"),
+        ("pope+shaw", "'pope' makes queries and keys twice as wide as the vectors that 'shaw' multiplies them by"),
+        ("fox+rope", "the gates of 'fox' come from keys"),
+    ],
+)
+def test_what_cannot_act_in_one_layer(encoding, reason):
+    one, other = encoding.split("+")
+    for name in (encoding, f"{other}+{one}"):
+        with pytest.raises(ValueError, match=f"can't act in one layer: {reason}.*layers of its own .*__layers=…"):
+            hf_posenc.patch(stock("gpt2"), name)
+    layered = {f"{one}__layers": [0], f"{other}__layers": [1]}
+    assert first(hf_posenc.patch(stock("gpt2"), encoding, **layered)(tokens())).isfinite().all()
+
+
+@pytest.mark.parametrize("encoding", ["pope+alibi", "fox+logn", "tupe+pope", "fire+pope"])
+def test_what_can(encoding):
+    model, ids = patched("gpt2", encoding), tokens(2, 12)
+    assert_close(in_pieces(model, ids, (5, 11)), first(model(ids)))
+
+
+def test_options_of_a_composition_are_saved(tmp_path):
+    options = {"sinusoidal": {"base": 77.0, "layout": "concatenated", "scale": "learned"}}
+    model = hf_posenc.patch(
+        stock("bert"),
+        {"type": "sinusoidal+rotary+alibi", **options},
+        rotary__theta=50,
+        rope__layout="interleaved",
+        max_length=9,
+    )
+    randomize_encoding(model).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["position_encoding"]
+    rope, alibi = {"theta": 50.0, "layout": "interleaved"}, {"slopes": "fixed", "sides": "symmetric", "per_layer": False}
+    host = saved.pop("original")
+    options["sinusoidal"] |= {"bases": None, "frequencies": "fixed", "trained_length": None}
+    assert host["kept"] and saved == {
+        "type": "sinusoidal+rope+alibi", **options, "rope": rope, "alibi": alibi, "inject": "input", "max_length": 9
+    }  # fmt: skip
+    assert "posenc.sinusoidal.factor" in model.state_dict()
+    assert hf_posenc.inspect(model).options == {**options, "rope": rope, "alibi": alibi}
+    assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens(length=9))), first(model(tokens(length=9))))
+    with pytest.raises(ValueError, match=r"10 tokens.*max_length=9 of this model's 'sinusoidal\+rope\+alibi'"):
+        model(tokens(length=10))
+
+    # Options given on loading replace the saved ones, part by part.
+    given = {"type": "sinusoidal+rope+alibi", "rope": {"theta": 5.0}, "sinusoidal": {"base": 3.0}}
+    other = AutoModel.from_pretrained(tmp_path, position_encoding=given)
+    expected = {"sinusoidal": {**options["sinusoidal"], "base": 3.0}, "rope": {**rope, "theta": 5.0}, "alibi": alibi}
+    assert {part: other.config.position_encoding[part] for part in expected} == expected
+    assert other.config.position_encoding["max_length"] == 9 and other.config.position_encoding["original"] == host
+    assert (other.posenc.rope.theta, other.posenc.rope.layout, other.posenc.sinusoidal.base) == (5.0, "interleaved", 3.0)
+    given = {"type": "sinusoidal+rotary+alibi", "rope__theta": 6.0}
+    assert AutoModel.from_pretrained(tmp_path, position_encoding=given).posenc.rope.theta == 6.0
+    same = AutoModel.from_pretrained(tmp_path, position_encoding="sinusoidal+rotary+alibi")
+    assert torch.equal(first(same(tokens(length=9))), first(model(tokens(length=9))))
+    for wrong in ("sinusoidal+rope", "rope+sinusoidal+alibi", "sinusoidal", "alibi"):
+        with pytest.raises(ValueError, match=r"saved with the 'sinusoidal\+rope\+alibi' encoding, not"):
+            AutoModel.from_pretrained(tmp_path, position_encoding=wrong)
+
+
+# Parts of a model.
+
+
+def two_inputs(length):
+    return {"input_ids": tokens(1, length), "decoder_input_ids": tokens(1, 7)}
+
+
+@pytest.mark.parametrize("max_length", [12, 128])
+@torch.no_grad()
+def test_a_length_of_the_encoder_alone(max_length, tmp_path):
+    """The decoder keeps its own positions, and reads its table's rows."""
+    bart = tiny("BartModel")
+    rows = bart.config.max_position_embeddings
+    model = hf_posenc.patch(bart, "alibi", where="encoder", max_length=max_length)
+    assert model.config.max_position_embeddings == hf_posenc.unpatch(model).config.max_position_embeddings == rows
+    model.save_pretrained(tmp_path)
+    assert torch.equal(
+        first(AutoModel.from_pretrained(tmp_path)(**two_inputs(max_length))), first(model(**two_inputs(max_length)))
+    )
+    with pytest.raises(ValueError, match=f"max_length={max_length}"):
+        model(**two_inputs(max_length + 1))
+    assert first(hf_posenc.extend(model, max_length=200)(**two_inputs(200))).isfinite().all()
+
+
+@pytest.mark.parametrize("max_length", [None, 64])
+@torch.no_grad()
+def test_a_part_of_clip_reads_longer_texts(max_length):
+    clip, text = tiny("CLIPModel"), tokens(1, 40)
+    model = hf_posenc.patch(clip, "alibi", submodel="text_model", max_length=max_length)
+    alone = hf_posenc.patch(clip.text_model, "alibi", max_length=64)
+    assert torch.equal(first(model.text_model(input_ids=text)), first(alone(input_ids=text)))
+
+
+@pytest.mark.parametrize("where", [{"encoder": "rope", "decoder": "alibi"}, {"encoder": "rope", "cross": None}])
+def test_an_encoding_that_would_act_nowhere(where):
+    bart = tiny("BartModel")
+    with pytest.raises(ValueError, match=r"acts nowhere|None is no encoding"):
+        hf_posenc.patch(bart, "shaw", where=where)
+    assert hf_posenc.inspect(hf_posenc.patch(bart, "shaw", where={"encoder": {}, "decoder": "alibi"}))
