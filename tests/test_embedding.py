@@ -1,10 +1,11 @@
-"""The embedding layer by itself: what it adds, where, and that it lives as any model does.
+"""The embedding layer by itself: what it adds, where, and that it lives as any model does. What encodings embed is tested in
+test_vectors.py.
 
 Shapes: B batch, L tokens, D hidden_size.
 """
 
 import copy
-import math
+import itertools
 import pickle
 
 import pytest
@@ -14,10 +15,14 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 
 import hf_posenc
 from conftest import run_python
+from hf_posenc import PositionEmbedding, TokenPositionEmbedding
 from hf_posenc.encodings import list_encodings
 from models import slow
+from oracles import drawn, padded, sinusoids
 
 D, MAX = 6, 20
+
+
 LAYERS = {
     "sinusoidal": dict(encoding="sinusoidal"),
     "concatenated": dict(encoding={"type": "sinusoidal", "layout": "concatenated"}, base=50.0),
@@ -29,56 +34,24 @@ LAYERS = {
     "fourier": dict(encoding="fourier", features=8, width=3),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
-# A fraction of the text so far is another number once the text goes on.
-every_layer_but_normalized = pytest.mark.parametrize("name", [name for name in LAYERS if name != "normalized"])
 
 
 def make(name, **changes):
     """A layer of the list, its parameters drawn from N(0, 1)."""
-    layer = hf_posenc.PositionEmbedding(**{"hidden_size": D, **LAYERS[name], **changes})
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return layer.eval()
+    return drawn(PositionEmbedding(**{"hidden_size": D, **LAYERS[name], **changes}), seed=1).eval()
 
 
 def embeds(*shape, seed=0):
     return torch.randn(*shape, D, generator=torch.Generator().manual_seed(seed))
 
 
-def vectors(layer, name, positions):
-    """PE of one text `[L]` -> `[L, D]`, by the papers' formulas."""
-    rows = []
-    for position in positions:
-        if name.startswith("learned") and name != "learned scale":
-            rows.append(layer.posenc.weight[position].tolist())
-        elif name == "counter":
-            rows.append([position] + [0.0] * (D - 1))
-        elif name == "fourier":
-            own = layer.posenc
-            angles = [position * frequency for frequency in own.frequencies[:, 0].tolist()]
-            features = [math.cos(a) / 8**0.5 for a in angles] + [math.sin(a) / 8**0.5 for a in angles]
-            inner = [
-                sum(w * f for w, f in zip(weights, features, strict=True)) + bias
-                for weights, bias in zip(own.hidden_weight.tolist(), own.hidden_bias.tolist(), strict=True)
-            ]
-            hidden = [value * (1 + math.erf(value / 2**0.5)) / 2 for value in inner]
-            rows.append(
-                [
-                    sum(w * h for w, h in zip(weights, hidden, strict=True)) + bias
-                    for weights, bias in zip(own.weight.tolist(), own.bias.tolist(), strict=True)
-                ]
-            )
-        elif name == "normalized":
-            rows.append([position / max(*positions, 1)] + [0.0] * (D - 1))
-        else:
-            angles = [position / (50 if name == "concatenated" else 10000) ** (2 * i / D) for i in range(D // 2)]
-            sines, cosines = [math.sin(a) for a in angles], [math.cos(a) for a in angles]
-            pairs = [value for pair in zip(sines, cosines, strict=True) for value in pair]
-            factor = layer.posenc.factor.item() if name == "learned scale" else 1.0
-            rows.append([factor * value for value in (sines + cosines if name == "concatenated" else pairs)])
-    return torch.tensor(rows)
+def vectors(layer, positions):
+    """`[L, D]`, those of one text."""
+    return layer.posenc("embed", torch.as_tensor(list(positions))).float()
+
+
+def close(actual, expected, tolerance=1e-6):
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_every_encoding_that_embeds_is_tested():
@@ -90,101 +63,67 @@ def test_every_encoding_that_embeds_is_tested():
 
 
 @every_layer
-def test_formula(name):
-    layer, inputs = make(name), embeds(2, 9)
-    torch.testing.assert_close(layer(inputs), inputs + vectors(layer, name, range(9)), atol=1e-6, rtol=1e-6)
-
-
-@every_layer
-@pytest.mark.parametrize("past_length", [0, 4])
-def test_position_ids_win(name, past_length):
-    layer, inputs = make(name), embeds(2, 4)
-    rows = [[7, 3, 3, 0], [1, 12, 5, 2]]
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]).repeat(1, 1 + past_length // 4)
-    expected = inputs + torch.stack([vectors(layer, name, row) for row in rows])
-    actual = layer(inputs, position_ids=torch.tensor(rows), attention_mask=mask, past_length=past_length)
-    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+def test_vectors_are_added(name):
+    """Those of positions 0, 1, 2, …, a 4-D mask or none; those of position_ids, which win."""
+    layer, inputs, rows = make(name), embeds(2, 4), [[7, 3, 3, 0], [1, 12, 5, 2]]
+    close(layer(inputs), inputs + vectors(layer, range(4)))
+    assert torch.equal(layer(inputs, attention_mask=torch.zeros(2, 1, 4, 4)), layer(inputs))
+    for past in (0, 4):
+        mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]).repeat(1, 1 + past // 4)
+        expected = inputs + torch.stack([vectors(layer, row) for row in rows])
+        close(layer(inputs, position_ids=torch.tensor(rows), attention_mask=mask, past_length=past), expected)
     # One row for all texts, with a batch dimension or without.
     for ids in (torch.tensor(rows[1]), torch.tensor(rows[1:]), torch.tensor(rows[1:], dtype=torch.int32)):
-        expected = inputs + vectors(layer, name, rows[1])
-        torch.testing.assert_close(layer(inputs, position_ids=ids), expected, atol=1e-6, rtol=1e-6)
+        close(layer(inputs, position_ids=ids), inputs + vectors(layer, rows[1]))
+
+
+def test_sinusoids_are_added():
+    inputs = torch.zeros(1, 9, D)
+    close(make("sinusoidal")(inputs), sinusoids([range(9)], D))
+    close(PositionEmbedding("sinusoidal", D, scale=3)(inputs), 3 * sinusoids([range(9)], D), 1e-5)
 
 
 @every_layer
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("dtype", [torch.long, torch.bool])
-def test_padding_changes_nothing(name, side, dtype):
-    layer, texts, width = make(name), [embeds(5), embeds(2, seed=1), embeds(1, seed=2)], 7
-    batch, mask = embeds(3, width, seed=3), torch.zeros(3, width, dtype=dtype)
-    for row, text in enumerate(texts):
-        place = slice(width - len(text), width) if side == "left" else slice(0, len(text))
-        batch[row, place], mask[row, place] = text, 1
-    outputs = layer(batch, attention_mask=mask)
-    assert outputs.isfinite().all()
-    for row, text in enumerate(texts):
-        torch.testing.assert_close(outputs[row][mask[row].bool()], layer(text[None])[0], atol=1e-6, rtol=1e-6)
-
-
-@every_layer
-def test_padding_up_to_max_length(name):
-    """The padding needs no positions beyond the table."""
-    layer, mask = make(name, max_length=MAX), torch.zeros(2, MAX, dtype=torch.long)
-    mask[0, -1:], mask[1, :1] = 1, 1
+@torch.no_grad()
+def test_padding_changes_nothing(name, side):
+    layer, width = make(name, max_length=MAX), 7
+    for dtype, lengths in ((torch.long, (5, 2, 1)), (torch.bool, (4, 1, 3))):
+        texts, mask = embeds(3, width, seed=3), torch.zeros(3, width, dtype=dtype)
+        for row, length in enumerate(lengths):
+            mask[row, slice(width - length, width) if side == "left" else slice(0, length)] = 1
+        outputs = layer(texts, attention_mask=mask)
+        for row, shown in enumerate(mask.bool()):
+            close(outputs[row][shown], layer(texts[row, shown][None])[0])
+    # The padding needs no positions beyond the table.
+    _, mask = padded(torch.ones(2, MAX - 3, dtype=torch.long), (1, 2), side)
     assert layer(embeds(2, MAX), attention_mask=mask).isfinite().all()
 
 
-@every_layer
-def test_4d_mask_means_from_the_start(name):
-    layer, inputs = make(name), embeds(2, 5)
-    assert torch.equal(layer(inputs, attention_mask=torch.zeros(2, 1, 5, 5)), layer(inputs))
-
-
-@every_layer_but_normalized
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "normalized"])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_chunks_equal_the_whole(name, padding):
-    layer, inputs = make(name), embeds(2, 11)
-    mask = torch.ones(2, 11, dtype=torch.long)
+    """Of a fraction of the text so far that isn't so: it is another number once the text goes on."""
+    layer, inputs, mask = make(name), embeds(2, 11), torch.ones(2, 11, dtype=torch.long)
     mask[0, :padding] = 0
     whole = layer(inputs, attention_mask=mask)
     for bounds in ((0, 4, 5, 11), (0, 10, 11)):
         chunks = [
             layer(inputs[:, start:stop], attention_mask=mask[:, :stop] if padding else None, past_length=start)
-            for start, stop in zip(bounds, bounds[1:], strict=False)
+            for start, stop in itertools.pairwise(bounds)
         ]
-        torch.testing.assert_close(torch.cat(chunks, dim=1), whole, atol=1e-6, rtol=1e-6)
+        close(torch.cat(chunks, dim=1), whole)
 
 
 @every_layer
-@pytest.mark.parametrize("length", [1, 3, MAX])
-def test_a_short_input_takes_the_first_rows(name, length):
-    layer = make(name, max_length=MAX)
-    added = layer(torch.zeros(1, length, D))
-    torch.testing.assert_close(added, vectors(layer, name, range(length))[None], atol=1e-6, rtol=1e-6)
-
-
-@every_layer
-@pytest.mark.parametrize(("length", "past_length"), [(8, 0), (3, 5), (2, 6)])
-def test_max_length_is_a_promise(name, length, past_length):
+def test_max_length_is_a_promise(name):
     layer = make(name, max_length=7)
-    with pytest.raises(ValueError, match="8 positions are more than max_length=7: crop"):
-        layer(embeds(1, length), past_length=past_length)
-    assert layer(embeds(1, length - 1), past_length=past_length).shape == (1, length - 1, D)
-
-
-@pytest.mark.parametrize("name", ["sinusoidal", "learned scale", "normalized", "counter"])
-def test_no_max_length_means_no_limit(name):
-    assert make(name)(embeds(1, 3000)).isfinite().all()
-
-
-@pytest.mark.parametrize("scale", [0.5, 3, "learned"])
-def test_scale(scale):
-    layer = hf_posenc.PositionEmbedding("sinusoidal", D, scale=scale)
-    factor = 2.0 if scale == "learned" else scale
-    if scale == "learned":
-        assert layer.posenc.factor.item() == 1.0
-        nn.init.constant_(layer.posenc.factor, 2.0)
-    plain = vectors(None, "sinusoidal", range(4))
-    torch.testing.assert_close(layer(torch.zeros(1, 4, D))[0], factor * plain, atol=1e-6, rtol=1e-6)
+    for length, past in ((8, 0), (3, 5), (2, 6)):
+        with pytest.raises(ValueError, match="8 positions are more than max_length=7: crop"):
+            layer(embeds(1, length), past_length=past)
+        assert layer(embeds(1, length - 1), past_length=past).shape == (1, length - 1, D)
+    if "max_length" not in LAYERS[name]:
+        assert make(name)(embeds(1, 3000)).isfinite().all()
 
 
 def test_dropout_acts_on_the_sum_in_training_alone():
@@ -233,12 +172,11 @@ def test_before_a_torch_encoder(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_output_has_the_dtype_of_the_input(name, dtype):
     layer, inputs = make(name), embeds(2, 5).to(dtype)
-    expected = inputs.double() + vectors(layer, name, range(5)).double()
-    tolerance = 8 * torch.finfo(dtype).eps + 1e-6
+    expected = inputs.double() + vectors(layer, range(5)).double()
     for each in (layer, copy.deepcopy(layer).to(dtype)):
         output = each(inputs)
         assert output.dtype == dtype
-        torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+        close(output.double(), expected, 8 * torch.finfo(dtype).eps + 1e-6)
 
 
 @pytest.mark.parametrize("name", ["learned", "learned scale"])
@@ -263,18 +201,11 @@ def test_on_a_gpu(name):
     torch.testing.assert_close(actual.cpu(), expected, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "fourier"])  # whose gradients test_absolute.py compares
-def test_gradients_reach_every_parameter(name):
-    layer, inputs, upstream = make(name).train(), embeds(2, 5).requires_grad_(), embeds(2, 5, seed=1)
+def test_gradients_reach_inputs_and_tables():
+    layer, inputs, upstream = make("learned").train(), embeds(2, 5).requires_grad_(), embeds(2, 5, seed=1)
     layer(inputs).backward(upstream)
     assert torch.equal(inputs.grad, upstream)
-    for parameter in layer.parameters():
-        if name == "learned scale":
-            expected = (vectors(None, "sinusoidal", range(5)) * upstream).sum()
-        else:
-            expected = nn.functional.pad(upstream.sum(0), (0, 0, 0, MAX - 5))
-        torch.testing.assert_close(parameter.grad, expected, atol=1e-5, rtol=1e-5)
-    assert len(list(layer.parameters())) == name.startswith("learned")
+    close(layer.posenc.weight.grad, nn.functional.pad(upstream.sum(0), (0, 0, 0, MAX - 5)))
 
 
 # Saved, copied, compiled.
@@ -311,11 +242,9 @@ for name, expected in saved["expected"].items():
     assert type(layer) is hf_posenc.PositionEmbedding and not layer.training, name
     assert layer.config.position_encoding == expected["config"], name
     assert torch.equal(layer(inputs), expected["output"]), name
-    again = hf_posenc.PositionEmbedding.from_pretrained(path + "/" + name)
-    assert torch.equal(again(inputs), expected["output"]), name
     if "half" in expected:
         assert layer.dropout.p == 0.25 and layer.config.max_length == 20
-        half = AutoModel.from_pretrained(path + "/" + name, dtype=torch.bfloat16)
+        half = hf_posenc.PositionEmbedding.from_pretrained(path + "/" + name, dtype=torch.bfloat16)
         assert {p.dtype for p in half.parameters()} <= {torch.bfloat16}, name
         assert torch.equal(half(inputs.bfloat16()), expected["half"]), name
 """
@@ -344,51 +273,31 @@ def test_in_a_model_of_ones_own(tmp_path):
     parent.save_pretrained(tmp_path / "whole")
     loaded = Parent.from_pretrained(tmp_path / "whole")
     assert torch.equal(loaded.positions.posenc.weight, parent.positions.posenc.weight)
-
     weights = {name: value for name, value in parent.state_dict().items() if name.startswith("linear")}
     parent.save_pretrained(tmp_path / "part", state_dict=weights)
     loaded = Parent.from_pretrained(tmp_path / "part")
     assert torch.equal(loaded.linear.weight, parent.linear.weight)
-    expected = vectors(None, "sinusoidal", range(MAX))
-    torch.testing.assert_close(loaded.positions.posenc.weight.detach(), expected, atol=1e-6, rtol=1e-6)
+    close(loaded.positions.posenc.weight.detach(), sinusoids([range(MAX)], D)[0])
 
 
-def test_incomplete_file(tmp_path):
+def test_configs_and_files_are_checked(tmp_path):
     """A table which is missing is no table to go on with, any more than in a patched model."""
-    make("learned").save_pretrained(tmp_path, state_dict={"other": torch.zeros(1)})
-    with pytest.raises(ValueError, match="posenc.weight"):
-        AutoModel.from_pretrained(tmp_path)
-
-
-def test_config_is_checked_and_canonical():
     config = AutoConfig.for_model("posenc-embedding", position_encoding="absolute", hidden_size=D, max_length=5)
-    assert config.position_encoding == {
-        "type": "learned",
-        "init": "normal",
-        "std": 0.02,
-        "storage": "float32",
-        "trained_rows": None,
-        "file": None,
-    }
     layer = AutoModel.from_config(config)
-    assert type(layer) is hf_posenc.PositionEmbedding and layer.posenc.weight.shape == (5, D)
+    assert type(layer) is PositionEmbedding and layer.posenc.weight.shape == (5, D)
+    assert config.position_encoding.items() >= {"type": "learned", "init": "normal", "std": 0.02}.items()
     with pytest.raises(ValueError, match="'sinusoidal' has no option 'theta'"):
         AutoConfig.for_model("posenc-embedding", position_encoding={"type": "sinusoidal", "theta": 3})
-
-
-def test_a_config_takes_no_arguments_beside_it():
-    """They would be swallowed."""
-    config = make("sinusoidal").config
-    for arguments in ({"base": 3.0}, {"hidden_size": 9}, {"max_length": 3}, {"dropuot": 0.5}):
+    for arguments in ({"base": 3.0}, {"hidden_size": 9}, {"max_length": 3}, {"dropuot": 0.5}):  # they would be swallowed
         with pytest.raises((TypeError, ValueError), match=next(iter(arguments))):
-            hf_posenc.PositionEmbedding(config, **arguments)
-
-
-def test_another_encoding_than_was_saved(tmp_path):
-    make("learned").save_pretrained(tmp_path)
+            PositionEmbedding(config, **arguments)
+    layer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'learned'.*'counter'|'counter'.*'learned'"):
         AutoModel.from_pretrained(tmp_path, position_encoding="counter")
     assert AutoModel.from_pretrained(tmp_path, position_encoding={"type": "absolute"}).posenc.type == "learned"
+    layer.save_pretrained(tmp_path, state_dict={"other": torch.zeros(1)})
+    with pytest.raises(ValueError, match="posenc.weight"):
+        AutoModel.from_pretrained(tmp_path)
 
 
 @every_layer
@@ -402,7 +311,7 @@ def test_copies(name):
     assert torch.equal(layer(inputs), expected)
 
 
-@pytest.mark.parametrize("name", [name if name in ("sinusoidal", "learned") else slow(name) for name in LAYERS])
+@pytest.mark.parametrize("name", [name if name == "learned" else slow(name) for name in LAYERS])
 def test_compiles_as_one_graph(name):
     torch._dynamo.reset()
     layer, inputs = make(name), embeds(2, 9)
@@ -422,15 +331,11 @@ def test_compiles_as_one_graph(name):
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_token_position_embedding(name, batch_first):
     torch.manual_seed(0)
-    options = {"hidden_size": D, "batch_first": batch_first, "padding_idx": 0, **LAYERS[name]}
-    layer = hf_posenc.TokenPositionEmbedding(10, **options).eval()
+    layer = TokenPositionEmbedding(
+        10, **{"hidden_size": D, "batch_first": batch_first, "padding_idx": 0, **LAYERS[name]}
+    ).eval()
     ids, mask = torch.tensor([[0, 0, 3, 9], [4, 4, 1, 2]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     given = ids if batch_first else ids.T
-
-    def expected(rows):
-        added = torch.stack([vectors(layer.positions, name, row) for row in rows])
-        return layer.tokens.weight[ids] + added
-
     for arguments, rows in (
         ({}, [range(4)] * 2),
         ({"attention_mask": mask}, [[0, 0, 0, 1], range(4)]),
@@ -440,8 +345,8 @@ def test_token_position_embedding(name, batch_first):
         output = layer(given, **arguments)
         output = output if batch_first else output.transpose(0, 1)
         shown = mask.bool() if "attention_mask" in arguments else torch.ones(2, 4, dtype=torch.bool)
-        torch.testing.assert_close(output[shown], expected(rows)[shown], atol=1e-6, rtol=1e-6)
-
+        expected = layer.tokens.weight[ids] + torch.stack([vectors(layer.positions, row) for row in rows])
+        close(output[shown], expected[shown])
     assert not layer.tokens.weight[0].any()
     layer(given).square().sum().backward()
     assert not layer.tokens.weight.grad[0].any()
@@ -449,48 +354,43 @@ def test_token_position_embedding(name, batch_first):
 
 
 def test_token_position_embedding_drops_out_the_sum():
-    layer = hf_posenc.TokenPositionEmbedding(10, "counter", D, dropout=1.0)
+    layer = TokenPositionEmbedding(10, "counter", D, dropout=1.0)
     assert not layer.train()(torch.tensor([[1, 2, 3]])).any()
     assert layer.eval()(torch.tensor([[1, 2, 3]])).any()
-
-
-def test_token_position_embedding_keeps_its_promise():
-    layer = hf_posenc.TokenPositionEmbedding(10, "learned", D, max_length=3)
-    with pytest.raises(ValueError, match="4 positions are more than max_length=3"):
-        layer(torch.tensor([[1, 2, 3, 4]]))
 
 
 # What is refused.
 
 
-@pytest.mark.parametrize("kind", ["alibi", "logn", "none", "relative", "rope", "rotary", "sinusoidal+logn"])
+@pytest.mark.parametrize(
+    "kind",
+    ["alibi", "logn", "none", "relative", "rotary", "sinusoidal+logn", "alibi+none", "rope+sinusoidal", "sinusoidal+shaw"],
+)
 def test_encodings_that_do_not_embed_belong_into_a_model(kind):
     with pytest.raises(ValueError, match=r"hf_posenc\.patch\(model, '"):
-        hf_posenc.PositionEmbedding(kind, D)
+        PositionEmbedding(kind, D)
+    layer = PositionEmbedding("sinusoidal+learned", D, max_length=5, learned__std=1)
+    close(layer(torch.zeros(1, 5, D)), layer.posenc.learned.weight + sinusoids([range(5)], D))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(encoding="sinusoidal"), "hidden_size=None"),
-        (dict(encoding="sinusoidal", hidden_size=0), "hidden_size=0"),
-        (dict(encoding="sinusoidal", hidden_size=True), "hidden_size=True"),
-        (dict(encoding="sinusoidal", hidden_size=8.0), "hidden_size=8.0"),
-        (dict(encoding="learned", hidden_size=8), "give max_length"),
-        (dict(encoding="learned", hidden_size=8, max_length=0), "max_length=0"),
-        (dict(encoding="learned", hidden_size=8, max_length=-1), "max_length=-1"),
-        (dict(encoding="learned", hidden_size=8, max_length=2.5), "max_length=2.5"),
-        (dict(encoding="sinusoidal", hidden_size=8, max_length=True), "max_length=True"),
-        (dict(encoding="sinusoidal", hidden_size=8, dropout=1.5), "1.5"),
-        (dict(encoding="sinusoidal", hidden_size=8, rows=5), "no option 'rows'"),
-        (dict(encoding={"type": "sinusoidal", "base": 0.5}, hidden_size=8), "sinusoidal.base=0.5"),
-        (dict(encoding="sinusodial", hidden_size=8), "unknown position encoding 'sinusodial'"),
-        (dict(encoding=None, hidden_size=8), "a name or a dict"),
+        *(({"hidden_size": size}, f"hidden_size={size}") for size in (None, 0, True, 8.0)),
+        *(({"encoding": "learned", "max_length": longest}, f"max_length={longest}") for longest in (0, -1, 2.5)),
+        ({"encoding": "learned"}, "give max_length"),
+        ({"max_length": True}, "max_length=True"),
+        ({"dropout": 1.5}, "1.5"),
+        ({"rows": 5}, "no option 'rows'"),
+        ({"encoding": {"type": "sinusoidal", "base": 0.5}}, "sinusoidal.base=0.5"),
+        ({"encoding": "sinusodial"}, "unknown position encoding 'sinusodial'"),
+        ({"encoding": None}, "a name or a dict"),
     ],
+    ids=str,
 )
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        hf_posenc.PositionEmbedding(**arguments)
+        PositionEmbedding(**{"encoding": "sinusoidal", "hidden_size": 8, **arguments})
 
 
 @pytest.mark.parametrize("shape", [(5, D), (2, 5, D + 1), (2, 5, 1), (1, 2, 5, D)])

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import functools
 import json
 import math
 import pickle
@@ -24,8 +25,11 @@ from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import Geometry, GreaterThan, PositionEncoding, build, canonical, encoding_class, list_encodings
 from hf_posenc.serialization.user_code import flat
 from models import ENCODINGS, stock
+from oracles import make
 
 GEOMETRY = Geometry(hidden_size=8, num_attention_heads=2, head_dim=4, max_length=10)
+
+
 LEARNED = {"storage": "float32", "file": None, "init": "normal", "std": 0.02, "trained_rows": None}
 
 
@@ -92,21 +96,17 @@ def test_canonical(given, expected):
     assert type(build(actual, GEOMETRY)) is encoding_class(given if isinstance(given, str) else given["type"])
 
 
-@pytest.mark.parametrize("given", ["sinusodial", {"type": "sinusodial"}, "PositionEncoding", ""])
-def test_unknown_encoding(given):
-    with pytest.raises(ValueError, match="unknown position encoding") as error:
-        canonical(given)
-    assert all(repr(name) in str(error.value) for name in ENCODINGS)
-    assert "import the module that defines its class" in str(error.value)
-
-
 @pytest.mark.parametrize(
-    "given", [None, 3, ["alibi"], {}, {"base": 3.0}, {"type": None}, {"type": ["alibi"]}, hf_posenc.PositionEncoding]
+    ("given", "words"),
+    [(given, "unknown position encoding") for given in ("sinusodial", {"type": "sinusodial"}, "PositionEncoding", "")]
+    + [(given, "a name or a dict") for given in (None, 3, ["alibi"], {}, {"base": 3.0}, {"type": None}, {"type": ["alibi"]})],
+    ids=str,
 )
-def test_what_is_no_encoding(given):
-    with pytest.raises(ValueError, match="a name or a dict") as error:
+def test_what_is_no_encoding(given, words):
+    with pytest.raises(ValueError, match=words) as error:
         canonical(given)
     assert all(repr(name) in str(error.value) for name in ENCODINGS)
+    assert ("import the module that defines its class" in str(error.value)) == words.startswith("unknown")
 
 
 @pytest.mark.parametrize(
@@ -148,154 +148,155 @@ def test_mechanisms_of_an_own_encoding():
 # Options.
 
 
-@pytest.mark.parametrize("name", ENCODINGS)
-def test_unknown_option(name):
-    allowed = encoding_class(name).option_types()
-    with pytest.raises(
-        ValueError, match=rf"'{name}' has no option 'bass'( \(did you mean 'bases?'\?\))?, 'wrong'; it"
-    ) as error:
-        canonical({"type": name, "wrong": 1, "bass": 2})
-    assert all(repr(option) in str(error.value) for option in allowed)
-    if not allowed:
-        assert "no options" in str(error.value)
+def test_unknown_option():
+    for name in ENCODINGS:
+        allowed = encoding_class(name).option_types()
+        words = rf"'{name}' has no option 'bass'( \(did you mean 'bases?'\?\))?, 'wrong'; it"
+        with pytest.raises(ValueError, match=words) as error:
+            canonical({"type": name, "wrong": 1, "bass": 2})
+        assert all(repr(option) in str(error.value) for option in allowed or ["no options"] if allowed)
+        assert allowed or "no options" in str(error.value)
 
 
-WRONG = [
-    ("sinusoidal", "base", "10000", "a finite number above 1"),
-    ("sinusoidal", "base", True, "a finite number above 1"),
-    ("sinusoidal", "base", None, "a finite number above 1"),
-    ("sinusoidal", "base", [10000.0], "a finite number above 1"),
-    ("sinusoidal", "base", 1, "a finite number above 1"),
-    ("sinusoidal", "base", 1.0, "a finite number above 1"),
-    ("sinusoidal", "base", -5.0, "a finite number above 1"),
-    ("sinusoidal", "base", math.nan, "a finite number above 1"),
-    ("sinusoidal", "base", math.inf, "a finite number above 1"),
-    pytest.param("sinusoidal", "base", 10**400, "a finite number above 1", id="beyond all floats"),
-    ("sinusoidal", "scale", math.nan, "a finite number or 'learned'"),
-    ("sinusoidal", "scale", "learnt", "a finite number or 'learned'"),
-    ("sinusoidal", "scale", False, "a finite number or 'learned'"),
-    ("sinusoidal", "layout", "halves", "'interleaved' or 'concatenated'"),
-    ("sinusoidal", "layout", 0, "'interleaved' or 'concatenated'"),
-    ("learned", "std", 0.0, "a finite number above 0"),
-    ("learned", "std", -math.inf, "a finite number above 0"),
-    ("learned", "init", "zeros", "'normal' or 'sinusoidal' or 'host'"),
-    ("relative", "max_distance", True, "an integer above 0"),
-    ("relative", "max_distance", 5.0, "an integer above 0"),
-    ("relative", "max_distance", 0, "an integer above 0"),
-    ("relative", "max_distance", None, "an integer above 0"),
-    ("relative", "per_layer", 1, "True or False"),
-    ("shaw", "per_layer", None, "True or False"),
-    ("alibi", "slopes", "trained", "'fixed' or 'learned'"),
-    ("alibi", "sides", "both", "'symmetric' or 'one_sided' or 'asymmetric'"),
-    ("kerple", "kernel", "linear", "'log' or 'power'"),
-    ("sandwich", "size", 64.0, "an integer above 0"),
-    ("sandwich", "base", 1, "a finite number above 1"),
-    ("rope", "theta", 1, "a finite number above 1"),
-    ("rope", "layout", "interleave", "'half' or 'interleaved'"),
-    ("logn", "trained_length", 1, "an integer above 1 or None"),
-    ("logn", "trained_length", 512.0, "an integer above 1 or None"),
-    ("logn", "scale", 1.0, "'fixed' or 'learned'"),
+RANGES = [
+    ("sinusoidal", "base", ("10000", True, None, [10000.0], 1, -5.0, math.nan, math.inf, 10**400), "a finite number above 1"),
+    ("sinusoidal", "scale", (math.nan, "learnt", False), "a finite number or 'learned'"),
+    ("sinusoidal", "layout", ("halves", 0), "'interleaved' or 'concatenated'"),
+    ("sinusoidal", "bases", (10.0, (1.0, 10.0)), "None or a list in which each value is a finite number above 1"),
+    ("learned", "std", (0.0, -math.inf), "a finite number above 0"),
+    ("relative", "max_distance", (True, 5.0, 0, None), "an integer above 0"),
+    ("relative", "per_layer", (1, None), "True or False"),
+    ("logn", "trained_length", (1, 512.0), "an integer above 1 or None"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "option", "value", "allowed"), WRONG)
-def test_wrong_types_and_ranges(kind, option, value, allowed):
-    with pytest.raises(ValueError) as error:
-        canonical({"type": kind, option: value})
-    assert str(error.value) == f"{kind}.{option}={value!r}: allowed is {allowed}"
+@pytest.mark.parametrize(("kind", "option", "values", "allowed"), RANGES)
+def test_wrong_types_and_ranges(kind, option, values, allowed):
+    """The constructor checks, too."""
+    for value in values:
+        with pytest.raises(ValueError) as one:
+            canonical({"type": kind, option: value})
+        with pytest.raises(ValueError) as other:
+            encoding_class(kind)(GEOMETRY, **{option: value})
+        assert str(one.value) == str(other.value) == f"{kind}.{option}={value!r}: allowed is {allowed}"
 
 
-@pytest.mark.parametrize("kind", ["sinusoidal", "rotary"])
-def test_options_are_checked_by_the_constructor_too(kind):
-    with pytest.raises(ValueError, match="allowed is a finite number"):
-        encoding_class(kind)(GEOMETRY, **{"theta" if kind == "rotary" else "base": "7"})
+def test_all_ranges():
+    """What each encoding's options can't be."""
+    for kind, options in {
+        "alibi": {"slopes": "trained", "sides": "both"},
+        "cope": {"max_position": 1},
+        "fire": {"c": 0.0, "threshold": -3.0, "width": 0},
+        "fope": {"gain": -0.1, "theta": 1.0},
+        "fourier": {"gamma": 0.0, "scale": -1.0, "width": 0},
+        "kerple": {"kernel": "linear"},
+        "learned": {"init": "zeros"},
+        "logn": {"scale": 1.0},
+        "rope": {"theta": 1, "layout": "interleave"},
+        "rope_2d": {"frequencies": "learned", "theta": 1.0},
+        "sandwich": {"size": 64.0, "base": 1},
+        "sinusoidal": {"frequencies": "trained"},
+        "sinusoidal_2d": {"first": "x"},
+        "tupe": {"untie_cls": 1},
+        "xpos": {"gamma": 0.0, "scale_base": -1.0, "theta": 1.0, "layout": "halves"},
+    }.items():
+        for option, value in options.items():
+            with pytest.raises(ValueError, match=re.escape(f"{kind}.{option}={value!r}: allowed is ")):
+                make(kind, trained=9, max_length=9, axes=2 if kind.endswith("2d") else 1, **{option: value})
 
 
-def taking(annotation):
-    """An encoding with one option, a required one."""
+LONG, LLAMA3 = {"rope_type": "longrope"}, {"rope_type": "llama3", "factor": 2.0}
+YARN, DYNAMIC = {"rope_type": "yarn", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}
+CONTRADICTIONS = [
+    ("cope", {"max_position": 0}, r"cope\.max_position=0: allowed is an integer above 1"),
+    *(("deberta", {"buckets": few, "max_distance": 128}, f"buckets={few}, .*=128: .* 0 .* even") for few in (5, 2, 128, 256)),
+    ("fope", {"trained": None}, "fope.trained_length=None: .* so give one"),
+    ("fope", {"head_dim": 7}, "head_dim is 7, an odd number"),
+    ("fourier", {"features": 7}, "fourier.features=7: allowed is an even number.*take 8"),
+    ("rope", {"head_dim": 7}, "head_dim is 7"),
+    ("rope", {"rope_type": "ntk"}, "rope.rope_type='ntk'.*'default' or 'linear'"),
+    ("rope", {"rope_type": "linear"}, "rope_type='linear' needs 'factor': give factor=…"),
+    ("rope", {**LONG, "factor": 2.0}, "needs 'short_factor', 'long_factor': give short_factor=…, long_factor=…"),
+    ("rope", LLAMA3, "needs 'low_freq_factor', 'high_freq_factor'"),
+    ("rope", {"factor": 2.0}, "factor=2.0: rope_type='default' takes none .*leave it out, or take rope_type='linear' or"),
+    ("rope", {"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}, "beta_fast=3.0: .*'factor'; leave.*rope_type='yarn'"),
+    ("rope", {"rope_type": "linear", "factor": 0.0}, "rope.factor=0.0.*above 0"),
+    ("rope", {"rope_type": "linear", "factor": "4"}, "rope.factor='4'"),
+    ("rope", {"rope_type": "linear", "facto": 4.0}, "did you mean 'factor'"),
+    ("rope", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5: .* up to 1"),
+    ("rope", {"partial_rotary_factor": 0.0}, "partial_rotary_factor=0.0: .*above 0"),
+    ("rope", {"partial_rotary_factor": 0.4}, "head_dim is 8, .*=0.4 rotates 3, .*: take partial_rotary_factor=0.3125"),
+    ("rope", {"partial_rotary_factor": 0.1}, "rotates 0, fewer than 2: take partial_rotary_factor=0.3125"),
+    ("rope", {"rope_type": "proportional", "partial_rotary_factor": 0.1}, "rotates 0, fewer than 2"),
+    ("rope", {**DYNAMIC, "partial_rotary_factor": 0.25}, "rotates 2, fewer than 4: take .*=0.5625"),
+    ("rope", {**YARN, "mscale": 1.0}, "mscale and mscale_all_dim act together"),
+    ("rope", {**YARN, "beta_slow": 40.0}, "beta_slow=40.0: allowed is a number below beta_fast=32.0"),
+    ("rope", {**YARN, "original_max_position_embeddings": 1}, "original_max_position_embeddings=1: "),
+    ("rope", {**LLAMA3, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "=4.0: .* below high_freq_factor=4.0"),
+    ("rope", {**LONG, "short_factor": [1.0] * 4, "long_factor": [1.0] * 3}, "long_factor has 3 values, for 4 rotated"),
+    ("rope", {**LONG, "short_factor": [], "long_factor": [1.0] * 4}, "short_factor has 0 values, for 4 rotated"),
+    ("rope", {**LONG, "short_factor": [0.0] * 4, "long_factor": [1.0] * 4}, "short_factor=.*above 0"),
+    ("rope_2d", {"axes": 2, "head_dim": 6}, "head_dim is 6, which 4 doesn't divide: choose an encoding which embeds or biases"),
+    ("rope_2d", {"axes": 2, "head_dim": 0, "heads": 0}, "head_dim is 0, which 4 doesn't divide"),
+    *(("sandwich", {"size": size}, rf"sandwich\.size={size}: allowed is an even number up to 8192") for size in (1, 127, 8194)),
+    ("sinusoidal", {"base": 100.0, "bases": (10.0, 20.0)}, r"base=100 and sinusoidal.bases=\(10.0, 20.0\) contradict"),
+    ("sinusoidal", {"bases": (10.0,) * 9}, "hidden_size=16 has room for 1 to 8"),
+    ("sinusoidal", {"bases": ()}, "has room for 1 to 8"),
+    ("sinusoidal", {"trained_length": 8}, "trained_length=8 has no use with frequencies='fixed'"),
+    ("sinusoidal", {"trained_length": 8, "frequencies": "learned"}, "has no use with frequencies='learned'"),
+    ("sinusoidal", {"trained": None, "frequencies": "dynamic"}, "needs trained_length, above 1: give it"),
+    ("sinusoidal_2d", {"axes": 2, "hidden_size": 3}, "hidden_size is 3: it takes 4 or more"),
+    ("sinusoidal_2d", {"axes": 3}, "a token has 3"),
+    *(
+        ("t5", {"num_buckets": few, "max_distance": 128}, f"t5.num_buckets={few}, .*: .* a multiple of 4")
+        for few in (2, 30, 33)
+    ),
+    *(("t5", {"max_distance": far}, rf"t5\.max_distance={far}: .* a distance above") for far in (32, 20)),
+    ("xpos", {"head_dim": 7, "is_causal": True}, "head_dim is 7, an odd number: choose an encoding which embeds or biases"),
+]
 
+
+@pytest.mark.parametrize(("kind", "options", "words"), CONTRADICTIONS)
+def test_contradictions(kind, options, words):
+    """Of options with each other and with the sizes of a model."""
+    with pytest.raises(ValueError, match=words):
+        make(kind, **options)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "taken", "refused"),
+    [
+        (int, [(-3, -3)], [3.0, True, "3", None]),
+        (float, [(2, 2.0), (-1.5, -1.5)], [True, math.nan, -math.inf, "1.0"]),
+        (bool, [(True, True)], [1, "False"]),
+        (str, [("", "")], [1]),
+        (Any, [({"a": [1]}, {"a": [1]})], []),
+        (int | None, [(None, None), (3, 3)], [False, 1.0]),
+        (Literal["a", 1, None], [(1, 1), (None, None)], [True, 1.0, "b"]),
+        (Annotated[int, GreaterThan(2)], [(3, 3)], [2]),
+        (Annotated[float, GreaterThan(2)], [(3, 3.0)], [2.0]),
+        (Annotated[float | None, GreaterThan(0)], [(None, None), (1, 1.0)], [0]),
+        (Annotated[float | Literal["auto"], GreaterThan(0)], [("auto", "auto"), (3, 3.0)], [0, "manual"]),
+        (tuple[float, ...], [([1.5, 100], (1.5, 100.0)), ((1.5,), (1.5,)), ([], ())], [3.0, ["a"], [1.0, math.inf], [True]]),
+        (tuple[str, ...] | None, [(["a", "b"], ("a", "b"))], ["ab"]),
+        (tuple[int, str], [([1, "a"], (1, "a"))], [[1, 2], [1]]),
+    ],
+    ids=str,
+)
+def test_values_arrive_in_the_annotated_type(annotation, taken, refused):
     class Own(PositionEncoding, type="own"):
         option: annotation
 
-    return Own
-
-
-@pytest.mark.parametrize(
-    ("annotation", "value", "expected"),
-    [
-        (int, -3, -3),
-        (float, 2, 2.0),
-        (float, -1.5, -1.5),
-        (bool, True, True),
-        (str, "", ""),
-        (Any, {"a": [1]}, {"a": [1]}),
-        (int | None, None, None),
-        (int | None, 3, 3),
-        (Literal["a", 1, None], 1, 1),
-        (Literal["a", 1, None], None, None),
-        (Annotated[int, GreaterThan(2)], 3, 3),
-        (Annotated[float, GreaterThan(2)], 3, 3.0),
-        (Annotated[float | None, GreaterThan(0)], None, None),
-        (Annotated[float | None, GreaterThan(0)], 1, 1.0),
-        (Annotated[float | Literal["auto"], GreaterThan(0)], "auto", "auto"),
-        (Annotated[float | Literal["auto"], GreaterThan(0)], 3, 3.0),
-        (tuple[float, ...], [1.5, 2.5], (1.5, 2.5)),
-        (tuple[float, ...], (1.5,), (1.5,)),
-        (tuple[float, ...], [], ()),
-        (tuple[float, ...], [100, 2.5], (100.0, 2.5)),
-        (tuple[str, ...] | None, ["a", "b"], ("a", "b")),
-        (tuple[int, str], [1, "a"], (1, "a")),
-    ],
-    ids=str,
-)
-def test_values_arrive_in_the_annotated_type(annotation, value, expected):
-    taking(annotation)
-    actual = canonical({"type": "own", "option": value})
-    assert actual == {"type": "own", "option": expected} and type(actual["option"]) is type(expected)
-    if isinstance(expected, tuple):
-        assert [type(item) for item in actual["option"]] == [type(item) for item in expected]
-    module = build(actual, GEOMETRY)
-    assert module.option == expected and f"option={expected!r}" in repr(module)
-
-
-@pytest.mark.parametrize(
-    ("annotation", "value"),
-    [
-        (int, 3.0),
-        (int, True),
-        (int, "3"),
-        (int, None),
-        (float, True),
-        (float, math.nan),
-        (float, -math.inf),
-        (float, "1.0"),
-        (bool, 1),
-        (bool, "False"),
-        (str, 1),
-        (int | None, False),
-        (int | None, 1.0),
-        (Literal["a", 1], True),
-        (Literal["a", 1], 1.0),
-        (Literal["a", 1], "b"),
-        (Annotated[int, GreaterThan(2)], 2),
-        (Annotated[float, GreaterThan(2)], 2.0),
-        (Annotated[float | None, GreaterThan(0)], 0),
-        (Annotated[float | Literal["auto"], GreaterThan(0)], 0),
-        (Annotated[float | Literal["auto"], GreaterThan(0)], "manual"),
-        (tuple[float, ...], 3.0),
-        (tuple[float, ...], ["a"]),
-        (tuple[float, ...], [1.0, math.inf]),
-        (tuple[float, ...], [True]),
-        (tuple[str, ...], "ab"),
-        (tuple[int, str], [1, 2]),
-        (tuple[int, str], [1]),
-    ],
-    ids=str,
-)
-def test_values_of_another_type_are_refused(annotation, value):
-    taking(annotation)
-    with pytest.raises(ValueError, match=rf"own\.option={re.escape(repr(value))}: allowed is "):
-        canonical({"type": "own", "option": value})
+    for value, expected in taken:
+        actual = canonical({"type": "own", "option": value})
+        assert actual == {"type": "own", "option": expected} and type(actual["option"]) is type(expected)
+        if isinstance(expected, tuple):
+            assert [*map(type, actual["option"])] == [*map(type, expected)]
+        module = build(actual, GEOMETRY)
+        assert module.option == expected and f"option={expected!r}" in repr(module)
+    for value in refused:
+        with pytest.raises(ValueError, match=rf"own\.option={re.escape(repr(value))}: allowed is "):
+            canonical({"type": "own", "option": value})
 
 
 @pytest.mark.parametrize(
@@ -461,16 +462,17 @@ class Mine(PositionEncoding, type="mine", aliases=("my",)):
 
 
 def test_a_cell_run_again_replaces_its_class():
+    """In compositions, too."""
     first = define(CELL.format(width=1))["Mine"]
-    second = define(CELL.format(width=2))["Mine"]
-    assert first is not second
-    assert encoding_class("mine") is encoding_class("my") is second
+    whole = encoding_class("my+alibi")
+    assert whole is encoding_class("mine+alibi") and canonical("my+alibi")["mine"] == {"width": 1}
+    second = define("from __future__ import annotations\n" + CELL.format(width=2))["Mine"]
+    assert first is not second and second.option_types() == {"width": int}
+    assert encoding_class("mine") is encoding_class("my") is encoding_class("mine+alibi").parts["mine"] is second
+    assert encoding_class("mine+alibi") is not whole
     assert canonical("my") == {"type": "mine", "width": 2}
-
-
-def test_options_of_a_cell_with_postponed_annotations():
-    cell = define("from __future__ import annotations\n" + CELL.format(width=3))
-    assert canonical("mine") == {"type": "mine", "width": 3} and cell["Mine"].option_types() == {"width": int}
+    assert canonical("alibi+mine")["mine"] == canonical("mine+alibi")["mine"] == {"width": 2}
+    assert type(build(canonical("mine+alibi"), GEOMETRY).mine) is second
 
 
 @pytest.mark.parametrize("name", ["mine", "my"])
@@ -510,6 +512,8 @@ def test_an_encoding_is_an_ordinary_module():
 # Compositions.
 
 SHAW = {"max_distance": 128, "terms": "keys", "per_layer": True}
+
+
 BOTH, ALIBI = {**SHAW, "terms": "keys+queries"}, {"slopes": "fixed", "sides": "symmetric", "per_layer": False}
 
 
@@ -600,94 +604,38 @@ def test_compositions_are_not_listed():
     assert not any("+" in name for name in list_encodings())
 
 
-def test_a_composition_is_pickled_into_a_new_process(tmp_path):
-    """Where nobody has asked for it yet."""
-    module = build(canonical({"type": "learned+shaw+t5", "t5__num_buckets": 8}), GEOMETRY)
-    (tmp_path / "whole.pickle").write_bytes(pickle.dumps(module))
-    torch.save(module.state_dict(), tmp_path / "weights.pt")
-    code = (
-        "import pickle, sys, torch, pathlib;"
-        "folder = pathlib.Path(sys.argv[1]);"
-        "module = pickle.loads((folder / 'whole.pickle').read_bytes());"
-        "weights = torch.load(folder / 'weights.pt');"
-        "assert module.state_dict().keys() == weights.keys();"
-        "assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items());"
-        "print(module.type, type(module).__qualname__, module.t5.num_buckets)"
-    )
-    assert run_python(code, tmp_path).split() == ["learned+shaw+t5", "learned+shaw+t5", "8"]
+RESERVED = ["type", "aliases", "geometry", "calibration", "max_length", "layers", "host", "original"]
+RESERVED += ["inject", "where", "keep_original", "submodel"]
 
 
-def test_a_cell_run_again_replaces_its_class_in_compositions():
-    define(CELL.format(width=1))
-    first = encoding_class("my+alibi")
-    assert first is encoding_class("mine+alibi") and canonical("my+alibi")["mine"] == {"width": 1}
-    second_part = define(CELL.format(width=2))["Mine"]
-    second = encoding_class("mine+alibi")
-    assert second is not first and second.parts["mine"] is second_part
-    assert canonical("alibi+mine")["mine"] == canonical("mine+alibi")["mine"] == {"width": 2}
-    module = build(canonical("mine+alibi"), GEOMETRY)
-    assert type(module.mine) is second_part
+def test_names_which_would_not_fit():
+    """Into compositions, beside hf_posenc's own, or in an encoding, as an attribute."""
+    rows = [
+        (name, "can't be the name of an encoding: allowed are letters")
+        for name in ("a+b", "a__b", "", "a.b", "a b", "_a", "a_", "a--b", "ä")
+    ]
+    rows += [(name, "can't be the name of an encoding.*'submodel'") for name in RESERVED]
+    rows += [("rows", "can't be the name of an encoding: it is an attribute of all encodings")]
+    for name, words in rows:
+        for names in (f"type={name!r}", f"type='own', aliases=({name!r},)"):
+            with pytest.raises(ValueError, match=rf"{re.escape(repr(name))} {words}"):
+                define(f"class Own(PositionEncoding, {names}): ...")
+        assert name not in PositionEncoding.registered and "own" not in PositionEncoding.registered
+    for name in RESERVED:
+        with pytest.raises(ValueError, match=rf"Own can't name an option '{name}': those are hf_posenc's own"):
+            define(f"class Own(PositionEncoding, type='own'):\n    {name}: int = 1")
 
 
-@pytest.mark.parametrize("name", ["a+b", "a__b", "", "a.b", "a b", "_a", "a_", "a--b", "ä"])
-def test_names_which_would_not_fit_into_compositions(name):
-    for names in (f"type={name!r}", f"type='own', aliases=({name!r},)"):
-        with pytest.raises(ValueError, match=rf"{re.escape(repr(name))} can't be the name of an encoding: allowed are letters"):
-            define(f"class Own(PositionEncoding, {names}): ...")
-    assert name not in PositionEncoding.registered and "own" not in PositionEncoding.registered
-
-
-RESERVED = [
-    "type",
-    "aliases",
-    "geometry",
-    "calibration",
-    "max_length",
-    "layers",
-    "host",
-    "original",
-    "inject",
-    "where",
-    "keep_original",
-    "submodel",
-]
-
-
-@pytest.mark.parametrize("name", RESERVED)
-def test_reserved_names(name):
-    with pytest.raises(ValueError, match=rf"{name!r} can't be the name of an encoding.*'submodel'"):
-        define(f"class Own(PositionEncoding, type={name!r}): ...")
-    with pytest.raises(ValueError, match=rf"Own can't name an option '{name}': those are hf_posenc's own"):
-        define(f"class Own(PositionEncoding, type='own'):\n    {name}: int = 1")
-    assert name not in PositionEncoding.registered and "own" not in PositionEncoding.registered
-
-
-def test_a_name_that_a_composition_could_not_hold(own_registry):
-    with pytest.raises(ValueError, match="'rows' can't be the name of an encoding: it is an attribute of all encodings"):
-
-        class Rows(PositionEncoding, type="rows"):
-            pass
-
-    assert "rows" not in PositionEncoding.registered
-
-
-@pytest.mark.parametrize("name", ENCODINGS)
-def test_title_and_paper_are_those_of_the_file(name):
-    cls = encoding_class(name)
-    first = sys.modules[cls.__module__].__doc__.partition("\n")[0]
-    assert first == (f"{cls.title}: {', '.join(cls.paper)}" if cls.paper else f"{cls.title}.")
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("paper = 'https://example.org'", "Own.paper='https://example.org': allowed is a list in which each value is a string"),
+def test_title_and_paper():
+    for cls in map(encoding_class, ENCODINGS):
+        first = sys.modules[cls.__module__].__doc__.partition("\n")[0]
+        assert first == (f"{cls.title}: {', '.join(cls.paper)}" if cls.paper else f"{cls.title}.")
+    for line, words in (
+        ("paper = 'org'", "Own.paper='org': allowed is a list in which"),
         ("title = 3", "Own.title=3: allowed is a string"),
-    ],
-)
-def test_wrong_title_and_paper(line, words):
-    with pytest.raises(ValueError, match=words):
-        define(f"class Own(PositionEncoding, type='own'):\n    {line}")
+    ):
+        with pytest.raises(ValueError, match=words):
+            define(f"class Own(PositionEncoding, type='own'):\n    {line}")
     assert "own" not in PositionEncoding.registered
 
 
@@ -729,15 +677,16 @@ def install(monkeypatch, **versions):
     monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or real(name))
 
 
-@pytest.mark.parametrize("package", ["transformers", "torch"])
-@pytest.mark.parametrize("version", ["1.0.0", "99.0"])
-def test_versions_out_of_range(monkeypatch, package, version):
-    install(monkeypatch, **{package: version})
-    with pytest.raises(ImportError) as error:
-        _versions.check()
-    message, specifier = str(error.value), _versions.REQUIRED[package]
-    assert f"{version} is installed" in message and f'pip install "{package}{specifier}"' in message
-    assert f"works with {package}{specifier}" in message
+def test_versions_out_of_range(monkeypatch):
+    for package in ("transformers", "torch"):
+        for version in ("1.0.0", "99.0"):
+            with monkeypatch.context() as patch:
+                install(patch, **{package: version})
+                with pytest.raises(ImportError) as error:
+                    _versions.check()
+            message, specifier = str(error.value), _versions.REQUIRED[package]
+            assert f"{version} is installed" in message and f'pip install "{package}{specifier}"' in message
+            assert f"works with {package}{specifier}" in message
 
 
 def test_versions_in_range(monkeypatch):
@@ -764,21 +713,30 @@ ORDER = [
 ]
 """A package, or a module of the root, imports from the lines above its own alone. A new one needs a place here."""
 
+
 PACKAGE = ROOT / "hf_posenc"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 ENCODING_MODULES = [path for path in MODULES if path.parent.name == "encodings"]
+PROGRAMS = sorted(path for name in ("scripts", "benchmarks", "experiments", "tools") for path in (ROOT / name).rglob("*.py"))
+"""What isn't installed."""
 
 
+@functools.cache
+def nodes_of(path):
+    return [*ast.walk(ast.parse(path.read_text("utf-8")))]
+
+
+@functools.cache
 def imported(path):
     """What a file imports, wherever in it: `import a.b` -> a.b, `from a import b` -> a.b."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def ours(path):
@@ -794,7 +752,7 @@ DOCUMENTED = {
 
 def privates(path):
     """The private attributes of others that a file mentions: those that no class or function of the package is named by."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
@@ -802,11 +760,14 @@ def privates(path):
 
 
 def test_private_apis_are_used_in_compat_only():
-    trees = [ast.parse(path.read_text()) for path in MODULES]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name)}
-    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")}
+    own = set()
+    for node in (node for path in MODULES for node in nodes_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            own.add(node.attr)
     found = {
         f"{path.relative_to(PACKAGE)}: {name}"
         for path in MODULES
@@ -815,36 +776,23 @@ def test_private_apis_are_used_in_compat_only():
         if re.fullmatch(r"_(?!_|posenc_)\w+", name) and name not in own | DOCUMENTED
     }
     assert not found
-
-
-@pytest.mark.parametrize("name", _compat.OVERRIDDEN)
-def test_overridden_methods_exist(name):
-    assert callable(getattr(PreTrainedModel, name, None) or getattr(GenerationMixin, name))
+    assert all(callable(getattr(PreTrainedModel, name, None) or getattr(GenerationMixin, name)) for name in _compat.OVERRIDDEN)
 
 
 def rank(module):
     return next((index for index, group in enumerate(ORDER) if module in group), None)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_import_order(path):
-    module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    assert rank(module) is not None, f"{module} has no place in ORDER"
-    for name in ours(path):
-        if name == "hf_posenc" and module in ("cli", "training"):  # they use the public API
-            continue
-        other = name.split(".")[1] if "." in name else None
-        assert rank(other) is not None, f"{path.name} imports {name}, which is no module of ours"
-        assert other == module or rank(other) < rank(module), f"{module} imports {other}"
-
-
-@pytest.mark.parametrize("path", ENCODING_MODULES, ids=lambda path: path.name)
-def test_encodings_know_nothing_of_hosts(path):
-    allowed = {"hf_posenc", "torch", "safetensors", "numpy", *sys.stdlib_module_names}
-    others = {name for name in imported(path) if name.partition(".")[0] not in allowed}
-    if path.name == "frequency_rules.py":
-        others = {name for name in others if not name.startswith("transformers.modeling_rope_utils")}
-    assert not others
+def test_import_order():
+    for path in MODULES:
+        module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        assert rank(module) is not None, f"{module} has no place in ORDER"
+        for name in ours(path):
+            if name == "hf_posenc" and module in ("cli", "training"):  # they use the public API
+                continue
+            other = name.split(".")[1] if "." in name else None
+            assert rank(other) is not None, f"{path} imports {name}, which is no module of ours"
+            assert other == module or rank(other) < rank(module), f"{path} imports {other}"
 
 
 FOUNDATION = [
@@ -854,15 +802,23 @@ FOUNDATION = [
 """The modules of encodings/ that are no encodings. Each imports from those to its left alone."""
 
 
-@pytest.mark.parametrize("path", ENCODING_MODULES, ids=lambda path: path.name)
-def test_import_order_of_encodings(path):
-    names = [each.split(".") for each in ours(path) if not each.startswith("hf_posenc._compat.")]
-    assert all(name[:2] == ["hf_posenc", "encodings"] and len(name) == 4 for name in names), "from the module that defines it"
-    others, own = {name[2] for name in names}, path.stem
-    if own in FOUNDATION:
-        assert others <= set(FOUNDATION[: FOUNDATION.index(own)])
-    elif own != "__init__":
-        assert not others & {"composition", "registry"}
+def test_import_order_of_encodings():
+    """They know nothing of hosts either."""
+    allowed = {"hf_posenc", "torch", "safetensors", "numpy", *sys.stdlib_module_names}
+    for path in ENCODING_MODULES:
+        others = {name for name in imported(path) if name.partition(".")[0] not in allowed}
+        if path.name == "frequency_rules.py":
+            others = {name for name in others if not name.startswith("transformers.modeling_rope_utils")}
+        assert not others, path.name
+        names = [each.split(".") for each in ours(path) if not each.startswith("hf_posenc._compat.")]
+        assert all(name[:2] == ["hf_posenc", "encodings"] and len(name) == 4 for name in names), (
+            f"{path}: from the defining module"
+        )
+        others, own = {name[2] for name in names}, path.stem
+        if own in FOUNDATION:
+            assert others <= set(FOUNDATION[: FOUNDATION.index(own)]), path.name
+        elif own != "__init__":
+            assert not others & {"composition", "registry"}, path.name
 
 
 def test_modules_bear_names_of_their_own():
@@ -882,80 +838,71 @@ MEASURING = {"diagnostics", "evaluation", "plots", "progress", "explorer", "seri
 """Modules that programs and commands share; they know nothing of how models are patched."""
 
 
-PROGRAMS = sorted(path for name in ("scripts", "benchmarks", "experiments", "tools") for path in (ROOT / name).rglob("*.py"))
-"""What isn't installed."""
 BESIDE = {"scripts": {"benchmarks", "experiments"}, "benchmarks": set(), "experiments": set(), "tools": {"benchmarks"}}
 """A folder of programs -> the others that it imports from; the package imports from none."""
 
 
-@pytest.mark.parametrize("path", [*MODULES, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_import_order_of_programs(path):
-    """Experiments may break: nothing needs them other than their commands."""
-    folder = path.relative_to(ROOT).parts[0]
-    others = {name.partition(".")[0] for name in imported(path)} & {*BESIDE, "tests"}
-    assert others <= {folder, *BESIDE.get(folder, ())} - {"hf_posenc"}
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
-def test_scripts_are_thin(path):
-    """Whatever they do can be imported, and run as a module."""
-    nodes = ast.parse(path.read_text()).body
-    assert not [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign)]
+def test_import_order_of_programs():
+    """Experiments may break: nothing needs them other than their commands. Scripts are thin: whatever they do can be imported,
+    and run as a module."""
+    for path in (*MODULES, *PROGRAMS):
+        folder = path.relative_to(ROOT).parts[0]
+        others = {name.partition(".")[0] for name in imported(path)} & {*BESIDE, "tests"}
+        assert others <= {folder, *BESIDE.get(folder, ())} - {"hf_posenc"}, path
+    for path in (ROOT / "scripts").glob("*.py"):
+        top = ast.parse(path.read_text()).body
+        assert not [node for node in top if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign)], path
 
 
 def test_programs_use_the_public_api_alone():
     for path in PROGRAMS:
         used = {name.removeprefix("hf_posenc.") for name in ours(path) if name != "hf_posenc"}
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_posenc":
                 used.add(node.attr)
         used = {name for name in used if name.partition(".")[0] not in MEASURING}
         assert all(name in hf_posenc.__all__ or name.startswith("PosEnc") for name in used), path.name
 
 
-@pytest.mark.parametrize("path", [*MODULES, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_tokenizers_are_loaded_in_one_place(path):
+def test_tokenizers_are_loaded_in_one_place():
     """Transformers makes a tokenizer without a vocabulary where there is none; `tokenizer_files` rejects it."""
-    calls = (node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
-    loaded = [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "from_pretrained"]
-    names = {ast.unparse(call.value) for call in loaded if re.search(r"Tokenizer|Processor", ast.unparse(call.value))}
-    assert not names or path.name == "tokenizer_files.py", names
+    for path in (*MODULES, *PROGRAMS):
+        calls = (node.func for node in nodes_of(path) if isinstance(node, ast.Call))
+        loaded = [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "from_pretrained"]
+        names = {ast.unparse(call.value) for call in loaded if re.search(r"Tokenizer|Processor", ast.unparse(call.value))}
+        assert not names or path.name == "tokenizer_files.py", (path, names)
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_programs_print_on_any_terminal(path):
+def test_programs_print_on_any_terminal():
     """Else a table that is printed at the end, after an hour, may raise UnicodeEncodeError."""
-    if (text := path.read_text("utf-8")).count('\nif __name__ == "__main__":\n') and "hf_posenc" in text:
-        exempt = {"app.py", "v4_worker.py"}  # a page; run by other versions of Transformers
-        assert path.name in exempt or '"__main__":\n    terminals.set_up()\n' in text
+    for path in PROGRAMS:
+        if (text := path.read_text("utf-8")).count('\nif __name__ == "__main__":\n') and "hf_posenc" in text:
+            exempt = {"app.py", "v4_worker.py"}  # a page; run by other versions of Transformers
+            assert path.name in exempt or '"__main__":\n    terminals.set_up()\n' in text, path
 
 
-@pytest.mark.parametrize("path", [*MODULES, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_progress_bars_are_those_of_one_module(path):
-    assert path.name == "progress.py" or not any(name.startswith("tqdm") for name in imported(path))
+def test_progress_bars_are_those_of_one_module():
+    for path in (*MODULES, *PROGRAMS):
+        assert path.name == "progress.py" or not any(name.startswith("tqdm") for name in imported(path)), path
 
 
-@pytest.mark.parametrize("name", hf_posenc.__all__)
-def test_public_names(name):
-    assert getattr(hf_posenc, name).__doc__
-
-
-def test_unknown_public_name():
+def test_public_names():
+    """`dir` shows neither modules, which tab completion would offer, nor classes, which would be made by asking for each."""
+    assert all(getattr(hf_posenc, name).__doc__ for name in hf_posenc.__all__)
+    assert dir(hf_posenc) == sorted([*hf_posenc.__all__, "__version__"])
     with pytest.raises(AttributeError, match=r"'hf_posenc' has no attribute 'pach' \(did you mean 'patch'\?\)"):
         _ = hf_posenc.pach
     with pytest.raises(AttributeError, match=r"no class 'BertForMaskdLM' \(did you mean 'BertForMaskedLM'\?\) in Transformers"):
         _ = hf_posenc.PosEncBertForMaskdLM
 
 
-def test_dir_shows_the_public_names():
-    """Neither the modules, which tab completion would offer, nor classes, which would be made by asking for each."""
-    assert dir(hf_posenc) == sorted([*hf_posenc.__all__, "__version__"])
-
-
-def test_importing_builds_no_class():
+def test_importing_builds_no_class(tmp_path):
     """And imports no host's modeling file; the Auto classes know the derived names nevertheless. Transformers iterates over
-    their mappings for its error messages, and finds these names there."""
-    run_python(
+    their mappings for its error messages, and finds these names there. A composition is unpickled where nobody has asked for it
+    yet."""
+    module = build(canonical({"type": "learned+shaw+t5", "t5__num_buckets": 8}), GEOMETRY)
+    (tmp_path / "pickle").write_bytes(pickle.dumps((module, module.state_dict())))
+    said = run_python(
         """
 import sys
 import hf_posenc
@@ -971,22 +918,25 @@ from transformers.models.auto import modeling_auto
 assert modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES["posenc-bert"] == "PosEncBertForMaskedLM"
 names = {config.__name__ for config in modeling_auto.MODEL_MAPPING}
 assert {"PosEncBertConfig", "BertConfig", "PositionEmbeddingConfig"} <= names
+
+import pathlib, pickle, torch
+module, weights = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
+torch.testing.assert_close(dict(module.state_dict()), dict(weights), rtol=0, atol=0)
+print(module.type, type(module).__qualname__, module.t5.num_buckets)
 """,
+        tmp_path / "pickle",
         fresh=True,
     )
+    assert said.split() == ["learned+shaw+t5", "learned+shaw+t5", "8"]
 
 
-def test_no_module_outside_sources_names_a_kind_of_source():
-    """A kind of source is one file: without rotary.py, say, rotary hosts are refused, and nothing else changes."""
+def test_a_kind_of_source_is_one_file(monkeypatch):
+    """Without rotary.py, say, rotary hosts are refused, and nothing else changes: no module outside names a kind."""
     names = {kind.__name__ for kind in PositionComponent.kinds}
-    for path in PACKAGE.rglob("*.py"):
+    for path in (*MODULES, PACKAGE / "__init__.py"):
         if path.parent.name not in ("components", "cli"):  # the CLI's tables are rich's
-            nodes = [*ast.walk(ast.parse(path.read_text()))]
-            used = {getattr(node, "id", None) or getattr(node, "name", None) for node in nodes}
+            used = {getattr(node, "id", None) or getattr(node, "name", None) for node in nodes_of(path)}
             assert not names & used, path.name
-
-
-def test_without_the_file_of_a_kind_its_hosts_are_refused(monkeypatch):
     kinds = [kind for kind in PositionComponent.kinds if kind.__name__ != "RotaryEmbedding"]
     assert len(kinds) == len(PositionComponent.kinds) - 1
     monkeypatch.setattr(PositionComponent, "kinds", kinds)
