@@ -5,41 +5,37 @@ Shapes: B batch, L patches, H heads, E head_dim, D hidden_size.
 
 import cmath
 import copy
+import functools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModel
 
 import hf_posenc
+import oracles
 from closeness import assert_apart, assert_close, assert_equal
-from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
-from models import randomize, randomize_encoding
+from hf_posenc.encodings import PatchLayout
+from models import randomize
 from models import stock as text_model
-from test_vision import MODELS, ORDER, PATCHES, SIZES, images, in_order, patched, patches_in_order, states, stock, with_vectors
+from oracles import drawn, random
+from test_vision import ORDER, PATCHES, SIZES, images, in_order, patched, patches_in_order, states, stock, with_vectors
 
 CELLS = [(row, column) for row in range(4) for column in range(4)]
 LAYOUTS = ("half", "interleaved")
 ROWS_EXCHANGED = torch.arange(PATCHES).view(4, 4)[[1, 0, 2, 3]].flatten()
 COLUMNS_EXCHANGED = torch.arange(PATCHES).view(4, 4)[:, [1, 0, 2, 3]].flatten()
 TRANSPOSED = torch.arange(PATCHES).view(4, 4).T.flatten()
-
-
-def made(name, geometry=None, **options):
-    return encoding_class(name)(geometry or Geometry(32, 4, 8, axes=2), **options)
+made = functools.partial(oracles.make, hidden_size=32, axes=2)
 
 
 def context_of(encoding, grid=(4, 4), **changes):
-    index = torch.arange(math.prod(grid))[None]
-    return PositionContext(
-        encoding, index, 0, torch.zeros(1, 1, dtype=torch.long), patches=PatchLayout(**{"grid": grid, **changes})
-    )
+    return oracles.context_of(encoding, [range(math.prod(grid))], patches=PatchLayout(**{"grid": grid, **changes}))
 
 
-def drawn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def cells_of(rows, columns):
+    return torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(rows, columns, 2)
 
 
 def vectors(cells, size, base=10000.0, layout="interleaved", first="row"):
@@ -64,19 +60,13 @@ def axial(heads, half, theta=100.0):
     return [[*((step, 0.0) for step in steps), *((0.0, step) for step in steps)]] * heads
 
 
-def turned(given, cells, steps, layout="half"):
-    """`[B, H, L, E]` by complex numbers, in float64."""
-    result, half = given.double().clone(), given.shape[3] // 2
-    for head, pairs in enumerate(steps):
-        for place, (row, column) in enumerate(cells):
-            for pair, (by_row, by_column) in enumerate(pairs):
-                at = (pair, pair + half) if layout == "half" else (2 * pair, 2 * pair + 1)
-                turn = cmath.exp(1j * (row * by_row + column * by_column))
-                for text in range(len(given)):
-                    a, b = (given[text, head, place, each].item() for each in at)
-                    result[text, head, place, at[0]] = (complex(a, b) * turn).real
-                    result[text, head, place, at[1]] = (complex(a, b) * turn).imag
-    return result
+def turned(states, cells, steps, layout="half"):
+    """steps: radians per row and per column `[H][E/2]`."""
+
+    def turn(b, h, i, pair):
+        return cmath.exp(1j * sum(place * step for place, step in zip(cells[i], steps[h][pair], strict=True)))
+
+    return oracles.turned(states, turn, layout)
 
 
 # What the encodings compute.
@@ -86,51 +76,50 @@ def turned(given, cells, steps, layout="half"):
 @pytest.mark.parametrize("layout", ["interleaved", "concatenated"])
 @pytest.mark.parametrize("first", ["row", "column"])
 def test_vectors_of_rows_and_columns(size, layout, first):
-    encoding = made("sinusoidal_2d", Geometry(size, axes=2), base=50.0, layout=layout, first=first)
+    encoding = made("sinusoidal_2d", hidden_size=size, base=50.0, layout=layout, first=first)
     cells = [(0, 0), (1, 0), (0, 1), (3, 5), (511, 70), (10**6, 3)]
     assert_close(encoding("embed", torch.tensor(cells)).float(), vectors(cells, size, 50.0, layout, first))
 
 
 def test_vectors_of_other_libraries():
-    """DETR's, which counts from 1, and MAE's, which begins with the column."""
+    """DETR's, which counts from 1, MAE's, which begins with the column, and those of positional_encodings."""
     from transformers.models.detr.modeling_detr import DetrSinePositionEmbedding
     from transformers.models.vit_mae.modeling_vit_mae import ViTMAEEmbeddings
 
-    cells = torch.cartesian_prod(torch.arange(6), torch.arange(9)).view(6, 9, 2)
+    cells, encoding = cells_of(6, 9), made("sinusoidal_2d")
     detr = DetrSinePositionEmbedding(16)(torch.Size([1, 3, 6, 9]), torch.device("cpu"), torch.float32)
-    assert_close(made("sinusoidal_2d")("embed", cells + 1).float(), detr[0].permute(1, 2, 0))
+    assert_close(encoding("embed", cells + 1).float(), detr[0].permute(1, 2, 0))
     mae, ours = (
         ViTMAEEmbeddings(transformers.ViTMAEConfig(**SIZES)),
         made("sinusoidal_2d", layout="concatenated", first="column"),
     )
     mae.initialize_weights()
     assert_close(ours("embed", torch.tensor(CELLS)).float(), mae.position_embeddings.data[0, 1:])
-
-
-def test_vectors_of_positional_encodings():
     library = pytest.importorskip("positional_encodings.torch_encodings")
-    expected = library.PositionalEncoding2D(32)(torch.zeros(1, 6, 9, 32))[0]
-    cells = torch.cartesian_prod(torch.arange(6), torch.arange(9)).view(6, 9, 2)
-    assert_close(made("sinusoidal_2d")("embed", cells).float(), expected)
+    assert_close(encoding("embed", cells).float(), library.PositionalEncoding2D(32)(torch.zeros(1, 6, 9, 32))[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("theta", [10.0, 100.0])
 def test_axial_rotation(layout, theta):
+    """Of far cells in half precision, too: angles are exact in float64, and cast last."""
     encoding = made("rope_2d", layout=layout, theta=theta)
-    query, key = drawn(2, 4, 6, 8), drawn(2, 2, 6, 8, seed=1)
-    cells = [(row, column) for row in range(2) for column in range(3)]
+    query, key, cells = random(2, 4, 6, 8), random(2, 2, 6, 8, seed=1), cells_of(2, 3).flatten(0, 1).tolist()
     got = encoding("rotate", query, key, context_of(encoding, (2, 3)))
     for each, given in zip(got, (query, key), strict=True):
-        assert_close(each, turned(given, cells, axial(given.shape[1], 4, theta), layout).float())
+        assert_close(each, turned(given, cells, axial(given.shape[1], 4, theta), layout), rtol=1e-9, atol=1e-12)
     assert encoding("rotate", None, None, context_of(encoding)) == (None, None)
+    far, half = torch.tensor([[[10**6, 3], [5, 10**6 + 1]]]), query[:1, :, :2].bfloat16()
+    got, _ = encoding("rotate", half, None, context_of(encoding, (1, 2), cells=far))
+    assert got.dtype == torch.bfloat16
+    assert_close(got.float(), turned(half, far[0].tolist(), axial(4, 4, theta), layout).float(), atol=2e-2)
 
 
 @pytest.mark.parametrize("theta", [10.0, 100.0])
 def test_axial_rotation_of_rotary_embedding_torch(theta):
     library = pytest.importorskip("rotary_embedding_torch")
     rotary = library.RotaryEmbedding(dim=8, freqs_for="lang", theta=theta)
-    encoding, query = made("rope_2d", Geometry(64, 4, 16, axes=2), theta=theta, layout="interleaved"), drawn(2, 4, 6, 9, 16)
+    encoding, query = made("rope_2d", head_dim=16, theta=theta, layout="interleaved"), random(2, 4, 6, 9, 16).float()
     expected = library.apply_rotary_emb(rotary.get_axial_freqs(6, 9), query).flatten(2, 3)
     got, _ = encoding("rotate", query.flatten(2, 3), None, context_of(encoding, (6, 9)))
     assert_close(got, expected.detach())
@@ -139,27 +128,25 @@ def test_axial_rotation_of_rotary_embedding_torch(theta):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mixed_rotation_and_its_gradients(layout):
     """Two heads of queries for each of keys."""
-    encoding = made("rope_2d", Geometry(32, 4, 8, num_key_value_heads=2, axes=2), frequencies="mixed", layout=layout)
-    randomize(encoding, std=1.0)
-    query, key, cells = drawn(1, 4, 6, 8), drawn(1, 2, 6, 8, seed=1), [(row, column) for row in range(2) for column in range(3)]
-    weights = drawn(1, 4, 6, 8, seed=2), drawn(1, 2, 6, 8, seed=3)
+    encoding = made("rope_2d", groups=2, frequencies="mixed", layout=layout, seed=0, dtype=torch.float64)
+    query, key, cells = random(1, 4, 6, 8), random(1, 2, 6, 8, seed=1), cells_of(2, 3).flatten(0, 1).tolist()
+    weights = random(1, 4, 6, 8, seed=2), random(1, 2, 6, 8, seed=3)
 
     def expected(weight):
         steps = weight.permute(1, 2, 0).tolist()
         of_queries = [each for each in steps for _ in range(2)]
-        return turned(query, cells, of_queries, layout), turned(key, cells, steps, layout)
+        return [turned(query, cells, of_queries, layout), turned(key, cells, steps, layout)]
 
     got = encoding("rotate", query, key, context_of(encoding, (2, 3)))
-    for each, wanted in zip(got, expected(encoding.weight), strict=True):
-        assert_close(each, wanted.float())
+    assert_close(list(got), expected(encoding.weight), rtol=1e-9, atol=1e-9)
     sum((each * by).sum() for each, by in zip(got, weights, strict=True)).backward()
     for at in ((0, 0, 0), (1, 0, 3), (0, 1, 2), (1, 1, 1)):  # by central differences
         sums = []
         for by in (1e-5, -1e-5):
-            moved = encoding.weight.detach().double().clone()
+            moved = encoding.weight.detach().clone()
             moved[at] += by
             sums.append(sum((each * by_).sum() for each, by_ in zip(expected(moved), weights, strict=True)).item())
-        assert encoding.weight.grad[at].item() == pytest.approx((sums[0] - sums[1]) / 2e-5, rel=1e-3, abs=1e-4)
+        assert encoding.weight.grad[at].item() == pytest.approx((sums[0] - sums[1]) / 2e-5, rel=1e-5, abs=1e-5)
 
 
 def test_where_mixed_frequencies_start():
@@ -176,12 +163,12 @@ def test_where_mixed_frequencies_start():
 
 @pytest.mark.parametrize("options", [{}, {"layout": "interleaved"}, {"frequencies": "mixed"}])
 def test_a_shift_of_the_grid_leaves_scores(options):
-    encoding = randomize(made("rope_2d", **options), std=1.0)
-    cells, query, key = torch.tensor([CELLS]), drawn(2, 4, 16, 8), drawn(2, 4, 16, 8, seed=1)
+    encoding = drawn(made("rope_2d", **options))
+    cells, query, key = torch.tensor([CELLS]), random(2, 4, 16, 8), random(2, 4, 16, 8, seed=1)
 
     def scores(at):
-        one, other = encoding("rotate", query.double(), key.double(), context_of(encoding, cells=at))
-        return one @ other.transpose(2, 3)
+        one, other = encoding("rotate", query, key, context_of(encoding, cells=at))
+        return one @ other.mT
 
     here = scores(cells)
     assert_close(scores(cells + torch.tensor([7, -3])), here)
@@ -189,21 +176,9 @@ def test_a_shift_of_the_grid_leaves_scores(options):
     assert_apart(scores(cells * torch.tensor([2, 1])), here)
 
 
-def test_far_cells_in_half_precision():
-    """Angles are exact in float64, and cast last."""
-    for options in ({}, {"frequencies": "mixed"}):
-        encoding, cells = made("rope_2d", **options), torch.tensor([[[10**6, 3], [5, 10**6 + 1]]])
-        query = drawn(1, 4, 2, 8).bfloat16()
-        got, _ = encoding("rotate", query, None, context_of(encoding, (1, 2), cells=cells))
-        steps = encoding.weight.permute(1, 2, 0).tolist() if options else axial(4, 4)
-        assert got.dtype == torch.bfloat16
-        assert_close(got.float(), turned(query, cells[0].tolist(), steps).float(), atol=2e-2)
-
-
 # In models.
 
 
-EVERY = [name for name in MODELS if name != "sam3"]
 CHOSEN = {
     "sinusoidal_2d": {},
     "rope_2d": {},
@@ -216,29 +191,21 @@ def with_encoding(model, name):
     return patched(model, name.replace("mixed", "rope_2d"), **CHOSEN[name])
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_order_of_patches_in_both_directions(name):
-    model, pixels = stock(name), images()
-    for encoding in CHOSEN:
-        new = with_encoding(model, encoding)
-        here = states(new, pixels)
-        for order in (ORDER, ROWS_EXCHANGED, COLUMNS_EXCHANGED, TRANSPOSED):
-            assert_apart(states(new, in_order(pixels, order)), patches_in_order(name, here, order))
-
-
-@pytest.mark.parametrize("name", ["vit", "registers", "clip", "siglip", "beit"])
-@pytest.mark.parametrize("encoding", CHOSEN)
-def test_saved_and_back_again(name, encoding, tmp_path):
-    model, pixels = stock(name), images()
-    new = with_encoding(model, encoding)
-    there = states(new, pixels)
-    new.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert_equal(states(loaded, pixels), there)
-    assert_equal(states(hf_posenc.unpatch(loaded), pixels), states(model, pixels))
-    for implementation in ("eager", "sdpa"):
-        new.set_attn_implementation(implementation)
-        assert_close(states(new, pixels), there)
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [
+        ("vit", "sinusoidal_2d"),
+        ("registers", "rope_2d"),
+        ("yolos", "mixed"),
+        ("siglip", "sinusoidal_2d+alibi"),
+        ("beit", "rope_2d"),
+    ],
+)
+def test_order_of_patches_in_both_directions(name, encoding):
+    pixels, new = images(), with_encoding(stock(name), encoding)
+    here = states(new, pixels)
+    for order in (ORDER, ROWS_EXCHANGED, COLUMNS_EXCHANGED, TRANSPOSED):
+        assert_apart(states(new, in_order(pixels, order)), patches_in_order(name, here, order))
 
 
 def test_vectors_are_added_to_the_patches():
@@ -277,8 +244,7 @@ def test_another_image_size(encoding):
     got = states(with_encoding(model, encoding), pixels, interpolate_pos_encoding=True)
     assert_close(got, states(with_encoding(larger, encoding), pixels))
     if encoding == "sinusoidal_2d":
-        cells = [(row, column) for row in range(6) for column in range(4)]
-        assert_close(got, states(with_vectors(larger, vectors(cells, 32)), pixels))
+        assert_close(got, states(with_vectors(larger, vectors(cells_of(6, 4).flatten(0, 1).tolist(), 32)), pixels))
 
 
 def test_patches_that_are_left_keep_their_cells():
@@ -318,7 +284,7 @@ def test_images_in_one_row():
     with torch.no_grad():
         model.pos_embed.weight.zero_()
     new = hf_posenc.patch(model, "rope_2d", theta=10000.0)
-    grids, pixels = torch.tensor([[1, 4, 4], [2, 2, 6], [1, 6, 2]]), drawn(52, 3 * 2 * 8 * 8)
+    grids, pixels = torch.tensor([[1, 4, 4], [2, 2, 6], [1, 6, 2]]), random(52, 3 * 2 * 8 * 8).float()
     for chosen, patches in ((grids[:1], pixels[:16]), (grids[1:2], pixels[16:40]), (grids[::2], pixels[:28])):
         assert_close(states(new, patches, grid_thw=chosen), states(model, patches, grid_thw=chosen))
     with pytest.raises(ValueError, match="2 coordinates of each of 12 tokens, and the grid in which these lie isn't known"):
@@ -327,24 +293,6 @@ def test_images_in_one_row():
     together = states(added, pixels, grid_thw=grids)
     assert_close(together[40:], states(added, pixels[40:], grid_thw=grids[2:]))
     assert_apart(states(added, pixels[40:], grid_thw=torch.tensor([[1, 2, 6]])), together[40:])
-
-
-def test_training():
-    """Mixed frequencies get the same gradients with and without checkpointing."""
-    config = transformers.ViTConfig(**SIZES, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    classifier, pixels, labels = randomize(transformers.ViTForImageClassification(config)), images(), torch.tensor([0, 2])
-    for per_layer in (False, True):
-        gradients = []
-        for checkpointing in (False, True):
-            model = hf_posenc.patch(copy.deepcopy(classifier), "rope_2d", frequencies="mixed", per_layer=per_layer)
-            model = randomize_encoding(model).train()
-            if checkpointing:
-                model.activation_checkpointing_enable()
-            model(pixels, labels=labels).loss.backward()
-            gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-        own = [gradient for name, gradient in gradients[0].items() if "posenc." in name]
-        assert len(own) == (2 if per_layer else 1) and all(gradient.abs().min() > 0 for gradient in own)
-        assert_close(gradients[1], gradients[0])
 
 
 # Encodings of one's own.
@@ -360,7 +308,7 @@ def test_frames_rows_and_columns(own_registry):
             frames, rows, columns = positions.unbind(-1)
             return torch.nn.functional.one_hot(frames * 100 + rows * 10 + columns, 200)[..., :32].double()
 
-    model, video = stock("VideoMAE", **SIZES, num_frames=4, tubelet_size=2), drawn(1, 4, 3, 32, 32)
+    model, video = stock("VideoMAE", **SIZES, num_frames=4, tubelet_size=2), random(1, 4, 3, 32, 32).float()
     new, seen = hf_posenc.patch(model, "volume"), []
     new.posenc.register_forward_pre_hook(lambda module, args: seen.append(args))
     assert states(new, video).shape == (1, 32, 32)
@@ -373,20 +321,17 @@ def test_frames_rows_and_columns(own_registry):
 # What has no grid.
 
 
-@pytest.mark.parametrize("encoding", ["sinusoidal_2d", "rope_2d", "sinusoidal_2d+alibi", "alibi+rope_2d"])
+@pytest.mark.parametrize("encoding", ["sinusoidal_2d", "rope_2d", "alibi+rope_2d"])
 def test_models_without_a_grid(encoding):
     for model in (text_model("bert"), text_model("gpt2")):
-        before = {name: parameter.clone() for name, parameter in model.named_parameters()}
         with pytest.raises(ValueError, match="_2d' takes 2 coordinates of each token, row and column, .* a token has 1: take"):
             hf_posenc.patch(model, encoding)
-        assert_equal(dict(model.named_parameters()), before)
+        assert not hasattr(model, "posenc")
     with pytest.raises(ValueError, match="a token has 3"):
         hf_posenc.patch(stock("VideoMAE", **SIZES, num_frames=2, tubelet_size=1), encoding)
-
-
-def test_a_layer_by_itself_has_no_grid():
-    with pytest.raises(ValueError, match="'sinusoidal_2d' takes 2 coordinates of each token"):
-        hf_posenc.PositionEmbedding("sinusoidal_2d", 32)
+    if encoding == "sinusoidal_2d":
+        with pytest.raises(ValueError, match="'sinusoidal_2d' takes 2 coordinates of each token"):
+            hf_posenc.PositionEmbedding(encoding, 32)
 
 
 def test_windows():
@@ -411,25 +356,3 @@ def test_frames():
     with pytest.raises(ValueError, match="of each of 32 tokens"):
         frames.coordinates(2)
     assert_equal(frames.coordinates(1), frames.positions)
-
-
-@pytest.mark.parametrize(
-    ("name", "geometry", "options", "message"),
-    [
-        ("rope_2d", Geometry(24, 4, 6, axes=2), {}, "head_dim is 6, which 4 doesn't divide"),
-        ("rope_2d", Geometry(24, axes=2), {}, "head_dim is 0, which 4 doesn't divide"),
-        ("rope_2d", Geometry(32, 4, 8, axes=2), {"frequencies": "learned"}, "allowed is 'axial' or 'mixed'"),
-        ("rope_2d", Geometry(32, 4, 8, axes=2), {"theta": 1.0}, "a finite number above 1"),
-        ("sinusoidal_2d", Geometry(3, axes=2), {}, "hidden_size is 3: it takes 4 or more"),
-        ("sinusoidal_2d", Geometry(32, axes=2), {"first": "x"}, "allowed is 'row' or 'column'"),
-        ("sinusoidal_2d", Geometry(32, axes=3), {}, "a token has 3"),
-    ],
-)
-def test_options(name, geometry, options, message):
-    with pytest.raises(ValueError, match=message):
-        made(name, geometry, **options)
-
-
-def test_a_host_of_odd_heads():
-    with pytest.raises(ValueError, match="head_dim is 6, which 4 doesn't divide: choose an encoding which embeds or biases"):
-        hf_posenc.patch(stock("vit", hidden_size=24), "rope_2d")
