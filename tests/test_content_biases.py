@@ -299,27 +299,6 @@ def test_deberta_agrees_with_transformers(terms, buckets, max_distance, length):
     torch.testing.assert_close((ours * within).float(), (bias * within * math.sqrt(3 * E)).float(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name.startswith("deberta")])
-def test_deberta_tells_all_its_vectors(name):
-    """What attention in blocks is computed from; equal `rows` have equal vectors."""
-    encoding, length = double("deberta", **OPTIONS[name]), 30
-    distance = torch.arange(1 - length, length)
-    of_queries, of_keys = encoding("distance_vectors", distance)
-    query, key = random(1, H, length, E), random(1, H, length, E, seed=1)
-    index = torch.arange(length)[None, :] - torch.arange(length)[:, None] + length - 1
-    expected = torch.zeros(())
-    if of_queries is not None:
-        expected = torch.einsum("bhqe,hqke->bhqk", query, of_queries[:, index])
-    if of_keys is not None:
-        expected = expected + torch.einsum("bhke,hqke->bhqk", key, of_keys[:, index])
-    bias = encoding("score_bias", query, key, context_of_last(encoding, [list(range(length))], length, True))
-    torch.testing.assert_close(bias, expected * SCALING)
-    for vectors in (of_queries, of_keys):
-        for row in encoding.rows(distance).unique() if vectors is not None else ():
-            alike = vectors[:, encoding.rows(distance) == row]
-            assert torch.equal(alike, alike[:, :1].expand_as(alike))
-
-
 # Transformer-XL.
 
 

@@ -151,23 +151,6 @@ def test_sequence_first_is_transposed(name):
         assert torch.equal(other(inputs.transpose(0, 1), **arguments), expected.transpose(0, 1))
 
 
-@pytest.mark.parametrize("name", ["sinusoidal", "learned"])
-def test_before_a_torch_encoder(name):
-    """Sequence-first and batch-first, and with the positions the order of the tokens becomes visible."""
-    torch.manual_seed(0)
-    first, second = (
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 12, batch_first=flag), 2, enable_nested_tensor=False).eval()
-        for flag in (True, False)
-    )
-    second.load_state_dict(first.state_dict())
-    inputs, order = embeds(2, 5), torch.tensor([3, 0, 4, 1, 2])
-    expected = first(make(name)(inputs))
-    actual = second(make(name, batch_first=False)(inputs.transpose(0, 1))).transpose(0, 1)
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(first(inputs[:, order]), first(inputs)[:, order], atol=1e-5, rtol=1e-5)
-    assert (first(make(name)(inputs[:, order])) - expected[:, order]).abs().max() > 1e-2
-
-
 @every_layer
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_output_has_the_dtype_of_the_input(name, dtype):
@@ -199,13 +182,6 @@ def test_on_a_gpu(name):
     expected = layer(inputs, attention_mask=mask)
     actual = make(name, device="cuda")(inputs.cuda(), attention_mask=mask.cuda())
     torch.testing.assert_close(actual.cpu(), expected, atol=1e-6, rtol=1e-6)
-
-
-def test_gradients_reach_inputs_and_tables():
-    layer, inputs, upstream = make("learned").train(), embeds(2, 5).requires_grad_(), embeds(2, 5, seed=1)
-    layer(inputs).backward(upstream)
-    assert torch.equal(inputs.grad, upstream)
-    close(layer.posenc.weight.grad, nn.functional.pad(upstream.sum(0), (0, 0, 0, MAX - 5)))
 
 
 # Saved, copied, compiled.

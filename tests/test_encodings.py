@@ -228,27 +228,6 @@ def test_a_composition_is_all_of_its_parts(host):
     assert_close(first(patched(host, "alibi+rope+sinusoidal+none")(tokens())), expected)
 
 
-@pytest.mark.parametrize("host", ["bert", "gpt2"])
-@torch.no_grad()
-def test_tupe_r(host):
-    """TUPE-R is the sum of both biases, before the softmax."""
-    model = patched(host, "tupe+t5")
-    seen = {}
-    for name, part in model.posenc.named_parts().items():
-        verb = "score_bias" if name == "tupe" else "distance_bias"
-        own = getattr(part, verb)
-        setattr(part, verb, lambda *args, name=name, own=own: seen.setdefault(name, own(*args)))
-    model.set_attn_implementation("eager")
-    both = first(model(tokens()))
-    distance = torch.arange(11)[None, :] - torch.arange(11)[:, None]
-    summed = seen["tupe"] + seen["t5"][:, distance + 10][None]
-    one = patched(host, "tupe")
-    one.set_attn_implementation("eager")
-    one.posenc.score_bias = lambda *args: summed
-    assert_close(first(one(tokens())), both)
-    assert set(model.config.position_encoding) >= {"tupe", "t5"}
-
-
 @pytest.mark.parametrize(
     ("encoding", "reason"),
     [

@@ -348,7 +348,8 @@ DENSE = [
 """Encodings with a bias by content or absolute position, not in `distance_vectors`: no other way serves them."""
 
 
-PAIRS = [pytest.param("bert", encoding, id=encoding["sides"]) for encoding in (ONE_SIDED, ASYMMETRIC)]
+BUCKETS = [{"type": "deberta", "buckets": 4, "max_distance": 5, "terms": terms} for terms in ("c2p", "p2c", "c2p+p2c")]
+PAIRS = [pytest.param("bert", encoding, id=str(encoding)) for encoding in (ONE_SIDED, ASYMMETRIC, *BUCKETS)]
 PAIRS += [each for each in pairs(encodings=BIASED, hosts=("bert", "gpt2", "llama"), on=("bert", "gpt2", "llama"), once=True)]
 
 

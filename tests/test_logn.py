@@ -9,14 +9,14 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModel, DynamicCache, StaticCache
+from transformers import AutoModel
 
 import hf_posenc
 import oracles
 from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc.architectures.structure import is_patched
 from models import HOSTS, LENGTH, backends, first, randomize_encoding, stock, tokens
-from oracles import MASKS, context_of, in_pieces, padding_of, random
+from oracles import MASKS, context_of, padding_of, random
 
 SHORT = 5
 """A trained length below that of most inputs here."""
@@ -171,34 +171,6 @@ def test_a_stock_llama_with_scaled_queries():
     expected = first(multiplied(stock("llama"), "llama", factors_of([[1] * 11], "llama", [1.0] * 4))(tokens()))
     assert_close(first(new(tokens())), expected)
     assert_apart(expected, first(model(tokens())))
-
-
-@pytest.mark.parametrize("host", ["bert", "gpt2"])
-@torch.no_grad()
-def test_position_ids_by_hand(host):
-    """The greatest of them tells the length of an encoder's text, each its own query's in a decoder."""
-    plain, model, parts = scaled(host, "rope")
-    ids = torch.stack([torch.arange(11) * 3, torch.arange(11).flip(0)])
-    lengths = lengths_of(ids.tolist(), HOSTS[host].causal)
-    by_hand = torch.tensor([[[factor(length, part=part) for part in parts] for length in row] for row in lengths])
-    multiplied(plain, host, by_hand)
-    arguments = {"position_ids": ids, "attention_mask": torch.ones_like(ids)}
-    assert_close(first(model(tokens(), **arguments)), first(plain(tokens(), **arguments)))
-
-
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-@torch.no_grad()
-def test_cached_decoding_beyond_the_trained_length(side, static):
-    """In chunks and token by token, with each query's own factor."""
-    plain, model, parts = scaled("llama", "relative")
-    ids, mask = tokens(2, 16), torch.ones(2, 16, dtype=torch.long)
-    mask[0, slice(0, 4) if side == "left" else slice(8, 12)] = 0  # right: of a prompt of 12 tokens
-    cache = StaticCache(config=model.config, max_cache_len=20) if static else DynamicCache(config=model.config)
-    real = mask.bool()
-    actual = in_pieces(model, ids, (12, 13, 14), mask, cache)[real]
-    multiplied(plain, "llama", factors_of(mask.tolist(), "llama", parts))
-    assert_close(actual, first(plain(ids, attention_mask=mask))[real])
 
 
 @torch.no_grad()

@@ -109,28 +109,6 @@ def test_what_is_no_encoding(given, words):
     assert ("import the module that defines its class" in str(error.value)) == words.startswith("unknown")
 
 
-@pytest.mark.parametrize(
-    ("kind", "verbs"),
-    [
-        ("none", ()),
-        ("sinusoidal", ("embed",)),
-        ("learned", ("embed",)),
-        ("normalized", ("embed",)),
-        ("counter", ("embed",)),
-        ("relative", ("distance_bias",)),
-        ("alibi", ("distance_bias",)),
-        ("rope", ("rotate",)),
-        ("logn", ("rotate",)),
-        ("t5", ("distance_bias",)),
-        ("shaw", ("score_bias", "value_bias")),
-        ("sinusoidal+rope+alibi", ("embed", "rotate", "distance_bias")),
-        ("none+shaw", ("score_bias", "value_bias")),
-    ],
-)
-def test_mechanisms(kind, verbs):
-    assert encoding_class(kind).mechanisms() == verbs
-
-
 def test_mechanisms_of_an_own_encoding():
     class Both(PositionEncoding, type="both"):
         def score_bias(self, query, key, context): ...

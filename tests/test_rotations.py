@@ -8,14 +8,11 @@ import cmath
 import functools
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
-from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.gptj import modeling_gptj
-from transformers.models.llama import modeling_llama
 from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention, RoFormerSinusoidalPositionalEmbedding
 
 import hf_posenc
@@ -182,23 +179,6 @@ def test_formula(rule, layout):
                     found, _ = rotated(encoding, states.to(dtype), None, positions)
                     assert found.dtype == dtype
                     torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=0)
-
-
-@pytest.mark.parametrize("modeling", [modeling_llama, modeling_gpt_neox], ids=["llama", "gpt_neox"])
-def test_half_agrees_with_transformers(modeling):
-    config = SimpleNamespace(
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        head_dim=16,
-        hidden_size=64,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-    )
-    rotary = getattr(modeling, "LlamaRotaryEmbedding" if modeling is modeling_llama else "GPTNeoXRotaryEmbedding")(config)
-    positions = torch.stack([torch.arange(64), torch.arange(448, 512)])
-    query, key = random(2, 4, 64, 16, dtype=torch.float32), random(2, 4, 64, 16, seed=1, dtype=torch.float32)
-    expected = modeling.apply_rotary_pos_emb(query, key, *rotary(query, positions))
-    # Their angles are float32.
-    assert_close(list(rotated(rope(head_dim=16), query, key, positions)), list(expected), rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("part", [1.0, 0.5])
@@ -623,16 +603,6 @@ def test_fope_start():
     noise = encoding.cosines - torch.eye(32)
     assert abs(noise.std().item() - 0.3 / 32**0.5) < 0.002 and not torch.equal(encoding.cosines, encoding.sines)
     assert [*encoding.state_dict()] == ["cosines", "sines"] and not [*encoding.parameters()]
-
-
-def test_keys_of_twice_the_width_are_cached():
-    """With fewer heads than queries have; a static cache, too."""
-    model, ids = patched("llama", "pope", "ForCausalLM"), tokens(2, 12)
-    for implementation in ("eager", "sdpa"):
-        model.set_attn_implementation(implementation)
-        assert_close(in_pieces(model, ids, (5, 11)), first(model(ids)))
-    settings = dict(max_new_tokens=5, do_sample=False)
-    assert torch.equal(model.generate(ids, cache_implementation="static", **settings), model.generate(ids, **settings))
 
 
 def test_the_scaling_stays_that_of_the_hosts_width():

@@ -96,21 +96,6 @@ def test_sinusoidal_agrees_with_transformers():
     torch.testing.assert_close(actual, modeling_gptj.create_sinusoidal_positions(128, 32), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25, -3.0, "learned"])
-def test_sinusoidal_scale(scale):
-    encoding, table, upstream = make("sinusoidal", 6, scale=scale), sinusoids(range(9), 6), random(9, 6)
-    factor = 1.0 if scale == "learned" else scale
-    torch.testing.assert_close(encoding.embed(torch.arange(9)).double(), table * factor, atol=1e-6, rtol=0)
-    assert [name for name, _ in encoding.named_parameters()] == (["factor"] if scale == "learned" else [])
-    if scale == "learned":
-        with torch.no_grad():
-            encoding.factor.fill_(0.7)
-        output = encoding.embed(torch.arange(9))
-        torch.testing.assert_close(output.double(), table * 0.7, atol=1e-6, rtol=0)
-        output.backward(upstream.float())
-        torch.testing.assert_close(encoding.factor.grad.double(), (upstream * table).sum(), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "options", [{}, {"base": 50.0, "scale": 2.5}, {"bases": (100.0, 10000.0)}, {"frequencies": "learned"}], ids=str
@@ -159,6 +144,7 @@ def test_learned_frequencies_start_as_the_fixed_ones(dtype, options):
 @pytest.mark.parametrize("size", [7, 8])
 def test_learned_frequencies_and_their_gradients(size):
     made = make("sinusoidal", size, frequencies="learned", bases=(100.0, 10000.0), scale="learned", seed=1)
+    assert make("sinusoidal", size, scale="learned").factor.item() == 1.0
     steps, factor, weights = made.log_ratios, made.factor, random(9, size, seed=3)
     assert steps.shape == (4,)
 
