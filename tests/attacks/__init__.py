@@ -1,1 +1,0 @@
-"""Attempts to break a patched model, one family of attacks per file, for `attack.py`."""

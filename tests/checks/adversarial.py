@@ -1,0 +1,428 @@
+"""What has broken some encoding before: gaps between tokens, masks in every form, threads, errors within a forward pass,
+modules that are replaced, modes of `generate`. Right is what one forward pass over whole texts without padding gives.
+
+Shapes: B batch, L tokens, Q queries, K keys, V vocabulary or hidden_size.
+"""
+
+import contextlib
+import copy
+import functools
+import unittest.mock
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, GenerationConfig, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from checks.decoding import NEW, generate
+from checks.registry import TEXT, WRITERS, Subject, check, source
+from closeness import assert_close, assert_equal
+from models import ALL_WAYS, backends, patched, tokens
+
+COUNTING = ("cope", "fox")
+"""Encodings that count the tokens which lie between two: ids without tokens between them say nothing to them."""
+BY_LENGTH = ("logn", "normalized")
+"""Encodings that depend on the length of a text, which a 4-D mask and position ids don't tell."""
+
+
+def named(encoding, names):
+    return any(part in names for part in encoding.split("+"))
+
+
+def whole(it):
+    """Whether tokens see all others, or all before them, in each layer. (A window counts padding, a stock model's too.)"""
+    config = it.model.config.get_text_config(decoder=True)
+    return not {"sliding_attention", "chunked_attention"} & {*(getattr(config, "layer_types", None) or ())} and not (
+        getattr(config, "sliding_window", None) or it.host.own_rows
+    )
+
+
+# Gaps: padding between real tokens, tokens that are hidden, and ids that jump.
+
+
+@check("decoder")
+@torch.no_grad()
+def hidden_tokens_are_not_there(it):
+    """Also between others. (An encoder counts them there.)"""
+    if not whole(it):
+        return
+    ids, mask = tokens(1, 12), torch.ones(1, 12, dtype=torch.long)
+    mask[0, 4:7] = 0
+    real = mask.bool()
+    assert_close(it.plain(it.model, ids, mask)[real], it.plain(it.model, ids[real][None])[0])
+
+
+@check("encoder", "decoder")
+@torch.no_grad()
+def jumping_ids_are_places_in_a_longer_text(it):
+    """Of which nothing else is seen."""
+    if not whole(it) or it.name == "layoutlm" or named(it.encoding, COUNTING + BY_LENGTH):  # LayoutLM takes no 4-D masks
+        return
+    ids, places = tokens(1, 9), torch.tensor([0, 1, 2, 6, 7, 11, 12, 13, 16])
+    shown = torch.zeros(17, dtype=torch.bool).index_fill(0, places, True)
+    longer, mask = torch.full((1, 17), 3).index_copy(1, places, ids), square(shown[None], it.kind)
+    right = it.plain(it.model, longer, torch.zeros(mask.shape).masked_fill(~mask, LOWEST))
+    found = it.plain(it.model, ids, torch.ones_like(ids), position_ids=places[None] + it.host.offset)
+    assert_close(found, right[:, places])
+
+
+@check("decoder")
+@torch.no_grad()
+def turns_of_a_batch_are_padded(it):
+    """So that rows have padding between real tokens, which is in the cache."""
+    if not whole(it):
+        return
+    texts, cache, mask, at = tokens(2, 9), it.cache(it.model), torch.zeros(2, 0, dtype=torch.long), [0, 0]
+    expected = it.plain(it.model, texts)
+    for widths, side in (((4, 2), "right"), ((2, 4), "left"), ((1, 3), "right")):
+        shown = torch.arange(max(widths)) < torch.tensor(widths)[:, None]
+        shown = shown.flip(1) if side == "left" else shown
+        ids = torch.full(shown.shape, 3)
+        for row, width in enumerate(widths):
+            ids[row, shown[row]] = texts[row, at[row] : at[row] + width]
+        mask = torch.cat([mask, shown.long()], dim=1)
+        logits = it.step(it.model, ids, cache, mask)
+        for row, width in enumerate(widths):
+            assert_close(logits[row, shown[row]], expected[row, at[row] : at[row] + width])
+            at[row] += width
+
+
+@check("decoder", few=True)
+@torch.no_grad()
+def generate_goes_on_behind_right_padding(it):
+    """`generate` takes a row's first token from its last column, which is padding, and goes on from the id of that column,
+    which is 0: the new tokens of such a row are at 1, 2, …"""
+    if not whole(it) or named(it.encoding, COUNTING):
+        return
+    prompt, lengths, new = tokens(2, 8), (8, 5), 4
+    mask = (torch.arange(8) < torch.tensor(lengths)[:, None]).long()
+    made, logits = generate(it, it.twin(), prompt, mask, max_new_tokens=new)
+    for row, length in enumerate(lengths):
+        text = torch.cat([prompt[row, :length], made[row]])[None]
+        following = torch.arange(new) + (length if length == 8 else 1)
+        places = torch.cat([torch.arange(length), following])[None] + it.host.offset
+        right = it.plain(it.model, text, torch.ones_like(text), position_ids=places)[0, length - 1 : -1]
+        assert_close(logits[row, 1:], right[1:])
+
+
+# Masks. A text with padding on its right gives what it gives alone.
+
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def square(shown, kind):
+    """`[B, K] -> [B, 1, K, K]`: what each token sees, itself always."""
+    length = shown.shape[1]
+    seen = shown.bool()[:, None, None, :].expand(-1, 1, length, length)
+    return (seen.tril() if kind == "decoder" else seen) | torch.eye(length, dtype=torch.bool)
+
+
+def added(shown, kind, lowest=LOWEST):
+    """0 for what each token sees, the lowest value for the others."""
+    seen = square(shown, kind)
+    return torch.zeros(seen.shape).masked_fill(~seen, lowest)
+
+
+@check("encoder", "decoder")
+@torch.no_grad()
+def masks_in_every_form(it):
+    """Those that the stock models take; other ones are refused by `tests/test_backends.py`."""
+    ids, mask = tokens(2, 9), torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+    forms = [mask.bool(), mask.float(), mask.to(torch.uint8)]
+    if whole(it) and it.name != "layoutlm" and not named(it.encoding, BY_LENGTH):
+        given = added(mask, it.kind)
+        forms += [given, added(mask, it.kind, -torch.inf), given.expand(-1, 4, -1, -1)]
+        if it.model.config._attn_implementation == "sdpa":
+            forms.append(square(mask, it.kind))
+    for row, length in enumerate((9, 6)):
+        alone = it.plain(it.model, ids[row : row + 1, :length])[0]
+        for form in forms:
+            assert_close(it.plain(it.model, ids, form)[row, :length], alone)
+
+
+# One model called by many, from within its forward pass, and after one that failed.
+
+
+@check("encoder", "decoder", few=True, slow=True)
+@torch.no_grad()
+def many_threads_at_once(it):
+    """Texts of several lengths, padded batches, and decoding with a cache."""
+    lengths, model = (3, 17, 5, 11, 8, 14), it.model
+    texts = [tokens(1, length, seed=length) for length in lengths]
+    expected = [it.plain(model, text)[0] for text in texts]
+
+    @torch.no_grad()
+    def run(number):
+        at = number % len(texts)
+        if number % 3 == 0:
+            return [at], [it.plain(model, texts[at])[0]]
+        if number % 3 == 1 and it.kind == "decoder":
+            return [at], [it.in_pieces(model, texts[at], (1, 2))[0]]
+        rows, side = [at, (at + 1) % len(texts)], ("left", "right")[number % 2]
+        ids, mask = batch([texts[row][0] for row in rows], side)
+        output = it.plain(model, ids, mask)
+        return rows, [each[shown] for each, shown in zip(output, mask.bool(), strict=True)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for rows, found in pool.map(run, range(24)):
+            assert_close(found, [expected[row] for row in rows])
+
+
+def batch(texts, side):
+    """Ids and mask `[B, L]` of texts of several lengths."""
+    width = max(map(len, texts))
+    ids, mask = torch.full((len(texts), width), 3), torch.zeros(len(texts), width, dtype=torch.long)
+    for row, text in enumerate(texts):
+        place = slice(width - len(text), width) if side == "left" else slice(0, len(text))
+        ids[row, place], mask[row, place] = text, 1
+    return ids, mask
+
+
+@check(few=True)
+@torch.no_grad()
+def forward_passes_within_one_another(it):
+    """Behind one that failed in its last layer, a model is called in its own forward pass, and another one with it."""
+    text = it.kind in TEXT
+    given = [it.inputs(tokens(1, length, seed=length)) for length in (9, 5)] if text else [it.inputs(), it.inputs()]
+    outer, inner = [it.model(**each)[0] for each in given]
+    model, other, found = it.twin(), it.without, []
+    last = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each)][-1][-1]
+
+    def fail(*_):
+        raise KeyError("on purpose")
+
+    handle = last.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        model(**given[1])
+    handle.remove()
+    assert_equal(model(**given[0])[0], outer)
+
+    def call(*_):
+        if not found:
+            found.append(None)
+            other(**given[1])
+            found.append(model(**given[1])[0])
+
+    last.register_forward_pre_hook(call)
+    assert_equal(model(**given[0])[0], outer)
+    assert_equal(found[1], inner)
+
+
+# Models that are made again, and modules that are replaced.
+
+
+def seeded(model):
+    torch.manual_seed(5)
+    return type(model)(copy.deepcopy(model.config)).eval()
+
+
+@functools.cache
+def without_positions(name):
+    """The weights of the host itself."""
+    return dict(seeded(Subject(name, "none").without).named_parameters())
+
+
+@check()
+@torch.no_grad()
+def a_model_of_its_config(it):
+    """With a seed it has the weights of a host without positions; with a state dict it is what it was, also if it was made on
+    the meta device."""
+    made, host = seeded(it.model), without_positions(it.name)
+    ours = dict(made.named_parameters())
+    assert_equal({name: ours[name] for name in host}, host)
+    made.load_state_dict(it.model.state_dict())
+    assert_equal(it.plain(made), it.plain(it.model))
+    with torch.device("meta"):
+        empty = type(it.model)(copy.deepcopy(it.model.config)).eval()
+    empty.load_state_dict(it.model.state_dict(), assign=True)
+    buffers = dict(it.model.named_buffers())
+    for name, buffer in [*empty.named_buffers()]:
+        if buffer.is_meta:
+            owner, _, last = name.rpartition(".")
+            empty.get_submodule(owner)._buffers[last] = buffers[name]
+    empty.tie_weights()
+    assert_equal(it.plain(empty), it.plain(it.model))
+
+
+@check(*TEXT, few=True, slow=True)
+@torch.no_grad()
+def embeddings_are_replaced(it):
+    """By twins, by more of them, and by those of another data type and back."""
+    expected, model = it.plain(it.model), it.twin()
+    model.resize_token_embeddings(70, mean_resizing=False)
+    assert_close(it.plain(model)[..., : expected.shape[-1]], expected)
+    model = it.twin()
+    model.set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
+    model.tie_weights()
+    assert_close(it.plain(model.double().float()), expected)
+
+
+# Implementations of attention.
+
+
+@contextlib.contextmanager
+def own_implementation(name):
+    """Transformers' SDPA under a name that nothing has been told of."""
+    with (
+        unittest.mock.patch.dict(AttentionInterface._global_mapping, {name: sdpa_attention_forward}),
+        unittest.mock.patch.dict(AttentionMaskInterface._global_mapping, {name: sdpa_mask}),
+    ):
+        yield name
+
+
+@check("encoder", "decoder", few=True, slow=True)
+@torch.no_grad()
+def implementations_are_switched(it):
+    """By a method, by a dict, and in the config; one that takes no bias is refused where a bias would act."""
+    if len(backends(it.model)) < 2:
+        return
+    model, expected = it.twin(), it.plain(it.model)
+    for switch in ("eager", {"": "sdpa"}, {"": "eager"}, "sdpa"):
+        model.set_attn_implementation(switch)
+        assert_close(it.plain(model), expected)
+    for name in ("eager", "sdpa"):
+        model.config._attn_implementation = name
+        assert_close(it.plain(model), expected)
+    for number, by_config in enumerate((False, True)):
+        with own_implementation(f"sdpa_of_ones_own_{number}") as name:
+            try:
+                if by_config:
+                    model.config._attn_implementation = name
+                else:
+                    model.set_attn_implementation(name)
+                found = it.plain(model)
+            except ValueError as error:
+                assert "takes no score bias" in str(error), error
+            else:
+                assert_close(found, expected)
+        model.config._attn_implementation = "sdpa"
+
+
+# `generate` in its other modes, and caches that are used again.
+
+MODES = {
+    "prefill in chunks": {"prefill_chunk_size": 3},
+    "several answers": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "assisted": {"assistant": True},
+    "encoder_outputs": {"outputs": True},
+    "inputs_embeds": {"embeds": True},
+}
+
+
+@check(*WRITERS, few=True, slow=True)
+@torch.no_grad()
+def generate_in_other_modes(it):
+    """Each token was chosen from the logits of one forward pass over the row's text, whose source isn't padded."""
+    two = it.kind == "encoder-decoder"
+    for mode, settings in MODES.items():
+        settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | settings
+        outputs, embeds, helped = (settings.pop(name, False) for name in ("outputs", "embeds", "assistant"))
+        if not two and (outputs or embeds) or two and mode == "prefill in chunks":
+            continue
+        alone = helped or "lookup" in mode
+        model, prompt = it.twin(), tokens(1 if alone else 2, 8)
+        mask = torch.ones_like(prompt)
+        mask[0, :3] = 0
+        if two:  # else `generate` would put this token before the others
+            prompt[:, 0] = model.config.decoder_start_token_id
+        prefix = "decoder_" if two else ""
+        given = {f"{prefix}input_ids": prompt, f"{prefix}attention_mask": mask}
+        if two:
+            read = torch.nn.functional.pad(source(len(prompt)), (2, 0), value=3)
+            seen = (torch.arange(9) > 1).long().expand(len(prompt), -1)
+            given |= {"attention_mask": seen}
+            if outputs:
+                given["encoder_outputs"] = model.get_encoder()(input_ids=read, attention_mask=seen, return_dict=True)
+            elif embeds:
+                given["inputs_embeds"] = model.get_input_embeddings()(read)
+            else:
+                given["input_ids"] = read
+        if helped:
+            settings["assistant_model"] = patched(it.name, "none", it.host.head)
+        torch.manual_seed(4)
+        output = model.generate(**given, **settings, output_logits=True, return_dict_in_generate=True)
+        for row, text in enumerate(output.sequences):
+            start = 3 if row < settings.get("num_return_sequences", 1) else 0
+            right = it.plain(it.model, text[None, start:-1])[0, -NEW:]
+            assert_close(torch.stack(output.logits, dim=1)[row], right)
+
+
+@check(*WRITERS, few=True, slow=True)
+@torch.no_grad()
+def a_static_cache_is_used_again(it):
+    cache = it.cache(it.model, StaticCache, max_cache_len=16)
+    for seed in (9, 10):
+        text = tokens(2, 12, seed=seed)
+        assert_close(it.in_pieces(it.model, text, (4, 5, 9), cache), it.plain(it.model, text))
+        cache.reset()
+
+
+@check("decoder", few=True, slow=True)
+@torch.no_grad()
+def continuous_batching_or_an_error(it):
+    """Behind it the model is as it was."""
+    model, prompts = it.twin(), [tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 3)]
+    settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    cache = ContinuousBatchingConfig(page_size=8, num_blocks=16, max_batch_tokens=32)  # else as large as the memory
+    try:
+        outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=cache)
+    except ValueError as error:
+        assert "continuous batching" in str(error) and "use model.generate" in str(error)
+    else:
+        for output in outputs.values():
+            text = torch.tensor([[*output.prompt_ids, *output.generated_tokens]])
+            chosen = it.plain(it.model, text)[0, len(output.prompt_ids) - 1 : -1].argmax(-1)
+            assert output.error is None and output.generated_tokens == chosen.tolist()
+    model.set_attn_implementation(it.model.config._attn_implementation)
+    assert_equal(it.plain(model), it.plain(it.model))
+
+
+# Graphs that were traced at one length and run at others, and images of other sizes.
+
+
+@check("encoder", "decoder", few=True, slow=True)
+@torch.no_grad()
+def a_graph_of_one_length_runs_at_others(it):
+    """On both sides of the 256 keys from which on an untraced CPU takes other kernels, padded, and with a cache."""
+    if it.name not in ("bert", "gpt2", "llama") or it.encoding not in ("alibi", "rope", "shaw", "learned", ALL_WAYS):
+        return
+    model, other = (patched(it.name, it.encoding, it.host.head, max_length=512) for _ in range(2))
+    other.set_attn_implementation("eager")
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="eager", dynamic=True)
+    for length in (9, 2, 257, 400):
+        ids, mask = batch([tokens(1, each, seed=each)[0] for each in (length, length // 2)], "right")
+        assert_close(it.plain(run, ids, mask)[mask.bool()], it.plain(other, ids, mask)[mask.bool()])
+    if it.kind == "decoder":
+        ids, mask = batch([tokens(1, 257)[0], tokens(1, 254, seed=2)[0]], "left")
+        found = it.in_pieces(run, ids, (253, 254, 255), it.cache(model, StaticCache, max_cache_len=320), mask)
+        assert_close(found[mask.bool()], it.plain(other, ids, mask)[mask.bool()])
+
+
+SIZES = ((48, 32), (16, 64), (16, 16), (136, 136), (8, 40))
+"""Taller, wider and smaller images than a model was made for, of 289 patches, and of one row."""
+
+
+@check("vision")
+@torch.no_grad()
+def images_of_other_sizes(it):
+    """As in a model that was made for that size, and by each implementation."""
+    model, eager = it.twin(), it.twin()
+    eager.set_attn_implementation("eager")
+    for height, width in SIZES:
+        if it.max_length and height * width // 64 > it.max_length:
+            continue
+        pixels = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(height))
+        given = {"pixel_values": pixels} | ({} if it.name == "dinov3" else {"interpolate_pos_encoding": True})
+        found = model(**given)[0]
+        assert_close(found, eager(**given)[0])
+        if it.name == "vit" or height == width:
+            other = it.fresh(image_size=height if height == width else [height, width])
+            state = {name: each for name, each in model.state_dict().items() if "original" not in name}
+            other.load_state_dict(state, strict=False)
+            assert_close(found, other(pixels)[0])

@@ -1,0 +1,263 @@
+"""Models in unusual surroundings: other processes, the code of two versions in one process, v4's checkpoints in other forms,
+hosts with memories, windows and timestamps. What holds for every host and encoding is in `checks/adversarial.py`."""
+
+import json
+import re
+import shutil
+import zipfile
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import hf_posenc
+from closeness import assert_close, assert_equal, scale
+from conftest import ROOT, run_python
+from models import ALL_WAYS, patched, randomize, randomize_encoding, tiny, tokens
+from tools.hosts.tiny import build
+from v4_checkpoints import FAMILIES, KINDS
+
+# Every model type that generates text.
+
+
+def in_steps(model, ids):
+    """After the first five tokens one by one."""
+    cache, pieces = DynamicCache(config=model.config), []
+    for piece in ids.split((5, *[1] * (ids.shape[1] - 5)), 1):
+        output = model(piece, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        pieces.append(output.logits)
+    return torch.cat(pieces, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not kind.startswith("posenc-")])
+@torch.no_grad()
+def test_cached_decoding_in_every_model_type(kind):
+    """Where a stock model's own is exact, a patched one's is."""
+    ids = tokens(2, 10)
+    try:
+        config = build(kind).config
+        if hasattr(config, "is_decoder"):
+            config.is_decoder = True
+        stock = randomize(AutoModelForCausalLM.from_config(config)).eval()
+        full = stock(ids, use_cache=False).logits
+        exact = (in_steps(stock, ids) - full).abs().max() < 1e-4 * scale(full)
+    except Exception as error:
+        pytest.skip(f"no head of these sizes: {type(error).__name__}")
+    if not exact:
+        pytest.skip("the stock model's isn't exact")
+    for encoding in ("sinusoidal", "rope", "alibi", "shaw"):
+        try:
+            model = randomize_encoding(hf_posenc.patch(stock, encoding))
+        except hf_posenc.UnsupportedModelError:
+            continue
+        assert_close(in_steps(model, ids), model(ids, use_cache=False).logits)
+
+
+# Other processes.
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for host, encoding in (("bert", ALL_WAYS), ("gpt2", "learned+shaw")):
+        patched(host, encoding).save_pretrained(folder / f"{host}-{encoding}")
+    return folder
+
+
+@pytest.mark.parametrize("method", ["fork", *(pytest.param(each, marks=pytest.mark.slow) for each in ("spawn", "forkserver"))])
+def test_models_are_sent_to_other_processes(folders, method):
+    code = "import sys, adversity_worker; adversity_worker.sent(*sys.argv[1:])"
+    assert run_python(code, folders, method).endswith("equal\n")
+
+
+def test_code_of_two_versions_in_one_process(tmp_path):
+    """Each model runs the code that it came with, also within the other's forward pass, as a copy, and saved again."""
+    shutil.copytree(ROOT / "tests" / "saved" / "own", tmp_path / "old")
+    with zipfile.ZipFile(tmp_path / "old" / "code.zip") as file:
+        file.extractall(tmp_path / "old")
+    model = patched("bert", ALL_WAYS, "ForMaskedLM")
+    model.save_pretrained(tmp_path / "new")
+    given = {"input_ids": tokens(), "attention_mask": torch.ones(2, 11, dtype=torch.long)}
+    with torch.no_grad():
+        save_file({**given, "output": model(**given)[0].contiguous()}, tmp_path / "new" / "expected.safetensors")
+    code = "import sys, adversity_worker; adversity_worker.generations(*sys.argv[1:])"
+    environment = {"PYTHONPATH": str(ROOT / "tests"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    assert run_python(code, tmp_path / "old", tmp_path / "new", fresh=True, **environment).endswith("equal\n")
+
+
+# Checkpoints of Transformers v4, of which tests/v4 has the recorded outputs.
+
+V4 = ROOT / "tests" / "v4"
+CASES = [(family, kind) for family in FAMILIES for kind in KINDS if (family, kind) != ("esm", "relative_key_query")]
+
+
+def old(place, family, kind, **changes):
+    """A copy of a checkpoint, its class, the inputs and the output in v4."""
+    folder = place / f"{family}-{kind}"
+    shutil.copytree(V4 / family, folder, ignore=shutil.ignore_patterns("expected*"))
+    config = json.loads((folder / "config.json").read_text()) | {"position_embedding_type": kind, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(V4 / family / "expected.safetensors")
+    inputs = {name.removeprefix("inputs."): each for name, each in tensors.items() if name.startswith("inputs.")}
+    return folder, getattr(transformers, FAMILIES[family][0]), inputs, tensors[f"{kind}.output"]
+
+
+def aged(folder, prefix):
+    """The names of older versions, buffers among the weights, in two files, and a pickle which nobody opens."""
+    weights = load_file(folder / "model.safetensors")
+    names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    weights = {re.sub("|".join(names), lambda found: names[found[0]], name): each for name, each in weights.items()}
+    weights[f"{prefix}embeddings.position_ids"] = torch.arange(10)[None]
+    parts = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(weights)}
+    for file in {*parts.values()}:
+        save_file({name: weights[name] for name in parts if parts[name] == file}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
+    (folder / "pytorch_model.bin").write_bytes(b"no pickle")
+
+
+@pytest.mark.slow
+def test_old_checkpoints_are_saved_in_their_place(tmp_path):
+    """Of every family: loaded in the form of older versions, saved over it, and loaded with the package and without."""
+    (tmp_path / "models").mkdir()
+    for family, kind in CASES:
+        folder, cls, inputs, output = old(tmp_path / "models", family, kind)
+        prefix = f"{cls.base_model_prefix}." if any(name.startswith(cls.base_model_prefix) for name in FAMILIES) else ""
+        aged(folder, prefix)
+        hf_posenc.from_v4(folder, cls).save_pretrained(folder)
+        heads = {"LMHeadModel": "AutoModelForCausalLM", "Decoder": "AutoModelForCausalLM", "MaskedLM": "AutoModelForMaskedLM"}
+        auto = next((each for end, each in heads.items() if cls.__name__.endswith(end)), "AutoModel")
+        torch.save((auto, inputs, output), f"{folder}.pt")
+    code = "import sys, adversity_worker; adversity_worker.loaded(sys.argv[1], bool(sys.argv[2]))"
+    for without in ("", "bare"):
+        assert run_python(code, tmp_path / "models", without, fresh=True).endswith("equal\n")
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [pytest.param(*case, marks=() if number % 6 == 0 else pytest.mark.slow) for number, case in enumerate(CASES)],
+)
+@torch.no_grad()
+def test_old_checkpoints_are_extended(tmp_path, family, kind):
+    """Distances beyond the last vector get that one, as in a checkpoint which has it that often."""
+    if family == "bert-generation":
+        return  # it has vectors for its positions, too
+    folder, cls, inputs, output = old(tmp_path, family, kind)
+    extended = [hf_posenc.extend(hf_posenc.from_v4(folder, cls), 24), hf_posenc.from_v4(folder, cls, max_length=24)]
+    weights = load_file(folder / "model.safetensors")
+    room = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    for name, table in weights.items():
+        if name.endswith("distance_embedding.weight"):
+            more = (2 * 40 - 1 - len(table)) // 2
+            weights[name] = torch.cat([table[:1].expand(more, -1), table, table[-1:].expand(more, -1)]).contiguous()
+        elif name.endswith("embeddings.position_embeddings.weight"):
+            weights[name] = torch.cat([table, torch.zeros(40 - len(table), table.shape[1])])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 40}
+    (folder / "config.json").write_text(json.dumps(config))
+    oracle = hf_posenc.from_v4(folder, cls)
+    least = {"attention_mask": 1, "input_ids": 4}
+    long = {
+        name: each if "encoder" in name else torch.cat([each.clamp(min=least.get(name, 0))] * 3, 1)[:, :24]
+        for name, each in inputs.items()
+    }
+    for model in extended:
+        assert_close(model(**long)[0], oracle(**long)[0])
+    assert room < 24
+
+
+# XLNet, which reads in any order and keeps memories.
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "sinusoidal", "shaw"])
+@torch.no_grad()
+def test_xlnet_reads_in_other_orders(encoding):
+    one_way, two_ways = (
+        randomize_encoding(hf_posenc.patch(tiny("XLNetModel", attn_type=kind), encoding)) for kind in ("uni", "bi")
+    )
+    ids = tokens()
+    assert_close(two_ways(ids, perm_mask=torch.ones(11, 11).triu(1).expand(2, -1, -1))[0], one_way(ids)[0])
+    for model in (one_way, two_ways):
+        assert_equal(model(ids, use_mems=True)[0], model(ids, use_mems=False)[0])
+        with pytest.raises(ValueError, match=r"11 keys, but there are positions of 4 new tokens.*memories.*leave them out"):
+            model(ids[:, 7:], use_mems=True, mems=model(ids[:, :7], use_mems=True).mems)
+
+
+# Images.
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "rope"])
+@torch.no_grad()
+def test_windows_of_one_image_say_nothing_of_the_next(encoding):
+    def made():
+        sizes = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
+        return randomize_encoding(hf_posenc.patch(tiny("SwinModel", **sizes), encoding))
+
+    model, sizes = made(), ((32, 32), (64, 32), (28, 36))
+    for height, width in (*sizes, *sizes[::-1]):
+        pixels = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(height))
+        assert_equal(model(pixels)[0], made()(pixels)[0])
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "sinusoidal", "rope"])
+@torch.no_grad()
+def test_masked_patches_keep_their_positions(encoding):
+    """Where the token of a mask is what a patch is, nothing changes."""
+    stock = tiny("ViTForMaskedImageModeling", image_size=32, patch_size=8)
+    model = randomize_encoding(hf_posenc.patch(stock, encoding)).base_model
+    chosen, pixels = torch.arange(16).expand(2, -1) % 3 == 0, torch.randn(2, 3, 32, 32)
+    masked, token = model(pixels, bool_masked_pos=chosen)[0], model.embeddings.mask_token
+    model.embeddings.patch_embeddings.register_forward_hook(
+        lambda module, args, output: torch.where(chosen[:, :, None], token.expand(2, 16, -1), output)
+    )
+    assert_close(masked, model(pixels)[0])
+
+
+# Whisper, which writes times.
+
+FRAMES, TEXT = 40, 20
+WHISPER_MODES = {
+    "times": {"return_timestamps": True},
+    "long": {"return_timestamps": True, "condition_on_prev_tokens": True},
+    "words": {"return_token_timestamps": True},
+}
+
+
+def whisper():
+    sizes = dict(vocab_size=TEXT + 42, num_mel_bins=8, max_source_positions=FRAMES, max_target_positions=40, pad_token_id=0)
+    ids = dict(bos_token_id=1, eos_token_id=2, decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None)
+    model = tiny("WhisperForConditionalGeneration", **sizes, **ids)
+    settings = dict(no_timestamps_token_id=TEXT, is_multilingual=False, max_initial_timestamp_index=20, prev_sot_token_id=4)
+    settings |= dict(return_timestamps=False, alignment_heads=[[0, 1], [1, 2]], median_filter_width=3, forced_decoder_ids=None)
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("encoding", ["alibi", "sinusoidal"])
+@pytest.mark.parametrize("mode", WHISPER_MODES)
+@torch.no_grad()
+def test_whisper_writes_what_it_does_without_a_cache(mode, encoding):
+    model, oracle = (randomize_encoding(hf_posenc.patch(whisper(), encoding)) for _ in range(2))
+    oracle.set_attn_implementation("eager")
+    features = torch.randn(1, 8, 2 * FRAMES * (3 if mode == "long" else 1), generator=torch.Generator().manual_seed(0))
+    settings = dict(do_sample=False, max_new_tokens=6, return_dict_in_generate=True, **WHISPER_MODES[mode])
+    if mode == "long":
+        settings |= {"attention_mask": torch.ones(1, features.shape[-1], dtype=torch.long), "return_segments": True}
+    found, expected = model.generate(features, **settings), oracle.generate(features, use_cache=mode == "words", **settings)
+    if mode == "long":
+        assert len(found["segments"][0]) == len(expected["segments"][0]) > 1
+        for ours, theirs in zip(found["segments"][0], expected["segments"][0], strict=True):
+            assert torch.equal(ours["tokens"], theirs["tokens"]) and float(ours["start"]) == float(theirs["start"])
+        return
+    assert_equal(found["sequences"], expected["sequences"])
+    if mode == "words":
+        assert_close(found["token_timestamps"], expected["token_timestamps"])
