@@ -1,4 +1,4 @@
-"""The command line: thin over the API, errors in a line, nothing half written."""
+"""The commands that save a model, `list` and `inspect`: thin over the API, errors in a line, nothing half written."""
 
 import functools
 import json
@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +25,9 @@ from conftest import ROOT, run_python
 from hf_posenc.cli import Group, app
 from models import ENCODINGS, LENGTH, first, patched, slow, stock, tokens
 
+SENTENCES = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+"""For tests that load a SentenceTransformer."""
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -39,6 +41,21 @@ def folders(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def sentences(folders, tmp_path_factory):
+    """A SentenceTransformer with modules that aren't the default, and a prompt."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    path = tmp_path_factory.mktemp("sentences") / "stock"
+    body = Transformer(str(folders / "bert"))
+    modules = [body, Pooling(body.get_embedding_dimension(), "cls"), Normalize()]
+    made = SentenceTransformer(modules=modules, device="cpu", prompts={"query": "a b "}, similarity_fn_name="dot")
+    made.save_pretrained(str(path), create_model_card=False)
+    return path
+
+
 def run(*arguments, code=0):
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == code, (done.output, done.exception)
@@ -46,8 +63,11 @@ def run(*arguments, code=0):
     return done.stdout if code == 0 else done.stderr
 
 
-def command(*arguments):
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=120)
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# What is read.
 
 
 def test_list():
@@ -60,15 +80,12 @@ def test_list():
             option: getattr(kind, option) for option in kind.option_types()
         }
     assert all(bool(listed[name]["papers"]) == (name not in ("counter", "normalized")) for name in ENCODINGS)
-    assert listed["t5"] == {
+    t5 = listed["t5"]
+    assert t5.pop("options")["num_buckets"] == {"default": 32, "allowed": "an integer above 0"}
+    assert t5 == {
         "title": "T5's relative position bias",
         "aliases": {},
         "mechanisms": ["distance_bias"],
-        "options": {
-            "num_buckets": {"default": 32, "allowed": "an integer above 0"},
-            "max_distance": {"default": 128, "allowed": "an integer above 0"},
-            "per_layer": {"default": False, "allowed": "True or False"},
-        },
         "learned": "yes",
         "relative": True,
         "any_length": "yes",
@@ -101,29 +118,25 @@ def test_list_shows_all_of_it():
     assert "terms='keys+queries'" in shown and not re.search(r"…|\[/", shown) and max(map(len, shown.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "patched"])
-def test_inspect(folders, name):
-    report = asdict(hf_posenc.inspect(folders / name))
-    assert json.loads(run("inspect", folders / name, "--json")) == json.loads(json.dumps(report))
-    shown = run("inspect", folders / name)
-    assert "usable length: " + ("no limit" if name == "patched" else f"{LENGTH} tokens") in shown
-
-
-def test_errors_are_shown_as_they_are(tmp_path):
-    """A path is no markup."""
-    assert f"{tmp_path}/[b]nowhere" in run("inspect", tmp_path / "[b]nowhere", code=1)
-
-
-def test_inspect_says_what_is_ignored(folders, tmp_path):
+def test_inspect(folders, tmp_path):
+    for name, length in (("bert", f"{LENGTH} tokens"), ("roberta", f"{LENGTH} tokens"), ("patched", "no limit")):
+        report = asdict(hf_posenc.inspect(folders / name))
+        assert json.loads(run("inspect", folders / name, "--json")) == json.loads(json.dumps(report))
+        assert f"usable length: {length}" in run("inspect", folders / name)
     config = json.loads((folders / "bert" / "config.json").read_text()) | {"position_embedding_type": "relative_key"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "ignored: position_embedding_type='relative_key'" in run("inspect", tmp_path)
+    assert f"{tmp_path}/[b]nowhere" in run("inspect", tmp_path / "[b]nowhere", code=1)  # a path is no markup
+
+
+# What is saved.
 
 
 def test_patch_saves_the_model_with_its_head_and_tokenizer(folders, tmp_path):
+    new = tmp_path / "deep" / "new"
     shown = run(
         *("patch", folders / "bert", "sinusoidal+rotary", "--option", "sinusoidal__base=500", "--option"),
-        *("rope__layout=interleaved", "--max-length", 40, "--inject", "every_layer", "--output-dir", tmp_path / "deep" / "new"),
+        *("rope__layout=interleaved", "--max-length", 40, "--inject", "every_layer", "--output-dir", new),
     )
     assert "usable length: 40 tokens" in shown and "distil" in shown
     expected = hf_posenc.patch(
@@ -132,18 +145,17 @@ def test_patch_saves_the_model_with_its_head_and_tokenizer(folders, tmp_path):
         max_length=40,
         inject="every_layer",
     )
-    torch.save((tokens(), first(expected(tokens()))), tmp_path / "expected.pt")
-    code = """
-import sys, torch, hf_posenc
-from transformers import AutoModelForMaskedLM
-ids, expected = torch.load(sys.argv[2])
-model = AutoModelForMaskedLM.from_pretrained(sys.argv[1])
-print(type(model).__name__, torch.equal(model(ids)[0], expected))
-"""
-    assert run_python(code, tmp_path / "deep" / "new", tmp_path / "expected.pt").split() == ["PosEncBertForMaskedLM", "True"]
-    assert AutoTokenizer.from_pretrained(tmp_path / "deep" / "new").model_max_length == 40
+    kind, logits, length = loaded(new)
+    assert (kind, length) == ("PosEncBertForMaskedLM", 40) and torch.equal(logits, first(expected(tokens())))
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["new"]
-    assert not [path for path in (tmp_path / "deep" / "new").iterdir() if path.is_dir()]
+    assert not [path for path in new.iterdir() if path.is_dir()]
+
+
+def loaded(folder):
+    """The class of a saved model, its logits, and its tokenizer's length."""
+    model = AutoModelForMaskedLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer_config.json").exists() else None
+    return type(model).__name__, first(model(tokens())), tokenizer and tokenizer.model_max_length
 
 
 def test_patch_without_a_limit_or_a_tokenizer(folders, tmp_path):
@@ -153,56 +165,38 @@ def test_patch_without_a_limit_or_a_tokenizer(folders, tmp_path):
     assert "no tokenizer" in run("patch", folders / "roberta", "t5", "--no-keep-original", "--output-dir", tmp_path / "roberta")
     model = hf_posenc.PosEncRobertaForMaskedLM.from_pretrained(tmp_path / "roberta")
     assert isinstance(model, RobertaForMaskedLM) and not model.config.position_encoding["original"]["kept"]
-
-
-def test_an_older_model_has_a_vocabulary_alone(folders, tmp_path):
-    old, new = tmp_path / "old", tmp_path / "new"
-    stock("bert", "ForMaskedLM").save_pretrained(old)
-    (old / "vocab.txt").write_bytes((folders / "vocab.txt").read_bytes())
-    assert "no tokenizer" not in run("patch", old, "learned", "--output-dir", new)
-    tokenizer = AutoTokenizer.from_pretrained(new)
+    # Of a model without a tokenizer's config, as older ones are, the vocabulary counts.
+    shutil.copytree(folders / "bert", tmp_path / "old", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copy(folders / "vocab.txt", tmp_path / "old")
+    assert "no tokenizer" not in run("patch", tmp_path / "old", "learned", "--output-dir", tmp_path / "new")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
     assert tokenizer.model_max_length == LENGTH and tokenizer("a b").input_ids == [2, 5, 6, 3]
 
 
-@pytest.fixture(scope="module")
-def sentences(folders, tmp_path_factory):
-    """A SentenceTransformer with modules that aren't the default, and a prompt."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Normalize, Transformer
-    from sentence_transformers.sentence_transformer.modules import Pooling
+@SENTENCES
+def test_modules_of_sentence_transformers_stay(folders, sentences, tmp_path):
+    """Through all commands that save a model, and those of the other classes of sentence-transformers."""
+    from sentence_transformers import CrossEncoder, SentenceTransformer
 
-    path = tmp_path_factory.mktemp("sentences") / "stock"
-    body = Transformer(str(folders / "bert"))
-    modules = [body, Pooling(body.get_embedding_dimension(), "cls"), Normalize()]
-    made = SentenceTransformer(modules=modules, device="cpu", prompts={"query": "a b "}, similarity_fn_name="dot")
-    made.save_pretrained(str(path), create_model_card=False)
-    return path
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_patch_keeps_the_modules_of_a_sentence_transformer(sentences, tmp_path):
-    from sentence_transformers import SentenceTransformer
-
-    shown = run("patch", sentences, "relative", "--output-dir", tmp_path / "new")
+    shown = run("patch", sentences, "relative", "--max-length", 16, "--output-dir", tmp_path / "new")
     assert "not saved" not in shown and "no tokenizer" not in shown
-    before, after = (SentenceTransformer(str(path), device="cpu") for path in (sentences, tmp_path / "new"))
-    assert type(after[0].model).__name__ == "PosEncBertModel" and str(list(after)[1:]) == str(list(before)[1:])
-    assert (after.prompts["query"], after.similarity_fn_name, after.max_seq_length) == ("a b ", "dot", VERY_LARGE_INTEGER)
-    expected = hf_posenc.patch(before, "relative")
+    run("extend", tmp_path / "new", "--no-limit", "--output-dir", tmp_path / "longer")
+    run("unpatch", tmp_path / "longer", "--output-dir", tmp_path / "back")
+    paths = (sentences, *(tmp_path / name for name in ("new", "longer", "back")))
+    before, after, longer, back = models = [SentenceTransformer(str(path), device="cpu") for path in paths]
+    assert len({str(list(model)[1:]) for model in models}) == 1 and type(after[0].model).__name__ == "PosEncBertModel"
+    assert (after.prompts["query"], after.similarity_fn_name) == ("a b ", "dot")
+    assert (after.max_seq_length, longer.max_seq_length) == (16, VERY_LARGE_INTEGER)
+    assert (before.encode(["a b a"]) == back.encode(["a b a"])).all()
+    expected = hf_posenc.patch(before, "relative", max_length=16)
     expected[0].model.load_state_dict(after[0].model.state_dict())  # biases are drawn at random
     assert (after.encode(["a b a"]) == expected.encode(["a b a"])).all()
 
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_patch_takes_the_other_models_of_sentence_transformers(folders, tmp_path):
-    from sentence_transformers import CrossEncoder
-
     CrossEncoder(str(folders / "bert"), device="cpu").save_pretrained(str(tmp_path / "old"), create_model_card=False)
-    shown = run("patch", tmp_path / "old", "alibi", "--output-dir", tmp_path / "new")
-    found = CrossEncoder(str(tmp_path / "new"), device="cpu")
+    shown = run("patch", tmp_path / "old", "alibi", "--output-dir", tmp_path / "cross")
+    found = CrossEncoder(str(tmp_path / "cross"), device="cpu")
     assert type(found[0].model).__name__ == "PosEncBertForSequenceClassification" and "distil" not in shown
-    about = tmp_path / "old" / "config_sentence_transformers.json"
-    about.write_text(json.dumps({"model_type": "Tagger"}))
+    (tmp_path / "old" / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "Tagger"}))
     error = run("patch", tmp_path / "old", "alibi", "--output-dir", tmp_path / "newer", code=1)
     assert "model_type 'Tagger'. Allowed: SentenceTransformer, CrossEncoder" in error
 
@@ -221,9 +215,8 @@ def test_code_of_a_sentence_transformer_is_not_run(sentences, launch, tmp_path, 
     if "router" in place:
         (model / "2_Normalize").mkdir(exist_ok=True)
         modules[2]["type"] = "sentence_transformers.base.modules.router.Router"
-        router = {"types": {"query_0": "stranger.Custom"}, "structure": {"query": ["query_0"]}, "parameters": {}}
-        if place == "a router without an end":
-            router["types"] = {".": modules[2]["type"]}
+        types = {".": modules[2]["type"]} if "end" in place else {"query_0": "stranger.Custom"}
+        router = {"types": types, "structure": {"query": ["query_0"]}, "parameters": {}}
         (model / "2_Normalize" / "router_config.json").write_text(json.dumps(router))
     else:
         modules[place == "another module"]["type"] = "stranger.Custom"
@@ -241,29 +234,21 @@ def test_code_of_a_sentence_transformer_is_not_run(sentences, launch, tmp_path, 
     assert not ran.exists() and not (tmp_path / "new").exists()
 
 
-def test_without_sentence_transformers_its_modules_are_not_dropped_silently(sentences, tmp_path):
-    code = """
-import sys
-sys.modules["sentence_transformers"] = None
-from hf_posenc.cli import app
-from hf_posenc.training import sentences
-try:
-    sentences.load(sys.argv[1])
-except SystemExit as refusal:
-    print(refusal)
-app(["patch", sys.argv[1], "alibi", "--output-dir", sys.argv[2]])
-"""
-    said = run_python(code, sentences, tmp_path / "new")
-    assert f"{sentences} has modules of sentence-transformers: pip install sentence-transformers" in said
+def test_without_sentence_transformers_its_modules_are_not_dropped_silently(sentences, tmp_path, monkeypatch):
+    from hf_posenc.training import sentences as training
+
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(
+        SystemExit, match=f"{sentences} has modules of sentence-transformers: pip install sentence-transformers"
+    ):
+        training.load(str(sentences))
+    said = run("patch", sentences, "alibi", "--output-dir", tmp_path / "new")
     assert "modules (pooling) are not saved: pip install sentence-transformers, and do it again" in said
     assert (tmp_path / "new" / "config.json").exists() and not (tmp_path / "new" / "modules.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("kind", "keeping"),
-    [("sentences", ()), slow("older sentences", ()), ("plain", ()), slow("plain", ("--no-keep-original",))],
-)
-def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_path, kind, keeping):
+@pytest.mark.parametrize("kind", ["sentences", slow("older sentences"), "plain"])
+def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_path, kind):
     original = folders / "bert" if kind == "plain" else shutil.copytree(sentences, tmp_path / "original")
     if kind == "older sentences":  # whose Transformers model has a folder of its own
         (original / "0_Transformer").mkdir()
@@ -272,7 +257,7 @@ def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_pat
         (original / "sentence_bert_config.json").rename(original / "0_Transformer" / "sentence_bert_config.json")
         listed = json.loads((original / "modules.json").read_text())
         (original / "modules.json").write_text(json.dumps([{**listed[0], "path": "0_Transformer"}, *listed[1:]]))
-    shown = run("patch", original, "alibi", *keeping, "--output-dir", tmp_path / "a new one")
+    shown = run("patch", original, "alibi", "--output-dir", tmp_path / "a new one")
     python, flag, module, *given = shlex.split(shown.splitlines()[-1])
     assert (python, flag, module) == ("python", "-m", "hf_posenc.training.distill")
     (tmp_path / "texts.txt").write_text("a b\nb a b\n" * 9)
@@ -283,112 +268,33 @@ def test_the_command_that_patch_prints_works(folders, sentences, launch, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("encoding", "arguments", "words"),
+    ("given", "keyword", "value"),
     [
-        ("alibbi", (), "unknown position encoding 'alibbi'"),
-        ("rope", ("--option", "thetta=3"), "has no option 'thetta'"),
-        ("rope", ("--option", "theta=[1, 2]"), "rope.theta=[1, 2]: allowed is a finite number above 1"),
-        ("rope", ("--option", "theta"), "'theta': give name=value"),
-        ("rope", ("--option", "=3"), "'=3': give name=value"),
-        ("rope", ("--option", "theta=3", "--option", "theta=4"), "'theta=4': 'theta' is given twice"),
-        ('{"type": "rope", "theta": 3}', ("--option", "theta=4"), "'theta' is given twice"),
-        *(
-            ("rope", ("--option", f"{name}=3"), f"'{name}' is no option of an encoding; see hf-posenc patch --help")
-            for name in ("type", "max_length", "layers", "inject", "original")
-        ),
-        *(("rope", ("--option", f"{name}=3"), f"has no option '{name}'") for name in ("model", "encoding", "keep_original")),
-        ("{type: rope}", (), "is no JSON"),
-        ('{"type":' * 50_000, (), "is no JSON: it is nested too deeply"),
-        ('{"type": "rope", "theta": 3, "theta": 4}', (), "has the entry 'theta' twice"),
-        *(
-            ("rope", (f"--{flag}", f"{name}{value}"), words)
-            for flag, name in (("option", "theta="), ("where", ""), ("layers", ""))
-            for value, words in (("[" * 100_000, "is nested too deeply"), ("9" * 5_000, "is an integer with too many digits"))
-        ),
-        ('{"theta": 3}', (), "a position encoding is a name or a dict"),
-        ("alibi", ("--inject", "every_layer"), "'alibi' makes none"),
-        ("sinusoidal", ("--inject", "output"), "inject='output'"),
-        ("alibi", ("--max-length", "0"), "max_length=0"),
+        ((), "layers", None),
+        (("--layers", "3::4"), "layers", "3::4"),
+        (("--layers", "[0, 2]"), "layers", [0, 2]),
+        (("--option", "rope__layers=0::2"), "layers", None),
+        (("--where", "encoder"), "where", "encoder"),
+        (("--where", '["encoder", "cross"]'), "where", ["encoder", "cross"]),
+        (("--where", '{"cross": "rope"}'), "where", {"cross": "rope"}),
     ],
 )
-def test_patch_refuses(folders, tmp_path, encoding, arguments, words):
-    error = run("patch", folders / "bert", encoding, *arguments, "--output-dir", tmp_path / "new", code=1)
-    assert words in error and "Traceback" not in error and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "given"),
-    [
-        ((), {}),
-        (("--layers", "3::4"), {"layers": "3::4"}),
-        (("--layers", "[0, 2]"), {"layers": [0, 2]}),
-        (("--option", "rope__layers=0::2"), {}),
-    ],
-)
-def test_patch_hands_layers_on_where_given(folders, tmp_path, monkeypatch, arguments, given):
+def test_patch_hands_on_what_is_given(folders, tmp_path, monkeypatch, given, keyword, value):
     def patch(model, encoding, **keywords):
-        raise ValueError(json.dumps({key: value for key, value in keywords.items() if key == "layers"}))
+        raise ValueError(json.dumps(keywords.get(keyword)))
 
     monkeypatch.setattr(hf_posenc, "patch", patch)
-    error = run("patch", folders / "bert", "rope+alibi", *arguments, "--output-dir", tmp_path / "new", code=1)
-    assert json.loads(error.partition("Error: ")[2]) == given
-
-
-@pytest.mark.parametrize(
-    ("text", "given"),
-    [("encoder", "encoder"), ('["encoder", "cross"]', ["encoder", "cross"]), ('{"cross": "rope"}', {"cross": "rope"})],
-)
-def test_patch_hands_where_on(folders, tmp_path, monkeypatch, text, given):
-    def patch(model, encoding, **keywords):
-        raise ValueError(json.dumps(keywords["where"]))
-
-    monkeypatch.setattr(hf_posenc, "patch", patch)
-    error = run("patch", folders / "bert", "alibi", "--where", text, "--output-dir", tmp_path / "new", code=1)
-    assert json.loads(error.partition("Error: ")[2]) == given
-
-
-@pytest.mark.parametrize("name", ["nothing/of/this/name", "./nothing", "/nothing", "a file", "a link"])
-@pytest.mark.parametrize(
-    "line",
-    [
-        ("inspect",),
-        ("patch", "alibi", "--output-dir", "new"),
-        ("convert", "alibi", "--texts", "my.txt", "--output-dir", "new"),
-        ("unpatch", "--output-dir", "new"),
-        ("extend", "--no-limit", "--output-dir", "new"),
-        ("eval", "--texts", "my.txt"),
-        ("bench",),
-        ("push", "me/x"),
-        ("plot attention", "--texts", "my.txt", "--output", "new.png"),
-    ],
-    ids=lambda line: line[0],
-)
-def test_a_directory_that_does_not_exist(tmp_path, monkeypatch, line, name):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.txt").write_text("a b\n" * 30)
-    os.mkfifo("a file")
-    os.symlink("nothing", "a link")
-    command, *others = line
-    words = "isn't a directory" if name == "a file" else f"the directory '{name.removeprefix('./')}' doesn't exist"
-    error = " ".join(run(*command.split(), name, *others, code=1).split()).replace("'./", "'")
-    assert f"{words}. Give the directory of a saved model, or its id on the Hub" in error
-    assert "Repo id" not in error and not os.path.exists("new")
-
-
-def test_a_pipe_among_the_files_of_a_model(folders, tmp_path):
-    shutil.copytree(folders / "bert", tmp_path / "model")
-    (tmp_path / "model" / "config.json").unlink()
-    os.mkfifo(tmp_path / "model" / "config.json")
-    assert "config.json isn't a regular file. Remove it" in run("inspect", tmp_path / "model", code=1)
+    error = run("patch", folders / "bert", "rope+alibi", *given, "--output-dir", tmp_path / "new", code=1)
+    assert json.loads(error.partition("Error: ")[2]) == value
 
 
 def test_code_elsewhere_is_not_named_by_the_copy(folders, tmp_path, caplog):
     """Neither by the tokenizer nor by the config of a model without an encoding, whose classes are Transformers' own."""
     shutil.copytree(folders / "bert", tmp_path / "model")
-    for name, key in (("tokenizer_config.json", "AutoTokenizer"), ("config.json", "AutoModel")):
+    tokenizers, models = {"AutoTokenizer": ["someone/else--code.Odd", None]}, {"AutoModel": "someone/else--code.Model"}
+    for name, code in (("tokenizer_config.json", tokenizers), ("config.json", models)):
         values = json.loads((tmp_path / "model" / name).read_text())
-        values["auto_map"] = {key: ["someone/else--code.Odd", None]} if "Tok" in key else {key: "someone/else--code.Model"}
-        (tmp_path / "model" / name).write_text(json.dumps(values))
+        (tmp_path / "model" / name).write_text(json.dumps({**values, "auto_map": code}))
     for line in (("patch", "alibi"), ("extend", "--max-length", 48, "--method", "linear")):
         caplog.clear()
         run(line[0], tmp_path / "model", *line[1:], "--output-dir", tmp_path / line[0])
@@ -398,7 +304,7 @@ def test_code_elsewhere_is_not_named_by_the_copy(folders, tmp_path, caplog):
     assert AutoTokenizer.from_pretrained(tmp_path / "patch")("a b").input_ids == [2, 5, 6, 3]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@SENTENCES
 def test_code_elsewhere_is_not_named_by_modules(sentences, tmp_path, caplog):
     """Of sentence-transformers: its processor is the tokenizer."""
     from sentence_transformers import SentenceTransformer
@@ -410,35 +316,94 @@ def test_code_elsewhere_is_not_named_by_modules(sentences, tmp_path, caplog):
     assert "(someone/else--code.Odd)" in caplog.text and "auto_map" in outer.tokenizer.init_kwargs
 
 
-def test_patch_refuses_a_patched_model(folders, tmp_path):
-    assert "already" in run("patch", folders / "patched", "rope", "--output-dir", tmp_path / "new", code=1)
-    assert not list(tmp_path.iterdir())
+def test_extend_and_unpatch(folders, tmp_path):
+    run("patch", folders / "bert", "relative", "--max-length", 30, "--output-dir", tmp_path / "new")
+    shown = run("extend", tmp_path / "new", "--max-length", 40, "--output-dir", tmp_path / "longer")
+    assert "usable length: 40 tokens" in shown and f"saved to {tmp_path / 'longer'}" in shown and "distil" not in shown
+    run("extend", tmp_path / "new", "--no-limit", "--output-dir", tmp_path / "new", "--overwrite")
+    assert "usable length: 24 tokens" in run("unpatch", tmp_path / "longer", "--output-dir", tmp_path / "back")
+    _, logits, length = loaded(tmp_path / "longer")
+    _, without_limit, no_length = loaded(tmp_path / "new")
+    assert length == 40 and no_length == VERY_LARGE_INTEGER and torch.equal(logits, without_limit)
+    kind, logits, length = loaded(tmp_path / "back")
+    assert kind == "BertForMaskedLM" and length == LENGTH and torch.equal(logits, loaded(folders / "bert")[1])
+    assert not list((tmp_path / "back").glob("*.py"))
 
 
-def damaged(path):
-    path.write_bytes(path.read_bytes()[:-1])
+def test_unpatch_says_what_it_gives(tmp_path):
+    """Of a trained model, of one without its host's positions, and of one without a tokenizer."""
+    model = patched("bert", "alibi", "ForMaskedLM")
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight += 1
+    model.save_pretrained(tmp_path / "trained")
+    shown = run("unpatch", tmp_path / "trained", "--output-dir", tmp_path / "back")
+    assert "Note: the weights are no longer those which were patched" in shown and "no tokenizer" in shown
+    hf_posenc.patch(stock("bert"), "alibi", keep_original=False).save_pretrained(tmp_path / "bare")
+    for name, words in (("bare", "positions were not kept"), ("back", "is not patched: there is nothing to undo")):
+        assert words in run("unpatch", tmp_path / name, "--output-dir", tmp_path / "new", code=1)
+    assert not (tmp_path / "new").exists()
 
 
-def mismatched(path):
-    save_file({key: value[:-1] for key, value in load_file(path).items()}, path, {"format": "pt"})
+# What is refused; tests/test_commands.py has arguments.
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        *(("inspect", name) for name in ("./nothing", "/nothing", "a file", "a link")),
+        ("inspect", "nothing/of/this/name"),
+        ("patch {} alibi --output-dir new", "nothing/of/this/name"),
+        ("convert {} alibi --texts my.txt --output-dir new", "nothing/of/this/name"),
+        ("unpatch {} --output-dir new", "a file"),
+        ("extend {} --no-limit --output-dir new", "nothing/of/this/name"),
+        ("eval {} --texts my.txt", "nothing/of/this/name"),
+        ("bench", "./nothing"),
+        ("push {} me/x", "a file"),
+        ("push {} me/x", "nothing/of/this/name"),
+        ("plot attention {} --texts my.txt --output new.png", "nothing/of/this/name"),
+    ],
+)
+def test_a_directory_that_does_not_exist(tmp_path, monkeypatch, line, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("a b\n" * 30)
+    os.mkfifo("a file")
+    os.symlink("nothing", "a link")
+    words = "isn't a directory" if name == "a file" else f"the directory '{name.removeprefix('./')}' doesn't exist"
+    line = line if "{}" in line else line + " {}"
+    error = " ".join(run(*shlex.split(line.format(f"'{name}'")), code=1).split()).replace("'./", "'")
+    assert f"{words}. Give the directory of a saved model, or its id on the Hub" in error
+    assert "Repo id" not in error and not os.path.exists("new")
 
 
 def config(**changes):
-    return json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **changes})
+    return json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **changes}).encode()
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def of_other_shapes(path):
+    save_file({key: value[:-1] for key, value in load_file(path).items()}, path, {"format": "pt"})
+
+
+def emptied(path):
+    path.unlink()
+    path.mkdir()
 
 
 HOSTILE = {
     "nested lists": b"[" * 100_000,
-    "nested objects": b'{"a":' * 100_000,
     "a list": b"[]",
+    "no UTF-8": b"\xff\xfe\x00\x9c",
+    "nested objects": b'{"a":' * 100_000,
     "a number": b"3",
     "nothing": b"",
     "a byte order mark and half an object": b"\xef\xbb\xbf{",
-    "no UTF-8": b"\xff\xfe\x00\x9c",
     "an endless integer": b'{"model_type": ' + b"9" * 5_000 + b"}",
-    "a directory": None,
+    "a directory": emptied,
 }
-"""Contents of any JSON file."""
+"""Contents of any JSON file, or what is done to it."""
 CONFIGS = {
     "nested within limits of Python": config(a=functools.reduce(lambda inner, _: {"a": inner}, range(300), {})),
     "a text for a size": config(hidden_size="x"),
@@ -456,51 +421,43 @@ CONFIGS = {
     [
         *(pytest.param("config.json", content, id=f"config.json: {name}") for name, content in {**HOSTILE, **CONFIGS}.items()),
         *(
-            pytest.param(file, content, id=f"{file}: {name}")
+            pytest.param(file, HOSTILE[name], id=f"{file}: {name}")
             for file in ("tokenizer.json", "model.safetensors.index.json")
-            for name, content in HOSTILE.items()
-            if name in ("nested lists", "a list", "no UTF-8")
+            for name in [*HOSTILE][:3]
         ),
         *(("modules.json", HOSTILE["nested lists"]), ("config_sentence_transformers.json", b"[]")),
-        *(("pytorch_model.bin", content) for content in (b"", b"\x80\x02garbage", b"PK\x03\x04", None)),
-        *(
-            ("model.safetensors", content)
-            for content in (b"", b"\xff" * 99, (9_000).to_bytes(8, "little") + b"[" * 9_000, None)
-        ),
+        *(("pytorch_model.bin", content) for content in (b"", b"\x80\x02garbage", b"PK\x03\x04", emptied)),
+        *(("model.safetensors", content) for content in (b"", b"\xff" * 99, emptied, cut_off, of_other_shapes, os.remove)),
+        ("model.safetensors", (9_000).to_bytes(8, "little") + b"[" * 9_000),
     ],
 )
 def test_files_that_no_library_reads(folders, tmp_path, file, content):
     """Errors in one line, from every file of a model."""
-    model = tmp_path / "model"
-    shutil.copytree(folders / "bert", model)
+    model, new = shutil.copytree(folders / "bert", tmp_path / "model"), tmp_path / "new"
     if file in ("pytorch_model.bin", "model.safetensors.index.json"):
         (model / "model.safetensors").unlink()
     if file == "config_sentence_transformers.json":
         (model / "modules.json").write_text("[]")
-    (model / file).unlink(missing_ok=True)
-    if content is None:
-        (model / file).mkdir()
+    if callable(content):
+        (model / file).touch()
+        content(model / file)
     else:
-        (model / file).write_bytes(content.encode() if isinstance(content, str) else content)
-    lines = [("patch", model, "alibi", "--output-dir", tmp_path / "new", "--json")]
-    lines += [("inspect", model)] if file == "config.json" else []
+        (model / file).write_bytes(content)
+    lines = [("patch", model, "alibi", "--output-dir", new, "--json")]
+    lines += {"config.json": [("inspect", model)], "model.safetensors": [("push", model, "me/x")]}.get(file, [])
     for line in lines:
         error = run(*line, code=1)
         said = error.strip().splitlines()[-1]
         assert re.match(r"Error: .*model", said) and "Traceback" not in error and "weights_only" not in error
-        assert 40 < len(said) < 900
-        assert not (tmp_path / "new").exists()
+        assert 40 < len(said) < 900 and [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("damage", [damaged, mismatched, os.remove], ids=lambda damage: damage.__name__)
-def test_damaged_weights(folders, tmp_path, damage):
-    stock("bert", "ForMaskedLM").save_pretrained(tmp_path / "model")
-    damage(tmp_path / "model" / "model.safetensors")
-    for arguments in (
-        ("patch", tmp_path / "model", "rope", "--output-dir", tmp_path / "new"),
-        ("push", tmp_path / "model", "me/x"),
-    ):
-        assert "\nError: " in "\n" + run(*arguments, code=1) and [path.name for path in tmp_path.iterdir()] == ["model"]
+def test_a_pipe_among_the_files_of_a_model(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    assert "config.json isn't a regular file. Remove it" in run("inspect", tmp_path, code=1)
+
+
+# What is there already.
 
 
 def test_patch_keeps_what_is_there(folders, tmp_path):
@@ -513,6 +470,7 @@ def test_patch_keeps_what_is_there(folders, tmp_path):
 
 
 def test_patch_overwrites_a_model(folders, tmp_path):
+    """Another one, then itself: the original can't be named as the teacher any more, so it is to be restored."""
     new = tmp_path / "new"
     new.mkdir()
     folder = new.stat().st_ino
@@ -526,35 +484,90 @@ def test_patch_overwrites_a_model(folders, tmp_path):
     assert {name for name in names if not name.endswith(".py")} == {"config.json", "model.safetensors"} | kept
     assert "posenc_encodings_rope.py" in names and "posenc_encodings_alibi.py" not in names and new.stat().st_ino == folder
 
-
-def test_patch_in_place(folders, tmp_path):
-    model = stock("bert", "ForMaskedLM")
-    model.save_pretrained(tmp_path)
-    assert "isn't empty" in run("patch", tmp_path, "rope", "--output-dir", tmp_path, code=1)
-    run("patch", tmp_path, "rope", "--output-dir", tmp_path, "--overwrite")
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
-    assert torch.equal(first(again(tokens())), first(hf_posenc.patch(model, "rope")(tokens())))
+    same = str(shutil.copytree(folders / "roberta", tmp_path / "same"))
+    assert "isn't empty" in run("patch", same, "rope", "--output-dir", same, code=1)
+    said = run("patch", same, "rope", "--output-dir", same, "--overwrite")
+    assert f"unpatch {same} --output-dir {same}-original" in said and f"--teacher {same}-original" in said
+    assert torch.equal(loaded(Path(same))[1], loaded(new)[1])
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["new", "overwritten"])
 def test_a_full_disk_leaves_no_half_folder(folders, tmp_path, there):
     resource = pytest.importorskip("resource")
     if there:
-        patched("bert", "alibi").save_pretrained(tmp_path / "new")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        shutil.copytree(folders / "patched", tmp_path / "new")
+    before = contents(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # enough for a config, not for weights
     try:
         error = run("patch", folders / "bert", "rope", "--output-dir", tmp_path / "new", "--overwrite", code=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "File too large" in error
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert "File too large" in error and contents(tmp_path) == before
     assert len(list(tmp_path.rglob("*"))) == len(before) + there
 
 
-def test_push_reads_the_folder_first(tmp_path):
-    assert "Error" in run("push", tmp_path / "nowhere", "me/x", code=1)
+@pytest.mark.parametrize("name", [("unpatch",), ("extend", "--no-limit")], ids=lambda name: name[0])
+def test_what_is_there_is_kept(folders, tmp_path, monkeypatch, name):
+    """By all commands that save a model, as by patch."""
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "isn't empty" in run(name[0], folders / "patched", *name[1:], "--output-dir", tmp_path, code=1)
+    model = shutil.copytree(folders / "patched", tmp_path / "model")
+    mine = [".git", "7_days", "checkpoint-3", "evaluation.json", "model-best.safetensors", "notes.txt"]
+    files = (".git/HEAD", "7_days/a", "checkpoint-3/optimizer.pt", *mine[3:])
+    for kept in files:
+        (model / kept).parent.mkdir(exist_ok=True)
+        (model / kept).write_text("mine")
+    for stale in ("model.fp16.safetensors", "pytorch_model.bin", "merges.txt", "added_tokens.json"):
+        (model / stale).write_text("stale")
+    (model / "modules.json").write_text(json.dumps([{"path": "1_Pooling"}, {"path": "checkpoint-3"}]))
+    (model / "1_Pooling").mkdir()
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    said = run(name[0], model, *name[1:], "--output-dir", model, "--overwrite")
+    assert f"Kept in {model}: {', '.join(mine)}. Check" in said
+    names = {path.name for path in model.iterdir() if path.suffix != ".py"}
+    assert names - {"generation_config.json"} == {*mine, "config.json", "model.safetensors"}
+    assert {(model / kept).read_text() for kept in files} == {"mine"}
+
+
+def killed_unpatch(folder, name):
+    """`unpatch FOLDER --output-dir FOLDER --overwrite`, killed before a file is renamed into its place."""
+    if not (child := os.fork()):
+
+        def kill(event, arguments):
+            if event == "os.rename" and str(arguments[1]) == str(folder / name) and Path(arguments[0]).parent.name == "files":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill)
+        run("unpatch", folder, "--output-dir", folder, "--overwrite")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("name", [slow("generation_config.json"), "model.safetensors", slow("tokenizer.json"), "config.json"])
+def test_an_interrupted_unpatch_over_its_own_directory(folders, tmp_path, caplog, name):
+    """The next command undoes it and says so. The same command succeeds."""
+    model = hf_posenc.patch(stock("gpt2", "LMHeadModel"), "rope")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    AutoTokenizer.from_pretrained(folders / "bert").save_pretrained(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    before = contents(tmp_path)
+    killed_unpatch(tmp_path, name)
+    assert not (tmp_path / "config.json").exists()
+    run("inspect", tmp_path)
+    assert caplog.messages == [
+        f"The last save into {tmp_path} was interrupted. It has been undone; the earlier files are kept."
+    ]
+    assert contents(tmp_path) == before
+    killed_unpatch(tmp_path, name)
+    run("unpatch", tmp_path, "--output-dir", tmp_path, "--overwrite")
+    assert len(caplog.messages) == 2 and (tmp_path / "notes.txt").read_text() == "mine"
+    assert not list(tmp_path.glob("*posenc*")) and not list(tmp_path.glob("*-of-*")) and AutoTokenizer.from_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(first(again(tokens())), first(hf_posenc.unpatch(model)(tokens())))
+
+
+# The command itself.
 
 
 def test_push_without_a_token_or_a_hub(folders, tmp_path):
@@ -590,183 +603,41 @@ def test_a_bug_shows_where_it_is():
     assert isinstance(CliRunner().invoke(faulty, ["fault", "bug"]).exception, KeyError)
 
 
-def test_as_a_command(folders):
-    done = command("-m", "hf_posenc.cli", "inspect", folders / "nowhere")
-    assert done.returncode == 1 and done.stderr.startswith("Error:") and "Traceback" not in done.stderr and not done.stdout
-
-
-def test_help():
+def test_help_and_version():
     shown = run("--help")
     assert all(name in shown for name in ("list", "inspect", "patch", "unpatch", "extend", "model-card", "push"))
-    assert "Missing option" in run("patch", "model", "alibi", code=2)
-    assert "Did you mean 'extend'?" in run("extnd", code=2) and "--max-length" in run("extend", "x", "--max-lenth", 3, code=2)
-
-
-@pytest.mark.parametrize("name", ["list", "inspect", "patch", "unpatch", "extend", "model-card", "push"])
-def test_help_has_an_example(name):
-    assert f"hf-posenc {name} " in run(name, "--help")
-
-
-def test_version():
     assert run("--version") == f"{hf_posenc.__version__}\n"
 
 
-def test_without_typer():
-    """Which importing the package doesn't ask for."""
-    code = """
-import sys, hf_posenc
-assert "typer" not in sys.modules
+AS_A_COMMAND = r"""
+import runpy, sys
+import hf_posenc
+assert "typer" not in sys.modules, "importing the package asks for it"
+sys.stderr = sys.stdout
+for words in (["list", "--json"], ["inspect", "nowhere"]):
+    sys.argv[1:] = words
+    try:
+        runpy.run_module("hf_posenc.cli", run_name="__main__")
+    except SystemExit as stop:
+        print(stop.code, end="\0")
+for name in [name for name in sys.modules if name.startswith("hf_posenc.cli")]:
+    del sys.modules[name]
 sys.modules["typer"] = None
 try:
     import hf_posenc.cli
 except SystemExit as stop:
     print(stop)
 """
-    assert 'pip install "hf-posenc[cli]"' in run_python(code, fresh=True)
 
 
-def test_an_encoding_of_ones_own(tmp_path, monkeypatch):
+def test_as_a_command(tmp_path, monkeypatch):
+    """Its exit codes; an encoding of one's own, which only --import finds; and without typer."""
     code = "import hf_posenc\n\n\nclass Mine(hf_posenc.PositionEncoding, type='own-cli'):\n    'Mine.'\n"
     (tmp_path / "own_cli_encoding.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    elsewhere = "import runpy; runpy.run_module('hf_posenc.cli', run_name='__main__')"
-    assert "own-cli" not in json.loads(run_python(elsewhere, "list", "--json"))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    listed = json.loads(run("--import", "own_cli_encoding", "list", "--json"))
-    assert "own-cli" in listed
+    listed, error, without = run_python(AS_A_COMMAND, fresh=True).split("\0")
+    assert "own-cli" not in listed and listed.endswith("}\n0") and error.startswith("Error: ") and error.endswith("\n1")
+    assert 'pip install "hf-posenc[cli]"' in without
+    assert "own-cli" in json.loads(run("--import", "own_cli_encoding", "list", "--json"))
     assert "No module named 'no_such'" in run("--import", "no_such", "list", code=1)
-
-
-def positions(folder):
-    """The class of a saved model, its logits, and its tokenizer's length."""
-    model = AutoModelForMaskedLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer_config.json").exists() else None
-    return type(model).__name__, first(model(tokens())), tokenizer and tokenizer.model_max_length
-
-
-def test_extend_and_unpatch(folders, tmp_path):
-    run("patch", folders / "bert", "relative", "--max-length", 30, "--output-dir", tmp_path / "new")
-    shown = run("extend", tmp_path / "new", "--max-length", 40, "--output-dir", tmp_path / "longer")
-    assert "usable length: 40 tokens" in shown and f"saved to {tmp_path / 'longer'}" in shown and "distil" not in shown
-    run("extend", tmp_path / "new", "--no-limit", "--output-dir", tmp_path / "new", "--overwrite")
-    assert "usable length: 24 tokens" in run("unpatch", tmp_path / "longer", "--output-dir", tmp_path / "back")
-    _, patched_logits, length = positions(tmp_path / "longer")
-    assert length == 40 and positions(tmp_path / "new")[2] == VERY_LARGE_INTEGER
-    assert torch.equal(patched_logits, positions(tmp_path / "new")[1])
-    kind, logits, length = positions(tmp_path / "back")
-    assert kind == "BertForMaskedLM" and length == LENGTH and torch.equal(logits, positions(folders / "bert")[1])
-    assert not list((tmp_path / "back").glob("*.py"))
-
-
-def test_unpatch_says_what_it_gives(folders, tmp_path):
-    """Of a trained model, of one without its host's positions, and of one without a tokenizer."""
-    model = patched("bert", "alibi", "ForMaskedLM")
-    with torch.no_grad():
-        model.bert.embeddings.word_embeddings.weight += 1
-    model.save_pretrained(tmp_path / "trained")
-    shown = run("unpatch", tmp_path / "trained", "--output-dir", tmp_path / "back")
-    assert "Note: the weights are no longer those which were patched" in shown and "no tokenizer" in shown
-    hf_posenc.patch(stock("bert"), "alibi", keep_original=False).save_pretrained(tmp_path / "bare")
-    for name, words in (("bare", "positions were not kept"), ("back", "is not patched: there is nothing to undo")):
-        assert words in run("unpatch", tmp_path / name, "--output-dir", tmp_path / "new", code=1)
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "give the new maximum length, --max-length or --no-limit"),
-        (("--max-length", 9, "--no-limit"), "--max-length 9 and --no-limit: give one of them, not both"),
-        (("--max-length", 9), "max_length=9 would make the longest input shorter"),
-        (("--max-length", 0), "max_length=0"),
-    ],
-)
-def test_extend_refuses(folders, tmp_path, arguments, words):
-    assert words in run("extend", folders / "patched", *arguments, "--output-dir", tmp_path / "new", code=1)
-    assert "is not patched" in run("extend", folders / "bert", "--no-limit", "--output-dir", tmp_path / "new", code=1)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", [("unpatch",), ("extend", "--no-limit")], ids=lambda name: name[0])
-def test_what_is_there_is_kept(folders, tmp_path, name):
-    """By all commands that save a model, as by patch."""
-    (tmp_path / "notes.txt").write_text("mine")
-    assert "isn't empty" in run(name[0], folders / "patched", *name[1:], "--output-dir", tmp_path, code=1)
-    patched("bert", "alibi").save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "notes.txt").write_text("mine")
-    for kept in (".git/HEAD", "checkpoint-3/optimizer.pt", "evaluation.json", "model-best.safetensors", "7_days/a"):
-        (tmp_path / "model" / kept).parent.mkdir(exist_ok=True)
-        (tmp_path / "model" / kept).write_text("mine")
-    for stale in ("model.fp16.safetensors", "pytorch_model.bin", "merges.txt", "added_tokens.json"):
-        (tmp_path / "model" / stale).write_text("stale")
-    (tmp_path / "model" / "modules.json").write_text(json.dumps([{"path": "1_Pooling"}, {"path": "checkpoint-3"}]))
-    (tmp_path / "model" / "1_Pooling").mkdir()
-    with pytest.MonkeyPatch.context() as without:
-        without.setitem(sys.modules, "sentence_transformers", None)
-        said = run(name[0], tmp_path / "model", *name[1:], "--output-dir", tmp_path / "model", "--overwrite")
-    mine = [".git", "7_days", "checkpoint-3", "evaluation.json", "model-best.safetensors", "notes.txt"]
-    assert f"Kept in {tmp_path / 'model'}: {', '.join(mine)}. Check" in said
-    names = {path.name for path in (tmp_path / "model").iterdir() if path.suffix != ".py"}
-    assert names - {"generation_config.json"} == {*mine, "config.json", "model.safetensors"}
-    assert (tmp_path / "model" / "notes.txt").read_text() == (tmp_path / "model" / ".git" / "HEAD").read_text() == "mine"
-
-
-def killed_unpatch(folder, name):
-    """`unpatch FOLDER --output-dir FOLDER --overwrite`, killed before a file is renamed into its place."""
-    if not (child := os.fork()):
-
-        def kill(event, arguments):
-            if event == "os.rename" and str(arguments[1]) == str(folder / name) and Path(arguments[0]).parent.name == "files":
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(kill)
-        run("unpatch", folder, "--output-dir", folder, "--overwrite")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("name", ["generation_config.json", "model.safetensors", "tokenizer.json", "config.json"])
-def test_an_interrupted_unpatch_over_its_own_directory(folders, tmp_path, caplog, name):
-    """The next command undoes it and says so. The same command succeeds."""
-    model = hf_posenc.patch(stock("gpt2", "LMHeadModel"), "rope")
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    AutoTokenizer.from_pretrained(folders / "bert").save_pretrained(tmp_path)
-    (tmp_path / "notes.txt").write_text("mine")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    killed_unpatch(tmp_path, name)
-    assert not (tmp_path / "config.json").exists()
-    run("inspect", tmp_path)
-    assert caplog.messages == [
-        f"The last save into {tmp_path} was interrupted. It has been undone; the earlier files are kept."
-    ]
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    killed_unpatch(tmp_path, name)
-    run("unpatch", tmp_path, "--output-dir", tmp_path, "--overwrite")
-    assert len(caplog.messages) == 2 and (tmp_path / "notes.txt").read_text() == "mine"
-    assert not list(tmp_path.glob("*posenc*")) and not list(tmp_path.glob("*-of-*")) and AutoTokenizer.from_pretrained(tmp_path)
-    assert torch.equal(
-        first(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens())), first(hf_posenc.unpatch(model)(tokens()))
-    )
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_modules_of_sentence_transformers_stay(sentences, tmp_path):
-    """Through all commands that save a model."""
-    from sentence_transformers import SentenceTransformer
-
-    run("patch", sentences, "alibi", "--max-length", "16", "--output-dir", tmp_path / "patched")
-    run("extend", tmp_path / "patched", "--max-length", "40", "--output-dir", tmp_path / "longer")
-    run("unpatch", tmp_path / "longer", "--output-dir", tmp_path / "stock")
-    models = [SentenceTransformer(str(folder)) for folder in (sentences, tmp_path / "stock", tmp_path / "longer")]
-    assert {tuple(type(module) for module in model) for model in models} == {tuple(type(module) for module in models[0])}
-    assert models[2].max_seq_length == 40
-    expected, actual = (model.encode(["w1 w2 w3"]) for model in models[:2])
-    assert (expected == actual).all()
-
-
-def test_the_original_is_restored_before_it_teaches(tmp_path):
-    """`patch` over its own directory replaces the original, which can't be named as the teacher any more."""
-    stock("bert", "ForMaskedLM").save_pretrained(tmp_path / "model")
-    folder = str(tmp_path / "model")
-    said = run("patch", folder, "alibi", "--output-dir", folder, "--overwrite")
-    assert f"unpatch {folder} --output-dir {folder}-original" in said and f"--teacher {folder}-original" in said
