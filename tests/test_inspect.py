@@ -10,31 +10,27 @@ from torch import nn
 
 import hf_posenc
 from hf_posenc import inspection
-from models import LENGTH, patched, stock
+from models import LENGTH, patched, stock, tiny
 
 
 def test_inspect(tmp_path):
-    report = hf_posenc.inspect(patched("gpt2", "rope", "LMHeadModel", max_length=99))
+    """A model, its config, its folder and its config's file."""
+    model = patched("gpt2", "rope", max_length=99)
+    report = hf_posenc.inspect(model)
     assert (report.encoding, report.options, report.max_length) == ("rope", {"theta": 10000.0, "layout": "half"}, 99)
-    assert report.locations == {"rotate": ("transformer.h.0.attn", "transformer.h.1.attn")} and report.can_unpatch
-    patched("bert", "sinusoidal", "ForMaskedLM").save_pretrained(tmp_path / "patched")
-    report = hf_posenc.inspect(tmp_path / "patched")
-    assert report.locations == {"embed": ("embeddings.position_embeddings",)} and report.max_length is None
+    assert report.locations == {"rotate": ("h.0.attn", "h.1.attn")} and report.can_unpatch
+    model.save_pretrained(tmp_path / "rope")
+    assert all(
+        hf_posenc.inspect(each) == report for each in (model.config, tmp_path / "rope", tmp_path / "rope" / "config.json")
+    )
+    report = hf_posenc.inspect(patched("bert", "sinusoidal", "ForMaskedLM"))
+    assert report.locations == {"embed": ("bert.embeddings.position_embeddings",)} and report.max_length is None
     assert "no limit" in str(report) and "sinusoidal (base=10000.0" in str(report)
     model = stock("bert")
     model.config.position_embedding_type = "relative_key"
     model.save_pretrained(tmp_path / "v4")
     report = hf_posenc.inspect(tmp_path / "v4")
     assert (report.encoding, report.max_length) == ("learned", LENGTH) and "relative_key" in report.ignored[0]
-    resnet = transformers.ResNetModel(transformers.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8))
-    with pytest.raises(ValueError, match="ResNetModel"):
-        hf_posenc.inspect(resnet)
-
-
-def test_a_config_and_its_file(tmp_path):
-    model = patched("gpt2", "t5")
-    model.save_pretrained(tmp_path)
-    assert hf_posenc.inspect(model.config) == hf_posenc.inspect(tmp_path / "config.json") == hf_posenc.inspect(model)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -60,39 +56,38 @@ def test_a_wrapped_model(minilm, tmp_path):
     assert hf_posenc.inspect(layer) == hf_posenc.inspect(layer.positions)
 
 
-@pytest.mark.parametrize("how", ["stock", "encoder", "both"])
-def test_a_model_made_of_several(tmp_path, how):
+def test_a_model_made_of_several(tmp_path):
     """Its parts may have encodings and lengths of their own: no report would be that of the whole."""
-    encoder = stock("bert") if how == "stock" else patched("bert", "alibi", max_length=99)
-    decoder = stock("gpt2", "LMHeadModel", add_cross_attention=True)
-    decoder = hf_posenc.patch(decoder, "rope") if how == "both" else decoder
-    model = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder)
-    model.save_pretrained(tmp_path)
-    for each in (model, tmp_path):
-        with pytest.raises(ValueError, match="EncoderDecoderModel is made of several models"):
-            hf_posenc.inspect(each)
-    assert hf_posenc.inspect(model.encoder).encoding == ("learned" if how == "stock" else "alibi")
+    decoders = [stock("gpt2", "LMHeadModel", add_cross_attention=True) for _ in range(2)]
+    for encoder, decoder, encoding in (
+        (stock("bert"), decoders[0], "learned"),
+        (patched("bert", "alibi", max_length=99), hf_posenc.patch(decoders[1], "rope"), "alibi"),
+    ):
+        model = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder)
+        model.save_pretrained(tmp_path / encoding)
+        for each in (model, tmp_path / encoding):
+            with pytest.raises(ValueError, match="EncoderDecoderModel is made of several models"):
+                hf_posenc.inspect(each)
+        assert hf_posenc.inspect(model.encoder).encoding == encoding
 
 
 def test_what_is_no_model(tmp_path):
+    unknown = stock("bert").config.to_dict()
+    unknown = {"model_type": "encoder-decoder", "encoder": unknown, "decoder": unknown}
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "config.json").write_text(json.dumps(unknown))
     for given, words in (
         (nn.Linear(1, 1), "Linear is not, and wraps, no model"),
+        (tiny("ResNetModel"), "ResNetModel"),
         (None, "a model is needed, or the config, folder or Hub id of one, not None"),
         ({"model_type": "bert"}, "a model is needed"),
         (tmp_path, "has no config.json: give the folder or Hub id"),
+        (tmp_path / "unknown", "no class of Transformers is known for EncoderDecoderConfig"),
     ):
         with pytest.raises(ValueError, match=words):
             hf_posenc.inspect(given)
     with pytest.raises(OSError, match="nowhere"):
         hf_posenc.inspect(tmp_path / "nowhere")
-    config = {
-        "model_type": "encoder-decoder",
-        "encoder": stock("bert").config.to_dict(),
-        "decoder": stock("bert").config.to_dict(),
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="no class of Transformers is known for EncoderDecoderConfig"):
-        hf_posenc.inspect(tmp_path)
 
 
 def test_other_threads_build_models_meanwhile(monkeypatch):

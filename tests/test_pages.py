@@ -2,10 +2,10 @@
 
 import json
 import random
+import sys
 
 import pytest
 
-from conftest import run_python
 from experiments.data import pages
 from hf_posenc.training import data
 
@@ -56,49 +56,33 @@ def squeezed(text):
     return " ".join(text.split())
 
 
-def test_restructured_text():
+def test_what_is_read_of_a_file():
     title, text = pages.parsed(RST, ".txt")
     assert title == "Kernel Samepage Merging"
     assert squeezed(text) == (
         "Kernel Samepage Merging KSM is a memory-saving de-duplication feature of mm/ksm.c. See "
         "Documentation/admin-guide/mm/ksm.rst and ksm_do_scan. Design A note that stays. Option Use Code: x = 1"
     )
-
-
-def test_html():
     title, text = pages.parsed(HTML, ".html")
-    assert title == "Table Basics and More"
-    paragraphs = [squeezed(part) for part in text.split("\n\n")]
-    assert paragraphs == [
-        "5.1. Table Basics and More", "A table & its rows. A new line.", "One", "Two", "SELECT * FROM t;", "The end.",
-    ]  # fmt: skip
+    paragraphs = ["5.1. Table Basics and More", "A table & its rows. A new line.", "One", "Two", "SELECT * FROM t;", "The end."]
+    assert title == "Table Basics and More" and [squeezed(part) for part in text.split("\n\n")] == paragraphs
     assert "SELECT *\nFROM t;" in text
     assert pages.parsed("<head><title>Only  this</title></head><p>Text</p>", ".htm") == ("Only this", "Text")
-
-
-def test_markdown():
     text = "---\nlayout: x\n---\n# The [title](a.md) here\n\nSome `code` and\n**bold**.\n\n```python\nx\n```\n\n## Next\n\nEnd."
-    assert pages.parsed(text, ".md")[0] == "The title here"
-    assert squeezed(pages.parsed(text, ".md")[1]) == "The title here Some code and bold. x Next End."
+    title, text = pages.parsed(text, ".md")
+    assert (title, squeezed(text)) == ("The title here", "The title here Some code and bold. x Next End.")
 
 
-@pytest.mark.parametrize(
-    ("title", "text", "question", "document"),
-    [
+def test_questions_are_taken_out():
+    for title, text, question, document in (
         ("A title of five words", "A Title of Five Words\n\nText. More.", "A title of five words", "Text. More."),
-        ("Short", "Author: some one somewhere.\n\nShort\n\nThe first sentence says. More.",
-         "Short: The first sentence says.", "Author: some one somewhere.\n\nMore."),
         ("SELECT", "SELECT — retrieve rows from tables\n\nMore.", "SELECT — retrieve rows from tables", "More."),
-    ],
-)  # fmt: skip
-def test_questions_are_taken_out(title, text, question, document):
-    page = pages.asked("a.txt", title, text)
-    assert page.title == question and squeezed(page.document) == squeezed(document)
-
-
-@pytest.mark.parametrize(("title", "text"), [("", "Text of a page."), ("Title", "Title"), ("Title", "No long one. Here.")])
-def test_pages_without_a_question(title, text):
-    assert pages.asked("a.txt", title, text) is None
+        ("Short", "Author: me.\n\nShort\n\nThe first one says. More.", "Short: The first one says.", "Author: me.\n\nMore."),
+    ):
+        page = pages.asked("a.txt", title, text)
+        assert page.title == question and squeezed(page.document) == squeezed(document)
+    for title, text in (("", "Text of a page."), ("Title", "Title"), ("Title", "No long one. Here.")):
+        assert pages.asked("a.txt", title, text) is None
 
 
 def prose(seed, sentences=40):
@@ -128,10 +112,9 @@ def folder(tmp_path_factory):
 
 
 def test_near_copies_are_left_out(folder):
-    read = pages.read(folder)
-    kept = {page.path for page in pages.without_near_copies(read)}
-    assert len(read) == 52 and len(kept) == 46
-    by_path = {page.path: set(" ".join(page.document.split()).split(". ")) for page in read}
+    by_path = {page.path: set(squeezed(page.document).split(". ")) for page in pages.read(folder)}
+    kept = {page.path for page in pages.without_near_copies(pages.read(folder))}
+    assert len(by_path) == 52 and len(kept) == 46
     for name in by_path.keys() - kept:
         (other,) = [path for path in kept if len(by_path[path] & by_path[name]) > 0.5 * len(by_path[name])]
         assert other[:7] == name[:7]  # deep/00
@@ -158,6 +141,8 @@ def test_the_split_is_disjoint(folder):
 
 
 def test_sources_win_over_html(tmp_path):
+    with pytest.raises(SystemExit, match="has no page of 150 words and a title among 0 files: give a folder"):
+        pages.split(tmp_path)
     (tmp_path / "html" / "_sources").mkdir(parents=True)
     (tmp_path / "html" / "a.html").write_text(f"<h1>A title of five words</h1><p>{' '.join(prose(0))}</p>")
     assert [page.path for page in pages.read(tmp_path)] == ["html/a.html"]
@@ -166,14 +151,9 @@ def test_sources_win_over_html(tmp_path):
     assert pages.name_of(tmp_path / "html" / "_sources") == tmp_path.name
 
 
-def test_a_folder_without_pages(tmp_path):
-    with pytest.raises(SystemExit, match="has no page of 150 words and a title among 0 files: give a folder"):
-        pages.split(tmp_path)
-
-
-def test_the_training_file_is_read_by_the_training_scripts(folder, tmp_path):
+def test_the_training_file_is_read_by_the_training_scripts(folder, tmp_path, monkeypatch):
     file = tmp_path / "train.jsonl"
-    code = "import runpy; runpy.run_module('experiments.data.pages', run_name='__main__')"
-    run_python(code, folder, "--train_file", file)
+    monkeypatch.setattr(sys, "argv", ["pages", str(folder), "--train_file", str(file)])
+    pages.main()
     _, training = pages.split(folder)
     assert data.read(file)["text"] == training == [json.loads(line)["text"] for line in file.read_text().splitlines()]
