@@ -3,24 +3,18 @@
 import argparse
 import copy
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
-from transformers import AutoModel, CLIPModel
+from transformers import AutoModel
 from typer.testing import CliRunner
 
 import hf_posenc
-import test_composites
-import test_encoder_decoder
-import test_speech
-import test_vision
-from conftest import ROOT
+from conftest import ROOT, run_python
 from experiments import cards, eval_results
 from hf_posenc.cli import app
 from hf_posenc.evaluation import records as files
@@ -29,7 +23,7 @@ from hf_posenc.hub.eval_results import EVALUATION, checked_evaluation, result_fi
 from hf_posenc.serialization import saved_files
 from hf_posenc.training import models
 from hub_server import TOKEN, serve
-from models import BERT, patched, stock, tokens
+from models import BERT, patched, shared, stock, tiny, tokens
 
 CARDS = ROOT / "model_cards"
 NAMES = sorted(folder.name for folder in CARDS.iterdir())
@@ -120,21 +114,17 @@ def test_metadata():
 
 
 def test_nothing_measured_nothing_said():
-    card = model_card(patched("bert", "alibi"), "me/model")
+    card = model_card(shared("bert", "alibi"), "me/model")
     assert not {"datasets", "metrics", "model-index", "base_model", "license"} & ModelCard(card).data.to_dict().keys()
     assert "## Measured" not in card and "## Training" not in card
 
 
-def with_host(name):
+@pytest.mark.parametrize(("name", "base"), [("me/base", "me/base"), ("model", None), ("checkpoint 7", None), ("", None)])
+def test_the_base_model_is_no_folder(name, base):
+    """A folder's name, or that of a model without a namespace: only the Hub can tell."""
     model = patched("bert", "alibi")
     model.config.position_encoding["original"]["name_or_path"] = name
-    return ModelCard(model_card(model, "me/model")).data.base_model
-
-
-def test_the_base_model_is_no_folder():
-    assert with_host("me/base") == "me/base"
-    # The name of a folder, or of a model that has no namespace: only the Hub can tell.
-    assert with_host("model") is with_host("checkpoint 7") is with_host("") is None
+    assert ModelCard(model_card(model, "me/model")).data.base_model == base
 
 
 def blocks(model, **arguments):
@@ -148,41 +138,43 @@ def with_code(model, name="AutoModel", of=None):
     return model
 
 
+def load_by(name, model="me/model", **arguments):
+    given = "".join(f", {key}={value}" for key, value in arguments.items())
+    return f'from transformers import {name}\n\nmodel = {name}.from_pretrained("{model}"{given})'
+
+
 def test_ways_to_load_it():
-    package, stock_again = blocks(patched("bert", "alibi"))
+    package, stock_again = blocks(shared("bert", "alibi"))
     assert package.startswith("import hf_posenc") and 'AutoModel.from_pretrained("me/model")' in package
     assert "hf_posenc.unpatch(model)" in stock_again
     first, alone, _ = blocks(with_code(patched("bert", "alibi", head="ForMaskedLM"), "AutoModelForMaskedLM"))
     assert "AutoModelForMaskedLM" in first and "trust_remote_code" not in first
-    assert alone == (
-        "from transformers import AutoModelForMaskedLM\n\n"
-        'model = AutoModelForMaskedLM.from_pretrained("me/model", trust_remote_code=True)'
-    )
+    assert alone == load_by("AutoModelForMaskedLM", trust_remote_code=True)
     # Its code is there, but not under the class that loads its head.
     assert len(blocks(with_code(patched("bert", "alibi", head="ForMaskedLM"), of="PosEncBertModel"))) == 2
-    (plain,) = blocks(stock("bert"))
-    assert plain == 'from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained("me/model")'
-    forgetful = hf_posenc.patch(stock("bert"), "alibi", keep_original=False)
-    assert len(blocks(forgetful)) == 1
-    _, base = blocks(forgetful, metadata={"base_model": "me/base"})
-    assert base == 'from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained("me/base")'
+    # One of the Auto classes that have no task of their own here.
+    choice = with_code(patched("bert", "rope", head="ForMultipleChoice"), "AutoModelForMultipleChoice")
+    assert "AutoModelForMultipleChoice" in blocks(choice)[1]
+    assert blocks(shared("bert")) == [load_by("AutoModel")]
     heads, _ = blocks(patched("gpt2", "rope", head="DoubleHeadsModel"))
     assert "from hf_posenc import PosEncGPT2DoubleHeadsModel" in heads
-    forgetful = hf_posenc.patch(stock("gpt2", head="DoubleHeadsModel"), "rope", keep_original=False)
-    _, base = blocks(forgetful, metadata={"base_model": "me/base"})
-    assert base == 'from transformers import GPT2DoubleHeadsModel\n\nmodel = GPT2DoubleHeadsModel.from_pretrained("me/base")'
-    # One of the Auto classes that have no task of their own here.
-    assert (
-        "AutoModelForMultipleChoice"
-        in blocks(with_code(patched("bert", "rope", head="ForMultipleChoice"), "AutoModelForMultipleChoice"))[1]
-    )
+    for host, head, name in (("bert", "Model", "AutoModel"), ("gpt2", "DoubleHeadsModel", "GPT2DoubleHeadsModel")):
+        forgetful = hf_posenc.patch(stock(host, head), "rope", keep_original=False)
+        assert len(blocks(forgetful)) == 1
+        assert blocks(forgetful, metadata={"base_model": "me/base"})[1] == load_by(name, "me/base")
     (layer,) = blocks(hf_posenc.PositionEmbedding("sinusoidal", hidden_size=8))
     assert "import hf_posenc" in layer and "AutoModel" in layer
 
 
 LOAD = """
-import json, sys, torch
+import importlib.abc, json, sys, torch
 
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "hf_posenc":
+            raise ModuleNotFoundError("No module named 'hf_posenc'", name=name)
+
+sys.meta_path.insert(0, absent := Absent())
 alone, package, stock = json.loads(sys.argv[1])
 ids, expected, of_host = torch.load("expected.pt")
 results, written = [], {}
@@ -193,24 +185,22 @@ for code in (alone, package, stock):
     results.append(f"{type(written['model']).__module__.partition('.')[0]} {type(written['model']).__name__}")
     if code is alone:
         assert "hf_posenc" not in sys.modules
-        sys.path.insert(0, sys.argv[2])
+        sys.meta_path.remove(absent)
 print(json.dumps(results))
 """
 
 
 @torch.no_grad()
-def test_the_ways_lead_there(tmp_path):
+def test_the_ways_lead_there(tmp_path, monkeypatch):
     """Without the package first, in a process that can't import it."""
     host, ids = stock("bert", head="ForMaskedLM"), tokens(length=9)
     model = hf_posenc.patch(host, "alibi")
     model.save_pretrained(tmp_path / "model")
     torch.save((ids, model(ids)[0], host(ids)[0]), tmp_path / "expected.pt")
     package, alone, stock_again = re.findall("```python\n(.*?)\n```", model_card(tmp_path / "model", "model"), re.DOTALL)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-c", LOAD, json.dumps([alone, package, stock_again]), str(ROOT)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == [
+    monkeypatch.chdir(tmp_path)
+    found = run_python(LOAD, json.dumps([alone, package, stock_again]), fresh=True, HF_HOME=str(tmp_path / "home"))
+    assert json.loads(found) == [
         *(True, "transformers_modules PosEncBertForMaskedLM"),
         *(True, "hf_posenc PosEncBertForMaskedLM"),
         *(True, "transformers BertForMaskedLM"),
@@ -260,7 +250,9 @@ def test_a_config_is_enough(tmp_path, model):
 )
 def test_bad_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
-        model_card(stock("bert"), **{"repo_id": "me/model", **arguments})
+        model_card(shared("bert"), **{"repo_id": "me/model", **arguments})
+    with pytest.raises(ValueError, match="model is a TokenPositionEmbedding. Pass a Transformers model"):
+        model_card(hf_posenc.TokenPositionEmbedding(30, "learned", hidden_size=8, max_length=4), "me/model")
 
 
 # What was measured.
@@ -303,6 +295,11 @@ def broken(*path, value):
         (broken("results", 2, "lenght", value=1), r"results\[2\] has 'lenght': known are model, this,"),
         (broken("results", 4, "dataset", "name", value=" "), r"results\[4\].dataset has name ' '"),
         (broken("results", 4, "dataset", "id", value=None), r"results\[4\].dataset has a task_id, but no id"),
+        (
+            broken("results", 1, "value", value=10**5000),
+            r"results\[1\] has value a int with too many digits: allowed is a finite",
+        ),
+        ({"training": {"steps": 10**400}}, "training has steps 1000.*…: allowed is an integer from 1 to"),
         (broken("results", 2, "length", value=512), r"results\[2\] and results\[1\] have .* in common"),
     ],
 )
@@ -311,92 +308,73 @@ def test_bad_evaluation(measured, words):
         checked_evaluation(measured)
 
 
-def test_a_bad_file(tmp_path):
-    stock("bert").save_pretrained(tmp_path)
-    (tmp_path / EVALUATION).write_text("{")
-    with pytest.raises(ValueError, match=f"{EVALUATION} can't be read as JSON"):
-        model_card(tmp_path, "me/model")
-
-
-NUMBERS = {
-    "10^400": ("1" + 400 * "0", False),
-    "10^5000": ("1" + 5000 * "0", False),
-    "-10^5000": ("-1" + 5000 * "0", False),
-    "1e400": ("1e400", False),
-    "NaN": ("NaN", False),
-    "-Infinity": ("-Infinity", False),
-    "true": ("true", False),
-    "a text": ('"1"', False),
-    "nested": (500 * "[" + 500 * "]", False),
-    "1e308": ("1e308", True),
-    "-0.0": ("-0.0", True),
-    "the least": ("5e-324", True),
-}
+NUMBERS = {"10^400": "1" + 400 * "0", "-10^5000": "-1" + 5000 * "0", "nested": 500 * "[" + 500 * "]"}
+NUMBERS |= {text: text for text in ("1e400", "NaN", "-Infinity", "true", '"1"', "1e308", "-0.0", "5e-324")}
+FIGURES = ("1e308", "-0.0", "5e-324")
+"""Of these, what can be a value."""
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("entry", ["value", "interval", "length", "count", "seeds"])
-def test_numbers_of_a_file(tmp_path, name, entry):
+def test_numbers_of_a_file(tmp_path, name):
     """Any number is shown in the card, or is an error that names its entry."""
-    stock("bert").save_pretrained(tmp_path)
-    number, is_figure = NUMBERS[name]
-    given = {"interval": f"[{number}, {number}]", "seeds": f"[{number}]"}.get(entry, number)
-    made = json.dumps({"results": [result(value=0.5) | {entry: "HERE"}]}).replace('"HERE"', given)
-    (tmp_path / EVALUATION).write_text(made)
-    if is_figure and entry in ("value", "interval"):
-        card = model_card(tmp_path, "me/model")
-        assert ModelCard(card).data.eval_results and max(map(len, card.splitlines())) < 200 and "-0.000" not in card
-    else:
-        with pytest.raises(ValueError, match=rf"results\[0\] has {entry} .*allowed is"):
-            model_card(tmp_path, "me/model")
+    shared("bert").config.save_pretrained(tmp_path)
+    for entry, given in {
+        "value": "{}", "interval": "[{0}, {0}]", "length": "{}", "count": "{}", "seeds": "[{}]",
+    }.items():  # fmt: skip
+        made = json.dumps({"results": [result(value=0.5) | {entry: "HERE"}]}).replace('"HERE"', given.format(NUMBERS[name]))
+        (tmp_path / EVALUATION).write_text(made)
+        if name in FIGURES and entry in ("value", "interval"):
+            card = model_card(tmp_path, "me/model")
+            assert ModelCard(card).data.eval_results and max(map(len, card.splitlines())) < 200 and "-0.000" not in card
+        else:
+            with pytest.raises(ValueError, match=rf"results\[0\] has {entry} .*allowed is"):
+                model_card(tmp_path, "me/model")
 
 
-def test_numbers_that_python_does_not_show():
-    with pytest.raises(ValueError, match=r"results\[0\] has value a int with too many digits: allowed is a finite number"):
-        checked_evaluation({"results": [result(value=10**5000)]})
-    with pytest.raises(ValueError, match="training has steps 1000.*…: allowed is an integer from 1 to"):
-        checked_evaluation({"training": {"steps": 10**400}})
-
-
-def test_an_entry_that_is_there_twice(tmp_path):
+def test_a_bad_file(tmp_path):
+    shared("bert").config.save_pretrained(tmp_path)
     file = tmp_path / EVALUATION
-    file.write_text('{"results": [], "results": []}')
-    with pytest.raises(ValueError, match="an object has the entry 'results' twice"):
-        saved_files.read_json(file)
+    for text, words in (
+        ("{", f"{EVALUATION} can't be read as JSON"),
+        ('{"results": [], "results": []}', "an object has the entry 'results' twice"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            model_card(tmp_path, "me/model")
     file.write_text("\ufeff{}", encoding="utf-8")  # as Windows writes it
     assert saved_files.read_json(file) == {}
 
 
 def test_metadata_without_last_bits():
     measured = {"results": [result(value=0.1 + 0.2, interval=[0.1 + 0.2, 0.7 + 0.1], count=3)]}
-    card = model_card(stock("bert"), "me/model", evaluation=measured)
-    (found,) = ModelCard(card).data.eval_results
+    (found,) = ModelCard(model_card(shared("bert"), "me/model", evaluation=measured)).data.eval_results
     assert found.metric_value == 0.3 and found.metric_args == {"interval": [0.3, 0.8], "count": 3}
 
 
 def test_lengths_in_other_units():
     """Lengths of images are patches; two units are two columns."""
     measured = {"results": [result(value=0.5, length=8, unit="patches"), result(value=0.25, length=8)]}
-    card = model_card(stock("bert"), "me/model", evaluation=measured)
+    card = model_card(shared("bert"), "me/model", evaluation=measured)
     assert "| model | 8 patches | 8 tokens |" in card and "| **distilled** | 0.500 | 0.250 |" in card
     names = [each.metric_name for each in ModelCard(card).data.eval_results]
     assert sorted(names) == ["mrr, 8 patches", "mrr, 8 tokens"]
 
 
+def of_clip(encoding, part):
+    return hf_posenc.patch(tiny("CLIPModel"), encoding, submodel=part, max_length=8)
+
+
 KINDS = {
     "text": (lambda: patched("bert", "alibi", max_length=64), "- longest input: 64 tokens"),
-    "image": (lambda: hf_posenc.patch(test_vision.stock("vit"), "rope_2d", max_length=16), "- longest input: 16 patches"),
-    "a stock model of images": (lambda: test_vision.stock("vit"), "- longest input: 16 patches"),
-    "a model of text in another": (
-        lambda: hf_posenc.patch(CLIPModel(test_composites.clip()), "alibi", submodel="text_model", max_length=8),
-        "- only in the submodel `text_model`\n- longest input: 8 tokens",
+    "image": (lambda: hf_posenc.patch(tiny("ViTModel"), "rope_2d", max_length=16), "- longest input: 16 patches"),
+    "a stock model of images": (lambda: tiny("ViTModel"), "- longest input: 16 patches"),
+    "text in another": (lambda: of_clip("alibi", "text_model"), "the submodel `text_model`\n- longest input: 8 tokens"),
+    "images in another": (
+        lambda: of_clip("rope_2d", "vision_model"),
+        "the submodel `vision_model`\n- longest input: 8 patches",
     ),
-    "a model of images in another": (
-        lambda: hf_posenc.patch(CLIPModel(test_composites.clip()), "rope_2d", submodel="vision_model", max_length=8),
-        "- only in the submodel `vision_model`\n- longest input: 8 patches",
-    ),
-    "speech": (lambda: hf_posenc.patch(test_speech.stock("wav2vec2"), "alibi", max_length=8), "- longest input: 8 positions"),
-    "sequence to sequence": (lambda: test_encoder_decoder.patched("bart", "alibi", head=True), "AutoModelForSeq2SeqLM"),
+    "speech": (lambda: hf_posenc.patch(tiny("Wav2Vec2Model"), "alibi", max_length=8), "- longest input: 8 positions"),
+    "sequences": (lambda: hf_posenc.patch(tiny("BartForConditionalGeneration"), "alibi"), "AutoModelForSeq2SeqLM"),
     "int8": (lambda: hf_posenc.patch(stock("bert"), "learned", init="host", storage="int8"), "`storage='int8'`"),
     "extended": (lambda: hf_posenc.extend(stock("bert"), 48, "cubic"), "`BertModel` with"),
 }
@@ -412,34 +390,23 @@ def test_a_model_from_scratch_has_no_base():
     """Nothing says that it was patched, whatever base model is named."""
     config = hf_posenc.PosEncBertConfig(position_encoding="alibi", **BERT)
     assert len(blocks(AutoModel.from_config(config), metadata={"base_model": "me/base"})) == 1
-    with pytest.raises(ValueError, match="model is a TokenPositionEmbedding. Pass a Transformers model"):
-        model_card(hf_posenc.TokenPositionEmbedding(30, "learned", hidden_size=8, max_length=4), "me/model")
-
-
-class Tokenizer:
-    pad_token_id = 0
-
-    def __len__(self):
-        return 5
 
 
 @pytest.mark.parametrize("source", ["stock", "patched"])
-def test_a_model_trained_from_scratch_has_no_base(tmp_path, source, monkeypatch):
+def test_a_model_trained_from_scratch_has_no_base(tmp_path, source, tokenizer, monkeypatch):
     """Only the sizes are the named model's, so neither `unpatch` nor a base model has a meaning."""
     monkeypatch.setattr("hf_posenc.modeling.parameter_sharing._public_name", lambda name: name and "me/base")
-    model = stock("bert") if source == "stock" else hf_posenc.patch(stock("bert"), "alibi")
+    model = stock("bert") if source == "stock" else patched("bert", "alibi")
     model.save_pretrained(tmp_path)
-    chosen = "alibi" if source == "stock" else None
     arguments = argparse.Namespace(
-        position_encoding=chosen,
+        position_encoding="alibi" if source == "stock" else None,
         model_name_or_path=str(tmp_path),
         model_max_length=None,
         from_scratch=True,
         train_positions_only=False,
         gradient_checkpointing=False,
     )
-    made = models.load_model(arguments, AutoModel, Tokenizer())
-    card = model_card(made, "me/model")
+    card = model_card(models.load_model(arguments, AutoModel, tokenizer), "me/model")
     assert "unpatch" not in card and "base_model" not in card and "me/base" not in card and "`alibi`" in card
 
 
@@ -448,9 +415,8 @@ def test_checked_twice_is_checked_once():
     assert checked_evaluation(checked) == checked == checked_evaluation(json.loads(json.dumps(checked)))
 
 
-@pytest.mark.parametrize(
-    ("command", "left"),
-    [
+def test_tokens_go():
+    for command, left in (
         (f"python a.py --hub_token {SECRET} --seed 0", "python a.py --seed 0"),
         ("python a.py --hub_token=abc", "python a.py"),
         ("python a.py --token 'a b' --pad_token x", "python a.py --pad_token x"),
@@ -458,20 +424,12 @@ def test_checked_twice_is_checked_once():
         (f"HF_TOKEN={SECRET} WANDB_API_KEY=abc python a.py", "python a.py"),
         (f"python a.py --name x/{SECRET}", "python a.py --name x/"),
         ("python -m hf_posenc.cli push hf_transfer", "python -m hf_posenc.cli push hf_transfer"),
-    ],
-)
-def test_tokens_go(command, left):
-    assert checked_evaluation({"command": command})["command"] == left
-    assert f"```bash\n{left}\n```" in model_card(stock("bert"), "me/model", evaluation={"command": command})
-
-
-def test_no_token_anywhere_else():
-    measured = {
-        **MEASURED,
-        "notes": [f"See {SECRET}."],
-        "results": [result(dataset={"name": SECRET + " pages"}, model=SECRET + "a b")],
-    }
-    card = model_card(stock("bert"), "me/model", evaluation=measured)
+    ):
+        assert checked_evaluation({"command": command})["command"] == left
+        assert f"```bash\n{left}\n```" in model_card(shared("bert"), "me/model", evaluation={"command": command})
+    results = [result(dataset={"name": SECRET + " pages"}, model=SECRET + "a b")]
+    measured = {**MEASURED, "notes": [f"See {SECRET}."], "results": results}
+    card = model_card(shared("bert"), "me/model", evaluation=measured)
     assert SECRET not in card + json.dumps(checked_evaluation(measured)) and "See ." in card
     # Nor in an error.
     for measured in ({"command": ["--hub_token", SECRET]}, {SECRET: 1}, {"training": SECRET}):
@@ -496,14 +454,13 @@ def test_result_files():
 
 
 def test_a_card_by_hand_is_told_from_ours():
-    card = model_card(stock("bert"), "me/model", evaluation=MEASURED, metadata={"license": "mit", "base_model": "me/base"})
-    assert replaceable("") == {} and replaceable(card) == {"license": "mit"}
-    assert replaceable(card.replace("`BertModel`", "My own `BertModel`")) is None
-    assert replaceable(card.replace("license: mit", "license: apache-2.0")) is None
-    assert replaceable("# My model\n") is None
-    assert replaceable("---\nlicense: mit\n---\n") == {"license": "mit"}
-    assert replaceable("---\nlicense: mit\ntags:\n- mine\n---\n") is None
-    again = model_card(stock("bert"), "me/model", evaluation=MEASURED, metadata={**replaceable(card), "base_model": "me/base"})
+    metadata = {"license": "mit", "base_model": "me/base"}
+    card = model_card(shared("bert"), "me/model", evaluation=MEASURED, metadata=metadata)
+    assert replaceable("") == {} and replaceable(card) == replaceable("---\nlicense: mit\n---\n") == {"license": "mit"}
+    by_hand = (card.replace("`BertModel`", "My own `BertModel`"), card.replace("license: mit", "license: apache-2.0"))
+    for each in (*by_hand, "# My model\n", "---\nlicense: mit\ntags:\n- mine\n---\n"):
+        assert replaceable(each) is None
+    again = model_card(shared("bert"), "me/model", evaluation=MEASURED, metadata={**replaceable(card), "base_model": "me/base"})
     assert again == card
 
 
@@ -655,12 +612,10 @@ sys.exit("the validator takes anything")
 
 def test_they_pass_the_clients_validator(tmp_path):
     full = tmp_path / "full.md"
-    card = model_card(patched("bert", "sinusoidal+alibi"), "me/model", evaluation=MEASURED, figures=["a.png"])
-    full.write_text(card)
+    full.write_text(model_card(patched("bert", "sinusoidal+alibi"), "me/model", evaluation=MEASURED, figures=["a.png"]))
     settings = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
     with serve() as hub:
-        environment = {**os.environ, **settings, "HF_ENDPOINT": hub.endpoint}
-        command = [sys.executable, "-c", VALIDATE, *(CARDS / name / "README.md" for name in NAMES), full]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
-        assert done.returncode == 0, done.stderr[-2000:]
+        run_python(
+            VALIDATE, *(CARDS / name / "README.md" for name in NAMES), full, fresh=True, HF_ENDPOINT=hub.endpoint, **settings
+        )
         assert hub.log == ["POST /api/validate-yaml"] * (len(NAMES) + 2)
