@@ -12,7 +12,7 @@ import hf_posenc
 from hf_posenc import diagnostics
 from hf_posenc.diagnostics import matrix_properties
 from hf_posenc.encodings import Geometry, build, canonical
-from models import patched
+from models import patched, shared
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 
@@ -42,28 +42,14 @@ def embedding(function):
 def test_results_come_back_from_json():
     matrix = torch.tensor([[[1.0, NAN], [-INF, 2.5]]], dtype=torch.float64)
     result = diagnostics.Similarity("own", "scores", matrix, None)
-    text = result.to_json()
-    assert json.loads(text) == {
-        "diagnostic": "Similarity", "encoding": "own", "quantity": "scores",
-        "matrix": [[[1.0, None], ["-inf", 2.5]]], "cosine": None,
-    }  # fmt: skip
-    again = diagnostics.Result.from_dict(json.loads(text))
+    given = json.loads(result.to_json())
+    about = {"diagnostic": "Similarity", "encoding": "own", "quantity": "scores", "cosine": None}
+    assert given == {**about, "matrix": [[[1.0, None], ["-inf", 2.5]]]}
+    again = diagnostics.Result.from_dict(given)
     assert again == result and again.matrix.dtype == torch.float64 and again.cosine is None
     assert again != diagnostics.Similarity("own", "scores", matrix + 1, None)
     with pytest.raises(AttributeError):
         again.encoding = "other"
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"diagnostic": "Similar"}, "diagnostic='Similar': allowed is one of .*, Similarity"),
-        ({"diagnostic": "ShiftError", "length": 3}, "missing or unknown: .*offsets"),
-    ],
-)
-def test_what_is_no_result(values, message):
-    with pytest.raises(ValueError, match=message):
-        diagnostics.Result.from_dict(values)
 
 
 EVERY = ("similarity", "decay", "properties", "uniqueness", "precision", "shift_error", "wavelengths")
@@ -89,56 +75,43 @@ def test_every_encoding_is_measured_or_refused_by_name(encoding):
 # Similarity and decay.
 
 
-def test_similarity_of_vectors():
+def test_similarity():
+    """Of vectors; of a rotation: a query and a key of ones give 2 cos(d f) for each pair of features, scaled by 1/√E; of a
+    causal bias; and of a rotation and a bias, which are added."""
     found = diagnostics.similarity(embedding(lambda p: [p + 1.0, 1.0]), 3, hidden_size=2, num_attention_heads=1)
     close(found.matrix, [[[2.0, 3, 4], [3, 5, 7], [4, 7, 10]]])
     close(found.cosine[0, 0, 2], 4 / math.sqrt(2 * 10))
-
-
-def test_similarity_of_a_rotation():
-    """A query and a key of ones: each pair of features gives 2 cos(d f), scaled by 1/√E."""
     found = diagnostics.similarity("rope", 5, hidden_size=8, num_attention_heads=2)
-    for i in range(5):
-        for j in range(5):
-            product = sum(2 * math.cos((j - i) * 10000 ** (-2 * pair / 4)) for pair in range(2))
-            close(found.matrix[0, i, j], product / 2)
-            close(found.cosine[0, i, j], product / 4)
-
-
-def test_similarity_of_a_causal_bias():
+    products = [
+        [sum(2 * math.cos((j - i) * 10000 ** (-2 * pair / 4)) for pair in range(2)) for j in range(5)] for i in range(5)
+    ]
+    products = torch.tensor([products], dtype=torch.float64)
+    close(found.matrix, (products / 2).tolist())
+    close(found.cosine, (products / 4).tolist())
     found = diagnostics.similarity("alibi", 3, causal=True, **EIGHT)
     assert found.matrix.shape == (8, 3, 3) and found.cosine is None
     close(found.matrix[0], [[0, NAN, NAN], [-0.5, 0, NAN], [-1, -0.5, 0]])
-
-
-def test_rotation_and_bias_are_added():
     both, rope, alibi = (diagnostics.similarity(name, 6, **SMALL).matrix for name in ("rope+alibi", "rope", "alibi"))
     assert rope.shape[0] == 1
     close(both, (rope + alibi).tolist())
 
 
-def test_decay_of_alibi():
+def test_decay():
+    """Of ALiBi; over positions, of dot products (i + 1)(j + 1), which at distance -1 are 2, 6 and 12; and of a window."""
     found = diagnostics.decay("alibi", 20, **EIGHT)
     assert found.distances == tuple(range(-19, 20)) and found.bound is None
     close(found.mean, [[-(2.0**-head) * abs(d) for d in found.distances] for head in range(1, 9)])
     assert not found.spread.any()
-
-
-def test_decay_over_positions():
-    """Dot products (i + 1)(j + 1): at distance -1 these are 2, 6 and 12."""
     found = diagnostics.decay(embedding(lambda p: [p + 1.0]), 4, hidden_size=1, num_attention_heads=1)
     place = found.distances.index(-1)
     close(found.mean[0, place], statistics.mean([2, 6, 12]))
     close(found.spread[0, place], statistics.pstdev([2, 6, 12]))
 
-
-def test_decay_of_a_window():
     class Window(hf_posenc.PositionEncoding, type="own_window"):
         def distance_bias(self, distance):
             return torch.where(distance.abs() > 1, -torch.inf, 0.0)[None]
 
     found = diagnostics.decay("own_window", 4, causal=True, **SMALL)
-    close(found.mean, [[-INF, -INF, 0, 0]])
     assert found.distances == (-3, -2, -1, 0) and not found.spread.any()
     assert json.loads(found.to_json())["mean"] == [["-inf", "-inf", 0.0, 0.0]]
 
@@ -192,20 +165,17 @@ def test_matrix_properties(causal):
         close(matrix_properties.symmetry(matrix, 1e-9)[place], same)
 
 
-def test_properties_of_alibi_and_of_nothing():
+def test_properties():
+    """Of ALiBi; of asymmetric biases, where earlier keys fall by m and later ones by √2 m; of vectors that grow, or are one."""
     found = diagnostics.properties("alibi", 12, **EIGHT)
     for name in ("translation_invariance", "monotonicity", "local_monotonicity", "symmetry"):
         close(getattr(found, name), [1.0] * 8)
+    found = diagnostics.properties({"type": "alibi", "sides": "asymmetric"}, 8, **SMALL)
+    assert found.monotonicity.eq(1).all() and found.translation_invariance.eq(1).all() and (found.symmetry < 1).all()
     growing = diagnostics.properties(embedding(lambda p: [p + 1.0]), 12, hidden_size=1, num_attention_heads=1)
     assert growing.translation_invariance < 0.2 and growing.symmetry == 1
     flat = diagnostics.properties(embedding(lambda p: [1.0]), 12, hidden_size=1, num_attention_heads=1)
     assert flat.translation_invariance.isnan() and flat.monotonicity.isnan() and "undefined" in str(flat)
-
-
-def test_asymmetric_biases():
-    """Earlier keys fall by m, later ones by √2 m."""
-    found = diagnostics.properties({"type": "alibi", "sides": "asymmetric"}, 8, **SMALL)
-    assert found.monotonicity.eq(1).all() and found.translation_invariance.eq(1).all() and (found.symmetry < 1).all()
 
 
 # Shifts.
@@ -221,40 +191,38 @@ def test_sinusoids_are_shifted_by_one_matrix(layout):
     close(module.embed(positions + 5), (module.embed(positions) @ matrix.T).tolist())
 
 
-def test_drawn_vectors_are_not():
-    assert min(diagnostics.shift_error("learned", length=64, hidden_size=96, num_attention_heads=2).error) > 0.8
-
-
 def test_shift_error_by_hand():
-    """p(t) = (t²,), k = 2: the best factor over even t, its error over odd t."""
+    """p(t) = (t²,), k = 2: the best factor over even t, its error over odd t. Drawn vectors have no such matrix."""
     found = diagnostics.shift_error(embedding(lambda p: [float(p * p)]), 9, offsets=[2], hidden_size=1, num_attention_heads=1)
     even, odd = range(0, 7, 2), range(1, 7, 2)
     factor = sum(t**2 * (t + 2) ** 2 for t in even) / sum(t**4 for t in even)
     mean = statistics.mean((t + 2) ** 2 for t in odd)
     error = sum(((t + 2) ** 2 - factor * t**2) ** 2 for t in odd) / sum(((t + 2) ** 2 - mean) ** 2 for t in odd)
     close(found.error[0], math.sqrt(error))
+    assert min(diagnostics.shift_error("learned", length=64, hidden_size=96, num_attention_heads=2).error) > 0.8
 
 
 # Uniqueness and precision.
 
 
-def test_uniqueness_of_vectors():
+def test_uniqueness():
+    """From the middle, position 4 of 9, a symmetric bias tells distances 0 to 4; from the end of a decoder all."""
     found = diagnostics.uniqueness(embedding(lambda p: [p // 2 * 3.0, 0.0]), 8, hidden_size=2, num_attention_heads=1)
     assert (found.distinct, found.least, found.nearest) == (4, 0.0, (0, 1))
     counted = diagnostics.uniqueness("counter", 8, **SMALL)
     assert (counted.distinct, counted.least, counted.relative) == (8, 1.0, 1.0)
-
-
-def test_uniqueness_in_attention():
-    """From the middle, position 4 of 9, a symmetric bias tells distances 0 to 4; from the end of a decoder all."""
-    assert diagnostics.uniqueness("alibi", 9, **SMALL).distinct == 5
-    assert diagnostics.uniqueness("alibi", 9, causal=True, **SMALL).distinct == 9
-    assert diagnostics.uniqueness({"type": "relative", "max_distance": 2}, 9, **SMALL).distinct == 5
-    assert diagnostics.uniqueness("rope", 9, **SMALL).distinct == 9
+    for encoding, causal, distinct in (
+        ("alibi", None, 5),
+        ("alibi", True, 9),
+        ({"type": "relative", "max_distance": 2}, None, 5),
+        ("rope", None, 9),
+    ):
+        assert diagnostics.uniqueness(encoding, 9, causal=causal, **SMALL).distinct == distinct, encoding
 
 
 def test_precision():
-    """bfloat16 has 8 significant bits: 257 is 256 there, and so are slopes 2^-h times these. float16 has 11."""
+    """bfloat16 has 8 significant bits: 257 is 256 there, and so are slopes 2^-h times these. float16 has 11. Pairs of positions
+    that are the same in float64 stay so."""
     dtypes = (torch.float32, torch.bfloat16)
     for encoding, sizes in (("counter", SMALL), ("alibi", EIGHT), ("alibi", {**EIGHT, "causal": True})):
         found = diagnostics.precision(encoding, 300, dtypes=dtypes, **sizes)
@@ -262,10 +230,6 @@ def test_precision():
         assert found.error[0] == 0 and found.error[1] == pytest.approx(1 / 299)
     late = embedding(lambda p: [p + 2040.0])
     assert diagnostics.precision(late, 20, dtypes=(torch.float16,), hidden_size=1, num_attention_heads=1).told_apart == (9,)
-
-
-def test_rounding_tells_nothing_apart():
-    """Pairs of positions that are the same in float64 stay so."""
     found = diagnostics.precision({"type": "self_extend", "trained_length": 8}, 24, **SMALL)
     assert len({*found.told_apart}) == 1 and found.told_apart[0] < 24
 
@@ -313,17 +277,17 @@ def test_wavelengths():
 # What is given.
 
 
+def layer():
+    return hf_posenc.PositionEmbedding("learned", 16, max_length=12)
+
+
 def test_modules_are_taken_as_they_are():
-    layer = hf_posenc.PositionEmbedding("learned", 16, max_length=12)
-    found = diagnostics.similarity(layer, 12)
-    table = layer.posenc.weight
+    given = layer()
+    found = diagnostics.similarity(given, 12)
+    table = given.posenc.weight
     close(found.matrix[0], (table.double() @ table.double().T).tolist())
-    assert diagnostics.similarity(layer.posenc, 12) == found
+    assert diagnostics.similarity(given.posenc, 12) == found
     assert table.dtype == torch.float32 and table.requires_grad
-    with pytest.raises(ValueError, match="length=13: this 'learned' encoding has 12 positions"):
-        diagnostics.similarity(layer, 13)
-    with pytest.raises(ValueError, match="hidden_size was given for a module"):
-        diagnostics.similarity(layer, 12, hidden_size=8)
 
 
 @pytest.mark.parametrize(
@@ -336,12 +300,15 @@ def test_a_part_that_is_elsewhere_is_missed(encoding, here, missing):
         with pytest.raises(ValueError, match=f"the part {has}, and not {lacks}: .*get_submodule.'{has}'"):
             diagnostics.similarity(module, 6)
         assert diagnostics.similarity(module.get_submodule(has), 6).encoding == has
-    embedded = patched("llama", "sinusoidal+shaw").posenc  # all that embeds is there
+
+
+def test_the_modules_of_an_encoding_with_per_layer():
+    embedded = shared("llama", "sinusoidal+shaw").posenc  # all that embeds is there
     assert diagnostics.similarity(embedded, 6, quantity="vectors").matrix.isfinite().any()
     with pytest.raises(ValueError, match="the part sinusoidal, and not shaw"):
         diagnostics.similarity(embedded, 6, quantity="scores")
     with pytest.raises(ValueError, match="this module does nothing to positions: of an encoding with per_layer=True"):
-        diagnostics.similarity(patched("llama", "shaw").posenc, 6)
+        diagnostics.similarity(shared("llama", "shaw").posenc, 6)
 
 
 def test_seeds():
@@ -355,6 +322,10 @@ def test_seeds():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: diagnostics.Result.from_dict({"diagnostic": "Similar"}), "'Similar': allowed is one of .*, Similarity"),
+        (lambda: diagnostics.Result.from_dict({"diagnostic": "ShiftError", "length": 3}), "missing or unknown: .*offsets"),
+        (lambda: diagnostics.similarity(layer(), 13), "length=13: this 'learned' encoding has 12 positions"),
+        (lambda: diagnostics.similarity(layer(), hidden_size=8), "hidden_size was given for a module"),
         (lambda: diagnostics.similarity("none"), "'none' acts by nothing"),
         (lambda: diagnostics.similarity("alibi", quantity="vectors"), "'alibi' acts by distance_bias, of which 'scores' can"),
         (lambda: diagnostics.decay("sinusoidal+alibi"), "say which, quantity='vectors' or 'scores'"),

@@ -28,7 +28,7 @@ from hf_posenc.cli import app
 from hf_posenc.cli.arguments import given_encoding
 from hf_posenc.diagnostics.registry import page_figures
 from hf_posenc.encodings import canonical, checked_value, encoding_class, options_of
-from models import ENCODINGS, stock
+from models import ENCODINGS, slow, stock
 from tools.hosts import tiny
 
 gradio = pytest.importorskip("gradio")
@@ -85,15 +85,14 @@ def test_what_is_written_into_a_field(name, option, written, given):
     assert canonical(found) == canonical({"type": name, **given})
 
 
-def test_unknown_names_have_no_fields():
-    with pytest.raises(ValueError, match="unknown position encoding 'siusoidal'"):
-        option_fields.fields("siusoidal")
-
-
 # Encodings.
 
 
-@pytest.mark.parametrize("name", [*ENCODINGS, "sinusoidal+alibi"])
+QUICK = ("sinusoidal", "t5", "rope", "shaw", "fope", "none", "sinusoidal+alibi")
+"""One encoding of each way to act, for `make test`."""
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in (*ENCODINGS, "sinusoidal+alibi")])
 def test_figures_of_encodings(name):
     encoding = of_type(name)
     verbs = {*encoding_class(canonical(encoding)["type"]).mechanisms(options_of(canonical(encoding)))}
@@ -148,20 +147,15 @@ def folders(tmp_path_factory, minilm):
     return path
 
 
-@pytest.mark.parametrize("kind", ["bart", "clip", "gpt2", "patched"])
+@pytest.mark.parametrize("kind", [slow("bart"), "clip", slow("gpt2"), "patched"])
 def test_models_are_measured(folders, kind):
     subject = models.load(str(folders / kind))
     assert subject.tokenizer is None and subject.label == kind
     both = [subject, models.with_encoding(subject, {"type": "alibi", "slopes": "learned"})]
     assert both[1].label == "alibi, slopes=learned" and "alibi (slopes='learned'" in str(both[1].report())
     found = dict(models.measured(both, []))
-    assert [*found] == ["probing 0", "probing 1", "numbers"]
-    assert found["numbers"].startswith(f"{kind}: ")
-
-
-def test_two_models_of_one_name(folders):
-    subject = models.load(str(folders / "gpt2"))
-    assert [each.label for each in models.told_apart([subject, subject])] == ["gpt2", "gpt2 (2)"]
+    assert [*found] == ["probing 0", "probing 1", "numbers"] and found["numbers"].startswith(f"{kind}: ")
+    assert [each.label for each in models.told_apart([subject, subject])] == [kind, f"{kind} (2)"]
 
 
 @pytest.mark.slow
@@ -213,14 +207,11 @@ def test_a_model_too_large_is_not_built(folders, tmp_path, monkeypatch, settings
 
 
 def test_measurements_in_pictures(folders):
+    with pytest.raises(ValueError, match="ViTModel reads no tokens"):
+        list(models.measured([models.load(str(folders / "vit"))], []))
     found = dict(measured(str(folders / "gpt2"), encoding={"type": "alibi"}))
     assert [*found] == ["reports", "probing 0", "probing 1", "numbers"]
     assert found["probing 1"].startswith("data:image/png;base64,") and found["reports"].startswith("gpt2\n")
-
-
-def test_models_that_read_no_text(folders):
-    with pytest.raises(ValueError, match="ViTModel reads no tokens"):
-        list(models.measured([models.load(str(folders / "vit"))], []))
 
 
 # Models of the Hub.
@@ -261,15 +252,12 @@ def test_a_public_page_fetches_what_it_measures(hub):
     assert sorted(hub.fetched) == ["config.json", "model.safetensors"] and constants.HF_HUB_OFFLINE
 
 
-def test_a_public_page_fetches_no_large_files(hub):
+def test_what_a_public_page_does_not_fetch(hub, tmp_path):
     hub.sizes["model.safetensors"] = 7 * GIB
     with pytest.raises(Refused, match="The files of me/gpt2 needs about 7.0 GiB of memory. A request can use up to 6.0 GiB"):
         measured("me/gpt2", hub_only=True)
     assert not hub.fetched
-
-
-def test_errors_name_no_folder_of_a_public_page(hub, tmp_path):
-    del hub.sizes["config.json"]
+    del hub.sizes["config.json"], hub.sizes["model.safetensors"]
     with pytest.raises(ValueError, match="me/gpt2") as raised:
         measured("me/gpt2", hub_only=True)
     assert str(tmp_path) not in str(raised.value)
@@ -303,26 +291,31 @@ def test_pictures_of_encodings():
     assert all(figure.startswith("data:image/png;base64,") for figure in found["figures"].values())
 
 
-@pytest.mark.parametrize(
-    ("texts", "words"),
-    [("x" * 10_001, "have 10,001 characters. Up to 10,000 are allowed."), ("x\n" * 17, "There are 17 texts. Up to 16")],
-)
-def test_texts_beyond_the_limits(texts, words):
-    with pytest.raises(Refused, match=words):
-        budget.checked_texts(texts)
-    assert budget.checked_texts(" a \n\n b") == ["a", "b"]
-
-
-@pytest.mark.parametrize("written", [["x"], {"path": "/etc/passwd"}, 3])
-def test_fields_hold_text(written):
-    with pytest.raises(Refused, match="The encoding must be text, not "):
-        budget.checked_field("The encoding", written)
-
-
-def test_a_long_option_is_an_error_with_words():
+def long_option():
     (field,) = (field for field in option_fields.fields("sinusoidal") if field.option == "base")
-    with pytest.raises(gradio.Error, match="base has 300 characters"):
-        fields._written(field, {"type": "sinusoidal"}, "[" * 300)
+    fields._written(field, {"type": "sinusoidal"}, "[" * 300)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: option_fields.fields("siusoidal"), ValueError, "unknown position encoding 'siusoidal'"),
+        (lambda: budget.checked_texts("x" * 10_001), Refused, "have 10,001 characters. Up to 10,000 are allowed."),
+        (lambda: budget.checked_texts("x\n" * 17), Refused, "There are 17 texts. Up to 16"),
+        (lambda: budget.checked_field("The encoding", ["x"]), Refused, "The encoding must be text, not "),
+        (lambda: budget.checked_field("The encoding", {"path": "/etc/passwd"}), Refused, "must be text, not "),
+        (lambda: budget.checked_field("The encoding", 3), Refused, "must be text, not "),
+        (long_option, gradio.Error, "base has 300 characters"),
+        (lambda: server.serve(port=70000), ValueError, "port=70000: allowed is 1 to 65535"),
+        (lambda: server.serve(max_parameters=0), ValueError, "max_parameters=0 is not allowed. Give a number above 0."),
+        (lambda: server.serve(max_memory=0), ValueError, "max_memory=0 is not allowed"),
+        (lambda: server.serve(max_seconds=0), ValueError, "max_seconds=0 is not allowed"),
+    ],
+)
+def test_what_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+    assert budget.checked_texts(" a \n\n b") == ["a", "b"]
 
 
 @pytest.fixture
@@ -344,16 +337,10 @@ WIDE = Budget(GIB, 60)
     ("function", "argument", "given", "words"),
     [
         (time.sleep, 60, Budget(GIB, 0.3), "took longer than 0.3 seconds and was stopped. Choose smaller"),
-        (
-            lambda size: [len(bytearray(size))],
-            GIB,
-            Budget(GIB // 4, 60),
-            "needed more than 0.2 GiB of memory and was stopped. Choose smaller",
-        ),
+        (bytearray, GIB, Budget(GIB // 4, 60), "needed more than 0.2 GiB of memory and was stopped. Choose smaller"),
         (os._exit, 9, WIDE, r"ended early \(exit code 9\), probably for lack of memory. Choose"),
         (raises, ValueError("base=1: no"), WIDE, "^base=1: no$"),
         (raises, OSError(), WIDE, "^OSError without a message. Choose"),
-        (raises, MemoryError(), WIDE, "needed more than 1.0 GiB"),
         (raises, KeyError(), WIDE, "^An unexpected error occurred: KeyError: . Please report it"),
     ],
 )
@@ -417,13 +404,9 @@ def here(address):
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        *(("GET", f"/gradio_api/file={path}") for path in ("/etc/passwd", "/nowhere")),
-        *(("GET", path) for path in ("/gradio_api/proxy=https://x.hf.space", "/monitoring", "/gradio_api/upload_progress")),
-        *(
-            ("POST", f"/gradio_api/{path}")
-            for path in ("upload", "run/0", "call/draw", "component_server", "cancel", "run/predict")
-        ),
-        ("PUT", "/"),
+        *(("GET", f"/gradio_api/{path}") for path in ("file=/etc/passwd", "proxy=https://x.hf.space", "upload_progress")),
+        *(("POST", f"/gradio_api/{path}") for path in ("upload", "run/0", "call/draw", "component_server", "cancel")),
+        *(("GET", "/monitoring"), ("PUT", "/")),
     ],
 )
 def test_a_page_offers_nothing_else(here, method, path):
@@ -459,10 +442,11 @@ def answers(client, session):
                 return
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "/nowhere", "http://127.0.0.1/x"])
-def test_inputs_are_no_files(here, path):
-    found = join(here, "files", "submit", {"path": path, "meta": {"_type": "gradio.FileData"}}, "nothing", None, "", "", False)
-    assert found.status_code == 400 and found.text.startswith("The inputs of this page are texts, numbers, and choices.")
+def test_inputs_are_no_files(here):
+    for path in ("/etc/passwd", "http://127.0.0.1/x"):
+        file = {"path": path, "meta": {"_type": "gradio.FileData"}}
+        found = join(here, "files", "submit", file, "nothing", None, "", "", False)
+        assert found.status_code == 400 and "The inputs of this page are texts, numbers, and choices." in found.text
     assert here.post("/gradio_api/queue/join", content="[" * 10_000).status_code == 400
 
 
@@ -481,7 +465,7 @@ def test_a_visitor_sees_an_encoding(here):
         ("load", (None, False, 10**6, 32, 4, DRAWN[-1])),
         ("load", (None, False, 16, 32, 4, "nothing")),
         ("load", (None, False, 16, 33, 4, DRAWN[-1])),
-        *(("submit", (path, "nothing", None, "", "", False)) for path in ("/etc", "/nowhere", "", "x/y/z")),
+        *(("submit", (path, "nothing", None, "", "", False)) for path in ("/etc", "", "x/y/z")),
         ("submit", ("x", "nothing", None, "", "y" * 20_000, False)),
     ],
 )
@@ -494,17 +478,18 @@ def test_every_error_has_words(here, event, values):
 
 
 def test_visitors_who_leave(monkeypatch):
-    monkeypatch.setattr(gate, "GRACE", 0.05)
+    now = 0.0
+    monkeypatch.setattr(gate.time, "monotonic", lambda: now)
     visitors = gate.Visitors()
     left, other = visitors.left("one"), visitors.left("other")
     visitors.enter("one")
     visitors.enter("one")
     visitors.leave("one")
-    time.sleep(0.06)
+    now += gate.GRACE + 1
     assert not left() and other()
     visitors.leave("one")
     assert not left()
-    time.sleep(0.06)
+    now += gate.GRACE + 1
     assert left()
 
 
@@ -537,32 +522,15 @@ def test_work_ends_when_the_visitor_leaves(folders, connects):
         wait_for(False, gate.GRACE + 3)
 
 
-@pytest.mark.parametrize(
-    ("host", "environment", "public"),
-    [
-        (None, {}, False),
-        ("127.0.0.2", {}, False),
-        ("::1", {}, False),
-        ("localhost", {}, False),
-        ("0.0.0.0", {}, True),
-        ("::", {}, True),
-        ("example.org", {}, True),
-        (None, {"GRADIO_SERVER_NAME": "0.0.0.0"}, True),
-        (None, {"SPACE_ID": "me/x"}, True),
-    ],
-)
-def test_pages_that_others_reach(monkeypatch, host, environment, public):
+def test_pages_that_others_reach(monkeypatch):
     for name in ("GRADIO_SERVER_NAME", "SPACE_ID"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert server._is_public(host) == public
-
-
-@pytest.mark.parametrize("limit", ["max_parameters", "max_memory", "max_seconds"])
-def test_limits_are_above_zero(limit):
-    with pytest.raises(ValueError, match=f"{limit}=0 is not allowed. Give a number above 0."):
-        server.serve(**{limit: 0})
+    assert not any(server._is_public(host) for host in (None, "127.0.0.2", "::1", "localhost"))
+    assert all(server._is_public(host) for host in ("0.0.0.0", "::", "example.org"))
+    for name, value in (("GRADIO_SERVER_NAME", "0.0.0.0"), ("SPACE_ID", "me/x")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert server._is_public(None)
 
 
 # Serving.
@@ -576,11 +544,6 @@ def test_a_port_that_is_taken():
         done = CliRunner().invoke(app, ["explore", "--no-browser", "--port", str(port)])
     assert done.exit_code == 1
     assert f"port {port} of 127.0.0.1 can't be had (Address already in use): give another one, or 0 for" in done.stderr
-
-
-def test_ports_that_there_are_not():
-    with pytest.raises(ValueError, match="port=70000: allowed is 1 to 65535"):
-        server.serve(port=70000)
 
 
 def test_without_gradio(monkeypatch):

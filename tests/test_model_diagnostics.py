@@ -1,5 +1,6 @@
 """Diagnostics of models, against models whose attention, gradients and states are known."""
 
+import copy
 import json
 import math
 import statistics
@@ -10,27 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    MambaConfig,
-    MambaModel,
-    PreTrainedConfig,
-    PreTrainedModel,
-    T5Config,
-    T5Model,
-    XLMConfig,
-    XLMWithLMHeadModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 import hf_posenc
+import models
 from closeness import assert_close
 from hf_posenc import diagnostics
 from hf_posenc.diagnostics.registry import DIAGNOSTICS
-from models import LENGTH, VOCABULARY, patched, stock, tokens
+from models import LENGTH, VOCABULARY, patched, shared, stock, tiny, tokens
 from tools.hosts.tiny import build
 
 SIZE = 12
-SMALL_T5 = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
 
 
 class KnownConfig(PreTrainedConfig):
@@ -108,24 +100,20 @@ def test_probing(silent):
 
 
 def test_probing_of_decoders_and_of_nothing():
-    causal = diagnostics.probing(patched("gpt2", "alibi"), 2, 8)
+    causal = diagnostics.probing(shared("gpt2", "alibi"), 2, 8)
     assert causal.earlier.eq(1).all() and causal.symmetry.isnan().all() and causal.translation_invariance.min() > 0.999
-    still = diagnostics.probing(patched("bert", "none"), 2, 8)
+    still = diagnostics.probing(shared("bert", "none"), 2, 8)
     assert still.strength.max() < 1e-4 and still.monotonicity.isnan().all() and "undefined" in str(still)
-    learned = diagnostics.probing(stock("bert"), 2, 8)
+    learned = diagnostics.probing(shared("bert"), 2, 8)
     assert learned.translation_invariance.mean() < 0.9 and learned.strength.min() > 0.01
 
 
 def test_words(tokenizer):
-    model = stock("bert")
-    by_name = diagnostics.probing(model, ["w3", "w7"], 8, tokenizer=tokenizer)
-    assert by_name == diagnostics.probing(model, tokenizer.convert_tokens_to_ids(["w3", "w7"]), 8)
+    """No word is a special token: RoBERTa's positions leave out padding, and where the word is that, attention is even."""
+    by_name = diagnostics.probing(shared("bert"), ["w3", "w7"], 8, tokenizer=tokenizer)
+    assert by_name == diagnostics.probing(shared("bert"), tokenizer.convert_tokens_to_ids(["w3", "w7"]), 8)
     with pytest.raises(ValueError, match="words has 'w3 w7', of 2 tokens"):
-        diagnostics.probing(model, ["w3 w7"], 8, tokenizer=tokenizer)
-
-
-def test_no_word_is_a_special_token():
-    """RoBERTa's positions leave out padding: where the word is that, attention is even."""
+        diagnostics.probing(shared("bert"), ["w3 w7"], 8, tokenizer=tokenizer)
     model = stock("roberta", vocab_size=4, bos_token_id=0, eos_token_id=2)  # 1 is padding
     assert diagnostics.probing(model, 4, 8) == diagnostics.probing(model, [3], 8)
 
@@ -151,17 +139,14 @@ def test_attention_by_distance():
         assert found.weights[0, 0, place] == pytest.approx(expected)
     mean = statistics.mean(sum(abs(i - j) * rows[i][j] for j in range(5)) for i in range(5))
     assert found.mean_distance.item() == pytest.approx(mean)
-
-
-def test_distances_that_no_pair_has():
-    found = diagnostics.attention_by_distance(patched("gpt2", "alibi"), tokens(2, 3), max_distance=4)
-    assert found.distances == (-4, -3, -2, -1, 0) and found.weights[..., :2].isnan().all()
-    assert json.loads(found.to_json())["weights"][0][0][0] is None
+    beyond = diagnostics.attention_by_distance(shared("gpt2", "alibi"), tokens(2, 3), max_distance=4)
+    assert beyond.distances == (-4, -3, -2, -1, 0) and beyond.weights[..., :2].isnan().all()
+    assert json.loads(beyond.to_json())["weights"][0][0][0] is None
 
 
 @pytest.mark.parametrize("host", ["bert", "gpt2", "llama"])
 def test_padding_counts_for_nothing(host):
-    model = patched(host, "alibi")
+    model = shared(host, "alibi")
     ids = tokens(2, 11)
     mask = torch.ones_like(ids)
     mask[0, 7:] = 0
@@ -184,7 +169,7 @@ def test_attention_entropy(silent):
         entropy = statistics.mean(-sum(value * math.log(value) for value in row) for row in rows)
         assert found.entropy[:, head].tolist() == pytest.approx([entropy] * 2, rel=1e-5)
     assert found.even == pytest.approx(math.log(9)) and (found.texts, found.tokens) == (2, 18)
-    decoder = diagnostics.attention_entropy(patched("gpt2", "none"), tokens(1, 5))
+    decoder = diagnostics.attention_entropy(shared("gpt2", "none"), tokens(1, 5))
     assert decoder.even == pytest.approx(statistics.mean(math.log(seen) for seen in range(1, 6)))
     assert diagnostics.Result.from_dict(json.loads(found.to_json())) == found
 
@@ -206,10 +191,14 @@ def test_receptive_field(query, place):
 
 
 def test_receptive_field_of_a_decoder():
-    model = patched("llama", "rope")
-    found = diagnostics.receptive_field(model, tokens(3, 9))
-    assert found.query == "last" and found.distances == tuple(range(-8, 1)) and found.cumulative[-1] == pytest.approx(1)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    """Also in inference mode, and where embeddings are scaled in place, as CTRL's are."""
+    for model in (shared("llama", "rope"), tiny("CTRLModel")):
+        found = diagnostics.receptive_field(model, tokens(3, 9))
+        assert found.query == "last" and found.distances == tuple(range(-8, 1))
+        assert found.cumulative[-1].item() == pytest.approx(1)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        with torch.inference_mode():
+            assert diagnostics.receptive_field(model, tokens(3, 9)) == found
 
 
 # Order.
@@ -230,7 +219,7 @@ def test_order_sensitivity(kind, tokens_change):
 def test_order_of_models(tokenizer):
     texts = ["w1 w2 w3 w4 w5 w6 w7", "w9 w8 w3 w1 w1 w2"]
     without, learned = (
-        diagnostics.order_sensitivity(model, texts, tokenizer=tokenizer) for model in (patched("bert", "none"), stock("bert"))
+        diagnostics.order_sensitivity(model, texts, tokenizer=tokenizer) for model in (shared("bert", "none"), shared("bert"))
     )
     assert max(*without.tokens, *without.text) < 1e-9 and min(*learned.tokens, *learned.text) > 1e-6
 
@@ -285,24 +274,26 @@ EVERY = {
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("make", [lambda: stock("bert"), lambda: patched("bert", "shaw"), lambda: patched("llama", "alibi")])
-def test_nothing_is_left_behind(name, make):
-    model = make().train()
-    before = {key: id(value) for key, value in model.state_dict(keep_vars=True).items()}
-    hooks = [dict(module._forward_hooks) for module in model.modules()]
-    generator, implementation = torch.get_rng_state(), model.config._attn_implementation
+@pytest.mark.parametrize("host", [("bert", None), ("bert", "shaw"), ("llama", "alibi")], ids=str)
+def test_nothing_is_left_behind(name, host):
+    model = shared(*host)
+    before = [id(value) for value in model.state_dict(keep_vars=True).values()]
+    generator = torch.get_rng_state()
     result = EVERY[name](model)
     assert diagnostics.Result.from_dict(json.loads(result.to_json())) == result and str(result)
-    assert result == EVERY[name](model.eval())
-    assert model.train().config._attn_implementation == implementation and torch.equal(generator, torch.get_rng_state())
-    assert {key: id(value) for key, value in model.state_dict(keep_vars=True).items()} == before
-    assert model.training and [dict(module._forward_hooks) for module in model.modules()] == hooks
+    models.assert_unchanged()
+    training = copy.deepcopy(model).train()
+    assert result == EVERY[name](training) and training.training
+    assert torch.equal(generator, torch.get_rng_state())
+    assert [id(value) for value in model.state_dict(keep_vars=True).values()] == before
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert model.config._attn_implementation == training.config._attn_implementation == "sdpa"
 
 
 def test_threads():
-    model, found = stock("bert"), []
-    threads = [threading.Thread(target=lambda: found.append(EVERY["attention_by_distance"](model))) for _ in range(3)]
+    found = []
+    measure = lambda: found.append(EVERY["attention_by_distance"](shared("bert")))  # noqa: E731
+    threads = [threading.Thread(target=measure) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -310,18 +301,17 @@ def test_threads():
     assert len(found) == 3 and found[0] == found[1] == found[2]
 
 
-def test_converted_and_stock_attention_are_those_of_the_model():
+def test_converted_attention_is_that_of_the_model():
     model = patched("bert", "t5")
+    found = diagnostics.attention_by_distance(model, tokens(1), max_distance=1)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         given = torch.stack(model(tokens(1), output_attentions=True).attentions)[:, 0].double()
-    found = diagnostics.attention_by_distance(model, tokens(1), max_distance=1)
     assert_close(found.weights[..., 1], given.diagonal(dim1=-2, dim2=-1).mean(-1))
 
 
 def test_length_curve_takes_the_types_of_a_batch():
-    model, ids = stock("bert"), tokens(1, 16)
-    types = (torch.arange(16) > 9).long()[None]
+    model, ids, types = shared("bert"), tokens(1, 16), (torch.arange(16) > 9).long()[None]
     found = diagnostics.length_curve(model, {"input_ids": ids, "token_type_ids": types}, lengths=[6, 12], targets=4)
     with torch.no_grad():
         short, long = (
@@ -333,93 +323,65 @@ def test_length_curve_takes_the_types_of_a_batch():
 
 def test_a_model_that_sees_what_it_predicts(tokenizer):
     """XLM has one class of models for both tasks, and the masked one by default."""
-    sizes = dict(vocab_size=VOCABULARY, emb_dim=16, n_layers=1, n_heads=2, max_position_embeddings=LENGTH)
-    for causal, measure in ((False, "masked loss"), (True, "loss")):
-        model = XLMWithLMHeadModel(XLMConfig(**sizes, causal=causal, pad_index=0))
+    for model, measure in (
+        (tiny("XLMWithLMHeadModel", vocab_size=VOCABULARY), "masked loss"),
+        (tiny("XLMWithLMHeadModel", vocab_size=VOCABULARY, causal=True), "loss"),
+        (stock("bert", "LMHeadModel", is_decoder=True), "loss"),
+    ):
         found = diagnostics.length_curve(model, tokens(1, 16), tokenizer=tokenizer, lengths=[6, 12], targets=4)
         assert found.measure == measure
     with pytest.raises(ValueError, match="BertLMHeadModel is to predict the next token, and sees it here: .*is_decoder=True"):
         diagnostics.length_curve(stock("bert", "LMHeadModel"), tokens(1, 16), lengths=[6, 12], targets=4)
-    assert diagnostics.length_curve(stock("bert", "LMHeadModel", is_decoder=True), tokens(1, 16), targets=4).measure == "loss"
-
-
-@pytest.mark.parametrize("host", ["bert", "llama"])
-def test_gradients_in_inference_mode(host):
-    model = stock(host)
-    expected = diagnostics.receptive_field(model, tokens())
-    with torch.inference_mode():
-        assert diagnostics.receptive_field(model, tokens()) == expected
 
 
 def short(length=3):
     return torch.zeros(1, length, dtype=torch.long)
 
 
+def on_bert(name, *given, **settings):
+    return lambda: getattr(diagnostics, name)(shared("bert"), *given, **settings)
+
+
+def on_batch(**batch):
+    return on_bert("attention_by_distance", {"input_ids": short(), **batch})
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: diagnostics.probing(nn.Linear(2, 2)), "Linear is no model of Transformers"),
-        (lambda: diagnostics.probing(stock("bert"), 1, LENGTH + 1), f"length={LENGTH + 1}: BertModel reads up to {LENGTH}"),
-        (lambda: diagnostics.probing(stock("bert"), ["word"], 4), "no tokenizer was given"),
-        (lambda: diagnostics.probing(stock("bert"), [VOCABULARY], 4), f"input_ids from {VOCABULARY} to {VOCABULARY}"),
-        (lambda: diagnostics.attention_by_distance(stock("bert"), ["a text"]), "no tokenizer was given"),
-        (lambda: diagnostics.attention_by_distance(stock("bert"), "a text"), "allowed are several strings"),
-        (lambda: diagnostics.attention_by_distance(stock("bert"), []), "texts has none"),
-        (lambda: diagnostics.attention_by_distance(stock("bert"), {"ids": 1}), "a batch without input_ids"),
-        (lambda: diagnostics.attention_by_distance(stock("bert"), short(), length=-1), "length=-1: allowed is an"),
-        (lambda: diagnostics.attention_by_distance(stock("bert"), short() > 0), "a batch without input_ids"),
-        (
-            lambda: diagnostics.attention_by_distance(stock("bert"), {"input_ids": short(), "position_ids": short()}),
-            "texts has 'position_ids', which wouldn't be read: allowed are input_ids, token_type_ids, attention_mask",
-        ),
-        (
-            lambda: diagnostics.attention_by_distance(stock("bert"), {"input_ids": short(), "token_type_ids": short(2)}),
-            r"token_type_ids has shape \(1, 2\): expected a tensor of \(1, 3\), as input_ids",
-        ),
-        (
-            lambda: diagnostics.attention_by_distance(stock("bert"), {"input_ids": short(), "attention_mask": [[1, 1, 1]]}),
-            "attention_mask is a list: expected a tensor of",
-        ),
-        (lambda: diagnostics.probing(stock("bert"), 2.5, 4), "words=2.5: allowed are a number, or a list of words"),
-        (lambda: diagnostics.probing(stock("bert"), [2.5], 4), "words has 2.5: allowed are words or ids"),
-        (lambda: diagnostics.receptive_field(stock("bert"), short(1)), "text 0 has 1 tokens, and 2 are needed"),
-        (lambda: diagnostics.receptive_field(stock("bert"), short(), query="first"), "query='first': allowed is 'middle'"),
-        (lambda: diagnostics.receptive_field(stock("bert"), short(), shares=(2,)), "shares has 2.0: allowed are numbers"),
-        (lambda: diagnostics.order_sensitivity(stock("bert"), short()), "has 3 tokens that could change places, and 4"),
-        (lambda: diagnostics.length_curve(stock("bert"), short(9)), "the shortest text has 9 tokens and the model reads 24"),
-        (lambda: diagnostics.length_curve(stock("bert"), short(99), lengths=[33, 48]), "BertModel reads up to 24 tokens"),
-        (lambda: diagnostics.length_curve(stock("bert"), short(99), lengths=[8]), "the targets and a token before them"),
+        (on_bert("probing", 1, LENGTH + 1), f"length={LENGTH + 1}: BertModel reads up to {LENGTH}"),
+        (on_bert("probing", ["word"], 4), "no tokenizer was given"),
+        (on_bert("probing", [VOCABULARY], 4), f"input_ids from {VOCABULARY} to {VOCABULARY}"),
+        (on_bert("probing", 2.5, 4), "words=2.5: allowed are a number, or a list of words"),
+        (on_bert("probing", [2.5], 4), "words has 2.5: allowed are words or ids"),
+        (on_bert("attention_by_distance", ["a text"]), "no tokenizer was given"),
+        (on_bert("attention_by_distance", "a text"), "allowed are several strings"),
+        (on_bert("attention_by_distance", []), "texts has none"),
+        (on_bert("attention_by_distance", {"ids": 1}), "a batch without input_ids"),
+        (on_bert("attention_by_distance", short(), length=-1), "length=-1: allowed is an"),
+        (on_bert("attention_by_distance", short() > 0), "a batch without input_ids"),
+        (on_batch(position_ids=short()), "'position_ids', which wouldn't be read: allowed are input_ids, token_type_ids, att"),
+        (on_batch(token_type_ids=short(2)), r"shape \(1, 2\): expected a tensor of \(1, 3\), as input_ids"),
+        (on_batch(attention_mask=[[1, 1, 1]]), "attention_mask is a list: expected a tensor of"),
+        (on_bert("receptive_field", short(1)), "text 0 has 1 tokens, and 2 are needed"),
+        (on_bert("receptive_field", short(), query="first"), "query='first': allowed is 'middle'"),
+        (on_bert("receptive_field", short(), shares=(2,)), "shares has 2.0: allowed are numbers"),
+        (on_bert("order_sensitivity", short()), "has 3 tokens that could change places, and 4"),
+        (on_bert("length_curve", short(9)), "the shortest text has 9 tokens and the model reads 24"),
+        (on_bert("length_curve", short(99), lengths=[33, 48]), "BertModel reads up to 24 tokens"),
+        (on_bert("length_curve", short(99), lengths=[8]), "the targets and a token before them"),
         (lambda: diagnostics.length_curve(known(), short(9), lengths=[8, 6], targets=2), "in ascending order"),
         (lambda: diagnostics.length_curve(stock("bert", "ForMaskedLM"), short(16), targets=4), "that has a mask token"),
-        (lambda: diagnostics.probing(T5Model(SMALL_T5), 1, 4), "has an encoder and a decoder: give its encoder"),
+        (lambda: diagnostics.probing(tiny("T5Model"), 1, 4), "has an encoder and a decoder: give its encoder"),
+        (lambda: EVERY["attention_by_distance"](tiny("MambaModel")), "MambaModel doesn't return the attention weights"),
+        (lambda: EVERY["attention_by_distance"](build("squeezebert")), "normalized attention weights .but -"),
+        (lambda: EVERY["probing"](build("squeezebert")), "normalized attention weights .but -"),
+        (lambda: EVERY["receptive_field"](build("ibert")), "IBertModel doesn't embed each token as one vector"),
+        (lambda: EVERY["receptive_field"](build("longformer")), "LongformerModel doesn't embed each token as one vector"),
+        (lambda: EVERY["order_sensitivity"](build("canine")), "CanineModel has no single embedding of its tokens"),
     ],
-)  # fmt: skip
+)
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@pytest.mark.parametrize(
-    ("kind", "call", "message"),
-    [
-        ("squeezebert", "attention_by_distance", "normalized attention weights .but -"),
-        ("squeezebert", "probing", "normalized attention weights .but -"),
-        ("ibert", "receptive_field", "IBertModel doesn't embed each token as one vector"),
-        ("longformer", "receptive_field", "LongformerModel doesn't embed each token as one vector"),
-        ("canine", "order_sensitivity", "CanineModel has no single embedding of its tokens"),
-    ],
-)
-def test_models_of_another_kind(kind, call, message):
-    with pytest.raises(ValueError, match=message):
-        EVERY[call](build(kind))
-
-
-def test_embeddings_that_are_scaled_in_place():
-    found = diagnostics.receptive_field(build("ctrl"), tokens())
-    assert found.query == "last" and found.cumulative[-1].item() == pytest.approx(1)
-
-
-def test_models_without_attention():
-    model = MambaModel(MambaConfig(vocab_size=20, hidden_size=8, state_size=4, num_hidden_layers=1))
-    with pytest.raises(ValueError, match="MambaModel doesn't return the attention weights"):
-        diagnostics.attention_by_distance(model, short())
