@@ -58,7 +58,12 @@ class Visitor:
         self.client = httpx.Client(base_url=address, timeout=WAIT)
         self.model, self.counts, self.random, self.number = model, counts, random.Random(seed), 0
         self.name = f"visitor{seed}"
-        self.events = self._events()
+        self.events: dict[str, int] = {}
+        """The number of the main event of each trigger."""
+        for each in self.client.get("/config").json()["dependencies"]:
+            for _, trigger in each["targets"]:
+                if each["backend_fn"] and len(each["inputs"]) >= 6:
+                    self.events.setdefault(trigger, each["id"])
 
     def visit(self, end: float) -> None:
         while time.monotonic() < end:
@@ -73,25 +78,24 @@ class Visitor:
             time.sleep(self.random.uniform(0, 2))
 
     def draw(self) -> str:
-        return self._ask("load", None, False, self._choice(16, 64, 128), self._choice(32, 128, 256), 8, CAUSAL)
+        return self._answer("load", None, False, self._choice(16, 64, 128), self._choice(32, 128, 256), 8, CAUSAL)
 
     def draw_large(self) -> str:
-        return self._ask("load", None, False, 256, 1024, 16, CAUSAL)
+        return self._answer("load", None, False, 256, 1024, 16, CAUSAL)
 
     def draw_beyond(self) -> str:
-        return self._ask("load", None, False, 10**6, 1024, 16, CAUSAL)
+        return self._answer("load", None, False, 10**6, 1024, 16, CAUSAL)
 
     def measure(self) -> str:
-        return self._ask("submit", self.model, "nothing", None, "", TEXT, False)
+        return self._answer("submit", self.model, "nothing", None, "", TEXT, False)
 
     def measure_beyond(self) -> str:
         name, text = self._choice(("/nowhere", TEXT), ("x" * 300, TEXT), (self.model, TEXT * 40), (self.model, "x" * 20_000))
-        return self._ask("submit", name, "nothing", None, "", text, False)
+        return self._answer("submit", name, "nothing", None, "", text, False)
 
     def leave(self) -> str:
         """Ask, then close the connection without waiting for the answer."""
-        session = self._join("submit", self.model, "nothing", None, "", TEXT * 8, False)
-        with self.client.stream("GET", "/gradio_api/queue/data", params={"session_hash": session}) as stream:
+        with self._ask("submit", self.model, "nothing", None, "", TEXT * 8, False) as stream:
             lines = stream.iter_lines()  # closes the connection when it is deleted
             next(lines)
             time.sleep(self.random.uniform(0, 3))
@@ -99,39 +103,29 @@ class Visitor:
 
     def ask_and_forget(self) -> str:
         """Ask without ever opening the connection for the answer."""
-        self._join("load", None, False, 256, 1024, 16, CAUSAL)
+        self._ask("load", None, False, 256, 1024, 16, CAUSAL)
         return "forgotten"
 
     def intrude(self) -> str:
-        method, path = self._choice(
-            ("POST", "/gradio_api/upload"), ("GET", "/gradio_api/file=/etc/passwd"), ("POST", "/gradio_api/queue/join")
-        )
-        return str(self.client.request(method, path, content=b"x" * 300_000 if method == "POST" else None).status_code)
+        method, path = self._choice(("POST", "upload"), ("GET", "file=/etc/passwd"), ("POST", "queue/join"))
+        content = b"x" * 300_000 if method == "POST" else None
+        return str(self.client.request(method, f"/gradio_api/{path}", content=content).status_code)
 
     def _choice(self, *values: Any) -> Any:
         return self.random.choice(values)
 
-    def _events(self) -> dict[str, int]:
-        """The number of the main event of each trigger."""
-        found: dict[str, int] = {}
-        for each in self.client.get("/config").json()["dependencies"]:
-            for _, trigger in each["targets"]:
-                if each["backend_fn"] and len(each["inputs"]) >= 6:
-                    found.setdefault(trigger, each["id"])
-        return found
-
-    def _join(self, event: str, *values: Any) -> str:
+    def _ask(self, event: str, *values: Any) -> Any:
+        """Join the queue; the connection for the answer, not opened yet."""
         session = f"{self.name}_{self.number}"
         body = {"data": [*values], "fn_index": self.events[event], "session_hash": session}
         answer = self.client.post("/gradio_api/queue/join", json=body)
         if answer.status_code != 200:
             raise RuntimeError(f"{answer.status_code} {answer.text}")
-        return session
+        return self.client.stream("GET", "/gradio_api/queue/data", params={"session_hash": session})
 
-    def _ask(self, event: str, *values: Any) -> str:
-        session = self._join(event, *values)
+    def _answer(self, event: str, *values: Any) -> str:
         problem = ""
-        with self.client.stream("GET", "/gradio_api/queue/data", params={"session_hash": session}) as stream:
+        with self._ask(event, *values) as stream:
             for line in stream.iter_lines():
                 message: dict[str, Any] = json.loads(line[6:]) if line.startswith("data: ") else {"msg": ""}
                 output = message.get("output") or {}
@@ -145,16 +139,8 @@ class Visitor:
         return "FAULT: the connection was closed"
 
 
-KINDS = {
-    "draw": 40,
-    "draw_large": 4,
-    "draw_beyond": 4,
-    "measure": 6,
-    "measure_beyond": 8,
-    "leave": 8,
-    "ask_and_forget": 4,
-    "intrude": 8,
-}
+KINDS = dict(draw=40, draw_large=4, draw_beyond=4, measure=6, measure_beyond=8, leave=8, ask_and_forget=4, intrude=8)
+"""The kinds of requests, and how frequent they are."""
 """The kinds of requests, and how frequent they are."""
 
 
@@ -196,13 +182,15 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="local path of a small model")
     arguments = parser.parse_args()
     counts, stop = Counts(), threading.Event()
-    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=errors, text=True) as running:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=errors, text=True) as running,
+    ):
         server = psutil.Process(running.pid)
         address = running.stdout.readline().strip()  # type: ignore[union-attr]
         visitors = [Visitor(address, arguments.model, counts, seed) for seed in range(arguments.visitors)]
         visitors[0].draw()  # starts the process from which requests are forked
-        before = len(server.children(recursive=True)), server.num_threads(), server.num_fds()
+        before = resources(server)
         end = time.monotonic() + 60 * arguments.minutes
         threads = [threading.Thread(target=visitor.visit, args=(end,)) for visitor in visitors]
         threads.append(threading.Thread(target=watch, args=(server, counts, stop)))
@@ -215,39 +203,28 @@ def main() -> None:
         for visitor in visitors:
             visitor.client.close()
         time.sleep(10)  # longer than a visitor's absence is tolerated
-        after = len(server.children(recursive=True)), server.num_threads(), server.num_fds()
+        after = resources(server)
         running.kill()
-    errors.seek(0)
-    tracebacks = collections.Counter(re.findall(r"^Traceback.*\n(?: .*\n|\n)*(\S.*)", errors.read(), re.MULTILINE))
-    errors.close()
-    report(counts, arguments, before, after, tracebacks)
-
-
-def report(
-    counts: Counts, arguments: Any, before: tuple[int, ...], after: tuple[int, ...], tracebacks: collections.Counter[str]
-) -> None:
+        errors.seek(0)
+        tracebacks = collections.Counter(re.findall(r"^Traceback.*\n(?: .*\n|\n)*(\S.*)", errors.read(), re.MULTILINE))
     total = sum(counts.answers.values())
-    print(
-        f"{arguments.visitors} visitors, {arguments.minutes:g} minutes: {total} requests, {tracebacks} tracebacks of the server"
-    )
+    print(f"{len(visitors)} visitors, {arguments.minutes:g} minutes: {total} requests, {tracebacks} tracebacks of the server")
     print("\nseconds by kind of request: number, median, 95th percentile, longest")
     for kind, seconds in sorted(counts.seconds.items()):
         ninety_fifth = statistics.quantiles(seconds, n=20)[-1] if len(seconds) > 1 else seconds[0]
         print(f"  {kind:15} {len(seconds):5} {statistics.median(seconds):7.2f} {ninety_fifth:7.2f} {max(seconds):7.2f}")
-    print("\nanswers")
     merged: collections.Counter[str] = collections.Counter()
     for answer, number in counts.answers.items():
         merged[shortened(answer)] += number
-    for answer, number in sorted(merged.items()):
-        print(f"  {number:5} {answer}")
-    print("\ntracebacks of the server")
-    for error, number in sorted(tracebacks.items()):
-        print(f"  {number:5} {error[:150]}")
-    print("\npeak memory in MiB")
-    for name, size in counts.peak.items():
-        print(f"  {name}: {size:.0f}")
+    for title, found in (("answers", merged), ("tracebacks of the server", tracebacks)):
+        print(f"\n{title}", *(f"  {number:5} {text[:150]}" for text, number in sorted(found.items())), sep="\n")
+    print("\npeak memory in MiB", *(f"  {name}: {size:.0f}" for name, size in counts.peak.items()), sep="\n")
     for name, *values in zip(("child processes", "threads", "open files"), before, after, strict=True):
         print(f"{name} before and after: {values[0]}, {values[1]}")
+
+
+def resources(server: psutil.Process) -> tuple[int, int, int]:
+    return len(server.children(recursive=True)), server.num_threads(), server.num_fds()
 
 
 if __name__ == "__main__":

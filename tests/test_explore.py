@@ -65,9 +65,8 @@ def test_fields_are_the_options(name):
             assert checked_value(option, value, options[option]) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "option", "written", "given"),
-    [
+def test_what_is_written_into_a_field():
+    for name, option, written, given in (
         ("sinusoidal", "base", "100", {"base": 100}),
         ("sinusoidal", "base", " 10000 ", {}),
         ("sinusoidal", "base", "", {}),
@@ -76,13 +75,10 @@ def test_fields_are_the_options(name):
         ("alibi", "per_layer", True, {"per_layer": True}),
         ("rope", "truncate", "", {}),
         ("rope+alibi", "rope__theta", "5e5", {"rope__theta": 5e5}),
-    ],
-)
-def test_what_is_written_into_a_field(name, option, written, given):
-    (field,) = (field for field in option_fields.fields(name) if field.option == option)
-    found = option_fields.changed({"type": name, option: 3}, field, written)
-    assert found == {"type": name, **given}
-    assert canonical(found) == canonical({"type": name, **given})
+    ):
+        (field,) = (field for field in option_fields.fields(name) if field.option == option)
+        found = option_fields.changed({"type": name, option: 3}, field, written)
+        assert found == {"type": name, **given} and canonical(found) == canonical({"type": name, **given})
 
 
 # Encodings.
@@ -116,22 +112,18 @@ def test_figures_are_of_the_options_and_sizes():
     assert encodings.figures({"type": "alibi"}, Sizes(12, 32, 4, True))["decay"].axes[0].get_xlim() == (-11, 0)
 
 
-@pytest.mark.parametrize(
-    "encoding",
-    [
+def test_code_gives_the_same_encoding():
+    for encoding in (
         {"type": "alibi"},
         {"type": "sinusoidal", "bases": [10, 20.5]},
         {"type": "alibi", "per_layer": True},
         {"type": "rope+alibi", "rope__theta": 5e5, "alibi__slopes": "learned"},
-    ],
-)
-def test_code_gives_the_same_encoding(encoding):
-    python, _, command = encodings.code(encoding).splitlines()
-    given = eval(python.removeprefix("hf_posenc.patch(model, ").removesuffix(")"))
-    words = shlex.split(command.removeprefix("# "))
-    assert words[:3] == ["hf-posenc", "patch", "MODEL"] and words[-2] == "--output-dir"
-    of_command = given_encoding(words[3], words[5:-2:2])
-    assert canonical(given) == canonical(of_command) == canonical(encoding)
+    ):
+        python, _, command = encodings.code(encoding).splitlines()
+        given = eval(python.removeprefix("hf_posenc.patch(model, ").removesuffix(")"))
+        words = shlex.split(command.removeprefix("# "))
+        assert words[:3] == ["hf-posenc", "patch", "MODEL"] and words[-2] == "--output-dir"
+        assert canonical(given) == canonical(given_encoding(words[3], words[5:-2:2])) == canonical(encoding)
 
 
 # Models.
