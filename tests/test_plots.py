@@ -347,16 +347,13 @@ def test_lengths(page):
 def test_perplexity_by_length():
     """Whose baseline has the ratio 1."""
     each = {"perplexity_interval": [1, 9], "window": 8, "documents": 3}
-    by_length = {
-        length: {
-            "a": {"perplexity": 4.0, "ratio": 1.0, "ratio_interval": [1.0, 1.0], **each},
-            "b": {"perplexity": 5.0, "ratio": 1.25, "ratio_interval": [1.2, 1.3], **each},
-        }
-        for length in ("16", "8")
+    models = {
+        "a": {"perplexity": 4.0, "ratio": 1.0, "ratio_interval": [1.0, 1.0], **each},
+        "b": {"perplexity": 5.0, "ratio": 1.25, "ratio_interval": [1.2, 1.3], **each},
     }
     settings = {"models": ["a", "b"], "baseline": "a", "perplexity_baseline": "a"}
-    given = {"settings": settings, "chance": {}, "scores": {}, "differences": {}, "heat": {}, "perplexity": by_length}
-    above, below = plots.lengths(given).axes
+    given = {"settings": settings, "chance": {}, "scores": {}, "differences": {}, "heat": {}}
+    above, below = plots.lengths({**given, "perplexity": {"16": models, "8": models}}).axes
     assert above.lines[1].get_xydata().tolist() == [[8, 5], [16, 5]]
     assert below.lines[0].get_ydata().tolist() == [1.25, 1.25]
 
@@ -372,8 +369,8 @@ def test_needles(page):
 
 
 def test_few_methods_are_shown():
-    names = ["bag of words", "stock, truncated at 24", "stock, chunked by 24, mean", "stock, chunked by 24, max", "alibi"]
-    names += ["other, truncated at 24", "other, chunked by 24, mean", "other, chunked by 24, max"]
+    ways = ("truncated at 24", "chunked by 24, mean", "chunked by 24, max")
+    names = ["bag of words", *(f"stock, {way}" for way in ways), "alibi", *(f"other, {way}" for way in ways)]
     shown = length_records.shown(names, ["stock", "alibi", "other"], names[1])
     assert shown == [names[1], names[2], "alibi", "other, truncated at 24"]
 
