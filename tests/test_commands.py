@@ -310,24 +310,24 @@ def test_debug(line, environment, shown):
 
 
 @pytest.mark.parametrize(
-    ("words", "offered"),
+    ("line", "offered"),
     [
-        (["ext"], ["extend"]),
-        (["extend", "--over"], ["--overwrite"]),
-        (["patch", "folder", "ali"], ["alibi"]),
-        (["patch", "folder", "rope+ali"], ["rope+alibi"]),
-        (["convert", "folder", "relative_k"], ["relative_key", "relative_key_query"]),
-        (["patch", "folder", "rope", "--inject", "e"], ["every_layer"]),
-        (["patch", "folder", "rope", "--where", "c"], ["cross"]),
-        (["extend", "folder", "--method", "l"], ["linear", "llama3", "longrope"]),
-        (["inspect", "fol"], []),  # the shell offers its files then
-        (["convert", "folder", "rope", "--texts", "te"], []),
+        ("ext", "extend"),
+        ("extend --over", "--overwrite"),
+        ("patch folder ali", "alibi"),
+        ("patch folder rope+ali", "rope+alibi"),
+        ("convert folder relative_k", "relative_key relative_key_query"),
+        ("patch folder rope --inject e", "every_layer"),
+        ("patch folder rope --where c", "cross"),
+        ("extend folder --method l", "linear llama3 longrope"),
+        ("inspect fol", ""),  # the shell offers its files then
+        ("convert folder rope --texts te", ""),
     ],
 )
-def test_completion(words, offered):
-    typed = {"COMP_WORDS": " ".join(["hf-posenc", *words]), "COMP_CWORD": str(len(words))}
+def test_completion(line, offered):
+    typed = {"COMP_WORDS": f"hf-posenc {line}", "COMP_CWORD": str(len(line.split()))}
     printed, _ = invoke([], _HF_POSENC_COMPLETE="complete_bash", **typed)
-    assert sorted(printed.split()) == offered
+    assert sorted(printed.split()) == offered.split()
 
 
 def test_completion_is_installed(tmp_path, monkeypatch):
