@@ -22,8 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models import patched, tokens
 
-TRAINED = ("learned", "relative", "shaw", "t5", "learned+shaw")
-"""Encodings with parameters."""
 STEPS, SAVED = 5, 2
 """How many steps there are, and after which a checkpoint is written."""
 ROWS = 6
@@ -126,14 +124,12 @@ def resume_in_three(encoding: str, folder: Path, everyone: dist.ProcessGroup) ->
 
 
 def main(argv: list[str]) -> None:
-    folder = Path(argv[0])
+    folder, encoding = Path(argv[0]), argv[1]
     dist.init_process_group("gloo")
     pair, everyone, rank = dist.new_group([0, 1]), dist.group.WORLD, dist.get_rank()
-    results: dict[str, dict[str, Any]] = {}
-    for encoding in TRAINED:
-        trained = train_in_two(encoding, folder / encoding, pair) if rank < 2 else None
-        dist.barrier()
-        results[encoding] = {"trained": trained, "resumed": resume_in_three(encoding, folder / encoding, everyone)}
+    trained = train_in_two(encoding, folder, pair) if rank < 2 else None
+    dist.barrier()
+    results = {"trained": trained, "resumed": resume_in_three(encoding, folder, everyone)}
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.barrier()

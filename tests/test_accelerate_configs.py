@@ -17,7 +17,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from torch.distributed.fsdp import StateDictType
 
 from conftest import ROOT
-from models import HOSTS, patched, stock
+from models import HOSTS, shared
 
 FOLDER = ROOT / "scripts" / "accelerate"
 CONFIGS = {"cpu", "multi_gpu", "multi_node", "fsdp2", "zero2", "zero3"}
@@ -74,9 +74,10 @@ def test_zero(stage):
 @pytest.mark.parametrize("host", sorted(HOSTS))
 def test_derived_classes_name_the_same_layers(host):
     """What FSDP's wrapping by layers and a device_map go by."""
-    names = set(patched(host, "t5", HOSTS[host].head)._no_split_modules)
-    assert names == set(stock(host, HOSTS[host].head)._no_split_modules)
-    assert names <= {type(module).__name__ for module in patched(host, "t5", HOSTS[host].head).modules()}
+    model = shared(host, "t5", HOSTS[host].head)
+    names = set(model._no_split_modules)
+    assert names == set(shared(host, head=HOSTS[host].head)._no_split_modules)
+    assert names <= {type(module).__name__ for module in model.modules()}
 
 
 COUNT = """
@@ -100,25 +101,16 @@ def finished(process):
     return re.findall("<.*?>", shown)  # two processes may write to one line
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "count.py"
-    path.write_text(COUNT)
-    return path
-
-
 @pytest.mark.slow
-def test_cpu_starts_its_processes(script):
-    assert sorted(finished(start(script, "cpu"))) == ["<2 cpu 0>", "<2 cpu 1>"]
-
-
-@pytest.mark.slow
-def test_multi_node_starts_its_processes(script):
-    """Two launchers with a process each, on one machine."""
+def test_processes_are_started(tmp_path):
+    """Two by one launcher, and by two launchers, on one machine, a process each."""
+    (tmp_path / "count.py").write_text(COUNT)
+    both = ["<2 cpu 0>", "<2 cpu 1>"]
+    assert sorted(finished(start(tmp_path / "count.py", "cpu"))) == both
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     options = ("--num_processes", "2", "--main_process_ip", "localhost", "--main_process_port", port, "--machine_rank")
     with ExitStack() as stack:
-        nodes = [stack.enter_context(start(script, "multi_node", *options, rank)) for rank in "01"]
-        assert sorted(chain(*map(finished, nodes))) == ["<2 cpu 0>", "<2 cpu 1>"]
+        nodes = [stack.enter_context(start(tmp_path / "count.py", "multi_node", *options, rank)) for rank in "01"]
+        assert sorted(chain(*map(finished, nodes))) == both

@@ -7,48 +7,47 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
-from distributed_worker import SAVED, STEPS, TRAINED, adamw, batch, build, load, train
-from models import ENCODINGS, first, patched, suits, tokens
+from distributed_worker import SAVED, STEPS, adamw, batch, build, load, train
+from models import ENCODINGS, first, patched, slow, suits, tokens
 
 TOLERANCE = dict(rel=1e-4, abs=1e-5)
 
 
+@pytest.fixture(scope="module", params=["learned+shaw", slow("relative"), slow("t5")])
+def encoding(request):
+    """With parameters."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, launch):
-    """A folder with checkpoints and saved models of two processes, and what two and three have measured."""
+def results(encoding, tmp_path_factory, launch):
+    """A folder with a checkpoint and a saved model of two processes, and what two and three have measured."""
     folder = tmp_path_factory.mktemp("distributed")
-    codes, said = launch("distributed_worker", folder, processes=3)
+    codes, said = launch("distributed_worker", folder, encoding, processes=3)
     assert codes == [0, 0, 0], said[-4000:]
     return folder, json.loads((folder / "results.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """Encoding -> what one process measures, and the model it has trained."""
-    found = {}
-    for encoding in TRAINED:
-        model = build(encoding)
-        found[encoding] = train(model, adamw(model), batch(), range(STEPS)), model.eval()
-    return found
+def alone(encoding):
+    """What one process measures, and the model it has trained."""
+    model = build(encoding)
+    return train(model, adamw(model), batch(), range(STEPS)), model.eval()
 
 
-@pytest.mark.parametrize("encoding", TRAINED)
-@pytest.mark.parametrize("way", ["fsdp", "ddp"])
-@pytest.mark.slow
-def test_two_processes_train_as_one(way, encoding, results, alone):
-    trained, (expected, _) = results[1][encoding]["trained"], alone[encoding]
-    found = trained[way]
+def test_two_processes_train_as_one(results, alone):
+    trained, (expected, _) = results[1]["trained"], alone
     assert trained["processes"] == 2
-    assert found["losses"] == pytest.approx(expected["losses"], **TOLERANCE)
-    assert found["gradients"].keys() == expected["gradients"].keys() and found["gradients"]
-    for name, norms in expected["gradients"].items():
-        assert min(norms) > 0
-        assert found["gradients"][name] == pytest.approx(norms, rel=1e-3), name
+    for found in (trained["fsdp"], trained["ddp"]):
+        assert found["losses"] == pytest.approx(expected["losses"], **TOLERANCE)
+        assert found["gradients"].keys() == expected["gradients"].keys() and found["gradients"]
+        for name, norms in expected["gradients"].items():
+            assert min(norms) > 0
+            assert found["gradients"][name] == pytest.approx(norms, rel=1e-3), name
 
 
-@pytest.mark.parametrize("encoding", TRAINED)
 def test_a_sharded_model_reloads_in_an_ordinary_process(encoding, results, alone):
-    model, folder = alone[encoding][1], results[0] / encoding / "model"
+    model, folder = alone[1], results[0] / "model"
     reloaded = AutoModelForMaskedLM.from_pretrained(folder)
     name = type(reloaded).__name__
     assert json.loads((folder / "config.json").read_text())["architectures"] == [name] == ["PosEncBertForMaskedLM"]
@@ -59,20 +58,14 @@ def test_a_sharded_model_reloads_in_an_ordinary_process(encoding, results, alone
         torch.testing.assert_close(saved[key], end[key], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("encoding", TRAINED)
-def test_a_checkpoint_of_two_processes_resumes_in_three(encoding, results, alone):
-    resumed, (expected, _) = results[1][encoding]["resumed"], alone[encoding]
-    assert resumed["processes"] == 3
-    assert resumed["fsdp"]["losses"] == pytest.approx(expected["losses"][SAVED:], **TOLERANCE)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("encoding", TRAINED)
-def test_a_checkpoint_of_two_processes_resumes_in_one(encoding, results, alone):
+def test_a_checkpoint_of_two_processes_resumes_in_three_and_in_one(encoding, results, alone):
+    folder, measured = results
     model = build(encoding)
-    optimizer = load(model, results[0] / encoding)
-    found = train(model, optimizer, batch(), range(SAVED, STEPS))
-    assert found["losses"] == pytest.approx(alone[encoding][0]["losses"][SAVED:], **TOLERANCE)
+    found = train(model, load(model, folder), batch(), range(SAVED, STEPS))
+    assert measured["resumed"]["processes"] == 3
+    for resumed in (found, measured["resumed"]["fsdp"]):
+        assert resumed["losses"] == pytest.approx(alone[0]["losses"][SAVED:], **TOLERANCE)
 
 
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if suits("bert", name)])
