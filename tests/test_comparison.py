@@ -48,40 +48,52 @@ def embedder(model, folder):
     return Embedder(model.eval(), BertTokenizer.from_pretrained(folder / "bert"))
 
 
-def test_a_command(folder, tmp_path):
-    said = run(
-        *("convert", folder / "bert", "relative", "--option", "max_distance=4", "--texts", folder / "texts.jsonl"),
-        *("--max-length", 64, "--output-dir", tmp_path / "out"),
-    )
-    original = AutoModelForMaskedLM.from_pretrained(folder / "bert")
+def test_a_command(folder, tmp_path, launch, monkeypatch):
+    """With its training, in the launcher's process."""
+
+    def trained(command, **how):
+        (code,), _ = launch("distill", *command[3:])
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr("hf_posenc.cli.convert.subprocess.run", trained)
+    given = ("--option", "max_distance=4", "--texts", folder / "texts.jsonl", "--max-length", 64, "--output-dir")
+    said = run("convert", folder / "bert", "relative", *given, tmp_path / "out", "--train-steps", 2)
     expected = hf_posenc.convert(
-        original, "relative", texts=texts(), tokenizer=str(folder / "bert"), max_length=64, max_distance=4
+        AutoModelForMaskedLM.from_pretrained(folder / "bert"),
+        "relative",
+        texts=texts(),
+        tokenizer=str(folder / "bert"),
+        max_length=64,
+        max_distance=4,
     )
-    made = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
-    assert_equal(made.state_dict(), expected.state_dict())
+    made, loading = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loading["missing_keys"]
     assert made.config.position_encoding == expected.config.position_encoding and made.config.position_encoding["per_layer"]
     assert BertTokenizer.from_pretrained(tmp_path / "out").model_max_length == 64
-    assert "calibrated on 24 texts of up to 24 tokens" in said and "on 8 other texts" in said
-    assert f"40 questions: a sentence from behind its first {LENGTH} tokens finds its text" in re.sub(r"\s+", " ", said)
+    # The body is trained, the head is the original's.
+    head, body = "cls.predictions.transform.dense.weight", "bert.encoder.layer.0.output.dense.weight"
+    assert torch.equal(made.get_parameter(head), expected.get_parameter(head))
+    assert not torch.equal(made.get_parameter(body), expected.get_parameter(body))
     words = re.sub(r"[\s│]+", " ", said)
-    assert all(name in words for name in ("original, truncated", "chunked by 24, mean", "chunked by 24, max", "calibrated"))
+    assert "calibrated on 24 texts of up to 24 tokens" in words and "on 8 other texts" in words
+    assert f"40 questions: a sentence from behind its first {LENGTH} tokens finds its text" in words
+    ways = ("original, truncated", "chunked by 24, mean", "chunked by 24, max", "calibrated", "trained")
+    assert all(f" {way} " in words for way in ways)
     assert "128 tokens" in said and re.search(r"At 128 .*\(MRR [+-]0\.\d{3} \[", words)
 
 
 def test_with_questions_of_ones_own(folder, tmp_path):
-    said = run(
-        *("convert", folder / "bert", "t5", "--option", "num_buckets=4", "--option", "max_distance=9"),
-        *("--texts", folder / "texts.jsonl", "--queries", folder / "pairs.jsonl", "--output-dir", tmp_path / "out"),
-    )
+    given = ("--option", "num_buckets=4", "--option", "max_distance=9", "--texts", folder / "texts.jsonl")
+    said = run("convert", folder / "bert", "t5", *given, "--queries", folder / "pairs.jsonl", "--output-dir", tmp_path / "out")
     assert "24 of your queries find their documents" in re.sub(r"\s+", " ", said)
-    said = run(
-        *("convert", folder / "bert", "alibi", "--texts", folder / "texts.jsonl", "--no-compare"),
-        *("--output-dir", tmp_path / "other"),
-    )
-    assert "MRR" not in said and (tmp_path / "other" / "config.json").is_file()
+    said = run("convert", folder / "bert", "t5", *given, "--no-compare", "--output-dir", tmp_path / "other")
+    assert "MRR" not in said
+    made, expected = (AutoModelForMaskedLM.from_pretrained(tmp_path / name).state_dict() for name in ("other", "out"))
+    assert_equal(made, expected)
 
 
-def test_trained_on(folder, tmp_path):
+@pytest.mark.slow
+def test_trained_without_the_repository(folder, tmp_path):
     """By the package alone, as pip installs it, in a folder that isn't the repository."""
     shutil.copytree(ROOT / "hf_posenc", tmp_path / "site" / "hf_posenc", ignore=shutil.ignore_patterns("__pycache__"))
     few = ("--option", "max_distance=4", "--train-steps", 2, "--max-length", 40)
@@ -92,14 +104,6 @@ def test_trained_on(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     said = re.sub(r"[\s│]+", " ", done.stdout)
     assert " calibrated 0." in said and " trained 0." in said
-    made, loading = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not loading["missing_keys"]
-    config = made.config.position_encoding
-    assert config["type"] == "relative" and config["calibration"]["texts"] == 24
-    # The body is trained, the head is the original's.
-    before = AutoModelForMaskedLM.from_pretrained(folder / "bert")
-    assert torch.equal(made.cls.predictions.transform.dense.weight, before.cls.predictions.transform.dense.weight)
-    assert not torch.equal(made.bert.encoder.layer[0].output.dense.weight, before.bert.encoder.layer[0].output.dense.weight)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,6 @@ def test_trained_on(folder, tmp_path):
         (("--texts", "bert/config.json"), "but no 'text': see --text-column"),
         (("--texts", "texts.jsonl", "--queries", "texts.jsonl"), "but no 'query': rename"),
         (("--texts", "texts.jsonl", "--option", "max_distance=99"), "too short or too few for 'relative'"),
-        (("--texts", "vocab.txt", "--option", "max_distance=4", "--no-compare"), "too short or too few for 'relative'"),
         (("--texts", "few.jsonl", "--option", "max_distance=4"), "of 12 texts 12 have a sentence that could be a question"),
     ],
 )

@@ -2,9 +2,7 @@
 
 import json
 import math
-import shutil
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -212,16 +210,12 @@ def test_which_digits_are_right(tokenizer):
 # Stages.
 
 
-def with_texts(monkeypatch):
+@pytest.fixture
+def texts(monkeypatch):
     """Evaluation pages that are long enough, and texts for training."""
     found = [pages.Page(f"{i}", f"page {i}", f"Page {i}. " + PAGE * 60) for i in range(12)]
     monkeypatch.setattr(pages, "split", lambda folder: (found, [f"Text {i}. " + PAGE * 5 for i in range(40)]))
     monkeypatch.setattr(stdlib_corpus, "split", lambda: ([], [f"Passage {i}. {PAGE}" for i in range(40)]))
-
-
-@pytest.fixture
-def texts(monkeypatch):
-    with_texts(monkeypatch)
 
 
 def line(host, output, *more):
@@ -246,28 +240,16 @@ def trained(start, output, arguments, *more):
     records.write(output / "all_results.json", {"steps": 5, "seconds": 1.0, "tokens_per_second": 9, "losses": losses})
 
 
-@pytest.fixture(scope="module")
-def finished(host, tmp_path_factory):
-    """The folder of a finished run, without its training."""
-    folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        with_texts(patch)
-        patch.setattr(drope, "recalibrate", trained)
-        patch.setattr(drope, "SLOPES", (0.0, 0.2))
-        drope.main(line(host, folder))
-    return folder
-
-
 @pytest.fixture
-def done(finished, tmp_path, monkeypatch):
-    """A copy of it."""
+def trained_at_once(texts, monkeypatch):
     monkeypatch.setattr(drope, "recalibrate", trained)
     monkeypatch.setattr(drope, "SLOPES", (0.0, 0.2))
-    return Path(shutil.copytree(finished, tmp_path / "done"))
 
 
 @pytest.mark.slow
-def test_a_run_and_the_same_again(host, done, monkeypatch, capsys):
+def test_a_run_and_the_same_again(host, trained_at_once, tmp_path, monkeypatch):
+    done = tmp_path / "done"
+    drope.main(line(host, done))
     record = records.read(done / "drope.json")
     assert list(record["methods"]) == list(drope.METHODS) and record["lengths"] == [128, 256, 512]
     assert record["theta"]["short"] == pytest.approx(drope.shortened(THETA, 16, TRAINED, 256))
@@ -295,16 +277,12 @@ def test_a_run_and_the_same_again(host, done, monkeypatch, capsys):
         drope.main(line(host, done))
 
 
-@pytest.mark.parametrize(("flag", "value", "before"), [("learning_rate", 0.1, 0.0005), ("trained_length", 300, 256)])
-def test_other_settings_are_refused(host, done, flag, value, before):
-    with pytest.raises(SystemExit, match=f"begun with {flag} {before}, and this run has {value}: give the same"):
-        drope.main(line(host, done, f"--{flag}", value))
-
-
-def test_a_run_of_some_methods(host, texts, monkeypatch, tmp_path):
-    monkeypatch.setattr(drope, "recalibrate", trained)
+def test_a_run_of_some_methods(host, trained_at_once, tmp_path):
     drope.main(line(host, tmp_path, "--methods", "short", "DroPE"))
     assert list(records.read(tmp_path / "drope.json")["methods"]) == ["short", "DroPE"]
+    for flag, value, before in (("learning_rate", 0.1, 0.0005), ("trained_length", 300, 256)):
+        with pytest.raises(SystemExit, match=f"begun with {flag} {before}, and this run has {value}: give the same"):
+            drope.main(line(host, tmp_path, f"--{flag}", value))
 
 
 @pytest.mark.parametrize(

@@ -178,9 +178,11 @@ ARGUMENTS = ["--haystacks", "3", "--candidates", "2", "--depths", "4"]
 
 
 def test_from_end_to_end(folders, monkeypatch, tmp_path):
-    both = [f"{name}={folders / name}" for name in ("stock", "alibi")]
+    for name in ("stock", "alibi"):
+        shutil.copytree(folders / name, tmp_path / name)
+    both = [f"{name}={tmp_path / name}" for name in ("stock", "alibi")]
     arguments = [*ARGUMENTS, "--pages", folders / "pages", "--lengths", "64", "1000", "--documents", "8"]
-    run(monkeypatch, *both, *arguments, "--output_dir", tmp_path / "out")
+    run(monkeypatch, *both, *arguments, "--output_dir", tmp_path / "out", "--add_to_models")
     found = json.loads((tmp_path / "out" / "length.json").read_text())
     settings, scores, differences = found["settings"], found["scores"], found["differences"]
     assert settings["lengths"] == [64, 1000] and settings["needle_lengths"] == [1000] and settings["documents"] == 8
@@ -206,6 +208,11 @@ def test_from_end_to_end(folders, monkeypatch, tmp_path):
     assert f"{scores['deep']['1000']['alibi']['mrr']:.3f}" in shown
     value, (low, high) = (differences["deep"]["1000"]["alibi"][name] for name in ("value", "interval"))
     assert f"{value:+.3f} [{low:+.2f}, {high:+.2f}]" in shown
+    # The figures for the cards.
+    kept = checked_evaluation(json.loads((tmp_path / "alibi" / records.FILE).read_text()))
+    own = [each for each in kept["results"] if each["this"]]
+    assert {each["model"] for each in own} == {"alibi"} and {each["dataset"]["name"] for each in own} == {"pages"}
+    assert len({each["dataset"]["config"] for each in own}) == 4 and {each["length"] for each in own} == {64, 1000}
     # A model alone, and another one, get what they get together.
     run(monkeypatch, both[1], *arguments, "--output_dir", tmp_path / "again", "--baseline", "bag of words", "--tasks", "deep")
     again = json.loads((tmp_path / "again" / "length.json").read_text())
@@ -214,6 +221,21 @@ def test_from_end_to_end(folders, monkeypatch, tmp_path):
         for figure, value in scores["deep"][length]["alibi"].items():
             assert again["scores"]["deep"][length]["alibi"][figure] == pytest.approx(value, abs=1e-6)
     assert not (tmp_path / "again" / "needle.png").exists()
+    # Short lengths have no deep questions.
+    short = [
+        *ARGUMENTS,
+        "--pages",
+        folders / "pages",
+        "--lengths",
+        "64",
+        "--documents",
+        "3",
+        "--output_dir",
+        tmp_path / "short",
+    ]
+    run(monkeypatch, both[1], *short)
+    found = json.loads((tmp_path / "short" / "length.json").read_text())
+    assert list(found["scores"]) == ["title", "needle"] and found["depths"] == {}
 
 
 @pytest.mark.slow
@@ -228,13 +250,6 @@ def test_the_standard_library_is_the_default(folders, library, monkeypatch, tmp_
     assert "not 50; --pages takes a folder with more" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit, match="documents have 500000 tokens or more: lower --lengths, or give other --pages"):
         run(monkeypatch, folders / "alibi", "--lengths", "500000", "--output_dir", tmp_path / "none")
-
-
-def test_short_lengths_have_no_deep_questions(folders, monkeypatch, tmp_path):
-    arguments = [*ARGUMENTS, "--pages", folders / "pages", "--lengths", "64", "--documents", "3"]
-    run(monkeypatch, folders / "alibi", *arguments, "--output_dir", tmp_path / "out")
-    found = json.loads((tmp_path / "out" / "length.json").read_text())
-    assert list(found["scores"]) == ["title", "needle"] and found["depths"] == {}
 
 
 def test_perplexity_by_length(folders, monkeypatch, tmp_path):
@@ -259,8 +274,8 @@ def test_perplexity_by_length(folders, monkeypatch, tmp_path):
         run(monkeypatch, *both, *arguments, "--baseline", "x")
 
 
-@pytest.mark.parametrize("length", [2, 5, 16, 17, 23, 24, 40])
-@pytest.mark.parametrize("window", [2, 5, 8, 16])
+@pytest.mark.parametrize("length", [2, 16, 23, 40])
+@pytest.mark.parametrize("window", [2, 5, 16])
 def test_each_token_is_scored_once(window, length):
     model = stock("llama", vocab_size=59, head="ForCausalLM")
     ids = torch.randint(5, 59, (length,), generator=torch.Generator().manual_seed(0))
@@ -305,16 +320,15 @@ def test_questions_at_each_length(tokenizer):
 
 def test_which_method_is_the_baseline(tokenizer, model):
     limited, free = Embedder(model, tokenizer), Embedder(hf_posenc.patch(model, "alibi"), tokenizer)
-    assert (
-        retrieval_by_length.baseline_of(retrieval_by_length.ways({"a": limited, "b": free}, 100), None) == "a, truncated at 24"
-    )
-    assert retrieval_by_length.baseline_of(retrieval_by_length.ways({"b": free, "a": limited}, 100), None) == "b"
-    assert (
-        retrieval_by_length.baseline_of(retrieval_by_length.ways({"b": free, "a": limited}, 100, window=10), None)
-        == "b, truncated at 10"
-    )
+
+    def baseline(embedders, asked=None, **window):
+        return retrieval_by_length.baseline_of(retrieval_by_length.ways(embedders, 100, **window), asked)
+
+    assert baseline({"a": limited, "b": free}) == "a, truncated at 24"
+    assert baseline({"b": free, "a": limited}) == "b"
+    assert baseline({"b": free, "a": limited}, window=10) == "b, truncated at 10"
     with pytest.raises(SystemExit, match="--baseline 'c' is none of the methods: 'bag of words', 'b'"):
-        retrieval_by_length.baseline_of(retrieval_by_length.ways({"b": free}, 100), "c")
+        baseline({"b": free}, "c")
 
 
 def test_the_heat_map_has_each_fact_in_its_cell(tokenizer):
@@ -363,16 +377,6 @@ def test_models_that_cannot_be_compared(folders, monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="b has another vocabulary than a"):
         run(monkeypatch, f"a={folders / 'stock'}", f"b={tmp_path / 'alibi'}", *out)
     assert not (tmp_path / "out").exists()
-
-
-def test_figures_for_the_cards(folders, monkeypatch, tmp_path):
-    shutil.copytree(folders / "alibi", tmp_path / "alibi")
-    arguments = [*ARGUMENTS, "--pages", folders / "pages", "--lengths", "64", "1000", "--documents", "4"]
-    run(monkeypatch, f"alibi={tmp_path / 'alibi'}", *arguments, "--output_dir", tmp_path / "out", "--add_to_models")
-    found = checked_evaluation(json.loads((tmp_path / "alibi" / records.FILE).read_text()))
-    own = [each for each in found["results"] if each["this"]]
-    assert {each["model"] for each in own} == {"alibi"} and {each["dataset"]["name"] for each in own} == {"pages"}
-    assert len({each["dataset"]["config"] for each in own}) == 4 and {each["length"] for each in own} == {64, 1000}
 
 
 @pytest.mark.parametrize(
