@@ -61,17 +61,13 @@ def test_each_round_runs_every_subject_once_in_another_order():
     assert len({tuple(order) for order in orders}) > 15
     firsts = [order[0] for order in orders]
     assert all(firsts.count(name) < 12 for name in "abcde")
+    # They are drawn from the seed.
+    again, other = [], []
+    for found, seed in ((again, 0), (other, 1)):
+        timing.interleaved("abcde", lambda name, calls=found: runs(calls, name), rounds=20, warmup=3, seed=seed)
+    assert again == calls != other
     # What was run before is left out.
     assert timed.seconds == {name: [float(number) for number in range(4, 24)] for name in "abcde"}
-
-
-def test_orders_are_drawn_from_the_seed():
-    def orders(seed):
-        calls = []
-        timing.interleaved("abcde", lambda name: runs(calls, name), rounds=5, seed=seed)
-        return rounds_of(calls, 5)
-
-    assert orders(1) == orders(1) != orders(2)
 
 
 def test_a_subject_that_fails_is_left_out_and_the_others_go_on():
@@ -500,6 +496,8 @@ def _die(group, settings):
         (["--threads", "0"], "integers from 1 on"),
         (["--encodings", "alibi,alibo"], "--encodings: there is no encoding alibo; registered: none, alibi"),
         (["--clock", "process"], "goes with --threads 1"),
+        (["--report_only", "--output_dir", "empty"], "no results in empty: there is no bench.json. Run `make bench`"),
+        (["--report_only", "--output_dir", "empty", "--device", "cuda"], "bench-gpu.json. Run `make bench-gpu`"),
     ],
 )
 def test_arguments_that_cannot_be(given, said, capsys, tmp_path, monkeypatch):
@@ -508,15 +506,6 @@ def test_arguments_that_cannot_be(given, said, capsys, tmp_path, monkeypatch):
         bench.main([*given, "--parts_dir", str(tmp_path)])
     assert stopped.value.code not in (None, 0)
     assert said in f"{stopped.value}{capsys.readouterr().err}"
-
-
-@pytest.mark.parametrize(
-    ("device", "said"), [("cpu", "bench.json. Run `make bench`"), ("cuda", "bench-gpu.json. Run `make bench-gpu`")]
-)
-def test_a_report_of_no_results(device, said, tmp_path):
-    with pytest.raises(SystemExit, match=said) as stopped:
-        bench.main(["--report_only", "--device", device, "--output_dir", str(tmp_path)])
-    assert f"no results in {tmp_path}" in str(stopped.value) and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -79,20 +79,6 @@ def test_the_slowest_frequency_turns_as_far():
     assert drope.shortened(THETA, 64, 512, 512) == THETA
 
 
-def by_hand(rule, factor):
-    """The frequencies of a rule, from the papers' formulas, for SHORT tokens."""
-    plain = [THETA ** (-2 * i / 16) for i in range(8)]
-    if rule == "linear":
-        return [each / factor for each in plain]
-    if rule == "ntk":
-        return [(THETA * factor ** (16 / 14)) ** (-2 * i / 16) for i in range(8)]
-    # YaRN: all of a frequency that turns 32 times in the trained length stays, nothing of one that turns once.
-    low, high = (16 * math.log(SHORT / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (32, 1))
-    low, high = max(math.floor(low), 0), math.ceil(high)
-    kept = [1 - min(max((i - low) / (high - low), 0), 1) for i in range(8)]
-    return [each * part + each / factor * (1 - part) for each, part in zip(plain, kept, strict=True)]
-
-
 @pytest.fixture
 def asked(short):
     """Arguments of a run whose stand-in is the folder `short`."""
@@ -104,7 +90,6 @@ def test_a_rule_is_in_force(short, asked, name):
     model = drope.made(name, asked, 0.0)
     assert type(model) is LlamaForCausalLM and model.config.max_position_embeddings == 4 * SHORT
     rotary, rule = model.model.rotary_emb, drope.RULES[name]
-    assert_close(rotary.inv_freq, torch.tensor(by_hand(rule, 4)))
     assert rotary.attention_scaling == pytest.approx(0.1 * math.log(4) + 1 if rule == "yarn" else 1)
     # As Transformers has it.
     given = {"linear": rope(THETA, rope_type="linear", factor=4.0), "ntk": rope(THETA * 4 ** (16 / 14))}

@@ -102,35 +102,6 @@ def test_a_score_is_of_answers_alone():
     assert found["exact"] == 0.5 and found["tokens"] == 7 / 8 and found["loss"] == pytest.approx(50 / 8)
 
 
-def test_all_encodings_have_the_same_host_and_rows(monkeypatch):
-    seen, hosts = [], []
-    train, losses = tasks.TASKS["copy"].train, runs.losses_of
-
-    def recorded(model, input_ids, labels, head):
-        seen[-1].append(input_ids.tolist())
-        return losses(model, input_ids, labels, head)
-
-    monkeypatch.setattr(runs, "losses_of", recorded)
-    patched = models.patched
-
-    def kept(model, *arguments):
-        hosts.append({name: value.clone() for name, value in model.state_dict().items()})
-        found = patched(model, *arguments)
-        own = found.state_dict()
-        assert all(own[name].equal(value) for name, value in hosts[-1].items())
-        return found
-
-    monkeypatch.setattr(models, "patched", kept)
-    for name in ("none", "learned", "shaw", "rope", "alibi"):
-        seen.append([])
-        runs.run(SMALL, Training(3, 4, 2), "copy", models.encoding(name), seed=1)
-    assert train is tasks.TASKS["copy"].train and all(each == seen[0] for each in seen)
-    assert all(host[name].equal(value) for host in hosts for name, value in hosts[0].items())
-    seen.append([])
-    runs.run(SMALL, Training(3, 4, 2), "copy", models.encoding("none"), seed=2)
-    assert seen[-1] != seen[0] and not hosts[-1]["lm_head.weight"].equal(hosts[0]["lm_head.weight"])
-
-
 def test_training_lowers_the_loss_and_tables_reach_the_longest_test():
     record = runs.run(SMALL, Training(3, 60, 8), "copy", models.encoding("learned"), seed=0)
     assert record["max_length"] == 2 * 24 + 3 and [*record["scores"]] == ["3", "4", "6", "12", "24"]
@@ -296,19 +267,6 @@ def test_verdict_by_hand():
     assert verdict.summary(only) == "Whether the papers' ranking is seen: nothing of it was measured."
 
 
-def test_tables_by_hand():
-    copies = {"none": {4: [1.0, 1.0, 1.0], 8: [0.1, 0.2, 0.3]}, "learned": {4: [0.5, 0.5, 0.5], 8: [0.4, 0.4, 0.4]}}
-    table = several.table([part_of(study_by_hand({"copy": copies}))])
-    names, at_length, beyond = ([*column.cells] for column in table.columns)
-    assert "exact match" in names[0] and "right tokens" in names[3] and "†" in table.caption
-    # By what is right at 2 L.
-    assert (names[1:3], at_length[1:3], beyond[1:3]) == (
-        ["learned †", "none"],
-        ["0.50 ± 0.00", "1.00 ± 0.00"],
-        ["0.40 ± 0.00", "0.20 ± 0.25"],
-    )
-
-
 RESULTS = ROOT / "scripts" / "results"
 
 
@@ -355,10 +313,7 @@ def test_a_page_has_the_means_of_the_record(tmp_path):
     record = {
         "setup": {"host": "llama", "sizes": {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}},
         "runs": {"finished": 5, "planned": 6, "cpu_seconds": 120},
-        "trainings": {
-            "copy": {"length": 4, "steps": 7, "batch_size": 8},
-            "lm": {"length": 64, "steps": 9, "batch_size": 2},
-        },
+        "trainings": {"copy": {"length": 4, "steps": 7, "batch_size": 8}, "lm": {"length": 64, "steps": 9, "batch_size": 2}},
         "encodings": {"t5": {}, "learned": {}},
         "refused": {"rope_2d": "no grid"},
         "learned": {"copy": ["t5"], "reverse": []},

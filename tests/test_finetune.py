@@ -368,10 +368,6 @@ def test_labels_are_at_the_first_token_of_each_word(make, length):
         assert made["labels"][row] == [*labels[: length - 1], -100]
 
 
-def test_a_token_of_two_words_is_the_first_ones():
-    assert list(classification.first_tokens(["w1", "w2", "w3"], [(0, 0), (0, 5), (6, 8), (0, 0)])) == [1, None, 2]
-
-
 TAGS = ("--task", "token-classification", "--text_column", "words", "--label_column", "tags")
 
 
@@ -657,45 +653,35 @@ def test_data_refused(tiny, tmp_path, name, content, words):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"words": ["w1", "w2"], "tags": ["a"]}, "row 2 of the train data has 2 words and 1 labels: each word has one"),
-        ({"words": [], "tags": []}, "row 2 of the train data has no words"),
-        ({"words": [""], "tags": ["a"]}, "row 2 of the train data has no words"),
-        ({"words": None, "tags": ["a"]}, "`words` is to hold words, but row 2 of the train data has None"),
-        (
-            {"words": ["w1", None], "tags": ["a", "b"]},
-            r"`words` is to hold words, but row 2 of the train data has \['w1', None\]",
-        ),
-        ({"words": ["w1", "w2"], "tags": ["a", None]}, "row 2 of the train data has no label"),
-        ({"words": ["w1"], "tags": None}, "row 2 of the train data has no label"),
-    ],
-)
-def test_tags_refused(tiny, tmp_path, row, words):
-    file = write_json(tmp_path / "train.json", [{"words": ["w1", "w2"], "tags": ["a", "b"]}, row])
-    with pytest.raises(SystemExit, match=words):
-        train(tiny, tmp_path / "out", *TAGS, "--train_file", file, data=())
-    assert not (tmp_path / "out").exists()
+WORDED = {"words": ["w1", "w2"], "tags": ["a", "b"]}
+ASKED = {"question": "w1 w2", "context": "w3 w4 w5", "answers": {"text": ["w4"], "answer_start": [3]}}
+WRONG_ROWS = [
+    (WORDED, {"tags": ["a"]}, "row 2 of the train data has 2 words and 1 labels: each word has one"),
+    (WORDED, {"words": [], "tags": []}, "row 2 of the train data has no words"),
+    (WORDED, {"words": [""], "tags": ["a"]}, "row 2 of the train data has no words"),
+    (WORDED, {"words": None}, "`words` is to hold words, but row 2 of the train data has None"),
+    (WORDED, {"words": ["w1", None]}, r"`words` is to hold words, but row 2 of the train data has \['w1', None\]"),
+    (WORDED, {"tags": ["a", None]}, "row 2 of the train data has no label"),
+    (WORDED, {"words": ["w1"], "tags": None}, "row 2 of the train data has no label"),
+    (ASKED, {"question": " "}, "the question ' ' and the context 'w3 w4 w5': both are to be texts"),
+    (ASKED, {"context": None}, "the context None: both are to be texts"),
+    (ASKED, {"answers": None}, "row 2 of the train data has the answers None: give"),
+    (ASKED, {"answers": {"text": ["w4"], "answer_start": []}}, "equally long"),
+    (
+        ASKED,
+        {"answers": {"text": ["w4"], "answer_start": [4]}},
+        "row 2 of the train data: the answer 'w4' isn't in the context",
+    ),
+    (ASKED, {"answers": {"text": ["w5"], "answer_start": [-2]}}, "the answer 'w5' isn't in the context at character -2"),
+    (ASKED, {"answers": {"text": [""], "answer_start": [0]}}, "the answer '' isn't in the context at character 0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"question": " "}, "row 2 of the train data has the question ' ' and the context 'w3 w4 w5': both are to be texts"),
-        ({"context": None}, "the context None: both are to be texts"),
-        ({"answers": None}, "row 2 of the train data has the answers None: give"),
-        ({"answers": {"text": ["w4"], "answer_start": []}}, "equally long"),
-        ({"answers": {"text": ["w4"], "answer_start": [4]}}, "row 2 of the train data: the answer 'w4' isn't in the context"),
-        ({"answers": {"text": ["w5"], "answer_start": [-2]}}, "the answer 'w5' isn't in the context at character -2"),
-        ({"answers": {"text": [""], "answer_start": [0]}}, "the answer '' isn't in the context at character 0"),
-    ],
-)  # fmt: skip
-def test_answers_refused(tiny, tmp_path, change, words):
-    row = {"question": "w1 w2", "context": "w3 w4 w5", "answers": {"text": ["w4"], "answer_start": [3]}}
+@pytest.mark.parametrize(("row", "change", "words"), WRONG_ROWS)
+def test_rows_refused(tiny, tmp_path, row, change, words):
     file = write_json(tmp_path / "train.json", [row, {**row, **change}])
     with pytest.raises(SystemExit, match=words):
-        train(tiny, tmp_path / "out", *QUIZ, "--train_file", file, data=())
+        train(tiny, tmp_path / "out", *(TAGS if row is WORDED else QUIZ), "--train_file", file, data=())
     assert not (tmp_path / "out").exists()
 
 
