@@ -444,18 +444,7 @@ def test_encodings_of_a_module(tmp_path):
     (tmp_path / "my_more.py").write_text("")
     small = "from bench import *; grid.ON_CPU = (Group('forward', 12, layers=1, heads=2),)\nif __name__ == '__main__': main()"
     (tmp_path / "small.py").write_text(small)
-    given = [
-        "--rounds",
-        "2",
-        "--warmup",
-        "0",
-        "--threads",
-        "1",
-        "--parts_dir",
-        "parts",
-        "--encodings",
-        "alibi,window-of-a-file",
-    ]
+    given = ["--rounds=2", "--warmup=0", "--threads=1", "--parts_dir=parts", "--encodings=alibi,window-of-a-file"]
 
     def run(*more):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}

@@ -213,6 +213,8 @@ def test_each_process_takes_its_share(tmp_path, monkeypatch):
         taken.clear()
     assert shares == [[("none", 0), ("rope", 0), ("t5", 1)], [("t5", 0), ("none", 1), ("rope", 1)]]
     assert failed == dict.fromkeys(("h, copy, t5, seed 0", "h, copy, none, seed 1", "h, copy, rope, seed 1"), "no luck")
+    with pytest.raises(SystemExit, match="--processes 2: Accelerate's launcher has started 2 already"):
+        study.carry_out({tmp_path: planned}, 2)
 
 
 def test_other_settings_are_an_error_that_names_them(tmp_path):

@@ -252,7 +252,7 @@ def test_a_run_and_the_same_again(host, trained_at_once, tmp_path, monkeypatch):
         raise AssertionError("done twice")
 
     for name in ("perplexity.losses", "passkeys.right", "write_texts", "load_original"):
-        monkeypatch.setattr(f"drope.{name}", again)
+        monkeypatch.setattr(f"experiments.drope.{name}", again)
     drope.main(line(host, done))
     assert records.read(done / "drope.json") == record
     drope.main(line(host, done, "--methods", "short"))  # the others stay in the report
@@ -263,8 +263,9 @@ def test_a_run_and_the_same_again(host, trained_at_once, tmp_path, monkeypatch):
 
 
 def test_a_run_of_some_methods(host, trained_at_once, tmp_path):
-    drope.main(line(host, tmp_path, "--methods", "short", "DroPE"))
-    assert list(records.read(tmp_path / "drope.json")["methods"]) == ["short", "DroPE"]
+    some = ["short", "DroPE", drope.SCALED]
+    drope.main(line(host, tmp_path, "--methods", *some))
+    assert list(records.read(tmp_path / "drope.json")["methods"]) == some
     for flag, value, before in (("learning_rate", 0.1, 0.0005), ("trained_length", 300, 256)):
         with pytest.raises(SystemExit, match=f"begun with {flag} {before}, and this run has {value}: give the same"):
             drope.main(line(host, tmp_path, f"--{flag}", value))

@@ -96,7 +96,7 @@ def run(launch, tiny, output, *arguments, processes=1, fails=False):
     return said
 
 
-@pytest.mark.parametrize("encoding", ['{"type": "rope", "theta": 500}', slow("learned")])
+@pytest.mark.parametrize("encoding", ["learned", slow('{"type": "rope", "theta": 500}')])
 def test_distill(launch, tiny, tmp_path, encoding):
     run(launch, tiny, tmp_path / "out", "--position_encoding", encoding)
     record = json.loads((tmp_path / "out" / "distillation.json").read_text())
@@ -165,12 +165,12 @@ def test_pooling_is_that_of_the_sentence_transformer(tiny, tmp_path, mode):
     assert_close(embeddings, made.encode(texts, convert_to_tensor=True))
 
 
-def test_distill_says_what_it_trains_on(capsys, monkeypatch):
-    monkeypatch.setattr(stdlib_corpus, "split", lambda progress: ([], ["A passage.", "Another."]))
+def test_distill_says_what_it_trains_on(library, capsys, monkeypatch):
+    monkeypatch.setattr(stdlib_corpus, "split", lambda progress: library)  # as it is, but not read again
     chosen = SimpleNamespace(train_file=None, dataset_name=None, text_column="words", long_text_length=None)
     texts = distill.load_texts(Accelerator(cpu=True), chosen)["train"]["words"]
-    assert list(texts) == ["A passage.", "Another."]
-    said = "training on 2 passages of the documentation of Python's standard library"
+    assert list(texts) == library[1]
+    said = f"training on {len(texts)} passages of the documentation of Python's standard library"
     assert f"neither --train_file nor --dataset_name: {said}" in capsys.readouterr().out
 
 
