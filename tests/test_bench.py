@@ -442,12 +442,13 @@ def test_encodings_of_a_module(tmp_path):
     """They are measured, in the process that measures; other contents of the file are other results."""
     (tmp_path / "my_windows.py").write_text(WINDOW)
     (tmp_path / "my_more.py").write_text("")
-    small = "from bench import *; grid.ON_CPU = (Group('forward', 12, layers=1, heads=2),)\nif __name__ == '__main__': main()"
+    small = "from benchmarks import bench, grid\ngrid.ON_CPU = (grid.Group('forward', 12, layers=1, heads=2),)\n"
+    small += "if __name__ == '__main__': bench.main()"
     (tmp_path / "small.py").write_text(small)
     given = ["--rounds=2", "--warmup=0", "--threads=1", "--parts_dir=parts", "--encodings=alibi,window-of-a-file"]
 
     def run(*more):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         return subprocess.run(
             [sys.executable, "small.py", *given, *more], capture_output=True, text=True, cwd=tmp_path, env=environment
         )
