@@ -6,45 +6,41 @@ Shapes: B batch, N patches, H heads, E head_dim, D hidden_size.
 import copy
 import itertools
 import math
-import pickle
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModel
 
 import hf_posenc
 from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc.encodings import PatchLayout, PositionContext
-from models import randomize, randomize_encoding
+from models import randomize, randomize_encoding, slow, tiny
 from oracles import sinusoids
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8)
 SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
 MODELS = {
-    "vit": ("ViT", SIZES, 1, 0),
-    "deit": ("DeiT", SIZES, 2, 0),
-    "registers": ("Dinov2WithRegisters", dict(SIZES, num_register_tokens=4), 5, 0),
-    "yolos": ("Yolos", dict(SIZES, image_size=[32, 32], num_detection_tokens=3), 1, 3),
-    "clip": ("CLIPVision", SIZES, 1, 0),
-    "siglip": ("SiglipVision", SIZES, 0, 0),
-    "dinov3": ("DINOv3ViT", dict(SIZES, num_register_tokens=4), 5, 0),
-    "mlcd": ("MLCDVision", SIZES, 1, 0),
-    "beit": ("Beit", dict(SIZES, use_relative_position_bias=True), 1, 0),
-    "beit-all": ("Beit", dict(SIZES, use_shared_relative_position_bias=True, use_absolute_position_embeddings=True), 1, 0),
-    "data2vec": ("Data2VecVision", dict(SIZES, use_relative_position_bias=True), 1, 0),
-    "sam3": ("Sam3ViT", dict(SIZES, window_size=2, global_attn_indexes=[1], pretrain_image_size=32), 0, 0),
+    "vit": ("ViT", {}, 1, 0),
+    "deit": ("DeiT", {}, 2, 0),
+    "registers": ("Dinov2WithRegisters", {}, 5, 0),
+    "yolos": ("Yolos", {"num_detection_tokens": 3}, 1, 3),
+    "clip": ("CLIPVision", {}, 1, 0),
+    "siglip": ("SiglipVision", {}, 0, 0),
+    "dinov3": ("DINOv3ViT", {"num_register_tokens": 4}, 5, 0),
+    "mlcd": ("MLCDVision", {}, 1, 0),
+    "beit": ("Beit", {"use_relative_position_bias": True}, 1, 0),
+    "beit-all": ("Beit", {"use_shared_relative_position_bias": True, "use_absolute_position_embeddings": True}, 1, 0),
+    "data2vec": ("Data2VecVision", {"use_relative_position_bias": True}, 1, 0),
+    "sam3": ("Sam3ViT", dict(window_size=2, global_attn_indexes=[1], pretrain_image_size=32), 0, 0),
 }
-"""Name -> prefix of the classes, config, tokens before and behind the patches."""
+"""Name -> prefix of the classes, changes of the config, tokens before and behind the patches."""
 ENCODINGS = ("sinusoidal", "learned", "rope", "alibi", "shaw")
 PATCHES = 16
 
 
 def stock(name, **changes):
-    prefix, sizes, *_ = MODELS.get(name, (name, {}))
-    torch.manual_seed(0)
-    made = getattr(transformers, f"{prefix}Model")(getattr(transformers, f"{prefix}Config")(**{**sizes, **changes}))
-    return randomize(made).eval()
+    prefix, own, *_ = MODELS.get(name, (name, {}))
+    return tiny(f"{prefix}Model", **{**own, **changes})
 
 
 def patched(model, encoding, **options):
@@ -82,46 +78,18 @@ ORDER = torch.randperm(PATCHES, generator=torch.Generator().manual_seed(1))
 def test_order_of_patches(name):
     model, pixels = stock(name), images()
     assert_apart(states(model, in_order(pixels, ORDER)), patches_in_order(name, states(model, pixels), ORDER))
-    none = hf_posenc.patch(model, "none")
-    assert_close(states(none, in_order(pixels, ORDER)), patches_in_order(name, states(none, pixels), ORDER))
-    for encoding in ENCODINGS:
-        new = patched(model, encoding)
-        assert_apart(states(new, in_order(pixels, ORDER)), patches_in_order(name, states(new, pixels), ORDER))
+    turn = [*MODELS].index(name) % len(ENCODINGS)
+    for encoding in ("none", *(ENCODINGS if name == "vit" else ENCODINGS[turn : turn + 1])):
+        new, compare = patched(model, encoding), assert_close if encoding == "none" else assert_apart
+        compare(states(new, in_order(pixels, ORDER)), patches_in_order(name, states(new, pixels), ORDER))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_back_again_saved_copied_pickled(name, tmp_path):
-    model, pixels = stock(name), images()
-    expected = states(model, pixels)
-    for encoding in ("none", "sinusoidal+rope+shaw"):
-        new = patched(model, encoding)
-        there = states(new, pixels)
-        assert_apart(there, expected)
-        assert_equal(states(hf_posenc.unpatch(new), pixels), expected)
-        assert_equal(states(model, pixels), expected)
-        assert_equal(states(copy.deepcopy(new), pixels), there)
-        assert_equal(states(pickle.loads(pickle.dumps(new)), pixels), there)
-        new.save_pretrained(tmp_path / encoding)
-        loaded = AutoModel.from_pretrained(tmp_path / encoding)
-        assert type(loaded) is type(new)
-        assert_equal(states(loaded, pixels), there)
-        assert_equal(states(hf_posenc.unpatch(loaded), pixels), expected)
-        answers = []
-        for implementation in ("eager", "sdpa") if model._supports_sdpa else ():
-            new.set_attn_implementation(implementation)
-            answers.append(states(new, pixels))
-        for one, other in itertools.pairwise(answers):
-            assert_close(one, other)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_order_of_patches_in_sam(implementation):
+def test_order_of_patches_in_sam():
     """Behind its layers, which keep patches by row and column: its neck sees order by itself."""
-    config = transformers.SamVisionConfig(**SIZES, mlp_dim=48, output_channels=8, window_size=0)
-    config._attn_implementation = implementation
-    torch.manual_seed(0)
-    model, pixels = randomize(transformers.SamVisionModel(config)).eval(), images()
+    model, pixels = tiny("SamVisionModel", mlp_dim=48, output_channels=8, window_size=0), images()
 
     def behind_layers(which, given):
         seen = []
@@ -131,11 +99,11 @@ def test_order_of_patches_in_sam(implementation):
         handle.remove()
         return (seen[0][0] if isinstance(seen[0], tuple) else seen[0]).flatten(1, 2)
 
-    for encoding in ("none", "sinusoidal", "rope", "alibi", "shaw"):
+    for encoding, implementation in itertools.product(("none", "sinusoidal", "rope", "alibi", "shaw"), ("eager", "sdpa")):
         new = patched(model, encoding)
+        new.set_attn_implementation(implementation)
         compare = assert_close if encoding == "none" else assert_apart
         compare(behind_layers(new, in_order(pixels, ORDER)), behind_layers(new, pixels)[:, ORDER])
-        assert_equal(hf_posenc.unpatch(new)(pixels)[0], model(pixels)[0])
 
 
 def with_vectors(model, vectors):
@@ -283,8 +251,10 @@ def by_loops(encoding, attention, tokens, size, shift):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("height", "width"), [(16, 32), (20, 28)])
-@pytest.mark.parametrize("encoding", ["none", "alibi", "t5", "rope"])
+@pytest.mark.parametrize(
+    ("encoding", "height", "width"),
+    [("none", 20, 28), ("alibi", 20, 28), ("t5", 20, 28), ("rope", 20, 28), ("alibi", 16, 32), slow("t5", 16, 32)],
+)
 def test_swin_by_loops(encoding, height, width):
     """In whole windows and in those that zeros fill, shifted and not: an image as low as a window isn't shifted."""
     options = {"per_layer": True} if encoding == "t5" else {}
@@ -303,25 +273,6 @@ def test_swin_by_loops(encoding, height, width):
         assert_close(added.double(), expected.flatten(0, 1), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("prefix", "encodings"),
-    [
-        ("Swin", ("none", "sinusoidal", "rope", "alibi", "shaw")),
-        ("Swinv2", ("none", "rope")),
-        ("DonutSwin", ("none", "alibi")),
-        ("MaskFormerSwin", ("none", "shaw")),
-    ],
-)
-def test_windows_there_and_back(prefix, encodings, tmp_path):
-    model, pixels = stock(prefix, **SWIN, use_absolute_embeddings=prefix == "Swin"), images()
-    expected = states(model, pixels)
-    for encoding in encodings:
-        new = patched(model, encoding)
-        there = states(new, pixels)
-        assert_apart(there, expected)
-        assert_equal(states(hf_posenc.unpatch(new), pixels), expected)
-        new.save_pretrained(tmp_path / encoding)
-        assert_equal(states(AutoModel.from_pretrained(tmp_path / encoding), pixels), there)
 
 
 @torch.no_grad()
@@ -332,7 +283,7 @@ def test_order_within_a_window(prefix):
     model, pixels = stock(prefix, **sizes), images(height=16, width=16)
     blocks = pixels.unflatten(2, (4, 4)).unflatten(4, (4, 4)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)[:, ORDER]
     moved = blocks.unflatten(1, (4, 4)).permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
-    for encoding in ("none", "sinusoidal", "rope", "alibi", "shaw"):
+    for encoding in ("none", *(("sinusoidal", "rope", "alibi", "shaw") if prefix == "Swin" else ("rope",))):
         new = patched(model, encoding)
         compare = assert_close if encoding == "none" else assert_apart
         compare(states(new, moved), states(new, pixels)[:, ORDER])
@@ -349,12 +300,12 @@ def test_stages_of_several_sizes():
 
 def test_patches_that_are_left_keep_their_positions():
     noise = torch.rand(2, PATCHES, generator=torch.Generator().manual_seed(2))
-    model, pixels = stock("ViTMAE", **SIZES), images()
+    model, pixels = stock("ViTMAE"), images()
     twin = copy.deepcopy(model)
     twin.embeddings.position_embeddings.data[0, 1:] = sinusoids([range(PATCHES)], 32)[0]
     twin.embeddings.position_embeddings.data[0, 0] = 0
     assert_close(states(hf_posenc.patch(model, "sinusoidal"), pixels, noise=noise), states(twin, pixels, noise=noise))
-    all_left = stock("ViTMAE", **SIZES, mask_ratio=0.0)
+    all_left = stock("ViTMAE", mask_ratio=0.0)
     in_rows = torch.arange(PATCHES).expand(2, -1) / PATCHES
     for encoding in ("rope", "alibi", "shaw"):
         new = patched(all_left, encoding)
@@ -366,7 +317,7 @@ def test_patches_that_are_left_keep_their_positions():
 
 
 def test_patches_left_out_unknown():
-    model = stock("VideoMAE", **SIZES, num_frames=2, tubelet_size=1)
+    model = stock("VideoMAE", num_frames=2, tubelet_size=1)
     video, masked = torch.randn(1, 2, 3, 32, 32), torch.zeros(1, 32, dtype=torch.bool)
     masked[0, :10] = True
     new = hf_posenc.patch(model, "alibi")
@@ -377,34 +328,23 @@ def test_patches_left_out_unknown():
 
 def test_frames_of_a_video():
     """TimeSformer sees each place through time, then each frame, with a class token in every frame."""
-    model = stock("Timesformer", **SIZES, num_frames=3)
+    model = stock("Timesformer", num_frames=3)
     video, order = images(batch=6).unflatten(0, (2, 3)), [2, 0, 1]
 
     def by_frame(output):
         return output[:, 1:].unflatten(1, (PATCHES, 3))[:, :, order]
 
-    expected = states(model, video)
     for encoding in ("none", "sinusoidal", "rope", "alibi", "shaw"):
         new = patched(model, encoding)
         here, there = states(new, video), states(new, video[:, order])
         compare = assert_close if encoding == "none" else assert_apart
         compare(there[:, 1:].unflatten(1, (PATCHES, 3)), by_frame(here))
-        assert_equal(states(hf_posenc.unpatch(new), video), expected)
 
 
 @pytest.mark.parametrize("encoding", ["sinusoidal", "rope", "alibi", "shaw"])
 def test_images_in_one_row(encoding):
     """Qwen's vision reads several images in one row: each has positions of its own."""
-    config = transformers.Qwen3VLVisionConfig(
-        depth=2,
-        hidden_size=32,
-        num_heads=4,
-        intermediate_size=48,
-        patch_size=8,
-        out_hidden_size=32,
-        deepstack_visual_indexes=[0],
-    )
-    model = randomize(transformers.Qwen3VLVisionModel(config)).eval()
+    model = tiny("Qwen3VLVisionModel", deepstack_visual_indexes=[0])
     grids, patches = torch.tensor([[1, 4, 4], [2, 2, 6]]), torch.randn(40, 3 * 2 * 8 * 8)
     new = patched(model, encoding)
     together = states(new, patches, grid_thw=grids)
@@ -425,25 +365,6 @@ def test_smaller_images_of_a_batch(encoding):
     assert_close(together[1].unflatten(0, (4, 4))[:3, :2].flatten(0, 1), alone[0])
 
 
-def test_training():
-    """A classifier learns with and without checkpointing alike, its encoding with it."""
-    config = transformers.ViTConfig(**SIZES, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    classifier = randomize(transformers.ViTForImageClassification(config))
-    pixels, labels = images(), torch.tensor([0, 2])
-    for encoding in ("learned", "shaw"):
-        gradients = []
-        for checkpointing in (False, True):
-            model = patched(copy.deepcopy(classifier), encoding).train()
-            assert isinstance(model, hf_posenc.PosEncViTForImageClassification)
-            if checkpointing:
-                model.activation_checkpointing_enable()
-            before = model(pixels, labels=labels).loss
-            before.backward()
-            gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-            torch.optim.SGD(model.parameters(), 1e-3).step()
-            assert model(pixels, labels=labels).loss < before
-        assert any("posenc." in name and gradient.abs().max() > 0 for name, gradient in gradients[0].items())
-        assert_close(gradients[1], gradients[0])
 
 
 def test_what_a_silenced_table_answers():
@@ -464,7 +385,7 @@ def test_what_a_silenced_table_answers():
 @pytest.mark.parametrize(("cut", "frames"), [(2, 2), (4, 2)])
 def test_frames_are_as_many_as_were_cut(cut, frames):
     """Tokens of several grids are those of frames if as many images were cut; else others were joined to the patches (EoMT)."""
-    encoding = hf_posenc.patch(transformers.ViTModel(transformers.ViTConfig(**SIZES)), "alibi").posenc
+    encoding = hf_posenc.patch(stock("vit"), "alibi").posenc
     unknown = torch.empty(0, 0, dtype=torch.long)
     context = PositionContext(encoding, unknown, 0, unknown, patches=PatchLayout((1, 0), grid=(5, 5), num_images=cut))
     assert_equal(context.with_length(1 + 25 * frames, unknown.device).positions, torch.arange(25 * frames)[None])
