@@ -4,10 +4,10 @@ import copy
 import itertools
 import json
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -21,7 +21,8 @@ from closeness import assert_apart, assert_close, assert_equal
 from conftest import run_python
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.cli import app
-from models import BERT, LLAMA, VOCABULARY, first, patched, randomize, randomize_encoding, stock, tokens
+from models import BERT, LLAMA, VOCABULARY, first, patched, randomize, randomize_encoding, slow, stock, tiny_config, tokens
+from oracles import gradients
 from test_remote_code import AUTO, assert_equal_everywhere, padded, seen_without_the_package
 
 SIZES = {name: value for name, value in BERT.items() if name not in ("max_position_embeddings", "pad_token_id")}
@@ -53,7 +54,7 @@ def text():
 
 
 def clip():
-    texts = config("CLIPText", **dict(READING, num_hidden_layers=2, projection_dim=16)).to_dict()
+    texts = config("CLIPText", **dict(READING, projection_dim=16)).to_dict()
     return config("CLIP", text_config=texts, vision_config=dict(SEEING, projection_dim=16), projection_dim=16)
 
 
@@ -96,17 +97,14 @@ def qwen2_vl_inputs():
 
 
 def encoder_decoder():
-    halves = config("Bert", **BERT, vocab_size=VOCABULARY), config("Bert", **BERT, vocab_size=VOCABULARY)
+    halves = (tiny_config("BertModel"), tiny_config("BertModel"))
     make = transformers.EncoderDecoderConfig.from_encoder_decoder_configs
     return make(*halves, decoder_start_token_id=1, pad_token_id=0)
 
 
 def vision_encoder_decoder():
-    decoder = config(
-        "GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=24, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2
-    )
     make = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs
-    return make(config("ViT", **SEEING), decoder, decoder_start_token_id=1, pad_token_id=0)
+    return make(config("ViT", **SEEING), tiny_config("GPT2Model"), decoder_start_token_id=1, pad_token_id=0)
 
 
 @dataclass(frozen=True)
@@ -125,40 +123,18 @@ class Parent:
     auto: Any = AutoModel
 
 
+def seeing(name, make, submodels=("language_model",), inputs=None, **more):
+    """A model that reads text with an image in it."""
+    inputs = inputs or (lambda: {**text(), "pixel_values": image(), **{key: value() for key, value in more.items()}})
+    return Parent(make, inputs, submodels, f"{name}Model", f"{name}ForConditionalGeneration", AutoModelForImageTextToText)
+
+
 PARENTS = {
     "clip": Parent(clip, lambda: {**padded(), "pixel_values": image()}, ("text_model", "vision_model"), "CLIPModel"),
-    "llava": Parent(
-        llava,
-        lambda: {**text(), "pixel_values": image()},
-        ("language_model", "vision_tower"),
-        "LlavaModel",
-        "LlavaForConditionalGeneration",
-        AutoModelForImageTextToText,
-    ),
-    "gemma3": Parent(
-        gemma3,
-        lambda: {**text(), "pixel_values": image(), "token_type_ids": (text()["input_ids"] == IMAGE).long()},
-        ("language_model",),
-        "Gemma3Model",
-        "Gemma3ForConditionalGeneration",
-        AutoModelForImageTextToText,
-    ),
-    "paligemma": Parent(
-        paligemma,
-        lambda: {**text(), "pixel_values": image(), "token_type_ids": torch.zeros(2, 12, dtype=torch.long)},
-        ("language_model",),
-        "PaliGemmaModel",
-        "PaliGemmaForConditionalGeneration",
-        AutoModelForImageTextToText,
-    ),
-    "qwen2_vl": Parent(
-        qwen2_vl,
-        qwen2_vl_inputs,
-        ("language_model",),
-        "Qwen2VLModel",
-        "Qwen2VLForConditionalGeneration",
-        AutoModelForImageTextToText,
-    ),
+    "llava": seeing("Llava", llava, ("language_model", "vision_tower")),
+    "gemma3": seeing("Gemma3", gemma3, token_type_ids=lambda: (text()["input_ids"] == IMAGE).long()),
+    "paligemma": seeing("PaliGemma", paligemma, token_type_ids=lambda: torch.zeros(2, 12, dtype=torch.long)),
+    "qwen2_vl": seeing("Qwen2VL", qwen2_vl, inputs=qwen2_vl_inputs),
     "encoder-decoder": Parent(
         encoder_decoder,
         lambda: {**padded(), "decoder_input_ids": tokens(seed=1, length=7)},
@@ -177,8 +153,6 @@ PARENTS = {
 GENERATING = ("llava", "gemma3", "paligemma", "qwen2_vl")
 """Parents of one decoder that reads text with an image in it."""
 PATCHABLE = [(name, submodel) for name, parent in PARENTS.items() for submodel in parent.submodels]
-every_submodel = pytest.mark.parametrize(("name", "submodel"), PATCHABLE)
-every_way = pytest.mark.parametrize("encoding", WAYS)
 
 
 def parent(name, head=True, seed=0):
@@ -205,8 +179,9 @@ def run(model, inputs):
         return first(model(**inputs))
 
 
-@every_submodel
-@every_way
+@pytest.mark.parametrize(
+    ("name", "submodel", "encoding"), [(*each, way) for each, way in zip(PATCHABLE, itertools.cycle(WAYS), strict=False)]
+)
 def test_patch_and_unpatch(name, submodel, encoding):
     model, inputs = parent(name), PARENTS[name].inputs()
     expected, saved = run(model, inputs), model.config.to_dict()
@@ -220,18 +195,13 @@ def test_patch_and_unpatch(name, submodel, encoding):
     assert type(again) is type(model) and again.config.to_dict() == saved == model.config.to_dict()
     assert_equal(run(again, inputs), expected)
     assert_equal(run(model, inputs), expected)
-
-
-@every_submodel
-def test_the_other_models_are_untouched(name, submodel):
-    model = with_encoding(name, "shaw", submodel)
-    encodings = {key for key, _ in model.named_parameters() if "posenc" in key}
-    place = f"{model.base_model_prefix}.{submodel}" if model.base_model is not model else submodel
-    assert encodings and all(key.startswith(f"{place}.") for key in encodings)
-    for path, module in model.named_modules():
+    encodings = {key for key, _ in new.named_parameters() if "posenc" in key}
+    place = f"{new.base_model_prefix}.{submodel}" if new.base_model is not new else submodel
+    assert all(key.startswith(f"{place}.") for key in encodings) and (encodings or encoding != "shaw")
+    for path, module in new.named_modules():
         inside = path == place or path.startswith(f"{place}.")
         ours = type(module).__module__.startswith("hf_posenc")
-        assert inside or not ours or isinstance(module, (type(model), type(model.base_model)))
+        assert inside or not ours or isinstance(module, (type(new), type(new.base_model)))
 
 
 @pytest.fixture(scope="module")
@@ -272,16 +242,29 @@ def test_the_configs_within_are_stock(folders):
 
 @pytest.mark.parametrize("name", ["clip", "llava", "encoder-decoder"])
 def test_saved_again_is_the_same(name, folders, tmp_path):
+    """Also with a head and loaded without, and the other way round."""
     root, cases = folders
     folder = next(folder for folder in cases if folder.name.startswith(name))
     auto, inputs, expected = cases[folder]
     loads = getattr(transformers, auto).from_pretrained
-    loads(folder).save_pretrained(tmp_path / "second")
+    model = loads(folder)
+    model.save_pretrained(tmp_path / "second")
     again = loads(tmp_path / "second")
     assert_equal(run(again, inputs), expected)
     again.save_pretrained(tmp_path / "third")
     second, third = ((tmp_path / each / "config.json").read_text() for each in ("second", "third"))
     assert third == second and "posenc-" not in second.replace(f'"posenc-{name}', "")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loads(folder, device_map="cpu")):
+        assert_equal(run(twin, inputs), expected)
+    loads(folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "bfloat16")
+    assert {parameter.dtype for parameter in loads(tmp_path / "bfloat16").parameters()} == {torch.bfloat16}
+    if PARENTS[name].head:
+        base = AutoModel.from_pretrained(folder)
+        assert type(base) is type(model.base_model)
+        base.save_pretrained(tmp_path / "base")
+        head = loads(tmp_path / "base")
+        assert type(head) is type(model)
+        assert_equal([run(each, inputs) for each in (base, head.base_model)], [run(model.base_model, inputs)] * 2)
 
 
 def test_loads_without_the_package(tmp_path, monkeypatch):
@@ -295,19 +278,6 @@ def test_loads_without_the_package(tmp_path, monkeypatch):
     assert seen["llava"]["class"] == "PosEncLlavaForConditionalGeneration"
 
 
-@pytest.mark.parametrize("name", [name for name in PARENTS if PARENTS[name].head])
-def test_saved_with_a_head_and_loaded_without(name, tmp_path):
-    model, inputs = with_encoding(name, "shaw"), PARENTS[name].inputs()
-    model.save_pretrained(tmp_path / "head")
-    base = AutoModel.from_pretrained(tmp_path / "head")
-    assert type(base) is type(model.base_model)
-    assert_equal(run(base, inputs), run(model.base_model, inputs))
-    model.base_model.save_pretrained(tmp_path / "base")
-    head = PARENTS[name].auto.from_pretrained(tmp_path / "base")
-    assert type(head) is type(model)
-    assert_equal(run(head.base_model, inputs), run(model.base_model, inputs))
-
-
 def test_a_head_that_has_one_of_them(tmp_path):
     model = randomize(transformers.CLIPForImageClassification(clip())).eval()
     with pytest.raises(ValueError, match=r"submodel='text_model' is no model of its own within CLIPForImageClassification"):
@@ -319,7 +289,7 @@ def test_a_head_that_has_one_of_them(tmp_path):
     assert_equal(run(again, inputs), run(new, inputs))
 
 
-@pytest.mark.parametrize("name", ["clip", "llava", "encoder-decoder"])
+@pytest.mark.parametrize("name", ["clip", slow("llava"), "encoder-decoder"])
 def test_from_a_stock_checkpoint(name, tmp_path):
     model, inputs = parent(name), PARENTS[name].inputs()
     model.save_pretrained(tmp_path)
@@ -333,7 +303,7 @@ def test_from_a_stock_checkpoint(name, tmp_path):
         cls.from_pretrained(tmp_path, position_encoding="alibi")
 
 
-@pytest.mark.parametrize("name", ["clip", "llava"])
+@pytest.mark.parametrize("name", ["clip", slow("llava")])
 def test_from_scratch(name, tmp_path):
     submodel = PARENTS[name].submodels[0]
     stock_config = PARENTS[name].config()
@@ -362,10 +332,9 @@ def test_from_scratch(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", GENERATING)
-@pytest.mark.parametrize("encoding", [pytest.param(way, marks=() if way == "sinusoidal" else pytest.mark.slow) for way in WAYS])
-def test_images_and_padding(name, encoding):
+def test_images_and_padding(name):
     """A token's position is its number among those that the mask shows, images' tokens among them."""
-    model, inputs = with_encoding(name, encoding), PARENTS[name].inputs()
+    model, inputs = with_encoding(name, "sinusoidal"), PARENTS[name].inputs()
     together = run(model, inputs)[1, 3:]
     rows = {key: value.chunk(2)[1] for key, value in inputs.items()}
     short = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -374,15 +343,13 @@ def test_images_and_padding(name, encoding):
     ids = torch.arange(9)[None]
     start = name == "paligemma"  # which counts from 1
     assert_close(together, run(model, {**alone, "position_ids": ids + start})[0])
-    if encoding == "sinusoidal":
-        assert_apart(run(model, {**alone, "position_ids": ids + start + 1})[0], together)
+    assert_apart(run(model, {**alone, "position_ids": ids + start + 1})[0], together)
 
 
 @pytest.mark.parametrize("name", GENERATING)
-@pytest.mark.parametrize("encoding", [pytest.param(way, marks=() if way == "sinusoidal" else pytest.mark.slow) for way in WAYS])
-def test_generate(name, encoding):
+def test_generate(name):
     """With a cache as without, and as one forward pass over prompt and answer."""
-    model, inputs = with_encoding(name, encoding), PARENTS[name].inputs()
+    model, inputs = with_encoding(name, "+".join(WAYS)), PARENTS[name].inputs()
     options = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True)
     options["suppress_tokens"] = list(range(IMAGE - 4, VOCABULARY))
     cached, not_cached = (model.generate(**inputs, **options, use_cache=use) for use in (True, False))
@@ -416,11 +383,10 @@ def test_a_cache_by_hand():
 
 
 @pytest.mark.parametrize("name", ["encoder-decoder", "vision-encoder-decoder"])
-@every_way
-def test_generate_from_an_encoder(name, encoding):
+def test_generate_from_an_encoder(name):
     inputs = {key: value for key, value in PARENTS[name].inputs().items() if not key.startswith("decoder")}
     for submodel in PARENTS[name].submodels:
-        model = with_encoding(name, encoding, submodel)
+        model = with_encoding(name, "+".join(WAYS), submodel)
         options = dict(max_new_tokens=5, min_new_tokens=5, output_logits=True, return_dict_in_generate=True)
         cached, not_cached = (model.generate(**inputs, **options, use_cache=use) for use in (True, False))
         assert_close(torch.stack(cached.logits), torch.stack(not_cached.logits))
@@ -534,13 +500,12 @@ def test_attention_implementations(monkeypatch):
     assert [each.config._attn_implementation for each in (model.text_model, model.vision_model)] == ["eager", "sdpa"]
 
 
-@pytest.mark.parametrize("name", ["clip", pytest.param("llava", marks=pytest.mark.slow)])
-def test_attentions_and_hidden_states(name):
+def test_attentions_and_hidden_states():
     """In a new process, in which no derived model was built by its own class before."""
     code = (
-        f"import torch; from test_composites import PARENTS, parent, with_encoding\n"
-        f"inputs, given = PARENTS[{name!r}].inputs(), dict(output_attentions=True, output_hidden_states=True)\n"
-        f"for model in parent({name!r}), with_encoding({name!r}, 'alibi'):\n"
+        "import torch; from test_composites import PARENTS, parent, with_encoding\n"
+        "inputs, given = PARENTS['clip'].inputs(), dict(output_attentions=True, output_hidden_states=True)\n"
+        "for model in parent('clip'), with_encoding('clip', 'alibi'):\n"
         "    model.set_attn_implementation('eager')\n"
         "    output = model(**inputs, **given)\n"
         "    output = output.get('text_model_output', output)\n"
@@ -550,48 +515,19 @@ def test_attentions_and_hidden_states(name):
     assert shapes == stock_shapes and shapes.count("(2, 4, 1") == 2
 
 
-def test_copies_threads_dtype_and_devices(tmp_path):
-    model, inputs = with_encoding("clip", "sinusoidal+alibi"), PARENTS["clip"].inputs()
-    expected = run(model, inputs)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_equal(run(twin, inputs), expected)
-        randomize(twin, seed=7)
-        assert_apart(run(twin, inputs), expected)
-    assert_equal(run(model, inputs), expected)
-    with ThreadPoolExecutor(4) as pool:
-        for output in pool.map(lambda _: run(model, inputs), range(8)):
-            assert_equal(output, expected)
-    model.save_pretrained(tmp_path / "float32")
-    spread = AutoModel.from_pretrained(tmp_path / "float32", device_map="cpu")
-    assert_equal(run(spread, inputs), expected)
-    half = AutoModel.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16)
-    half.save_pretrained(tmp_path / "bfloat16")
-    again = AutoModel.from_pretrained(tmp_path / "bfloat16")
-    images = {**inputs, "pixel_values": inputs["pixel_values"].bfloat16()}
-    assert again.dtype == torch.bfloat16 and {p.dtype for p in again.parameters()} == {torch.bfloat16}
-    assert_equal(run(again, images), run(half, images))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant):
-    def gradients(checkpointed):
-        model = with_encoding("llava", "sinusoidal+shaw").train()
-        if checkpointed:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        inputs = PARENTS["llava"].inputs()
-        model(**inputs, labels=inputs["input_ids"]).loss.backward()
-        return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-
-    plain, checkpointed = gradients(False), gradients(True)
-    assert any("posenc" in name for name in plain)
-    assert_close(checkpointed, plain)
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_lora(tmp_path):
-    peft = pytest.importorskip("peft")
-    model, inputs = with_encoding("llava", "shaw"), PARENTS["llava"].inputs()
+def test_checkpointing_and_lora(tmp_path):
+    model, inputs = with_encoding("llava", "sinusoidal+shaw"), PARENTS["llava"].inputs()
     model.save_pretrained(tmp_path / "base")
+
+    def loss(model):
+        return model(**inputs, labels=inputs["input_ids"]).loss
+
+    expected = gradients(model.train(), loss)
+    assert any("posenc" in name for name in expected)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    assert_close(gradients(model, loss), expected)
+    model.eval().activation_checkpointing_disable()
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     expected = run(adapted, inputs)
     adapted.save_pretrained(tmp_path / "adapter")
