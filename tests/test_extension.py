@@ -1,7 +1,5 @@
 """`extend`: longer inputs for a patched model, with all that it has learned."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -9,9 +7,9 @@ from transformers import AutoModel
 
 import hf_posenc
 from closeness import assert_equal
-from conftest import run_python
 from hf_posenc.encodings import PositionEncoding
-from models import ALL_WAYS, HOSTS, LENGTH, first, patched, randomize_encoding, stock, tokens
+from models import ALL_WAYS, HOSTS, LENGTH, by_structure, first, patched, randomize_encoding, stock, tokens
+from reloading import keep, reload
 
 FURTHER = LENGTH + 60
 
@@ -21,7 +19,7 @@ def tensors(model):
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", by_structure(HOSTS))
 def test_a_longer_promise(host):
     model = patched(host, ALL_WAYS, HOSTS[host].head, max_length=LENGTH)
     before, config = first(model(tokens(length=LENGTH))), model.config.to_dict()
@@ -40,39 +38,19 @@ def test_a_longer_promise(host):
     for each, length in (model, LENGTH), (longer, FURTHER):
         with pytest.raises(ValueError, match=rf"max_length={length} .*raise the promise: hf_posenc\.extend\(model, max_length"):
             each(tokens(length=length + 1))
+    back = hf_posenc.unpatch(longer)
+    assert back.config.to_dict() == stock(host, HOSTS[host].head).config.to_dict()
+    assert_equal(first(back(tokens())), first(stock(host, HOSTS[host].head)(tokens())))
     with torch.no_grad():
         longer.base_model.posenc.relative.weight += 1
     assert torch.equal(longer.base_model.posenc.relative.weight, model.base_model.posenc.relative.weight)
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_unpatch_after_it(host):
-    model = stock(host, HOSTS[host].head)
-    longer = hf_posenc.extend(hf_posenc.patch(model, "shaw", max_length=LENGTH), FURTHER)
-    again = hf_posenc.unpatch(longer)
-    assert type(again) is type(model) and again.config.to_dict() == model.config.to_dict()
-    assert_equal(first(again(tokens())), first(model(tokens())))
-
-
-RELOADED = """
-import json, sys, torch, hf_posenc
-from transformers import AutoModel
-ids, expected = torch.load(sys.argv[2])
-model = AutoModel.from_pretrained(sys.argv[1])
-back = hf_posenc.unpatch(model)
-equal = torch.equal(model(ids)[0], expected)
-print(json.dumps([equal, hf_posenc.inspect(model).max_length, back.config.max_position_embeddings]))
-"""
-
-
-@pytest.mark.parametrize("host", ["roberta", "llama"])
-def test_saved_and_reloaded(host, tmp_path):
-    longer = hf_posenc.extend(patched(host, "sinusoidal+shaw", max_length=LENGTH), FURTHER)
-    longer.save_pretrained(tmp_path / "model")
-    ids = tokens(length=FURTHER)
-    torch.save((ids, first(longer(ids))), tmp_path / "expected.pt")
-    told = json.loads(run_python(RELOADED, tmp_path / "model", tmp_path / "expected.pt"))
-    assert told == [True, FURTHER, LENGTH + HOSTS[host].offset]
+def test_saved_and_reloaded(tmp_path):
+    for host in ("roberta", "llama"):
+        longer = hf_posenc.extend(patched(host, "sinusoidal+shaw", max_length=LENGTH), FURTHER)
+        keep(tmp_path / host, longer, stock(host), tokens(length=FURTHER), short=tokens())
+    reload(tmp_path)
 
 
 @pytest.mark.parametrize("host", ["bert", "roberta", "gpt2"])

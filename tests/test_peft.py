@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification
 
 import hf_posenc
@@ -49,8 +49,6 @@ def own_parameters(model):
 @pytest.mark.parametrize(("host", "encoding", "targets"), [("bert", "shaw", ["query", "value"]), ("mpnet", "rope", ["q", "v"])])
 def test_lora(host, encoding, targets, tmp_path):
     """LoRA over a patched base, reloaded in a new process."""
-    from peft import LoraConfig, get_peft_model
-
     patched(host, encoding, "ForSequenceClassification", num_labels=3).save_pretrained(tmp_path / "base")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     lora = get_peft_model(model, LoraConfig("SEQ_CLS", r=2, target_modules=targets, modules_to_save=["posenc"]))
@@ -62,19 +60,16 @@ def test_lora(host, encoding, targets, tmp_path):
     assert shown[1:] == ["True", "True"] and shown[0].startswith("PosEnc")
 
 
-@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize(
-    ("host", "encoding", "targets"),
+    ("host", "encoding", "targets", "named"),
     [
-        ("bert", "relative", ["query", "value"]),
-        ("roberta", "learned+shaw", ["query", "value"]),
-        ("gpt2", "t5", ["c_attn"]),
-        ("mpnet", "learned", "all-linear"),
+        ("roberta", "learned+shaw", ["query", "value"], True),
+        ("roberta", "learned+shaw", ["query", "value"], False),
+        ("gpt2", "t5", ["c_attn"], True),
+        ("mpnet", "learned", "all-linear", True),
     ],
 )
 def test_lora_trains_the_encoding_where_it_is_named(host, encoding, targets, named, tmp_path):
-    from peft import LoraConfig, get_peft_model
-
     base = patched(host, encoding, "ForSequenceClassification", num_labels=3)
     stock_logits, start = logits(base), {name: value.clone() for name, value in own_parameters(base).items()}
     config = LoraConfig("SEQ_CLS", r=2, target_modules=targets, modules_to_save=["posenc"] if named else None)
@@ -94,8 +89,6 @@ def test_lora_trains_the_encoding_where_it_is_named(host, encoding, targets, nam
 
 
 def test_adapters_by_transformers_itself(tmp_path):
-    from peft import LoraConfig
-
     patched("bert", "relative", "ForSequenceClassification", num_labels=3).save_pretrained(tmp_path / "base")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     model.add_adapter(LoraConfig("SEQ_CLS", r=2, target_modules=["query", "value"], modules_to_save=["posenc"]))
@@ -108,14 +101,12 @@ def test_adapters_by_transformers_itself(tmp_path):
 
 
 def test_patch_comes_before_peft():
-    from peft import LoraConfig, get_peft_model
-
     wrapped = get_peft_model(stock("bert"), LoraConfig(target_modules=["query"]))
     with pytest.raises(ValueError, match="patch first"):
         hf_posenc.patch(wrapped, "alibi")
 
 
-@pytest.mark.parametrize("encoding", ["alibi", "relative", "t5", "shaw", "rope", "sinusoidal"])
+@pytest.mark.parametrize("encoding", ["sinusoidal+rope+alibi+shaw", "t5"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_prefix_tuning(encoding, side):

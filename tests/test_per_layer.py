@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModel, DynamicCache, StaticCache
+from transformers import AutoModel
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posenc
 from closeness import assert_apart, assert_close, assert_equal
-from conftest import run_python
 from models import HOSTS, LENGTH, backends, first, patched, randomize_encoding, stock, tokens
-from oracles import alibi, future, gpt2_query_key, gradients, heads, in_pieces
+from oracles import alibi, future, gpt2_query_key, gradients, heads
+from reloading import keep, reload
 
 RELATIVE = {"max_distance": 3, "per_layer": True}
 T5 = {"num_buckets": 8, "max_distance": 12, "per_layer": True}
@@ -27,7 +27,6 @@ OWNERS = {
     "beside shaw": ({"type": "alibi+shaw"}, (), ("shaw.weight",)),
 }
 """An encoding, the stack's parameters, and those of each attention."""
-ENCODINGS = {name: encoding for name, (encoding, *_) in OWNERS.items()}
 PATHS = {
     "bert": ["encoder.layer.0.attention.self.", "encoder.layer.1.attention.self."],
     "gpt2": ["h.0.attn.", "h.1.attn."],
@@ -127,8 +126,10 @@ OWNERS |= {
 }
 
 
-@pytest.mark.parametrize("name", OWNERS)
-@pytest.mark.parametrize("host", PATHS)
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [*(("bert", name) for name in OWNERS), ("gpt2", "both parts"), ("mpnet", "own, a part"), ("albert", "shaw")],
+)
 def test_who_owns_the_parameters(host, name):
     """Patched and made from scratch. Random ones begin differently in each layer."""
     encoding, shared, own = OWNERS[name]
@@ -159,8 +160,13 @@ def bias_of(name, weights, length, is_causal):
     return bias
 
 
-@pytest.mark.parametrize("name", ["relative", "t5", "alibi", "alibi, fixed", "a part", "the other part", "both parts"])
-@pytest.mark.parametrize("host", ["bert", "gpt2"])
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        *(("bert", name) for name in ("relative", "t5", "alibi", "alibi, fixed", "a part")),
+        *(("gpt2", name) for name in ("relative", "the other part", "both parts")),
+    ],
+)
 @torch.no_grad()
 def test_each_attention_adds_its_own_bias(host, name):
     encoding, shared, own = OWNERS[name]
@@ -191,48 +197,23 @@ def test_shared_vectors_of_shaw():
     assert_close(first(each(tokens())), first(shared(tokens())))
 
 
-RELOAD = """
-import sys, torch, hf_posenc
-from pathlib import Path
-from transformers import AutoModel
-
-for folder in Path(sys.argv[1]).iterdir():
-    ids, ours, theirs = torch.load(folder / "outputs")
-    with torch.no_grad():
-        model = AutoModel.from_pretrained(folder)
-        assert torch.equal(model(ids)[0], ours), folder
-        assert torch.equal(hf_posenc.unpatch(model)(ids)[0], theirs), folder
-print("right")
-"""
-
-
-@torch.no_grad()
 def test_reload_in_a_new_process(tmp_path):
-    for host in PATHS:
-        for name, encoding in ENCODINGS.items():
-            if host == "bert" or name == "both parts":
-                model, folder = patched(host, encoding), tmp_path / f"{host} {name}"
-                model.save_pretrained(folder)
-                torch.save((tokens(), first(model(tokens())), first(stock(host)(tokens()))), folder / "outputs")
-    assert run_python(RELOAD, tmp_path) == "right\n"
+    for host, name in [
+        ("bert", "alibi"),
+        ("bert", "a part"),
+        ("bert", "shaw, shared"),
+        *((host, "both parts") for host in PATHS),
+    ]:
+        keep(tmp_path / f"{host} {name}", patched(host, OWNERS[name][0]), stock(host), tokens())
+    reload(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["relative", "alibi", "both parts", "shaw, shared"])
-@pytest.mark.parametrize("host", ["gpt2", "llama"])
-@torch.no_grad()
-def test_decoding_with_a_cache(host, name):
-    model, ids, mask = patched(host, ENCODINGS[name]), tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
-    mask[0, :4] = 0
-    expected = first(model(ids, attention_mask=mask))[mask.bool()]
-    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)):
-        assert_close(in_pieces(model, ids, (7, 8, 9), mask, cache)[mask.bool()], expected)
-
-
-@pytest.mark.parametrize("name", ["relative", "t5", "alibi", "both parts", "shaw, shared"])
-@pytest.mark.parametrize("host", ["bert", "albert", "mpnet"])
+@pytest.mark.parametrize(
+    ("host", "name"), [("bert", "relative"), ("bert", "both parts"), ("albert", "both parts"), ("mpnet", "shaw, shared")]
+)
 def test_gradients(host, name):
     """Each parameter gets one, the same by all ways to compute it."""
-    model = patched(host, ENCODINGS[name], **HOSTS[host].no_dropout).train()
+    model = patched(host, OWNERS[name][0], **HOSTS[host].no_dropout).train()
     found = {}
     for implementation in backends(model):
         model.set_attn_implementation(implementation)

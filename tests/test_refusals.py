@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import transformers
 
 import hf_posenc
-from models import first, patched, stock, tokens
+from models import first, patched, stock, tiny, tokens
 
 
 def refused(**arguments):
@@ -54,21 +53,17 @@ def test_patching_twice():
         hf_posenc.patch(patched("bert", "alibi"), "rope")
 
 
-SMALL = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, vocab_size=61)
-
-
 @pytest.mark.parametrize(
     ("host", "config", "reason"),
     [
-        ("ResNet", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "no place for a position encoding"),
-        ("IBert", dict(SMALL, quant_mode=True), "computes in integers"),
-        ("FNet", SMALL, "Fourier transform, which sees their order"),
+        ("ResNetModel", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "no place for a position encoding"),
+        ("IBertModel", dict(quant_mode=True), "computes in integers"),
+        ("FNetModel", {}, "Fourier transform, which sees their order"),
     ],
 )
 def test_unsupported_hosts(host, config, reason):
-    model = getattr(transformers, f"{host}Model")(getattr(transformers, f"{host}Config")(**config))
     with pytest.raises(ValueError, match=reason):
-        hf_posenc.patch(model, "alibi")
+        hf_posenc.patch(tiny(host, **config), "alibi")
 
 
 def test_wrapped_models(tmp_path):

@@ -84,8 +84,6 @@ def test_order_of_patches(name):
         compare(states(new, in_order(pixels, ORDER)), patches_in_order(name, states(new, pixels), ORDER))
 
 
-
-
 @torch.no_grad()
 def test_order_of_patches_in_sam():
     """Behind its layers, which keep patches by row and column: its neck sees order by itself."""
@@ -273,8 +271,6 @@ def test_swin_by_loops(encoding, height, width):
         assert_close(added.double(), expected.flatten(0, 1), rtol=1e-3, atol=1e-5)
 
 
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("prefix", ["Swin", "Swinv2", "DonutSwin", "MaskFormerSwin"])
 def test_order_within_a_window(prefix):
@@ -363,8 +359,6 @@ def test_smaller_images_of_a_batch(encoding):
     together = states(new, pixels, patch_attention_mask=shown)
     alone = states(new, pixels[1:, :, :24, :16], patch_attention_mask=torch.ones(1, 3, 2, dtype=torch.bool))
     assert_close(together[1].unflatten(0, (4, 4))[:3, :2].flatten(0, 1), alone[0])
-
-
 
 
 def test_what_a_silenced_table_answers():
