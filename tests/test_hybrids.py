@@ -175,7 +175,7 @@ def test_cached_decoding(host, static):
     assert_close(behind[:1, 3:], first(model(ids[:1, 3:], use_cache=False)), atol=5e-5)
 
 
-@pytest.mark.parametrize("host", ["lfm2", "qwen3-next", "falcon-h1"])
+@pytest.mark.parametrize("host", ["lfm2", "falcon-h1"])
 @torch.no_grad()
 def test_positions_are_remembered_with_keys(host):
     """Behind ids that jump, in beams, in a cache whose first layer has no keys."""

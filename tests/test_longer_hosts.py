@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import save_file
 from transformers import AutoModel
 
 import hf_posenc
@@ -285,24 +286,22 @@ def test_a_learned_encoding(encoding, method, tmp_path):
         assert first(further(tokens(length=2 * LONG))).isfinite().all()
 
 
-def test_frozen_rows():
-    """int8 has no method but "dynamic", which leaves them as they are."""
-    model = hf_posenc.patch(stock("bert"), "learned", init="host", storage="int8")
-    with pytest.raises(ValueError, match=r"learned\.storage='int8': these rows are frozen.*method='dynamic'"):
+@pytest.mark.parametrize("storage", ["int8", "memory-mapped"])
+def test_frozen_rows(storage, tmp_path):
+    """They have no method but "dynamic", which leaves them as they are."""
+    if storage == "int8":
+        model = hf_posenc.patch(stock("bert"), "learned", init="host", storage=storage)
+    else:
+        save_file({"rows": torch.randn(LENGTH, 32)}, tmp_path / "rows.safetensors")
+        mapped = {"type": "learned", "storage": storage, "file": str(tmp_path / "rows.safetensors")}
+        model = hf_posenc.patch(stock("bert"), mapped, max_length=LENGTH)
+    words = (
+        r"storage='int8': these rows are frozen.*method='dynamic'" if storage == "int8" else r"\[24, 32\], and \[61, 32\] is"
+    )
+    with pytest.raises(ValueError, match=words):
         hf_posenc.extend(model, LONG, "linear")
     longer = hf_posenc.extend(model, LONG, "dynamic")
-    assert longer.posenc.values is model.posenc.values
-    assert torch.equal(first(longer(tokens(length=LENGTH))), first(model(tokens(length=LENGTH))))
-    assert first(longer(tokens(length=LONG))).isfinite().all()
-
-
-def test_memory_mapped_rows(tmp_path):
-    from safetensors.torch import save_file
-
-    save_file({"rows": torch.randn(LENGTH, 32)}, tmp_path / "rows.safetensors")
-    mapped = {"type": "learned", "storage": "memory-mapped", "file": str(tmp_path / "rows.safetensors")}
-    model = hf_posenc.patch(stock("bert"), mapped, max_length=LENGTH)
-    longer = hf_posenc.extend(model, LONG, "dynamic")
+    assert storage != "int8" or longer.posenc.values is model.posenc.values
     assert torch.equal(first(longer(tokens(length=LENGTH))), first(model(tokens(length=LENGTH))))
     longer.save_pretrained(tmp_path / "model")
     again = AutoModel.from_pretrained(tmp_path / "model")
@@ -322,21 +321,13 @@ def test_a_layer_with_a_table():
 
 FACTOR = 4
 LISTS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+TRAINED = {"factor": 4.0, "original_max_position_embeddings": LENGTH}
 RULES = {
     "linear": ({}, {"rope_type": "linear", "factor": 4.0}),
     "dynamic": ({}, {"rope_type": "dynamic", "factor": 4.0}),
-    "yarn": ({}, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH}),
+    "yarn": ({}, {"rope_type": "yarn", **TRAINED}),
     "longrope": (LISTS, {"rope_type": "longrope", "original_max_position_embeddings": LENGTH, **LISTS}),
-    "llama3": (
-        {},
-        {
-            "rope_type": "llama3",
-            "factor": 4.0,
-            "original_max_position_embeddings": LENGTH,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
-    ),
+    "llama3": ({}, {"rope_type": "llama3", **TRAINED, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
 }
 """Method of extend -> its settings, and `rope_parameters` of Transformers written by hand."""
 
@@ -385,25 +376,27 @@ def test_ntk_by_the_formula():
     assert longer.config.rope_parameters == {"rope_type": "default", "rope_theta": pytest.approx(theta)}
 
 
-@pytest.mark.parametrize("settings", [{"attention_factor": 1.5}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"factor": 8.0}])
-def test_settings_of_a_rule(settings):
-    model = made("llama", "ForCausalLM")
-    longer = hf_posenc.extend(model, FACTOR * LENGTH, "yarn", **settings)
-    expected = by_hand("llama", model, {**RULES["yarn"][1], **settings}, FACTOR * LENGTH)
-    assert_close(asked(longer, tokens(length=60)), asked(expected, tokens(length=60)), 1e-5)
-    assert longer.model.rotary_emb.attention_scaling == settings.get(
-        "attention_factor", 0.1 * math.log(settings.get("factor", 4.0)) + 1
-    )
-
-
-def test_what_attentions_compute_from_a_rule():
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {"attention_factor": 1.5}),
+        ("llama", {"beta_fast": 16.0, "beta_slow": 2.0}),
+        ("llama", {"factor": 8.0}),
+        ("deepseek", {"mscale": 1.0, "mscale_all_dim": 1.0}),
+    ],
+)
+def test_settings_of_a_rule(name, settings):
     """DeepSeek multiplies its scores by a power of the factor, which its attentions compute when they are made."""
-    model, given = made("deepseek", "ForCausalLM"), {"mscale": 1.0, "mscale_all_dim": 1.0}
-    longer = hf_posenc.extend(model, FACTOR * LENGTH, "yarn", **given)
-    expected = by_hand("deepseek", model, {**RULES["yarn"][1], **given}, FACTOR * LENGTH)
-    scaling = [each.model.layers[0].self_attn.scaling for each in (model, longer, expected)]
-    assert scaling[0] < scaling[1] == scaling[2]
+    model = made(name, "ForCausalLM")
+    longer = hf_posenc.extend(model, FACTOR * LENGTH, "yarn", **settings)
+    expected = by_hand(name, model, {**RULES["yarn"][1], **settings}, FACTOR * LENGTH)
     assert_close(asked(longer, tokens(length=60)), asked(expected, tokens(length=60)), 1e-5)
+    if name == "deepseek":
+        scaling = [each.model.layers[0].self_attn.scaling for each in (model, longer, expected)]
+        assert scaling[0] < scaling[1] == scaling[2]
+    else:
+        scaling = settings.get("attention_factor", 0.1 * math.log(settings.get("factor", 4.0)) + 1)
+        assert longer.model.rotary_emb.attention_scaling == scaling
 
 
 def test_it_goes_on_from_the_length_of_training():

@@ -179,21 +179,6 @@ def test_biases_leave_the_class_token():
     assert_close(states(hf_posenc.patch(model, "alibi"), pixels), expected)
 
 
-def test_swin_counts_within_windows():
-    """The distance of two patches of a window, counted row by row, is one of rows and columns: Swin's own table can hold it."""
-    model, pixels = stock("Swin", **SWIN), images(batch=1)
-    twin = copy.deepcopy(model)
-    for attention in (block.attention for stage in twin.encoder.layers for block in stage.blocks):
-        heads = attention.num_attention_heads
-        for rows, columns in itertools.product(range(-3, 4), range(-3, 4)):
-            for head in range(heads):
-                slope = 2.0 ** (-8 * (head + 1) / heads)
-                with torch.no_grad():
-                    table = attention.relative_position_bias.relative_position_bias_table
-                    table[(rows + 3) * 7 + columns + 3, head] = -slope * abs(4 * rows + columns)
-    assert_close(states(hf_posenc.patch(model, "alibi"), pixels), states(twin, pixels))
-
-
 def bucket(distance):
     """T5's, of 32 for both directions and distances up to 128."""
     steps = abs(distance)
