@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc._compat import accelerate_hook
 from hf_posenc.architectures.components.component import PositionComponent, UnsupportedModelError
 from hf_posenc.architectures.components.vision import count_extra_tokens, cuts_into_windows
 from hf_posenc.signatures import reads_tokens
@@ -140,7 +141,8 @@ class Zeros:
         kept = [buffer for name, buffer in stack.named_buffers() if name == f"posenc.original.{self.path}"]
         tensors = [*self.around[0].parameters(), *kept, *stack.parameters()]
         like = next((tensor for tensor in tensors if not tensor.is_meta and tensor.is_floating_point()), tensors[0])
-        return torch.zeros(self.shape, dtype=like.dtype, device=like.device)
+        hook = accelerate_hook(self.around[0]) if like.is_meta else None  # all other weights are offloaded now
+        return torch.zeros(self.shape, dtype=like.dtype, device=hook.execution_device if hook else like.device)
 
 
 def disable(module: nn.Module, key: str, zeros: Zeros) -> None:
