@@ -234,26 +234,60 @@ PAIR_HOSTS = {
     "switch": _pair("SwitchTransformers", T5, **MIXED),
 }
 """Encoders with their decoders."""
-IMAGE = dict(BERT, image_size=32, patch_size=8)
-IMAGE.pop("max_position_embeddings"), IMAGE.pop("pad_token_id")
-WAVE = dict(conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2, layerdrop=0.0)
-WAVE |= dict(num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4, feat_extract_norm="layer", do_stable_layer_norm=True)
-WAVE |= dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
-SILENT = dict.fromkeys(
-    (*(f"{name}_dropout" for name in ("hidden", "attention", "activation", "feat_proj")), "mask_time_prob"), 0.0
+WAVE = dict(
+    layerdrop=0.0,
+    conv_dim=(16, 16),
+    conv_kernel=(10, 3),
+    conv_stride=(5, 2),
+    num_feat_extract_layers=2,
+    num_conv_pos_embeddings=8,
+    num_conv_pos_embedding_groups=4,
+    feat_extract_norm="layer",
 )
-SENSED_HOSTS = {
-    "vit": Host("ViT", IMAGE, "Model", tables=("embeddings.position_embeddings",), kind="vision"),
-    "siglip": Host(
-        "SiglipVision",
-        dict(IMAGE, vision_use_head=False),
-        "Model",
-        tables=("embeddings.position_embedding.weight",),
-        kind="vision",
-    ),
-    "dinov3": Host("DINOv3ViT", dict(IMAGE, num_register_tokens=4), "Model", tables=(), kind="vision"),
-    "wav2vec2": Host("Wav2Vec2", WAVE, "Model", tables=(), no_dropout=SILENT, kind="audio"),
+FEATURES = dict(feature_projection_input_dim=16, conv_depthwise_kernel_size=5, output_hidden_size=32)
+MEL = dict(layerdrop=0.0, subsampling_conv_channels=8, subsampling_factor=4, conv_kernel_size=5)
+QUIET = dict(hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, mask_time_prob=0.0)
+SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
+
+
+def _sensed(prefix, kind="vision", **sizes):
+    sizes = sizes_of(getattr(transformers, f"{prefix}Config")) | sizes
+    head = "" if prefix.endswith("Encoder") else "Model"
+    return Host(prefix, sizes, head, tables=(), no_dropout=QUIET if kind == "audio" else {}, kind=kind)
+
+
+VISION_HOSTS = {
+    "vit": _sensed("ViT"),
+    "siglip": _sensed("SiglipVision", vision_use_head=False),
+    "dinov3": _sensed("DINOv3ViT", num_register_tokens=4),
+    "beit": _sensed("Beit", use_relative_position_bias=True),
+    "swin": _sensed("Swin", **SWIN, use_absolute_embeddings=True),
+    "deit": _sensed("DeiT"),
+    "registers": _sensed("Dinov2WithRegisters"),
+    "yolos": _sensed("Yolos", num_detection_tokens=3),
+    "clip": _sensed("CLIPVision"),
+    "mlcd": _sensed("MLCDVision"),
+    "beit-all": _sensed("Beit", use_shared_relative_position_bias=True, use_absolute_position_embeddings=True),
+    "data2vec": _sensed("Data2VecVision", use_relative_position_bias=True),
+    "sam3": _sensed("Sam3ViT", window_size=2, global_attn_indexes=[1], pretrain_image_size=32),
 }
+AUDIO_HOSTS = {
+    "wav2vec2": _sensed("Wav2Vec2", "audio", **WAVE, do_stable_layer_norm=True),
+    "wavlm": _sensed("WavLM", "audio", **WAVE, num_buckets=16, max_bucket_distance=20),
+    "wav2vec2-bert": _sensed("Wav2Vec2Bert", "audio", **FEATURES, position_embeddings_type="relative_key"),
+    "hubert": _sensed("Hubert", "audio", **WAVE),
+    "unispeech": _sensed("UniSpeech", "audio", **WAVE),
+    "unispeech-sat": _sensed("UniSpeechSat", "audio", **WAVE),
+    "data2vec-audio": _sensed("Data2VecAudio", "audio", **WAVE | dict(num_conv_pos_embeddings=2, conv_pos_kernel_size=7)),
+    "sew": _sensed("SEW", "audio", **WAVE, squeeze_factor=2),
+    "sew-d": _sensed("SEWD", "audio", **WAVE, squeeze_factor=2, max_position_embeddings=32, position_buckets=8),
+    "wav2vec2-conformer": _sensed(
+        "Wav2Vec2Conformer", "audio", **WAVE, conv_depthwise_kernel_size=5, position_embeddings_type="relative"
+    ),
+    "wav2vec2-bert-relative": _sensed("Wav2Vec2Bert", "audio", **FEATURES, position_embeddings_type="relative"),
+    "parakeet": _sensed("ParakeetEncoder", "audio", **MEL),
+}
+SENSED_HOSTS = {**VISION_HOSTS, **AUDIO_HOSTS}
 """Encoders of images and of sounds."""
 ALL_HOSTS = {**HOSTS, **ROTARY_HOSTS, **PAIR_HOSTS, **SENSED_HOSTS}
 TABLED = [name for name, host in HOSTS.items() if host.tables]
@@ -275,6 +309,26 @@ VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi"
 """Every encoding, and compositions of several."""
 UNORDERED = ("logn", "none")
 """Encodings that tell no order."""
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "kerple, power, per layer": {"type": "kerple", "kernel": "power", "per_layer": True},
+    "alibi, one side, learned": {"type": "alibi", "sides": "asymmetric", "slopes": "learned", "per_layer": True},
+    "alibi, learned, per layer": {"type": "alibi", "slopes": "learned", "per_layer": True},
+    "relative, per layer": {"type": "relative", "per_layer": True},
+    "shaw, shared": {"type": "shaw", "per_layer": False},
+    "tupe, class token": {"type": "tupe", "untie_cls": True},
+    "deberta, shared": {"type": "deberta", "per_layer": False},
+    "transformer_xl, shared": {"type": "transformer_xl", "per_layer": False},
+    "cope, shared": {"type": "cope", "per_layer": False},
+    "fox, shared": {"type": "fox", "per_layer": False},
+    "sinusoidal, dynamic": {"type": "sinusoidal", "frequencies": "dynamic", "trained_length": 6},
+    "sinusoidal, each layer": {"type": "sinusoidal", "inject": "every_layer", "layout": "concatenated"},
+    "rope, part": {"type": "rope", "partial_rotary_factor": 0.5, "layout": "interleaved"},
+    "rope, linear": {"type": "rope", "rope_type": "linear", "factor": 4.0},
+    "rope, dynamic": {"type": "rope", "rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 8},
+    "rope, yarn": {"type": "rope", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "rope_2d, mixed": {"type": "rope_2d", "frequencies": "mixed", "per_layer": True},
+}
+"""Encodings with options, by a name of their own."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "logn": {"trained_length": 5, "scale": "learned"},
     "rope+logn": {"logn__trained_length": 5},
@@ -377,6 +431,7 @@ def stock(host, head="Model", seed=0, **changes):
 def patched(host, encoding, head="Model", seed=0, max_length=None, **changes):
     """The same, patched, the encoding's parameters drawn from N(0, 1)."""
     options = OPTIONS.get(encoding, {}) if isinstance(encoding, str) else {}
+    encoding = CONFIGURED.get(encoding, encoding) if isinstance(encoding, str) else encoding
     return randomize_encoding(hf_posenc.patch(stock(host, head, seed, **changes), encoding, max_length=max_length, **options))
 
 

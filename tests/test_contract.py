@@ -15,10 +15,22 @@ import contract_worker
 from checks.registry import Subject, load
 from closeness import assert_close
 from conftest import run_python
-from models import ALL_HOSTS, ALL_WAYS, HOSTS, PAIR_HOSTS, ROTARY_HOSTS, SENSED_HOSTS, VARIANTS, suits
+from models import (
+    ALL_HOSTS,
+    ALL_WAYS,
+    AUDIO_HOSTS,
+    CONFIGURED,
+    GRIDS,
+    HOSTS,
+    PAIR_HOSTS,
+    ROTARY_HOSTS,
+    VARIANTS,
+    VISION_HOSTS,
+    suits,
+)
 
 WAYS = ("sinusoidal", "rope", "alibi", "shaw", "relative")
-ALIKE = {*[*ROTARY_HOSTS][7:], *[*PAIR_HOSTS][7:]}
+ALIKE = {*[*ROTARY_HOSTS][7:], *[*PAIR_HOSTS][7:], *[*VISION_HOSTS][5:], *[*AUDIO_HOSTS][3:]}
 """Built as others of these are."""
 
 
@@ -35,21 +47,25 @@ def chosen():
     for turn, host in enumerate(ALL_HOSTS):
         if host not in ALIKE:
             found |= dict.fromkeys([(host, ALL_WAYS), (host, WAYS[turn % 5]), (host, WAYS[(turn + 2) % 5])])
-    return found
+    decoders = [name for name in CONFIGURED if not name.startswith(("rope_2d", "tupe", "alibi, one side"))]
+    found |= {(("gpt2", "llama")[turn % 2], name): None for turn, name in enumerate(decoders)}
+    found |= dict.fromkeys([("bert", "tupe, class token"), ("bert", "alibi, one side, learned"), ("bert", "learned")])
+    return found | dict.fromkeys([("vit", name) for name in (*GRIDS, "rope_2d, mixed", "sinusoidal_2d+alibi")])
+
+
+QUICK = chosen()
+PAIRS = [(host, encoding) for host in ALL_HOSTS for encoding in VARIANTS if suits(host, encoding)]
+PAIRS = sorted(dict.fromkeys([*PAIRS, *QUICK]), key=lambda pair: [*ALL_HOSTS].index(pair[0]))
 
 
 def parameters():
-    quick = chosen()
-    for host, facts in ALL_HOSTS.items():
-        for encoding in VARIANTS:
-            if not suits(host, encoding):
+    for host, encoding in PAIRS:
+        for name, check in load().items():
+            if ALL_HOSTS[host].kind not in check.kinds or (host, name) in EXCEPT:
                 continue
-            for name, check in load().items():
-                if facts.kind not in check.kinds or (host, name) in EXCEPT:
-                    continue
-                if (host, encoding) in quick or not check.few:
-                    marks = [] if (host, encoding) in quick and not check.slow else [pytest.mark.slow]
-                    yield pytest.param(host, encoding, name, marks=[*marks, *getattr(check.run, "pytestmark", [])])
+            if (host, encoding) in QUICK or not check.few:
+                marks = [] if (host, encoding) in QUICK and not check.slow else [pytest.mark.slow]
+                yield pytest.param(host, encoding, name, marks=[*marks, *getattr(check.run, "pytestmark", [])])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*does not support setting")
@@ -58,8 +74,6 @@ def test_contract(host, encoding, name):
     load()[name].run(Subject(host, encoding))
 
 
-QUICK = chosen()
-SAVED = [(host, encoding) for host in ALL_HOSTS for encoding in VARIANTS if suits(host, encoding)]
 AUTO = {"encoder": "AutoModelForMaskedLM", "decoder": "AutoModelForCausalLM", "encoder-decoder": "AutoModelForSeq2SeqLM"}
 
 
@@ -71,7 +85,7 @@ def reloaded(tmp_path_factory):
     @functools.cache
     def found(host):
         folder = tmp_path_factory.mktemp("reloaded")
-        for pair in SAVED:
+        for pair in PAIRS:
             if (pair in QUICK) if host is None else (pair[0] == host and pair not in QUICK):
                 save(Subject(*pair), folder / " ".join(pair))
         return json.loads(run_python("import sys, reload_worker; reload_worker.main(sys.argv[1])", folder).splitlines()[-1])
@@ -86,7 +100,10 @@ def save(it, path):
     bare = it.kind in AUTO and base is not model
     if bare:
         base.save_pretrained(path / "bare")
-    half = {name: value.to(torch.bfloat16) if name.endswith("values") else value for name, value in it.inputs().items()}
+    half = {
+        name: value.to(torch.bfloat16) if name.endswith(("values", "features")) else value
+        for name, value in it.inputs().items()
+    }
     expected = {
         "auto": AUTO.get(it.kind, "AutoModel"),
         "other": "AutoModelForTokenClassification" if it.name in HOSTS else None,
@@ -100,7 +117,7 @@ def save(it, path):
 
 
 @pytest.mark.parametrize(
-    ("host", "encoding"), [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in SAVED]
+    ("host", "encoding"), [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in PAIRS]
 )
 def test_save_and_reload(host, encoding, reloaded):
     """In a new process: bare, with head, head as bare, bare with another head, in bf16, unpatched."""
@@ -137,4 +154,4 @@ def test_two_processes(name, host, encoding, in_two_processes):
 
 
 def test_every_host_is_checked():
-    assert {*HOSTS, *ROTARY_HOSTS, *PAIR_HOSTS, *SENSED_HOSTS} == {host for host, *_ in (each.values for each in parameters())}
+    assert {*ALL_HOSTS} == {host for host, *_ in (each.values for each in parameters())}

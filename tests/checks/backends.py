@@ -35,7 +35,11 @@ def implementations_agree(it):
 def half_precision(it):
     expected = it.plain(it.model)
     half = it.twin().to(torch.bfloat16)
-    more = {name: value.to(torch.bfloat16) for name, value in it.inputs().items() if name in ("pixel_values", "input_values")}
+    more = {
+        name: value.to(torch.bfloat16)
+        for name, value in it.inputs().items()
+        if name in ("pixel_values", "input_values", "input_features")
+    }
     for implementation in backends(half):
         half.set_attn_implementation(implementation)
         output = it.plain(half, **more)
@@ -69,7 +73,7 @@ def a_gpu_gives_the_same(it):
     """A model patched on the GPU gives what it gives on the CPU."""
     arguments, real = given(it)
     model = it.twin()
-    new = hf_posenc.patch(hf_posenc.unpatch(model).cuda(), it.encoding, max_length=it.max_length)
+    new = hf_posenc.patch(hf_posenc.unpatch(model).cuda(), it.spec, max_length=it.max_length)
     new.load_state_dict(model.state_dict())
     assert {each.device.type for each in (*new.parameters(), *new.buffers())} == {"cuda"}
     there = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}

@@ -21,7 +21,7 @@ def patch_keeps_the_host(it):
     frozen.requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
-    new = hf_posenc.patch(model, it.encoding, max_length=it.max_length)
+    new = hf_posenc.patch(model, it.spec, max_length=it.max_length)
     if not any("posenc." in name for name, _ in new.named_parameters()):
         assert torch.equal(torch.get_rng_state(), random_state)
 
@@ -51,7 +51,7 @@ def unpatch_gives_the_host_back(it):
     model = it.fresh_stock()
     with torch.no_grad():
         expected = it.plain(model, output_hidden_states=True)
-        new = hf_posenc.patch(model, it.encoding, max_length=it.max_length or (30 if it.kind in TEXT else None))
+        new = hf_posenc.patch(model, it.spec, max_length=it.max_length or (30 if it.kind in TEXT else None))
         changed = it.plain(new, output_hidden_states=True)
         if it.host.tables or it.encoding not in ("rope", "self_extend"):  # a rotation may be the host's own
             assert_apart(changed, expected, by=1e-5)

@@ -140,4 +140,4 @@ def linear_layers_quantised_before_patch_are_refused(it):
     path = next(path for path, module in stock.named_modules() if type(module) is torch.nn.Linear)
     stock.set_submodule(path, EightBit(stock.get_submodule(path)))
     with pytest.raises(ValueError, match="parts were replaced can't be rebuilt"):
-        hf_posenc.patch(stock, it.encoding, max_length=it.max_length)
+        hf_posenc.patch(stock, it.spec, max_length=it.max_length)

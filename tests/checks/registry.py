@@ -21,6 +21,8 @@ TEXT = ("encoder", "decoder", "encoder-decoder")
 WRITERS = ("decoder", "encoder-decoder")
 EVERY = (*TEXT, "vision", "audio")
 """Kinds of hosts."""
+SENSED = ("pixel_values", "input_values", "input_features")
+"""Inputs that are floats."""
 LIMITED = ("learned", "tupe", "normalized")
 """Encodings that need a length, which some hosts don't have."""
 
@@ -68,7 +70,12 @@ class Subject:
     @property
     def max_length(self) -> int | None:
         needs = self.kind in ("encoder-decoder", "vision", "audio") and any(each in self.encoding for each in LIMITED)
-        return (LENGTH if self.kind == "encoder-decoder" else 40) if needs else None
+        return (LENGTH if self.kind == "encoder-decoder" else 300) if needs else None
+
+    @property
+    def spec(self) -> str | dict[str, Any]:
+        """The encoding as `patch` takes it."""
+        return models.CONFIGURED.get(self.encoding, self.encoding)
 
     @property
     def model(self) -> Any:
@@ -101,7 +108,10 @@ class Subject:
         if self.kind == "vision":
             return {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5))}
         if self.kind == "audio":
-            return {"input_values": torch.randn(2, 160, generator=torch.Generator().manual_seed(5))}
+            draw = torch.Generator().manual_seed(5)
+            if "conv_kernel" in self.host.sizes:
+                return {"input_values": torch.randn(2, 320, generator=draw)}
+            return {"input_features": torch.randn(2, 40, 16, generator=draw)}
         prefix = "decoder_" if self.kind == "encoder-decoder" else ""
         given = {f"{prefix}input_ids": ids} | ({} if mask is None else {f"{prefix}attention_mask": mask})
         if self.kind == "encoder-decoder":
