@@ -1,55 +1,81 @@
-"""Kills saves over an existing folder by SIGKILL, and tells for each case how often the folder gave what, as JSON.
+"""What a kill would leave of a folder that is written to: copies of it, made before each event of Python's audit log that names
+a path in it. Files lose what is in a killed process's buffers, and its locks, in a copy as well.
 
-`main(FOLDER, N, CASE…)` kills at N random moments; with N = 0, before each change or listing of the folder. A save
-runs in a fork; this process loads.
+`main(FOLDER, EVERY, CASE…)` saves models over others, and prints for each case how often the copies gave what, as JSON.
 """
 
 import json
 import os
-import random
+import re
 import shutil
-import signal
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import torch
 from transformers import AutoModel
-from transformers.utils import logging
 
 from models import patched
 
+SHARDS = {"max_shard_size": "20KB"}
 CASES = {
     "another encoding": (("relative", {}, {}), ("sinusoidal+alibi", {"intermediate_size": 40}, {})),
     "other weights": (("relative", {"seed": 1}, {}), ("relative", {"seed": 2, "layer_norm_eps": 1e-3}, {})),
-    "other shards": (
-        ("relative", {"seed": 1}, {"max_shard_size": "20KB"}),
-        ("relative", {"seed": 2}, {"max_shard_size": "20KB"}),
-    ),
-    "fewer shards": (
-        ("learned", {"seed": 1}, {"max_shard_size": "20KB"}),
-        ("learned", {"seed": 2}, {"max_shard_size": "40KB"}),
-    ),
-    "shards to one": (("alibi", {"seed": 1}, {"max_shard_size": "20KB"}), ("alibi", {"seed": 2}, {})),
-    "one to shards": (("alibi", {"seed": 1}, {}), ("alibi", {"seed": 2}, {"max_shard_size": "20KB"})),
+    "other shards": (("relative", {"seed": 1}, SHARDS), ("relative", {"seed": 2}, SHARDS)),
+    "fewer shards": (("learned", {"seed": 1}, SHARDS), ("learned", {"seed": 2}, {"max_shard_size": "40KB"})),
+    "shards to one": (("alibi", {"seed": 1}, SHARDS), ("alibi", {"seed": 2}, {})),
+    "one to shards": (("alibi", {"seed": 1}, {}), ("alibi", {"seed": 2}, SHARDS)),
 }
 
 
-def kill_at(number, folder):
-    """Ends this process before the number-th event that names a folder or an entry of it. Not counted are files of code, forty
-    and all alike, and what happens in folders inside."""
-    count = 0
+_current = None
 
-    def hook(event, arguments):
-        nonlocal count
-        paths = [Path(each) for each in arguments[:2] if isinstance(each, (str, Path))]
-        if any(folder in (path, path.parent) and path.suffix != ".py" for path in paths):
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(hook)
+def _watch(event, arguments):
+    global _current
+    if _current is not None:
+        watcher, _current = _current, None  # a copy makes events as well
+        try:
+            watcher(event, arguments)
+        finally:
+            _current = watcher
+
+
+sys.addaudithook(_watch)
+
+
+def states(folder, act, every=True, inside=True):
+    """The copies of `folder` before the events of `act` and after it; unless `every`, the first and the last of each kind, by
+    the event and the folders and suffixes of its files. Without `inside`, of events that name the folder or an entry of it, and
+    no code, forty files and all alike."""
+    global _current
+    copies, kinds = folder.parent / "copies", []
+    shutil.rmtree(copies, ignore_errors=True)
+
+    def of_path(path):
+        if not path.is_relative_to(folder) or not inside and (folder not in (path, path.parent) or path.suffix == ".py"):
+            return ""
+        name = path.name if path.name == "config.json" or path == folder else path.suffix
+        return re.sub(r"\.posenc-\w+", ".posenc", f"{path.parent.relative_to(folder.parent)}/{name}")
+
+    def copy(event, arguments):
+        places = [of_path(Path(each)) for each in arguments[:2] if isinstance(each, str | Path)]
+        if any(places):
+            shutil.copytree(folder, copies / str(len(kinds)), symlinks=True)
+            kinds.append((event, *places))
+
+    _current = copy
+    try:
+        act()
+    finally:
+        _current = None
+    shutil.copytree(folder, copies / str(len(kinds)), symlinks=True)
+    some = {
+        ends[kind]
+        for ends in ({k: n for n, k in enumerate(kinds)}, {k: n for n, k in [*enumerate(kinds)][::-1]})
+        for kind in kinds
+    }
+    return [copies / str(number) for number in (range(len(kinds) + 1) if every else sorted({*some, len(kinds)}))]
 
 
 def content(model):
@@ -72,40 +98,22 @@ def outcome(folder, old, new):
     return "old" if equal(loaded, old) else "new" if equal(loaded, new) else "a mixture"
 
 
-def sweep(work, case, moments):
+def outcomes_of(work, case, every):
     (encoding, changes, how), (next_encoding, next_changes, next_how) = case
     patched("bert", encoding, **changes).save_pretrained(work / "old", **how)
     model = patched("bert", next_encoding, **next_changes)
     model.save_pretrained(work / "new", **next_how)
     old, new = (content(AutoModel.from_pretrained(work / name)) for name in ("old", "new"))
-    outcomes, number, ended, duration = Counter(), 0, False, 0.0
-    folder = work / "folder"
-    while number < moments if moments else not ended:
-        number += 1
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(work / "old", folder)
-        started = time.monotonic()
-        if not (child := os.fork()):
-            if not moments:
-                kill_at(number, folder)
-            model.save_pretrained(folder, **next_how)
-            os._exit(0)
-        if moments and number > 1:  # the first tells how long a save takes
-            time.sleep(random.uniform(0, duration))
-            os.kill(child, signal.SIGKILL)
-        ended = os.waitpid(child, 0)[1] == 0
-        if number == 1:
-            duration = 1.1 * (time.monotonic() - started)
-        outcomes[outcome(folder, old, new)] += 1
-        if moments or number % 5 == 0:
-            model.save_pretrained(folder, **next_how)
-            left = set(os.listdir(folder)) - {*os.listdir(work / "old"), *os.listdir(work / "new")}
-            if left or outcome(folder, old, new) != "new":
-                outcomes[f"after the next save: {outcome(folder, old, new)} {left}"] += 1
+    outcomes, folder = Counter(), shutil.copytree(work / "old", work / "folder")
+    for turn, state in enumerate(states(folder, lambda: model.save_pretrained(folder, **next_how), every, inside=False)):
+        outcomes[outcome(state, old, new)] += 1
+        if turn % 5 == 0:
+            model.save_pretrained(state, **next_how)
+            left = set(os.listdir(state)) - {*os.listdir(work / "old"), *os.listdir(work / "new")}
+            if left or outcome(state, old, new) != "new":
+                outcomes[f"after the next save: {outcome(state, old, new)} {left}"] += 1
     return outcomes
 
 
-def main(folder, moments, *names):
-    random.seed(0)
-    logging.disable_progress_bar()  # its lock is shared with forks, and a killed one doesn't give it back
-    print(json.dumps({name: sweep(Path(folder, name), CASES[name], int(moments)) for name in names}))
+def main(folder, every, *names):
+    print(json.dumps({name: outcomes_of(Path(folder, name), CASES[name], every == "True") for name in names}))

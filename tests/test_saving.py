@@ -23,65 +23,87 @@ from transformers import AutoConfig, AutoModel
 from typer.testing import CliRunner
 
 import hf_posenc
-from conftest import run_python
+from conftest import ROOT, run_python
 from experiments.length_extrapolation import study
 from hf_posenc import plots
 from hf_posenc.cli import app
 from hf_posenc.cli.folders import _obsolete, check_output_dir
 from hf_posenc.evaluation import records
 from hf_posenc.serialization import atomic
-from models import first, patched, tokens
-
-SHARDS = {"max_shard_size": "20KB"}
+from killed import CASES, SHARDS, states
+from models import first, patched, slow, tokens
 
 
 @pytest.mark.parametrize(
-    ("moments", "cases"),
-    [
-        (0, ["another encoding", "other shards", "one to shards"]),
-        pytest.param(0, ["other weights", "fewer shards", "shards to one"], marks=pytest.mark.slow),
-        pytest.param(100, ["another encoding", "other shards"], marks=pytest.mark.slow),
-    ],
+    ("every", "cases"), [(False, ["another encoding", "one to shards"]), slow(True, [*CASES])], ids=["some", "all"]
 )
-def test_a_killed_save_leaves_the_old_model_the_new_one_or_an_error(tmp_path, moments, cases):
-    said = run_python("import sys, killed; killed.main(*sys.argv[1:])", tmp_path, moments, *cases, timeout=600)
+def test_a_killed_save_leaves_the_old_model_the_new_one_or_an_error(tmp_path, every, cases):
+    """At every event of the save, or at some of each kind."""
+    said = run_python("import sys, killed; killed.main(*sys.argv[1:])", tmp_path, every, *cases, timeout=600)
     for case, outcomes in json.loads(said.splitlines()[-1]).items():
-        assert set(outcomes) <= {"old", "refused", "new"} and len(outcomes) >= 2, (case, outcomes)
-        assert moments or len(outcomes) == 3, (case, outcomes)
-
-
-def leave(folder, write=lambda files: (files / "model.safetensors").touch()):
-    """A save into `folder` that a kill ends before anything is moved."""
-    if not (child := os.fork()):
-        with atomic.replaced(folder) as files:
-            write(files)
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert [path for path in folder.iterdir() if path.name.startswith(atomic.PREFIX)]
+        assert set(outcomes) == {"old", "refused", "new"}, (case, outcomes)
 
 
 def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_leftovers_are_removed_by_the_next_save_and_those_of_a_living_process_stay(tmp_path):
-    model = patched("bert", "alibi")
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def same_output(folder, model):
+    return torch.equal(first(AutoModel.from_pretrained(folder)(tokens())), first(model(tokens())))
+
+
+def in_child(act):
+    """The exit status of a fork, negative for a signal."""
+    if not (child := os.fork()):
+        try:
+            act()
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_before_rename(target, act):
+    """A fork that is killed when `act` is about to rename a new file to `target`."""
+
+    def kill(event, arguments):
+        if event == "os.rename" and str(arguments[1]) == str(target) and Path(arguments[0]).parent.name == "files":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(lambda: (sys.addaudithook(kill), act())) == -signal.SIGKILL
+
+
+def leave(folder):
+    """A save into `folder` that a kill ends before anything is moved."""
+
+    def act():
+        with atomic.replaced(folder) as files:
+            (files / "model.safetensors").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(act) == -signal.SIGKILL and list(folder.glob(f"{atomic.PREFIX}*"))
+
+
+def test_leftovers_go_with_the_next_save_or_push_and_hinder_neither(tmp_path):
+    """Those of a living process stay."""
+    model, folder = patched("bert", "alibi"), tmp_path / "folder"
     leave(tmp_path)
     with atomic.replaced(tmp_path) as files:
         (files / "notes.txt").write_text("mine")
         model.save_pretrained(tmp_path)
         assert len(list(tmp_path.glob(f"{atomic.PREFIX}*"))) == 1
     assert not list(tmp_path.glob(".*")) and {"notes.txt", "config.json", "model.safetensors"} < names(tmp_path)
-
-
-def test_leftovers_hinder_no_save_and_no_push(tmp_path):
-    model, folder = patched("bert", "alibi"), tmp_path / "folder"
     folder.mkdir()
     leave(folder)
     check_output_dir(folder, overwrite=False)
     hf_posenc.push_to_hub(model, "me/model", save_directory=folder)
     leave(folder)
-    pushed = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    pushed = map(str, contents(folder))
     assert not any(atomic.PREFIX in path for path in filter_repo_objects(pushed, ignore_patterns=DEFAULT_IGNORE_PATTERNS))
     hf_posenc.push_to_hub(model, "me/model", save_directory=folder)
     assert not list(folder.glob(f"{atomic.PREFIX}*"))
@@ -92,19 +114,7 @@ def test_an_interrupted_save_is_refused_by_every_way_to_load(tmp_path):
     model = patched("bert", "relative")
     model.save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-
-    def kill_before_the_config(event, arguments):
-        if (
-            event == "os.rename"
-            and Path(arguments[1]) == tmp_path / "config.json"
-            and Path(arguments[0]).parent.name == "files"
-        ):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if not (child := os.fork()):
-        sys.addaudithook(kill_before_the_config)
-        model.save_pretrained(tmp_path)
-    os.waitpid(child, 0)
+    kill_before_rename(tmp_path / "config.json", lambda: model.save_pretrained(tmp_path))
     for load in (
         lambda: AutoConfig.from_pretrained(tmp_path),
         lambda: AutoModel.from_pretrained(tmp_path),
@@ -115,7 +125,7 @@ def test_an_interrupted_save_is_refused_by_every_way_to_load(tmp_path):
         with pytest.raises(ValueError, match=r"last save into .* was interrupted.*save the model again"):
             load()
     model.save_pretrained(tmp_path)
-    assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))
+    assert same_output(tmp_path, model)
 
 
 def test_links_are_replaced_and_what_they_point_to_stays(tmp_path):
@@ -125,40 +135,34 @@ def test_links_are_replaced_and_what_they_point_to_stays(tmp_path):
     snapshot.mkdir()
     for path in blobs.iterdir():
         (snapshot / path.name).symlink_to(path)
-    before = {path: path.read_bytes() for path in blobs.iterdir()}
+    before = contents(blobs)
     (tmp_path / "link").symlink_to(snapshot)
-    model = patched("bert", "relative")
-    model.save_pretrained(tmp_path / "link")
-    assert {path: path.read_bytes() for path in blobs.iterdir()} == before and (tmp_path / "link").is_symlink()
+    patched("bert", "relative").save_pretrained(tmp_path / "link")
+    assert contents(blobs) == before and (tmp_path / "link").is_symlink()
     assert not (snapshot / "config.json").is_symlink() and not (snapshot / "model.safetensors").is_symlink()
-    assert torch.equal(first(AutoModel.from_pretrained(snapshot)(tokens())), first(model(tokens())))
-
-
-CODE = {"modeling_posenc.py"} | {
-    f"posenc_modeling_{name}.py" for name in ("cache_positions", "derived", "hooks", "install", "offsets", "position_ids")
-}
+    assert same_output(snapshot, patched("bert", "relative"))
 
 
 def test_other_files_stay_and_superseded_weights_go(tmp_path):
     others = {"README.md", "tokenizer.json", "model.fp16.safetensors", "model.md", "model-best.safetensors"}
     for name in others:
         (tmp_path / name).write_text("mine")
-    patched("bert", "alibi").save_pretrained(tmp_path, **SHARDS)
+    model = patched("bert", "alibi")
+    model.save_pretrained(tmp_path, **SHARDS)
     assert {"model.safetensors.index.json", "model-00001-of-00005.safetensors"} < names(tmp_path)
-    for how, weights in (({}, {"model.safetensors"}), ({"variant": "fp16"}, {"model.safetensors"})):
-        patched("bert", "alibi").save_pretrained(tmp_path, **how)
-        assert {name for name in names(tmp_path) if "model" in name} == others - {"README.md", "tokenizer.json"} | weights | {
-            "modeling_posenc.py",
-            *CODE,
-        }
+    for how in ({}, {"variant": "fp16"}):
+        model.save_pretrained(tmp_path, **how)
+        assert {name for name in names(tmp_path) if not name.endswith(".py")} == others | {"config.json", "model.safetensors"}
     assert all((tmp_path / name).read_text() == "mine" for name in others - {"model.fp16.safetensors"})
+    model.save_pretrained(tmp_path / "other rank", is_main_process=False)
+    assert not names(tmp_path / "other rank")
 
 
 def test_saving_into_the_folder_that_a_model_is_mapped_from(tmp_path):
     patched("bert", "relative", seed=1).save_pretrained(tmp_path)
     model = AutoModel.from_pretrained(tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    patched("bert", "relative", seed=2).save_pretrained(tmp_path)
+    patched("bert", "relative").save_pretrained(tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.save_pretrained(tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in AutoModel.from_pretrained(tmp_path).state_dict().items())
@@ -174,20 +178,29 @@ def test_a_file_in_the_folders_place(tmp_path):
     assert path.read_text() == "mine"
 
 
+@contextlib.contextmanager
+def small_files(size):
+    """No file may grow beyond a number of bytes, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 @pytest.mark.parametrize("there", [False, True], ids=["new", "over another"])
 def test_a_full_disk_changes_nothing(tmp_path, there):
     folder = tmp_path / "model"
     if there:
         patched("bert", "alibi").save_pretrained(folder)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # enough for a config, not for weights
-    try:
-        with pytest.raises(Exception, match="File too large"):
-            patched("bert", "rope").save_pretrained(folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before and folder.exists() == there
+    before = contents(tmp_path)
+    with small_files(20_000), pytest.raises(Exception, match="File too large"):  # enough for a config, not for weights
+        patched("bert", "rope").save_pretrained(folder)
+    assert contents(tmp_path) == before and folder.exists() == there
+
+
+# The labels of weight files.
 
 
 def test_a_config_saved_over_weights_of_another_encoding(tmp_path):
@@ -216,15 +229,15 @@ def test_shards_of_several_saves(tmp_path):
             AutoModel.from_pretrained(tmp_path)
     for path in paths:
         relabel(path, None)
-    assert torch.equal(first(AutoModel.from_pretrained(tmp_path)(tokens())), first(model(tokens())))
+    assert same_output(tmp_path, model)
 
 
-@pytest.mark.parametrize("label", ["", "null", "[]", '{"type": 7}', "[" * 100_000])
-def test_labels_that_are_not_ours(tmp_path, label):
+def test_labels_that_are_not_ours(tmp_path):
     patched("bert", "alibi").save_pretrained(tmp_path)
-    relabel(tmp_path / "model.safetensors", label)
-    with pytest.raises(ValueError, match="was saved with the .* encoding, and its config asks for 'alibi'"):
-        AutoModel.from_pretrained(tmp_path)
+    for label in ("", "null", "[]", '{"type": 7}', "[" * 100_000):
+        relabel(tmp_path / "model.safetensors", label)
+        with pytest.raises(ValueError, match="was saved with the .* encoding, and its config asks for 'alibi'"):
+            AutoModel.from_pretrained(tmp_path)
 
 
 def test_options_may_differ_from_the_label(tmp_path):
@@ -237,27 +250,7 @@ def test_options_may_differ_from_the_label(tmp_path):
     assert AutoModel.from_pretrained(tmp_path).config.position_encoding["theta"] == 7.0
 
 
-def test_on_other_ranks_nothing_is_saved(tmp_path):
-    patched("bert", "alibi").save_pretrained(tmp_path / "model", is_main_process=False)
-    assert not names(tmp_path / "model")
-
-
 # One file, replaced completely or not at all.
-
-
-@contextlib.contextmanager
-def small_files(size):
-    """No file may grow beyond a number of bytes, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def add_results(folder):
@@ -283,12 +276,8 @@ WRITERS = {
 def test_a_full_disk_destroys_no_file(tmp_path, name):
     """For real: the system refuses to write more than 10,000 bytes to one file."""
     patched("bert", "alibi").save_pretrained(tmp_path)
-    before = {
-        "evaluation.json": json.dumps({"results": []}),
-        "README.md": hf_posenc.model_card(tmp_path, "me/model"),
-        "page.md": "<!-- a --><!-- b -->",
-    }.get(name, "old")
-    (tmp_path / name).write_text(before)
+    before = {"evaluation.json": '{"results": []}', "page.md": "<!-- a --><!-- b -->"}.get(name, "old")
+    (tmp_path / name).write_text(hf_posenc.model_card(tmp_path, "me/model") if name == "README.md" else before)
     old = contents(tmp_path)
     with small_files(1_000 if name == "README.md" else 10_000), pytest.raises(OSError, match="was not changed. Free") as raised:
         WRITERS[name](tmp_path)
@@ -330,7 +319,7 @@ def test_a_file_stays_if_writing_it_raises(tmp_path):
         pass
 
 
-def test_devices_and_pipes_are_written_not_replaced(tmp_path):
+def test_devices_and_pipes_are_written_not_replaced_and_other_hidden_files_stay(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     atomic.write_text(tmp_path / "pipe", "text")
@@ -339,58 +328,18 @@ def test_devices_and_pipes_are_written_not_replaced(tmp_path):
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         atomic.write_text(tmp_path / "full", "text")
-    assert names(tmp_path) == {"pipe", "full"}
-
-
-def in_child(act, *arguments):
-    """The exit status of a fork, negative for a signal."""
-    if not (child := os.fork()):
-        try:
-            act(*arguments)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def kill_before(number, folder):
-    """Kills this process before its number-th audited event with a path in `folder`."""
-    count = 0
-
-    def hook(event, arguments):
-        nonlocal count
-        if any(str(each).startswith(str(folder)) for each in arguments[:2] if isinstance(each, str | Path)):
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-
-
-def sweep(folder, prepare, act):
-    """For every moment to kill `act`, what is prepared and killed. Yields the number of the moment."""
-    for number in itertools.count(1):
-        shutil.rmtree(folder, ignore_errors=True)
-        prepare()
-        status = in_child(lambda number=number: (kill_before(number, folder), act()))
-        assert status in (-signal.SIGKILL, 0), status
-        yield number
-        if status == 0:
-            return
+    (tmp_path / ".data.zip.part").write_text("half a download")
+    atomic.write_text(tmp_path / "data", "x")
+    assert names(tmp_path) == {"pipe", "full", "data", ".data.zip.part"}
 
 
 def test_a_killed_write_of_a_file_leaves_the_old_or_the_new_one(tmp_path):
     folder, seen = tmp_path / "folder", set()
-
-    def prepare():
-        folder.mkdir()
-        (folder / "a.json").write_text("old")
-
-    for _ in sweep(folder, prepare, lambda: atomic.write_text(folder / "a.json", "new")):
-        seen.add((folder / "a.json").read_text())
-        atomic.write_text(folder / "a.json", "newest")
-        assert contents(folder) == {Path("a.json"): b"newest"}, "the next write removes what is left"
+    put(folder, {"a.json": "old"})
+    for state in states(folder, lambda: atomic.write_text(folder / "a.json", "new")):
+        seen.add((state / "a.json").read_text())
+        atomic.write_text(state / "a.json", "newest")
+        assert contents(state) == {Path("a.json"): b"newest"}, "the next write removes what is left"
     assert seen == {"old", "new"}
 
 
@@ -430,30 +379,35 @@ MODELS = [("stock", "a"), ("posenc", "b"), ("stock", "c"), ("posenc", "d")]
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(before, after, marks=[] if index in (1, 4, 8) else [pytest.mark.slow])
-        for index, (before, after) in enumerate(itertools.permutations(MODELS, 2))
-    ],
+    ("before", "after", "every"),
+    [(MODELS[0], MODELS[3], False), (MODELS[3], MODELS[1], False)]
+    + [slow(before, after, True) for before, after in itertools.permutations(MODELS, 2)],
 )
-def test_a_save_killed_anywhere_is_complete_or_undone(tmp_path, caplog, before, after):
+def test_a_save_killed_anywhere_is_complete_or_undone(tmp_path, caplog, before, after, every):
     """Stock or with positions, in one file or in shards, with a tokenizer and modules or without."""
     folder, seen = tmp_path / "folder", set()
     old, new, notes = model_of(*before), model_of(*after), {"notes.txt": "mine", "checkpoint-1/config.json": "mine"}
-    for _ in sweep(folder, lambda: put(folder, old | notes), lambda: save_over(folder, new)):
-        config = atomic.json_of(folder / "config.json")
-        mixed = not (shown(folder, old | notes) or shown(folder, new | notes))
+
+    def outcome(state):
+        atomic.recover(state)
+        outcome = "old" if shown(state, old | notes) else "new" if shown(state, new | notes) else "a mixture"
+        assert outcome != "a mixture" and not list(state.glob(".*"))
+        return outcome
+
+    put(folder, old | notes)
+    for state in states(folder, lambda: save_over(folder, new), every):
+        config = atomic.json_of(state / "config.json")
+        mixed = not (shown(state, old | notes) or shown(state, new | notes))
         assert not mixed or config is None or atomic.MARKER in config, "a mixture of old and new can be loaded"
         caplog.clear()
-        again = in_child(lambda: (kill_before(12, folder), atomic.recover(folder)))  # killed as well
-        atomic.recover(folder)
-        outcome = "old" if shown(folder, old | notes) else "new" if shown(folder, new | notes) else "a mixture"
-        assert outcome != "a mixture" and not list(folder.glob(".*"))
+        again = shutil.copytree(state, tmp_path / "again" / state.name / "folder")
+        seen.add(found := outcome(state))
         if mixed:
-            assert outcome == "old" and (again or "has been undone; the earlier files are kept" in caplog.text)
-        seen.add(outcome)
-        save_over(folder, new)
-        assert shown(folder, new | notes)
+            assert found == "old" and "has been undone; the earlier files are kept" in caplog.text
+            for killed in states(again, lambda again=again: atomic.recover(again), every)[1::5]:
+                assert outcome(killed) == "old"
+        save_over(state, new)
+        assert shown(state, new | notes)
     assert seen == {"old", "new"}
 
 
@@ -475,19 +429,9 @@ def test_ctrl_c_while_files_are_replaced(tmp_path, monkeypatch, number):
     assert not list(tmp_path.glob(".*"))
 
 
-def interrupt(folder, files, name="model.safetensors"):
-    """A save that is killed before a file is renamed into its place."""
-
-    def kill(event, arguments):
-        if event == "os.rename" and str(arguments[1]) == str(folder / name):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert in_child(lambda: (sys.addaudithook(kill), save_over(folder, files))) == -signal.SIGKILL
-
-
 def test_an_interrupted_save_is_dropped_if_another_program_has_saved_since(tmp_path, caplog):
     put(tmp_path, model_of("stock", "a"))
-    interrupt(tmp_path, model_of("stock", "b"))
+    kill_before_rename(tmp_path / "model.safetensors", lambda: save_over(tmp_path, model_of("stock", "b")))
     assert not (tmp_path / "config.json").exists()
     put(tmp_path, model_of("stock", "a"))
     atomic.recover(tmp_path)
@@ -500,30 +444,24 @@ def test_a_journal_changes_nothing_outside_its_directory(tmp_path, name, kind):
     """A downloaded directory can contain any journal."""
     folder, outside = tmp_path / "folder", tmp_path / "outside.txt"
     outside.write_text("mine")
-    put(folder, {"notes.txt": "mine", ".posenc-x/.cache/huggingface/files/a": "a"})
-    (folder / "link").symlink_to(tmp_path)
     journal = {"marker": False, "flush": False, "move": ["a"], "remove": [], kind: [name]}
-    put(folder, {".posenc-x/.cache/huggingface/journal.json": json.dumps(journal)})
+    temporary = ".posenc-x/.cache/huggingface"
+    put(folder, {"notes.txt": "mine", f"{temporary}/files/a": "a", f"{temporary}/journal.json": json.dumps(journal)})
+    (folder / "link").symlink_to(tmp_path)
     atomic.recover(folder)
     assert outside.read_text() == "mine" and names(folder) == {"notes.txt", "link"}
 
 
-def test_two_processes_save_to_one_directory(tmp_path):
-    folder, models = tmp_path / "folder", [model_of(*each) for each in MODELS]
-    folder.mkdir()
-
-    def keep_saving(files):
-        for _ in range(20):
-            save_over(folder, files)
-
-    children = []
+def test_processes_save_to_one_directory(tmp_path):
+    models, children = [model_of(*each) for each in MODELS], []
     for files in models:
         if not (child := os.fork()):
-            keep_saving(files)
+            for _ in range(10):
+                save_over(tmp_path, files)
             os._exit(0)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
-    assert any(shown(folder, files) for files in models) and not list(folder.glob(".*"))
+    assert any(shown(tmp_path, files) for files in models) and not list(tmp_path.glob(".*"))
 
 
 def test_paths_of_output_directories(tmp_path, monkeypatch):
@@ -573,40 +511,36 @@ def test_a_directory_that_is_not_writable(tmp_path):
 def test_recovery_moves_nothing_through_symlinks(tmp_path, link):
     """A downloaded directory may contain a journal and symlinks to other directories."""
     model, victim = tmp_path / "model", tmp_path / "victim"
-    put(model, model_of("stock", "a"))
-    victim.mkdir()
-    for name in ("key", "journal.json", "config.json"):
-        (victim / name).write_text("{}")
+    put(victim, dict.fromkeys(("key", "journal.json", "config.json"), "{}"))
     temporary = model / ".posenc-x" / ".cache" / "huggingface"
-    place = temporary / link
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.symlink_to(victim)
+    put(model, model_of("stock", "a"))
+    temporary.parent.mkdir(parents=True)
     if link != ".":
-        (temporary / ("files" if link == "old" else "old")).mkdir()
-        (temporary / ("files" if link == "old" else "old") / "z").write_text("")
-        (temporary / "journal.json").write_text(json.dumps({"move": ["key", "z", "config.json"], "remove": []}))
+        journal = json.dumps({"move": ["key", "z", "config.json"], "remove": []})
+        put(temporary, {f"{'files' if link == 'old' else 'old'}/z": "", "journal.json": journal})
+    (temporary / link).symlink_to(victim)
     before = contents(tmp_path)
     atomic.recover(model)
     assert contents(tmp_path) == before
 
 
-def test_other_hidden_files_stay(tmp_path):
-    (tmp_path / ".data.zip.part").write_text("half a download")
-    atomic.write_text(tmp_path / "data", "x")
-    assert (tmp_path / ".data.zip.part").read_text() == "half a download"
-
-
 # Every write in the package and the scripts is atomic.
 
-ROOT = Path(__file__).parents[1]
+
 WRITES = {
     *("write_text", "write_bytes", "writelines", "savefig", "to_csv", "to_json", "to_parquet", "tofile", "save_pretrained"),
     *("save_file", "save_model", "save", "savez", "savez_compressed", "savetxt", "imsave", "dump", "copyfile", "copy2"),
     *("copytree", "move", "rename", "renames", "touch", "symlink_to", "hardlink_to", "copyfileobj"),
 }
+
+
 QUALIFIED = {"shutil.copy", "os.replace", "os.link", "os.symlink", "os.truncate", "os.open"}
+
+
 ATOMIC = {"atomic_file", "replaced", "new_directory", "TemporaryDirectory"}
 """Within these, files are written that nobody reads yet."""
+
+
 ELSEWHERE = {
     "hf_posenc/serialization/atomic.py": "the atomic writers themselves",
     "hf_posenc/serialization/mixins.py:_write_metadata": "in the temporary directory of save_pretrained",
@@ -624,6 +558,8 @@ ELSEWHERE = {
     "hf_posenc/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",
 }
 """Other writes: the function, or the beginning of its path -> why it needs no atomic writer."""
+
+
 OURS = {"atomic.write_text", "sentences.save", "output.save_model"}
 
 
@@ -674,26 +610,11 @@ def test_every_file_is_written_by_the_atomic_writer():
     assert allowed == ELSEWHERE.keys(), "no longer needed"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "open(path, 'w')",
-        "path.open(mode='ab')",
-        "path.write_text('')",
-        "json.dump(x, file)",
-        "figure.savefig(path)",
-        "torch.save(x, path)",
-        "save_file(x, path)",
-        "shutil.copy(x, path)",
-        "os.replace(x, path)",
-        "frame.to_csv(path)",
-        "model.save_pretrained(path)",
-    ],
-)
-def test_the_search_for_writes_finds(code):
-    assert [*writes(ast.parse(f"def f():\n  {code}"))] == [("f", 2)]
-    assert not [*writes(ast.parse(f"with atomic.replaced(folder) as path:\n  {code}"))]
-
-
-def test_the_search_for_writes_passes_over():
-    assert not [*writes(ast.parse("open(path)\npath.open('rb')\nopen('wax')\ntext.replace('a', 'b')\natomic.write_text(a, b)"))]
+def test_the_search_for_writes():
+    calls = ["open(path, 'w')", "path.open(mode='ab')", "path.write_text('')", "json.dump(x, file)", "figure.savefig(path)"]
+    calls += ["torch.save(x, path)", "save_file(x, path)", "shutil.copy(x, path)", "os.replace(x, path)"]
+    for code in (*calls, "frame.to_csv(path)", "model.save_pretrained(path)"):
+        assert [*writes(ast.parse(f"def f():\n  {code}"))] == [("f", 2)]
+        assert not [*writes(ast.parse(f"with atomic.replaced(folder) as path:\n  {code}"))]
+    passed = "open(path)\npath.open('rb')\nopen('wax')\ntext.replace('a', 'b')\natomic.write_text(a, b)"
+    assert not [*writes(ast.parse(passed))]
