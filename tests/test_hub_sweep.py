@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from hub_server import USER, cut, garble, lose_reply, refuse, say, stall
+from hub_server import USER, cut, garble, lose_reply, refuse, say, silent
 from models import slow
 from test_hub_limits import ALWAYS, SPARE, STEPS, pushes, whole
 
@@ -20,7 +20,7 @@ KINDS = {
     "ratelimit": refuse(429, **{"ratelimit": '"api";r=0;t=99999999999'}),
     "cut": cut,
     "lost": lose_reply,
-    "stall": stall,
+    "silent": silent,
     "empty": say(b""),
     "html": say(HTML),
     "html-400": refuse(400, body=HTML),

@@ -1,0 +1,328 @@
+"""What tests of the Hub do in processes of their own, which read the settings of the Hub when they import its client.
+
+Nothing in these processes waits: `without_waiting` gives the client and hf_posenc a clock that only sleeps and silence advance.
+"""
+
+import json
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from pathlib import Path
+
+import torch
+
+PASSED = ContextVar("passed", default=None)
+"""A list of the seconds that a push has slept or waited for answers."""
+
+
+class Clock:
+    """Stands for the module `time`, and for each push apart."""
+
+    time = staticmethod(time.time)
+
+    @staticmethod
+    def monotonic():
+        return sum(PASSED.get() or [0.0])
+
+    @staticmethod
+    def sleep(seconds):
+        PASSED.get().append(seconds)
+
+
+def without_waiting():
+    import httpx2
+    import huggingface_hub.utils._http
+
+    from hf_posenc.hub import requests
+
+    requests.time = huggingface_hub.utils._http.time = Clock
+    answered = httpx2.HTTPTransport.handle_request
+
+    def handle_request(self, request):
+        response = answered(self, request)
+        if "X-Silent" in response.headers:  # hub_server.silent
+            Clock.sleep(request.extensions["timeout"]["read"])
+            raise httpx2.ReadTimeout("timed out", request=request)
+        return response
+
+    httpx2.HTTPTransport.handle_request = handle_request
+
+
+def told(error):
+    return f"{type(error).__name__}: {error}"
+
+
+def pushes(folder):
+    """What test_hub looks at."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from safetensors.torch import save_file
+    from transformers import AutoModel, BertTokenizer, Trainer, TrainingArguments
+    from typer.testing import CliRunner
+
+    import hf_posenc
+    from hf_posenc.cli import app
+    from models import patched, randomize, stock, tokens
+
+    class Window(hf_posenc.PositionEncoding, type="window"):
+        __module__ = "__main__"
+
+        def distance_bias(self, distance):
+            return torch.where(distance.abs() > 3, -torch.inf, 0.0)[None]
+
+    folder, results, api = Path(folder), {}, HfApi()
+    tokenizer = BertTokenizer(str(folder / "vocab.txt"), model_max_length=99)
+
+    def push(model, name, **arguments):
+        try:
+            commit = hf_posenc.push_to_hub(model, name, **arguments)
+            results.setdefault(name, []).append(commit.oid)
+            torch.save(model(tokens(length=9))[0], folder / f"{name.partition('/')[2] or name}.pt")
+        except Exception as error:
+            results.setdefault(name, []).append(told(error))
+
+    def push_of(model, base, name, **arguments):
+        model.config.position_encoding["original"]["name_or_path"] = base
+        push(model, name, **arguments)
+
+    model = hf_posenc.patch(AutoModel.from_pretrained("me/base"), "sinusoidal+alibi", max_length=64).eval()
+    for change in (None, None, randomize):
+        push(change(model, seed=5) if change else model, "me/model", tokenizer=tokenizer)
+    results["tokenizer"] = tokenizer.model_max_length
+
+    masked = patched("bert", "alibi", head="ForMaskedLM")
+    push_of(masked, "checkpoint 7", "unlimited", tokenizer=tokenizer, private=True, commit_message="Here it is")
+    push(masked, "me/unlimited", private=False)
+    push(stock("bert"), "me/stock", tokenizer=tokenizer)
+    card = Path(hf_hub_download("me/stock", "README.md")).read_text().replace("`BertModel`", "My own `BertModel`")
+    api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id="me/stock")
+    push(stock("bert", seed=1), "me/stock", tokenizer=tokenizer)
+    push_of(patched("gpt2", "rope", head="DoubleHeadsModel"), "no-such-model", "me/heads")
+    push(patched("bert", "window"), "me/window")
+    layer = hf_posenc.PositionEmbedding("sinusoidal", hidden_size=8, max_length=16)
+    results["me/layer"] = [hf_posenc.push_to_hub(layer, "me/layer").oid]
+    table = folder / "table.safetensors"
+    save_file({"table": torch.randn(24, 32)}, table)
+    push(hf_posenc.patch(stock("bert"), "learned", storage="memory-mapped", file=str(table)), "me/mapped")
+    table.unlink()
+
+    alibi, rope = patched("bert", "alibi"), patched("bert", "rope")
+    for each, name in ((alibi, "by-hand"), (alibi, "licence"), (rope, "licence"), (alibi, "shards"), (alibi, "unreadable")):
+        push(each, f"me/{name}")
+    push(alibi, "me/bad-token", token="hf_bad")
+    push(alibi, "you/model")
+    alibi.push_to_hub("me/own-method")
+    torch.save(alibi(tokens(length=9))[0], folder / "own-method.pt")
+
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    push(alibi, "me/measured", evaluation=evaluation, figures=[folder / "length.png"])
+    push(alibi, "me/measured")
+    push(alibi, "me/kept", save_directory=folder / "kept")
+    for name in ("gated", "hidden", "closed"):
+        push_of(alibi, f"lab/{name}", f"me/of-{name}")
+
+    push(alibi, "me/branches")
+    push(rope, "me/branches", revision="rope")
+    api.create_tag("me/branches", tag="v1")
+    for revision in ("v1", results["me/branches"][0]):
+        push(rope, "me/branches", revision=revision)
+    push(rope, "me/branches", revision="none", create_pr=True)
+    for _ in range(2):
+        push(rope, "me/branches", create_pr=True, commit_message="RoPE")
+    push(masked, "me/branches", revision="refs/pr/1")
+    push(masked, "lab/public", create_pr=True)
+    push(masked, "lab/public")
+
+    rope.push_to_hub("me/sharded", max_shard_size="40KB")
+    rope.save_pretrained(folder / "at-once", push_to_hub=True)
+    rope.save_pretrained(folder / "inner")
+    api.create_repo("me/nested")
+    api.upload_folder(repo_id="me/nested", folder_path=folder / "inner", path_in_repo="deep/inner")
+
+    settings = dict(hub_model_id="me/trained", push_to_hub=True, max_steps=1, save_strategy="no", report_to=[], use_cpu=True)
+    classifier = patched("bert", "alibi", head="ForSequenceClassification")
+    rows = [{"input_ids": ids, "labels": 1} for ids in tokens()]
+    trainer = Trainer(classifier, TrainingArguments(str(folder / "trained"), disable_tqdm=True, **settings), train_dataset=rows)
+    trainer.train()
+    results["me/trained"] = [trainer.push_to_hub().oid]
+    models = {"alibi": alibi, "rope": rope, "masked": masked, "trained": classifier.eval()}
+    torch.save({name: model(tokens())[0] for name, model in models.items()}, folder / "outputs.pt")
+
+    masked.save_pretrained(folder / "saved")
+    tokenizer.save_pretrained(folder / "saved")
+    for name, arguments in {
+        "ready": ["ready", "me/ready", "--create-pr"],
+        "shell": ["saved", "me/from-shell", "--private", "--commit-message", "From a shell"],
+        "refused": ["saved", "you/model"],
+    }.items():
+        done = CliRunner().invoke(app, ["push", str(folder / arguments[0]), *arguments[1:]])
+        results[name] = [done.exit_code, done.stdout.strip(), done.stderr]
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def loads(folder):
+    """All that was pushed, as a card says, or by an Auto class; and what is refused."""
+    from huggingface_hub import hf_hub_download
+    from transformers import AutoModel, AutoTokenizer
+
+    from models import tokens
+
+    folder, results = Path(folder), {}
+    names = (
+        "model",
+        "unlimited",
+        "stock",
+        "heads",
+        "layer",
+        "licence",
+        "shards",
+        "by-hand",
+        "own-method",
+        "measured",
+        "mapped",
+    )
+    for name in names:
+        card = Path(hf_hub_download(f"me/{name}", "README.md")).read_text()
+        written = {}
+        if code := re.search("```python\n(.*?)```", card, re.DOTALL):
+            exec(code[1], written)
+        model = written.get("model") or AutoModel.from_pretrained(f"me/{name}")
+        result = results[name] = {"class": type(model).__name__, "by_card": "model" in written}
+        if (folder / f"{name}.pt").exists():
+            result["equal"] = torch.equal(model(tokens(length=9))[0], torch.load(folder / f"{name}.pt"))
+    for name in ("model", "unlimited", "stock"):
+        tokenizer = AutoTokenizer.from_pretrained(f"me/{name}")
+        results[name] |= {"model_max_length": tokenizer.model_max_length, "ids": tokenizer("w3 w4").input_ids}
+
+    def refused(name, **arguments):
+        try:
+            AutoModel.from_pretrained(name, **arguments)
+        except Exception as error:
+            return told(error)
+
+    results["gated"] = refused("lab/gated")
+    results["hidden"] = refused("lab/hidden")
+    results["anonymous"] = refused("me/unlimited", token=False)
+    results["no revision"] = refused("me/branches", revision="no-such")
+    (folder / "loaded.json").write_text(json.dumps(results))
+    places(folder, "")
+
+
+PLACES = (
+    ("alibi", "me/branches", {}),
+    ("alibi", "me/branches", {"revision": "v1"}),
+    ("rope", "me/branches", {"revision": "rope"}),
+    ("masked", "me/branches", {"revision": "refs/pr/1"}),
+    ("rope", "me/sharded", {}),
+    ("rope", "me/nested", {"subfolder": "deep/inner"}),
+    ("alibi", "me/kept", {}),
+    ("trained", "me/trained", {}),
+)
+
+
+def places(folder, bare, *chosen):
+    """Loads from PLACES, the chosen or all, give what was pushed; `bare`: where this package is not installed."""
+    more = {}
+    if bare:
+        from bare import HIDDEN, hide
+
+        hide()
+        more = {"trust_remote_code": True}
+    else:
+        import hf_posenc
+    import transformers
+
+    folder = Path(folder)
+    outputs, tokens = torch.load(folder / "outputs.pt"), torch.load(folder / "tokens.pt")
+    heads = {"masked": transformers.AutoModelForMaskedLM, "trained": transformers.AutoModelForSequenceClassification}
+    for expected, name, arguments in PLACES:
+        if chosen and f"{name}: {expected}" not in chosen or bare and "subfolder" in arguments:
+            continue  # Transformers takes code from the root alone
+        model = heads.get(expected, transformers.AutoModel).from_pretrained(name, **arguments, **more)
+        assert torch.equal(model(tokens)[0], outputs[expected]), (name, arguments)
+    loaded = {name.partition(".")[0] for name in sys.modules}
+    assert not loaded & HIDDEN if bare else hf_posenc.__name__ in loaded
+
+
+def faults(folder):
+    """Pushes and loads of calls.json, twice each, with what was logged during the first."""
+    import logging
+
+    from huggingface_hub import logging as hub_logging
+    from transformers import AutoModel
+
+    import hf_posenc
+    from hf_posenc.hub import requests
+    from models import patched, tokens
+
+    without_waiting()
+    PASSED.set([])
+    requests.ATTEMPTS = 3
+    logging.basicConfig(level=logging.DEBUG)
+    hub_logging.set_verbosity_debug()
+    folder, results = Path(folder), {}
+    model = patched("bert", "alibi", seed=1)
+    new = model(tokens())[0]
+
+    def push(name, arguments):
+        try:
+            return {"oid": hf_posenc.push_to_hub(model, f"me/{name}", **arguments).oid}
+        except Exception as error:
+            return {"error": told(error)}
+
+    def load(name, arguments):
+        revision = "refs/pr/1" if "create_pr" in arguments else arguments.get("revision", "main")
+        try:
+            loaded = AutoModel.from_pretrained(f"me/{name}", revision=revision)
+            return "new" if torch.equal(loaded(tokens())[0], new) else "old"
+        except Exception as error:
+            return told(error)
+
+    for name, arguments in json.loads((folder / "calls.json").read_text()).items():
+        print(f"<{name}>", file=sys.stderr)
+        results[name] = {**push(name, arguments), "head": load(name, arguments)}
+        print(f"</{name}>", file=sys.stderr)
+        results[name] |= {"again": push(name, arguments), "then": load(name, arguments)}
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def limits(folder, waiting):
+    """The pushes of calls.json at once, in threads, where a client of somebody else's stays without a limit."""
+    import copy
+
+    from huggingface_hub import get_session
+
+    import hf_posenc
+    from hf_posenc.hub import requests
+    from models import patched
+
+    if waiting == "False":
+        without_waiting()
+    clock = requests.time
+    requests.PAUSE, requests.ATTEMPTS = 0.01, 2
+    folder = Path(folder)
+    calls, evaluation = (json.loads((folder / f"{name}.json").read_text()) for name in ("calls", "evaluation"))
+    model = patched("bert", "alibi", seed=1)
+    client = get_session()
+
+    def push(name):
+        PASSED.set([])
+        arguments, pushed = dict(calls[name]), copy.deepcopy(model)
+        if base := arguments.pop("base", None):
+            pushed.config.position_encoding["original"]["name_or_path"] = base
+        start = clock.monotonic()
+        try:
+            result = {"oid": hf_posenc.push_to_hub(pushed, f"me/{name}", evaluation=evaluation, **arguments).oid}
+        except BaseException as error:
+            result = {"error": told(error), "kinds": [cls.__name__ for cls in type(error).__mro__]}
+        return {**result, "seconds": clock.monotonic() - start}
+
+    with ThreadPoolExecutor(20) as pool:
+        results = dict(zip(calls, pool.map(push, calls), strict=True))
+    request = client.build_request("GET", "http://127.0.0.1/")
+    for hook in client.event_hooks["request"]:
+        hook(request)
+    results["its client"] = get_session() is client and client.timeout.read is None
+    results["limits of others"] = [limit for limit in request.extensions["timeout"].values() if limit is not None]
+    (folder / "results.json").write_text(json.dumps(results))
