@@ -2,25 +2,21 @@
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForMaskedLM
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+from transformers.models.auto import modeling_auto
 
 import hf_posenc
-from models import HOSTS, first, patched, stock, tokens
+from models import HOSTS, by_structure, first, patched, stock, tiny_config, tokens
 
-every_host = pytest.mark.parametrize("host", HOSTS)
+every_host = pytest.mark.parametrize("host", by_structure(HOSTS))
 
 
 @every_host
 def test_every_head_has_a_derived_class(host):
     """Each Auto class that builds a class of the host builds the derived one, too."""
-    from transformers.models.auto import modeling_auto
-
-    config = patched(host, "relative").config
-    heads = [
-        auto
-        for name, auto in vars(modeling_auto).items()
-        if name.startswith("AutoModel") and getattr(auto, "_model_mapping", None) and host in auto._model_mapping._model_mapping
-    ]
+    config = patched(host, "relative", **HOSTS[host].one_layer).config
+    autos = [each for name, each in vars(modeling_auto).items() if name.startswith("AutoModel")]
+    heads = [auto for auto in autos if host in getattr(getattr(auto, "_model_mapping", None), "_model_mapping", ())]
     assert len(heads) >= 5
     for auto in heads:
         model = auto.from_config(config)
@@ -30,21 +26,19 @@ def test_every_head_has_a_derived_class(host):
 
 
 def test_from_scratch():
-    config = hf_posenc.PosEncBertConfig(
-        position_encoding={"type": "rotary", "theta": 500}, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
-        intermediate_size=48,
-    )  # fmt: skip
+    def made(encoding, auto=AutoModel):
+        sizes = {**tiny_config("BertModel").to_dict(), "max_position_embeddings": 512}
+        config = hf_posenc.PosEncBertConfig(**{**sizes, "model_type": "posenc-bert", "position_encoding": encoding})
+        return auto.from_config(config)
+
+    model = made({"type": "rotary", "theta": 500}, AutoModelForMaskedLM)
     expected = {"type": "rope", "theta": 500.0, "layout": "half", "inject": "input", "max_length": None, "original": None}
-    assert config.position_encoding == expected and config.model_type == "posenc-bert"
-    model = AutoModelForMaskedLM.from_config(config)
+    assert model.config.position_encoding == expected and model.config.model_type == "posenc-bert"
     assert type(model) is hf_posenc.PosEncBertForMaskedLM and first(model(tokens(1, 600))).isfinite().all()
     with pytest.raises(ValueError, match="made from scratch with its encoding"):
         hf_posenc.unpatch(model)
-    learned = AutoModel.from_config(
-        hf_posenc.PosEncBertConfig(**{**config.to_dict(), "position_encoding": {"type": "learned", "max_length": 9}})
-    )
-    assert learned.posenc.weight.std().item() == pytest.approx(0.02, rel=0.2)
-    table = AutoModel.from_config(hf_posenc.PosEncBertConfig(**{**config.to_dict(), "position_encoding": "learned"}))
+    assert made({"type": "learned", "max_length": 9}).posenc.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    table = made("learned")
     assert hf_posenc.inspect(table).max_length == len(table.posenc.weight) == 512  # the host's own
     assert table.config.position_encoding["max_length"] is None  # building a model leaves its config as it is
 
@@ -61,10 +55,7 @@ def test_from_pretrained_with_an_encoding_is_patch(host, tmp_path):
     assert loaded.config.position_encoding["type"] == "rope" and not info["missing_keys"]
 
 
-def test_tokenizer_beside_a_patched_model(tmp_path):
-    from transformers import AutoTokenizer, BertTokenizer
-
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]))
-    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+def test_tokenizer_beside_a_patched_model(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
     patched("bert", "alibi").save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path)("a b").input_ids == [2, 5, 6, 3]
+    assert AutoTokenizer.from_pretrained(tmp_path)("w0 w1").input_ids == [2, 5, 6, 3]

@@ -14,7 +14,7 @@ import valued
 from closeness import assert_close, assert_equal, scale
 from conftest import run_python
 from hf_posenc.encodings import GreaterThan
-from models import ENCODINGS, HOSTS, first, randomize_encoding, stock, suits, tokens
+from models import ENCODINGS, HOSTS, by_structure, first, randomize_encoding, stock, suits, tokens
 from oracles import future, gpt2_query_key, in_pieces
 
 
@@ -60,18 +60,22 @@ class Liking(hf_posenc.PositionEncoding, type="test-liking"):
         return (query @ key.mT).tanh() * context.distances(key.shape[2])[:, None]
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_own_distance_bias(host, implementation):
+def scratch(encoding):
+    return AutoModel.from_config(hf_posenc.PosEncBertConfig(**{**HOSTS["bert"].sizes, "position_encoding": encoding}))
+
+
+@pytest.mark.parametrize("host", by_structure(HOSTS))
+def test_own_distance_bias(host):
     model = hf_posenc.patch(stock(host, **HOSTS[host].one_layer), "test-window", width=3)
-    model.set_attn_implementation(implementation)
-    ids = tokens(1, 20)
-    before = first(model(ids))
-    ids[0, 15] = (ids[0, 15] + 1) % 50 + 3
-    changed = (first(model(ids)) - before).abs().amax(-1)[0] > 1e-5 * scale(before)
-    expected = torch.zeros(20, dtype=torch.bool)
-    expected[15 if HOSTS[host].causal else 12 : 19] = True
-    assert torch.equal(changed, expected)
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        ids = tokens(1, 20)
+        before = first(model(ids))
+        ids[0, 15] = (ids[0, 15] + 1) % 50 + 3
+        changed = (first(model(ids)) - before).abs().amax(-1)[0] > 1e-5 * scale(before)
+        expected = torch.zeros(20, dtype=torch.bool)
+        expected[15 if HOSTS[host].causal else 12 : 19] = True
+        assert torch.equal(changed, expected)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -123,22 +127,18 @@ def test_own_encodings_by_layer(kind):
 def test_values_made_in_init_are_kept(way):
     """They are those which the class gives them when it is called by itself."""
     for kind in valued.KINDS:
-        model = stock("bert").bfloat16() if way == "half precision" else stock("bert")
-        if way == "from scratch":
-            torch.manual_seed(0)
-            model = AutoModel.from_config(hf_posenc.PosEncBertConfig(**{**HOSTS["bert"].sizes, "position_encoding": kind}))
-        else:
-            model = hf_posenc.patch(model, kind)
+        torch.manual_seed(0)
+        host = stock("bert").bfloat16() if way == "half precision" else stock("bert")
+        model = scratch(kind) if way == "from scratch" else hf_posenc.patch(host, kind)
         encodings = [e for e in model.modules() if isinstance(e, hf_posenc.PositionEncoding) and e.type == kind]
         assert len(encodings) == (2 if kind == "test-modules" else 1)
         for encoding in encodings:
             expected = type(encoding)(encoding.geometry)
             if kind == "test-filled":
                 expected.reset_parameters()
+            given = {**dict(encoding.named_parameters()), **dict(encoding.named_buffers())}
             for name, tensor in [*expected.named_parameters(), *expected.named_buffers()]:
-                actual = (
-                    encoding.get_parameter(name) if name in dict(expected.named_parameters()) else encoding.get_buffer(name)
-                )
+                actual = given[name]
                 if name in ("several.0", "several.1", "table.weight", "out.0.weight", "out.0.bias"):
                     assert actual.isfinite().all() and actual.float().std(unbiased=False) < 3 and actual.any()
                     # torch's own start of an Embedding and of a Linear, not BERT's of 0.02
@@ -151,67 +151,65 @@ def test_values_made_in_init_are_kept(way):
             assert not torch.equal(encodings[0].table.weight, encodings[1].table.weight)  # layers begin differently
 
 
+COME_BACK = """
+import sys, torch, valued, hf_posenc
+from transformers import AutoModel
+from models import tokens
+for kind, value in torch.load(sys.argv[1] + "/expected.pt").items():
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModel.from_pretrained(sys.argv[1] + "/" + kind, dtype=dtype)
+        print(kind, dtype, (model(tokens())[0] - value).abs().max().item() / value.abs().max().item())
+"""
+
+
 def test_values_made_in_init_come_back(tmp_path):
     expected = {}
     for kind in ("+".join(valued.KINDS), *valued.KINDS):
-        model = hf_posenc.patch(stock("gpt2"), kind).eval()
+        model = hf_posenc.patch(stock("gpt2"), kind)
         model.save_pretrained(tmp_path / kind)
         assert (tmp_path / kind / "posenc_own_valued.py").is_file()
         expected[kind] = first(model(tokens())).detach()
     torch.save(expected, tmp_path / "expected.pt")
-    code = (
-        "import sys, torch, valued, hf_posenc\nfrom transformers import AutoModel\n"
-        "expected = torch.load(sys.argv[1] + '/expected.pt')\n"
-        "from conftest import tokens\n"
-        "for kind, value in expected.items():\n"
-        "    for dtype in (torch.float32, torch.bfloat16):\n"
-        "        model = AutoModel.from_pretrained(sys.argv[1] + '/' + kind, dtype=dtype)\n"
-        "        print(kind, dtype, (model(tokens())[0] - value).abs().max().item() / value.abs().max().item())\n"
-    )
-    for line in run_python(code, tmp_path).splitlines():
+    for line in run_python(COME_BACK, tmp_path).splitlines():
         assert float(line.split()[-1]) <= (0.0 if "float32" in line else 0.05), line
 
 
+class Random(hf_posenc.PositionEncoding, type="test-random"):
+    """Nothing, beside a random value."""
+
+    place: str = "saved"
+    PLACES = {
+        "plain": lambda: torch.rand(4),
+        "number": lambda: torch.rand(()).item(),
+        "numbers": lambda: {"slopes": [torch.rand(()).item(), 2.0]},
+        "array": lambda: numpy.random.rand(4),
+        "others": lambda: [torch.nn.Parameter(torch.rand(4)), torch.tensor(torch.nan), numpy.arange(3), object()],
+        "seeded": lambda: torch.rand(4, generator=torch.Generator().manual_seed(3)),
+    }
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        if self.place in ("saved", "buffer"):
+            self.register_buffer("noise", torch.rand(4), persistent=self.place == "saved")
+        elif self.place == "module":
+            self.inner = torch.nn.Module()
+            self.inner.noise = random.random()
+        elif self.place == "empty":
+            self.weight = torch.nn.Parameter(torch.empty(4))
+        else:
+            self.noise = self.PLACES[self.place]()
+
+    def distance_bias(self, distance):
+        return distance[None] * 0.0
+
+
 def test_what_would_come_back_differently_is_refused():
-    class Random(hf_posenc.PositionEncoding, type="test-random"):
-        """Nothing, beside a random value."""
-
-        place: str = "buffer"
-
-        def __init__(self, geometry, **options):
-            super().__init__(geometry, **options)
-            match self.place:
-                case "buffer":
-                    self.register_buffer("noise", torch.rand(4), persistent=False)
-                case "plain":
-                    self.noise = torch.rand(4)
-                case "number":
-                    self.noise = torch.rand(()).item()
-                case "module":
-                    self.inner = torch.nn.Module()
-                    self.inner.noise = random.random()
-                case "numbers":
-                    self.noise = {"slopes": [torch.rand(()).item(), 2.0]}
-                case "array":
-                    self.noise = numpy.random.rand(4)
-                case "numbers of parameters":
-                    self.noise = [torch.nn.Parameter(torch.rand(4)), torch.tensor(torch.nan), numpy.arange(3), object()]
-                case "seeded":
-                    self.noise = torch.rand(4, generator=torch.Generator().manual_seed(3))
-                case "saved":
-                    self.register_buffer("noise", torch.rand(4))
-                case "empty":
-                    self.weight = torch.nn.Parameter(torch.empty(4))
-
-        def distance_bias(self, distance):
-            return distance[None] * 0.0
-
     for place in ("buffer", "plain", "number", "module", "numbers", "array"):
         with pytest.raises(ValueError, match=r"noise of the 'test-random' encoding isn't saved.*persistent buffer"):
             hf_posenc.patch(stock("bert"), "test-random", place=place)
     with pytest.raises(ValueError, match=r"Random.weight holds uninitialised memory: fill it in __init__"):
         hf_posenc.patch(stock("bert"), "test-random", place="empty")
-    for place in ("seeded", "saved", "numbers of parameters"):
+    for place in ("seeded", "saved", "others"):
         hf_posenc.patch(stock("bert"), "test-random", place=place)
 
 
@@ -220,63 +218,44 @@ def test_an_encoding_draws_nothing_from_torchs_generator():
     reference, own = None, []
     for encoding in (*filter(lambda name: suits("bert", name), ENCODINGS), "sinusoidal+rope+relative+shaw", *valued.KINDS):
         torch.manual_seed(5)
-        config = hf_posenc.PosEncBertConfig(**{**HOSTS["bert"].sizes, "position_encoding": encoding})
-        model = AutoModel.from_config(config)
+        model = scratch(encoding)
         after = torch.rand(1)
         host = {name: value for name, value in model.state_dict().items() if "posenc" not in name}
         assert_equal({**host, "next": after}, reference := reference or {**host, "next": after})
     for seed in (5, 6, 5):
         torch.manual_seed(seed)
-        config = hf_posenc.PosEncBertConfig(**{**HOSTS["bert"].sizes, "position_encoding": "relative"})
-        own.append(AutoModel.from_config(config).posenc.weight)
+        own.append(scratch("relative").posenc.weight)
     assert torch.equal(own[0], own[2]) and not torch.equal(own[0], own[1])
 
 
-def test_forward_is_not_a_users_to_define():
-    with pytest.raises(ValueError, match="Stolen can't define forward"):
-
-        class Stolen(hf_posenc.PositionEncoding, type="test-stolen"):
-            def forward(self, positions):
-                return positions
-
-
-def test_distance_vectors_alone_would_never_act(own_registry):
-    with pytest.raises(ValueError, match="Idle defines distance_vectors without score_bias"):
-
-        class Idle(hf_posenc.PositionEncoding, type="test-idle"):
-            def distance_vectors(self, distance):
-                return distance[None, :, None], None
-
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"forward": lambda self, positions: positions}, "Idle can't define forward"),
+        ({"distance_vectors": lambda self, distance: distance}, "Idle defines distance_vectors without score_bias"),
+        (
+            {"distances_bias": lambda self, distance: distance},
+            r"Idle.distances_bias is called by nothing \(did you mean 'distance_bias'\?\)",
+        ),
+        ({"conflict": "rope"}, "Idle.conflict is a str: give a classmethod that takes another"),
+    ],
+)
+def test_classes_that_would_never_act(own_registry, content, words):
+    with pytest.raises(ValueError, match=words):
+        type("Idle", (hf_posenc.PositionEncoding,), content, type="test-idle")
     assert "test-idle" not in hf_posenc.PositionEncoding.registered
 
 
-def test_a_misspelt_verb(own_registry):
-    with pytest.raises(ValueError, match=r"Idle.distances_bias is called by nothing \(did you mean 'distance_bias'\?\)"):
-
-        class Idle(hf_posenc.PositionEncoding, type="test-idle"):
-            def distances_bias(self, distance):
-                return distance[None]
-
-    with pytest.raises(ValueError, match="Idle.conflict is a str: give a classmethod that takes another"):
-
-        class Idle(hf_posenc.PositionEncoding, type="test-idle"):  # noqa: F811
-            conflict = "rope"
-
-    assert "test-idle" not in hf_posenc.PositionEncoding.registered
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_a_bias_of_one_axis(own_registry, implementation):
+def test_a_bias_of_one_axis(own_registry):
     class Flat(hf_posenc.PositionEncoding, type="test-flat"):
         def distance_bias(self, distance):
             return -distance.abs().float()
 
     model = hf_posenc.patch(stock("bert"), "test-flat")
-    model.set_attn_implementation(implementation)
-    with pytest.raises(
-        ValueError, match=r"distance_bias of 'test-flat' gave \(21,\): give \[H, N\], or \[1, N\] for all heads"
-    ):
-        model(tokens(1, 11))
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with pytest.raises(ValueError, match=r"distance_bias of 'test-flat' gave \(21,\): give \[H, N\], or \[1, N\] for all"):
+            model(tokens(1, 11))
 
 
 class Odd(hf_posenc.PositionEncoding, type="test-odd"):
@@ -316,15 +295,15 @@ class Odd(hf_posenc.PositionEncoding, type="test-odd"):
 
 
 def test_what_an_encoding_may_hold():
-    for _ in range(4):
-        for holds in ("complex", "legacy", "integers", "generator", "lstm"):
-            posenc = hf_posenc.patch(stock("bert").bfloat16(), "test-odd", holds=holds).posenc
-            if holds == "complex":
-                assert posenc.turn.is_complex() and posenc.turn[1].imag.item() == pytest.approx(math.sin(1.0))
-            if holds == "legacy":
-                assert posenc.weight.tolist() == [1.0] * 4
-            if holds == "integers":
-                assert posenc.index.tolist() == [0, 1, 2, 3]
+    """Several times: memory that is used again may look filled."""
+    for _ in range(3):
+        made = {
+            holds: hf_posenc.patch(stock("bert").bfloat16(), "test-odd", holds=holds).posenc
+            for holds in ("complex", "legacy", "integers", "generator", "lstm")
+        }
+        turn = made["complex"].turn
+        assert turn.is_complex() and turn[1].imag.item() == pytest.approx(math.sin(1.0))
+        assert made["legacy"].weight.tolist() == [1.0] * 4 and made["integers"].index.tolist() == [0, 1, 2, 3]
     for holds, words in {
         "tied": "Odd.b.weight and a.weight are one tensor: register it once",
         "lazy": "Odd.lazy.weight has no shape before it is called",

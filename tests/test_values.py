@@ -257,7 +257,7 @@ def test_tokens_aside(implementation, monkeypatch):
 def test_cross_attention():
     """The distance of a decoder's token and an encoder's is that of their positions, without padding."""
     model = hf_posenc.patch(
-        tiny("BartModel", encoder_layers=1, decoder_layers=1), VALUES, where=["encoder", "decoder", "cross"]
+        tiny("BartModel", num_hidden_layers=1, decoder_layers=1), VALUES, where=["encoder", "decoder", "cross"]
     )
     model = randomize_encoding(model)
     assert len([name for name, _ in model.named_parameters() if "value_weight" in name]) == 3
@@ -352,7 +352,7 @@ def test_an_attention_that_makes_no_product_of_weights(monkeypatch):
 
 
 def test_outputs_scaled_by_a_sink_are_refused():
-    model = tiny("GraniteSWAModel", num_hidden_layers=1)
+    model = tiny("GraniteSWAModel")
     words = r"GraniteSWAAttention, which multiplies its output.*'shaw' can't"
     with pytest.raises(hf_posenc.UnsupportedModelError, match=words) as error:
         hf_posenc.patch(model, VALUES)
