@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, PreTrainedModel, RobertaConfig
+from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, CLIPTextModel, PreTrainedModel, RobertaConfig
 
 import hf_posenc
 from closeness import assert_equal
 from hf_posenc.serialization import tokenizer_files
-from models import BERT, LENGTH, VOCABULARY, first, stock, tokens
+from models import BERT, LENGTH, VOCABULARY, first, stock, tiny, tokens
 
 SIZES = {**BERT, "vocab_size": VOCABULARY}
+
+
 Model, Config = hf_posenc.PosEncBertForMaskedLM, hf_posenc.PosEncBertConfig
+
+
 ROPE = {"type": "rope", "theta": 500.0}
 
 
@@ -71,11 +75,10 @@ def test_a_stock_checkpoint_is_patched(folders, expected, given):
     model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
     assert type(model) is Model and model.config.position_encoding["original"]["kept"]
     assert_equal(first(model(tokens())), expected)
-    again, original = hf_posenc.unpatch(model), stock("bert", "ForMaskedLM")
-    assert_equal(first(again(tokens())), first(original(tokens())))
-    assert again.config.max_position_embeddings == LENGTH and again.config.hidden_dropout_prob == keywords.get(
-        "hidden_dropout_prob", 0.1
-    )
+    again = hf_posenc.unpatch(model)
+    assert_equal(first(again(tokens())), first(stock("bert", "ForMaskedLM")(tokens())))
+    assert again.config.max_position_embeddings == LENGTH
+    assert again.config.hidden_dropout_prob == keywords.get("hidden_dropout_prob", 0.1)
     assert not info or not info[0]["missing_keys"]
     assert before == ([keywords["config"].to_dict()] if before else [])
 
@@ -96,10 +99,7 @@ def test_through_the_auto_classes(folders, expected):
     model = AutoModelForMaskedLM.from_pretrained(folders / "stock", config=config(ROPE))
     assert type(model) is Model and model.config.position_encoding["original"]["kept"]
     assert_equal(first(model(tokens())), expected)
-
-
-def test_new_parameters_are_initialised(folders):
-    """Not taken for missing ones, as they would be in a patched checkpoint."""
+    # New parameters are initialised, not taken for missing ones, as they would be in a patched checkpoint.
     model = Model.from_pretrained(folders / "stock", config=config("relative"))
     assert model.bert.posenc.weight.std().item() == pytest.approx(0.02, rel=0.2)
 
@@ -135,6 +135,9 @@ def test_weights_and_a_config_alone(folders, expected):
     assert_equal(first(again(tokens())), expected)
 
 
+RIVAL = "'rope' encoding, not 'alibi'"
+
+
 @pytest.mark.parametrize(
     ("name", "given", "words"),
     [
@@ -157,22 +160,14 @@ def test_weights_and_a_config_alone(folders, expected):
             lambda path: {"config": RobertaConfig(), "position_encoding": "rope"},
             "config=RobertaConfig is not for PosEncB",
         ),
-        (
-            "patched",
-            lambda path: {"config": bert_config()},
-            "patched was saved with an encoding.*PosEncBertConfig.from_pretrained",
-        ),
+        ("patched", lambda path: {"config": bert_config()}, "was saved with an encoding.*PosEncBertConfig.from_pretrained"),
         ("patched", lambda path: {"config": bert_config(), "position_encoding": "rope"}, "was saved with an encoding"),
         ("patched", lambda path: {"config": path / "stock"}, "was saved with an encoding"),
         ("patched", lambda path: {"config": RobertaConfig()}, "config=RobertaConfig is not for PosEncBertForMaskedLM"),
-        ("patched", lambda path: {"config": config("alibi")}, "the 'rope' encoding, not 'alibi': load it as it"),
-        ("longer", lambda path: {"config": config("alibi")}, "the 'rope' encoding, not 'alibi': load it as it"),
-        (
-            "longer",
-            lambda path: {"config": config(ROPE), "position_encoding": "alibi"},
-            "'rope' encoding, not 'alibi'",
-        ),
-        ("longer", lambda path: {"config": config(), "position_encoding": "alibi"}, "'rope' encoding, not 'alibi'"),
+        ("patched", lambda path: {"config": config("alibi")}, f"the {RIVAL}: load it as it"),
+        ("longer", lambda path: {"config": config("alibi")}, f"the {RIVAL}: load it as it"),
+        ("longer", lambda path: {"config": config(ROPE), "position_encoding": "alibi"}, RIVAL),
+        ("longer", lambda path: {"config": config(), "position_encoding": "alibi"}, RIVAL),
     ],
 )
 def test_what_does_not_go_together(folders, name, given, words):
@@ -190,12 +185,7 @@ def test_a_checkpoint_of_another_host(folders, name):
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_part_of_a_larger_checkpoint(tmp_path, typed):
     """CLIP's text model is loaded from the whole CLIP, as its stock class does."""
-    from transformers import CLIPConfig, CLIPModel, CLIPTextModel
-
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    text = dict(sizes, vocab_size=70, max_position_embeddings=LENGTH, bos_token_id=1, eos_token_id=2)
-    whole = CLIPModel(CLIPConfig(text_config=text, vision_config=dict(sizes, image_size=8, patch_size=4)))
-    whole.save_pretrained(tmp_path)
+    tiny("CLIPModel").save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["text_config"].pop("model_type") == "clip_text_model"
     if not typed:
@@ -212,17 +202,14 @@ def test_a_missing_checkpoint(tmp_path):
             Model.from_pretrained(tmp_path / "nowhere", **keywords)
 
 
-def test_a_folder_without_a_config(folders, expected, tmp_path):
+def test_a_folder_without_a_config_or_with_an_older_one(folders, expected, tmp_path):
+    """Older ones have no type."""
     (tmp_path / "model.safetensors").write_bytes((folders / "stock" / "model.safetensors").read_bytes())
     model = Model.from_pretrained(tmp_path, config=bert_config(), position_encoding=ROPE)
     assert_equal(first(model(tokens())), expected)
-
-
-def test_an_older_config_has_no_type(folders, expected, tmp_path):
     saved = json.loads((folders / "stock" / "config.json").read_text())
     del saved["model_type"]
     (tmp_path / "config.json").write_text(json.dumps(saved))
-    (tmp_path / "model.safetensors").write_bytes((folders / "stock" / "model.safetensors").read_bytes())
     assert_equal(first(Model.from_pretrained(tmp_path, position_encoding=ROPE)(tokens())), expected)
 
 
@@ -271,38 +258,32 @@ def test_walks_through_the_modules_do_not_grow_with_layers(host, monkeypatch):
     assert walks_of(2) == walks_of(7) > 0
 
 
-@pytest.mark.parametrize("name", ["nothing/of/this/name", Path("nothing"), "./nothing", ""])
-@pytest.mark.parametrize(
-    "load",
-    [
-        hf_posenc.PosEncBertModel.from_pretrained,
-        lambda name: hf_posenc.PosEncBertModel.from_pretrained(name, position_encoding="alibi"),
-        hf_posenc.inspect,
-        lambda name: hf_posenc.from_v4(name, AutoModel),
-        tokenizer_files.load_tokenizer,
-        lambda name: hf_posenc.model_card(name, "me/x"),
-    ],
-    ids=["patched", "stock", "inspect", "from_v4", "tokenizer", "card"],
-)
-def test_a_directory_that_does_not_exist(load, name, tmp_path, monkeypatch):
+LOADS = {
+    "patched": hf_posenc.PosEncBertModel.from_pretrained,
+    "inspect": hf_posenc.inspect,
+    "from_v4": lambda name: hf_posenc.from_v4(name, AutoModel),
+    "card": lambda name: hf_posenc.model_card(name, "me/x"),
+    "stock": lambda name: hf_posenc.PosEncBertModel.from_pretrained(name, position_encoding="alibi"),
+    "tokenizer": tokenizer_files.load_tokenizer,
+}
+
+
+@pytest.mark.parametrize("way", LOADS)
+def test_a_directory_that_does_not_exist(way, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"the directory '.*' doesn't exist. Give the directory of a saved model, or"):
-        load(name)
+    words = r"the directory '.*' doesn't exist. Give the directory of a saved model, or"
+    for name in ("nothing/of/this/name", Path("nothing"), "./nothing", ""):
+        with pytest.raises(FileNotFoundError, match=words):
+            LOADS[way](name)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"architectures": [1]}', '{"a": ' * 80 + "0" + "}" * 80])
 def test_a_config_that_is_none(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
-    for load in (
-        hf_posenc.PosEncBertModel.from_pretrained,
-        hf_posenc.inspect,
-        lambda name: hf_posenc.from_v4(name, AutoModel),
-        lambda name: hf_posenc.model_card(name, "me/x"),
-    ):
-        with pytest.raises(
-            ValueError, match=r"the config.json of .* (nested|isn't the config of a model: (it holds a list|arch))"
-        ):
-            load(tmp_path)
+    words = r"the config.json of .* (nested|isn't the config of a model: (it holds a list|arch))"
+    for way in ("patched", "inspect", "from_v4", "card"):
+        with pytest.raises(ValueError, match=words):
+            LOADS[way](tmp_path)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{}", '{"base_model_name_or_path": "FILE"}', '{"a": 1, "a": 2}'])

@@ -8,13 +8,13 @@ import os
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, BertModel, ViTConfig, ViTModel
+from transformers import AutoConfig, AutoModel, BertModel
 
 import hf_posenc
 from conftest import ROOT, run_python
 from hf_posenc.modeling.derived import auto_classes
 from hf_posenc.serialization import mixins, remote_code
-from models import ENCODINGS, HOSTS, REGISTERED, VARIANTS, by_structure, first, patched, stock, suits, tokens
+from models import ENCODINGS, HOSTS, REGISTERED, VARIANTS, by_structure, first, patched, stock, suits, tiny, tokens
 
 PACKAGE = ROOT / "hf_posenc"
 AUTO = {
@@ -25,7 +25,6 @@ AUTO = {
 }
 HOSTS_APART = [host.values[0] for host in by_structure(HOSTS) if not host.marks]
 """Hosts whose layers are built unlike those of one before."""
-SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 ALONE = ("alibi", "learned", "shaw", "t5", "relative_key_query", "sinusoidal+alibi")
 """Encodings whose models have no other's code."""
 _BERTS = [name for name in ENCODINGS if suits("bert", name) and name not in (*ALONE, "pope")]
@@ -66,8 +65,8 @@ def own(tmp_path_factory):
         yield importlib.import_module("own_encodings")
 
 
-def seen_without_the_package(folder, models):
-    """What a process without hf_posenc sees of models, (model, inputs) by name, that are saved here."""
+def save_all(folder, models):
+    """Each with its inputs and its output, and the names of Auto classes in cases.json."""
     auto = {}
     for name, (model, inputs) in models.items():
         model.save_pretrained(folder / name)
@@ -75,6 +74,11 @@ def seen_without_the_package(folder, models):
             torch.save((inputs, first(model(**inputs))), folder / f"{name}.pt")
         auto[name] = next((auto for head, auto in AUTO.items() if type(model).__name__.endswith(head)), "AutoModel")
     (folder / "cases.json").write_text(json.dumps(auto))
+
+
+def seen_without_the_package(folder, models):
+    """What a process without hf_posenc sees of models, (model, inputs) by name, that are saved here."""
+    save_all(folder, models)
     environment = {"PYTHONPATH": str(ROOT / "tests"), "HF_MODULES_CACHE": str(folder / "modules")}
     run_python("import sys, bare; bare.main(sys.argv[1])", folder, fresh=True, **environment)
     return json.loads((folder / "seen.json").read_text())
@@ -110,8 +114,7 @@ def bare(own, tmp_path_factory):
     layer = hf_posenc.PositionEmbedding("learned", hidden_size=8, max_length=16).eval()
     models["layer"] = layer, {"inputs_embeds": torch.randn(2, 5, 8)}
     models["calibrated"] = hf_posenc.convert(stock("bert"), "alibi", texts=[{"input_ids": tokens()}] * 4), padded()
-    vit = ViTModel(ViTConfig(**SIZES, image_size=16, patch_size=4))
-    models["images"] = hf_posenc.patch(vit.eval(), "rope_2d"), {"pixel_values": torch.randn(2, 3, 16, 16)}
+    models["images"] = hf_posenc.patch(tiny("ViTModel"), "rope_2d"), {"pixel_values": torch.randn(2, 3, 32, 32)}
     with pytest.warns(UserWarning):
         patched("bert", "own-careless").save_pretrained(folder / "careless")
     return seen_without_the_package(folder, models), folder
@@ -298,76 +301,14 @@ def test_code_of_a_model_that_is_replaced_does_not_stay(own, tmp_path, after):
     assert {*os.listdir(tmp_path / "model")} == {*os.listdir(tmp_path / "new"), "posenc_mine.py"}
 
 
-PICKLE = """
-import pickle, sys
-from pathlib import Path
-from transformers import AutoModel
-for folder in sys.argv[1:]:
-    Path(f"{folder}.pickle").write_bytes(pickle.dumps(AutoModel.from_pretrained(folder, trust_remote_code=True)))
-"""
-UNPICKLE = """
-import os, pickle, sys, torch
-from pathlib import Path
-sys.path.insert(0, os.environ["HF_MODULES_CACHE"])
-inputs, expected = torch.load(sys.argv[1] + ".pt")
-with torch.no_grad():
-    print(torch.equal(pickle.loads(Path(sys.argv[1] + ".pickle").read_bytes())(**inputs)[0], expected))
-"""
-
-
 def test_a_pickle_of_a_model_with_its_own_code_in_another_process(tmp_path):
     """Pickle imports the modules of the code one by one: those that register the parts of a composition, too."""
     layer = hf_posenc.PositionEmbedding("sinusoidal+learned", hidden_size=8, max_length=16).eval()
     models = {"model": (patched("bert", "learned+shaw"), padded()), "layer": (layer, {"inputs_embeds": torch.randn(2, 5, 8)})}
-    for name, (model, inputs) in models.items():
-        model.save_pretrained(tmp_path / name)
-        with torch.no_grad():
-            torch.save((inputs, first(model(**inputs))), tmp_path / f"{name}.pt")
-    modules = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    run_python(PICKLE, *[tmp_path / name for name in models], fresh=True, **modules)
-    said = [run_python(UNPICKLE, tmp_path / name, fresh=True, **modules).strip() for name in models]
-    assert said == ["True", "True"]
-
-
-BESIDE = """
-import json, sys, torch
-from pathlib import Path
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-folder, said = Path(sys.argv[1]), {}
-
-def equal(model, name):
-    inputs, expected = torch.load(folder / f"{name}.pt")
-    with torch.no_grad():
-        return torch.equal(model(**inputs)[0], expected)
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-said["untrusted"] = error_of(lambda: AutoModel.from_pretrained(folder / "alibi", trust_remote_code=False))
-said["ran"] = [name for name in sys.modules if name.startswith("transformers_modules")]
-said["other versions"] = error_of(lambda: AutoModel.from_pretrained(folder / "other-versions", trust_remote_code=True))
-said["left behind"] = error_of(lambda: AutoModel.from_pretrained(folder / "careless", trust_remote_code=True))
-load = AutoModelForMaskedLM.from_pretrained
-models = {name: load(folder / name, trust_remote_code=True) for name in ("alibi", "t5")}
-
-import hf_posenc
-
-models["shaw"] = load(folder / "shaw", trust_remote_code=True)
-for trust in (None, True):
-    again = folder / "again" / "gpt2"
-    models[f"gpt2 {trust}"] = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=trust)
-said["modules"] = {name: type(model).__module__.partition(".")[0] for name, model in models.items()}
-said["equal"] = {name: equal(model, name.partition(" ")[0]) for name, model in models.items()}
-said["functions"] = len([name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("hf_posenc_")])
-said["unpatch"] = error_of(lambda: hf_posenc.unpatch(models["alibi"]))
-said["patch"] = error_of(lambda: hf_posenc.patch(models["alibi"], "alibi"))
-(folder / "said.json").write_text(json.dumps(said))
-"""
+    save_all(tmp_path, models)
+    for step in ("pickled", "unpickled"):
+        code = f"import sys, remote_code_worker; remote_code_worker.{step}(sys.argv[1])"
+        run_python(code, tmp_path, fresh=True, HF_MODULES_CACHE=str(tmp_path / "modules"))
 
 
 @pytest.fixture(scope="module")
@@ -381,34 +322,24 @@ def beside(bare):
             assert b'">=5.23,<6"' in content
             content = content.replace(b'">=5.23,<6"', b'">=98,<99"')
         (folder / "other-versions" / path.name).write_bytes(content)
-    run_python(BESIDE, folder)
+    run_python("import sys, remote_code_worker; remote_code_worker.beside(sys.argv[1])", folder)
     return json.loads((folder / "said.json").read_text())
 
 
-def test_without_package_and_trust_nothing_runs(beside):
-    """Transformers says so itself, and points to the folder and to trust_remote_code."""
+def test_what_is_not_loaded_says_why(beside):
+    """Transformers does so where neither the package nor trust is: nothing has run."""
     assert "contains custom code" in beside["untrusted"] and "trust_remote_code=True" in beside["untrusted"]
     assert beside["ran"] == []
-
-
-def test_an_encoding_that_was_left_behind_is_named_with_the_remedy(beside):
     words = "'own-careless' isn't with it: pip install hf-posenc; it loads where hf-posenc is installed and __main__.Careless"
     assert beside["left behind"].startswith("ImportError") and words in beside["left behind"]
-
-
-def test_other_versions_are_refused_by_name(beside):
-    """As where the model is loaded with an older Transformers."""
     assert beside["other versions"].startswith("ImportError: hf_posenc works with transformers>=98,<99")
 
 
-def test_the_package_wins_where_it_is_imported(beside):
-    """Also over trust_remote_code=True, and also for what was saved without it."""
+def test_models_that_run_their_own_code_beside_the_package(beside):
+    """The package wins where it is imported, also over trust_remote_code=True, and also for what was saved without it. Each
+    copy has its own attention functions; patch and unpatch say why they don't take such a model."""
     own = {"alibi": "transformers_modules", "t5": "transformers_modules"}
     assert beside["modules"] == own | dict.fromkeys(("shaw", "gpt2 None", "gpt2 True"), "hf_posenc")
-
-
-def test_models_that_run_their_own_code_beside_the_package(beside):
-    """Each copy has its own attention functions; patch and unpatch say why they don't take such a model."""
     assert all(beside["equal"].values()) and beside["functions"] == 3
     for change in ("patch", "unpatch"):
         assert beside[change].startswith("ValueError") and "import hf_posenc first, then load it again" in beside[change]

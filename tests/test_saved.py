@@ -11,7 +11,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from conftest import ROOT, run_python
 
 SAVED = ROOT / "tests" / "saved"
+
+
 KINDS = sorted(path.name for path in SAVED.iterdir())
+
+
 HEADS = {
     "ForMaskedLM": AutoModelForMaskedLM,
     "ForCausalLM": AutoModelForCausalLM,
@@ -42,14 +46,10 @@ def check(folder, model):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "own"])
-def test_checkpoints_of_earlier_versions_load(kind):
-    check(SAVED / kind, load(SAVED / kind))
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "own"])
-def test_checkpoints_of_earlier_versions_load_after_they_are_saved_again(kind, tmp_path):
-    folder = tmp_path / kind
-    load(SAVED / kind).save_pretrained(folder)
+def test_checkpoints_of_earlier_versions_load_and_load_after_they_are_saved_again(kind, tmp_path):
+    folder, model = tmp_path / kind, load(SAVED / kind)
+    check(SAVED / kind, model)
+    model.save_pretrained(folder)
     (folder / "expected.safetensors").write_bytes((SAVED / kind / "expected.safetensors").read_bytes())
     check(folder, load(folder))
     assert not any("posenc.host." in name for name in load_file(folder / "model.safetensors"))

@@ -9,22 +9,8 @@ from hf_posenc.cli.texts import read
 from hf_posenc.evaluation import text_files
 from hf_posenc.training import data
 
-NAMES = [
-    *(
-        "[ab].txt",
-        "[!b].txt",
-        "*.txt",
-        "a?.txt",
-        "{a}.txt",
-        "a b.txt",
-        "\u00fc\u20ac.txt",
-        "-x.txt",
-        "~.txt",
-        "__h.txt",
-        ".h.txt",
-    ),
-    *("a\\b.txt", "a%20b.txt", "a#b.txt", "http:/x.txt", "hf:/x.txt", "file:/a.txt", "[d]/a.txt"),
-]
+NAMES = "[ab] [!b] * a? {a} \u00fc\u20ac -x ~ __h .h a\\b a%20b a#b http:/x hf:/x file:/a [d]/a"
+NAMES = [f"{name}.txt" for name in (*NAMES.split(), "a b")]
 CHAINED = ["a::b.txt", "zip:/x::y.txt"]
 
 
@@ -56,13 +42,10 @@ def test_a_path_is_literal(others, name):
         assert [row["text"] for row in data.read(path.relative_to(others), streaming=True)] == ["right"]
 
 
-@pytest.mark.parametrize("name", ["[ab].txt", "*.txt"])
-def test_a_path_is_literal_without_a_stream(others, name):
-    (others / name).write_text("right\n")
-    assert data.read(others / name)["text"] == ["right"]
-
-
-def test_folders_are_literal(others):
+def test_paths_and_folders_are_literal_without_a_stream(others):
+    for name in ("[ab].txt", "*.txt"):
+        (others / name).write_text("right\n")
+        assert data.read(others / name)["text"] == ["right"]
     (others / "[d]").mkdir()
     (others / "[d]" / "it.txt").write_text("right\n")
     assert [row["text"] for row in data.read(others / "[d]", streaming=True)] == ["right"]
@@ -133,12 +116,9 @@ def test_forms(tmp_path, name):
     assert [row["text"] for row in data.read(tmp_path / name, streaming=True) if row["text"]] == ["a", "b"]
 
 
-def test_one_row_over_several_lines(tmp_path):
+def test_rows_and_texts_over_several_lines(tmp_path):
     (tmp_path / "it.json").write_text('{\n"text":\n"a"\n}')
     assert texts(tmp_path / "it.json") == ["a"]
-
-
-def test_texts_of_numbers_and_of_several_lines(tmp_path):
     (tmp_path / "it.csv").write_text('text\n12\nNA\n"two\nlines"\n\n""\n')
     assert texts(tmp_path / "it.csv") == ["12", "NA", "two\nlines"]
 
@@ -161,19 +141,15 @@ def test_bad_values(tmp_path, line, words):
 @pytest.mark.parametrize("name", ["it.txt", "it.jsonl", "it.csv", "it.json"])
 def test_a_line_of_a_gigabyte(tmp_path, name):
     """It takes the memory of the longest line that is allowed. (The file is sparse: zeros that the disk doesn't hold.)"""
-    with (tmp_path / name).open("wb") as file:
-        file.write(b'[{"text": "' if name == "it.json" else b'{"text": "')
+    json, path = name == "it.json", tmp_path / name
+    with path.open("wb") as file:
+        file.write(b'[{"text": "' if json else b'{"text": "')
         file.truncate(2**30)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    words = (
-        "is one JSON value of 1,073,741,824 bytes"
-        if name == "it.json"
-        else "line 1: it has more than the maximum of 10,000,000"
-    )
-    with pytest.raises(ValueError, match=words):
-        texts(tmp_path / name)
-    with pytest.raises(SystemExit, match=words):
-        data.read(tmp_path / name)
+    words = "one JSON value of 1,073,741,824 bytes" if json else "line 1: it has more than the maximum of 10,000,000"
+    for way, error in ((texts, ValueError), (data.read, SystemExit)):
+        with pytest.raises(error, match=words):
+            way(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # in kB
 
 
