@@ -380,7 +380,7 @@ MODELS = [("stock", "a"), ("posenc", "b"), ("stock", "c"), ("posenc", "d")]
 
 @pytest.mark.parametrize(
     ("before", "after", "every"),
-    [(MODELS[0], MODELS[3], False), (MODELS[3], MODELS[1], False)]
+    [(MODELS[before], MODELS[after], False) for before, after in ((0, 2), (1, 2), (2, 3))]
     + [slow(before, after, True) for before, after in itertools.permutations(MODELS, 2)],
 )
 def test_a_save_killed_anywhere_is_complete_or_undone(tmp_path, caplog, before, after, every):

@@ -112,12 +112,9 @@ def saved(own, tmp_path_factory):
     return folder
 
 
-def test_what_is_saved_is_bit_equal_elsewhere(saved):
-    assert json.loads((saved / "seen.json").read_text())["all"]["equal"] == [True, True, True]
-
-
-def test_files_are_copied_whole(own, saved):
+def test_files_are_copied_whole_and_bit_equal_elsewhere(own, saved):
     """But for their imports of the package and of neighbours."""
+    assert json.loads((saved / "seen.json").read_text())["all"]["equal"] == [True, True, True]
     modules = {"package", "package.helpers", "package.late", "package.inner", "package.inner.deep", *KINDS["loads"]}
     names = {f"posenc_own_{module.replace('.', '_')}.py" for module in modules}
     assert {path.name for path in (saved / "all").glob("posenc_own_*.py")} == names
