@@ -144,14 +144,14 @@ def generations(older, newer):
 
 def loaded(folder, without):
     """Which of the models in folders give what was recorded; `without` the package, by their own code."""
-    import transformers
-
     if without:
         import bare
 
         bare.hide()
     else:
         import hf_posenc  # noqa: F401
+    import transformers
+
     for path in sorted(each for each in Path(folder).iterdir() if each.suffix != ".pt"):
         auto, inputs, expected = torch.load(f"{path}.pt")
         model = getattr(transformers, auto).from_pretrained(path, trust_remote_code=without or None)

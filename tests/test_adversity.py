@@ -136,7 +136,8 @@ def test_old_checkpoints_are_saved_in_their_place(tmp_path):
         torch.save((auto, inputs, output), f"{folder}.pt")
     code = "import sys, adversity_worker; adversity_worker.loaded(sys.argv[1], bool(sys.argv[2]))"
     for without in ("", "bare"):
-        assert run_python(code, tmp_path / "models", without, fresh=True).endswith("equal\n")
+        environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+        assert run_python(code, tmp_path / "models", without, fresh=True, **environment).endswith("equal\n")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,8 @@ def test_old_checkpoints_are_extended(tmp_path, family, kind):
             weights[name] = torch.cat([table[:1].expand(more, -1), table, table[-1:].expand(more, -1)]).contiguous()
         elif name.endswith("embeddings.position_embeddings.weight"):
             weights[name] = torch.cat([table, torch.zeros(40 - len(table), table.shape[1])])
+        elif name.endswith("position_ids"):
+            weights[name] = torch.arange(40)[None]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 40}
     (folder / "config.json").write_text(json.dumps(config))

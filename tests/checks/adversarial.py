@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, GenerationConfig, StaticCache
+from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -32,22 +32,14 @@ def named(encoding, names):
     return any(part in names for part in encoding.split("+"))
 
 
-def whole(it):
-    """Whether tokens see all others, or all before them, in each layer. (A window counts padding, a stock model's too.)"""
-    config = it.model.config.get_text_config(decoder=True)
-    return not {"sliding_attention", "chunked_attention"} & {*(getattr(config, "layer_types", None) or ())} and not (
-        getattr(config, "sliding_window", None) or it.host.own_rows
-    )
-
-
-# Gaps: padding between real tokens, tokens that are hidden, and ids that jump.
+# Gaps: padding between real tokens, tokens that are hidden, and ids that jump. (Windows count padding, stock models' too.)
 
 
 @check("decoder")
 @torch.no_grad()
 def hidden_tokens_are_not_there(it):
     """Also between others. (An encoder counts them there.)"""
-    if not whole(it):
+    if it.host.windowed:
         return
     ids, mask = tokens(1, 12), torch.ones(1, 12, dtype=torch.long)
     mask[0, 4:7] = 0
@@ -59,7 +51,7 @@ def hidden_tokens_are_not_there(it):
 @torch.no_grad()
 def jumping_ids_are_places_in_a_longer_text(it):
     """Of which nothing else is seen."""
-    if not whole(it) or it.name == "layoutlm" or named(it.encoding, COUNTING + BY_LENGTH):  # LayoutLM takes no 4-D masks
+    if it.host.windowed or it.name == "layoutlm" or named(it.encoding, COUNTING + BY_LENGTH):  # LayoutLM takes no 4-D masks
         return
     ids, places = tokens(1, 9), torch.tensor([0, 1, 2, 6, 7, 11, 12, 13, 16])
     shown = torch.zeros(17, dtype=torch.bool).index_fill(0, places, True)
@@ -73,7 +65,7 @@ def jumping_ids_are_places_in_a_longer_text(it):
 @torch.no_grad()
 def turns_of_a_batch_are_padded(it):
     """So that rows have padding between real tokens, which is in the cache."""
-    if not whole(it):
+    if it.host.windowed:
         return
     texts, cache, mask, at = tokens(2, 9), it.cache(it.model), torch.zeros(2, 0, dtype=torch.long), [0, 0]
     expected = it.plain(it.model, texts)
@@ -95,7 +87,7 @@ def turns_of_a_batch_are_padded(it):
 def generate_goes_on_behind_right_padding(it):
     """`generate` takes a row's first token from its last column, which is padding, and goes on from the id of that column,
     which is 0: the new tokens of such a row are at 1, 2, …"""
-    if not whole(it) or named(it.encoding, COUNTING):
+    if it.host.windowed or named(it.encoding, COUNTING):
         return
     prompt, lengths, new = tokens(2, 8), (8, 5), 4
     mask = (torch.arange(8) < torch.tensor(lengths)[:, None]).long()
@@ -133,7 +125,7 @@ def masks_in_every_form(it):
     """Those that the stock models take; other ones are refused by `tests/test_backends.py`."""
     ids, mask = tokens(2, 9), torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
     forms = [mask.bool(), mask.float(), mask.to(torch.uint8)]
-    if whole(it) and it.name != "layoutlm" and not named(it.encoding, BY_LENGTH):
+    if not it.host.windowed and it.name != "layoutlm" and not named(it.encoding, BY_LENGTH):
         given = added(mask, it.kind)
         forms += [given, added(mask, it.kind, -torch.inf), given.expand(-1, 4, -1, -1)]
         if it.model.config._attn_implementation == "sdpa":
@@ -305,10 +297,8 @@ def implementations_are_switched(it):
 # `generate` in its other modes, and caches that are used again.
 
 MODES = {
-    "prefill in chunks": {"prefill_chunk_size": 3},
     "several answers": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
-    "assisted": {"assistant": True},
     "encoder_outputs": {"outputs": True},
     "inputs_embeds": {"embeds": True},
 }
@@ -316,16 +306,15 @@ MODES = {
 
 @check(*WRITERS, few=True, slow=True)
 @torch.no_grad()
-def generate_in_other_modes(it):
+def generate_behind_padding_in_other_modes(it):
     """Each token was chosen from the logits of one forward pass over the row's text, whose source isn't padded."""
     two = it.kind == "encoder-decoder"
     for mode, settings in MODES.items():
         settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | settings
-        outputs, embeds, helped = (settings.pop(name, False) for name in ("outputs", "embeds", "assistant"))
-        if not two and (outputs or embeds) or two and mode == "prefill in chunks":
+        outputs, embeds = (settings.pop(name, False) for name in ("outputs", "embeds"))
+        if not two and (outputs or embeds):
             continue
-        alone = helped or "lookup" in mode
-        model, prompt = it.twin(), tokens(1 if alone else 2, 8)
+        model, prompt = it.twin(), tokens(1 if "lookup" in mode else 2, 8)
         mask = torch.ones_like(prompt)
         mask[0, :3] = 0
         if two:  # else `generate` would put this token before the others
@@ -342,8 +331,6 @@ def generate_in_other_modes(it):
                 given["inputs_embeds"] = model.get_input_embeddings()(read)
             else:
                 given["input_ids"] = read
-        if helped:
-            settings["assistant_model"] = patched(it.name, "none", it.host.head)
         torch.manual_seed(4)
         output = model.generate(**given, **settings, output_logits=True, return_dict_in_generate=True)
         for row, text in enumerate(output.sequences):
@@ -360,26 +347,6 @@ def a_static_cache_is_used_again(it):
         text = tokens(2, 12, seed=seed)
         assert_close(it.in_pieces(it.model, text, (4, 5, 9), cache), it.plain(it.model, text))
         cache.reset()
-
-
-@check("decoder", few=True, slow=True)
-@torch.no_grad()
-def continuous_batching_or_an_error(it):
-    """Behind it the model is as it was."""
-    model, prompts = it.twin(), [tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 3)]
-    settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    cache = ContinuousBatchingConfig(page_size=8, num_blocks=16, max_batch_tokens=32)  # else as large as the memory
-    try:
-        outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=cache)
-    except ValueError as error:
-        assert "continuous batching" in str(error) and "use model.generate" in str(error)
-    else:
-        for output in outputs.values():
-            text = torch.tensor([[*output.prompt_ids, *output.generated_tokens]])
-            chosen = it.plain(it.model, text)[0, len(output.prompt_ids) - 1 : -1].argmax(-1)
-            assert output.error is None and output.generated_tokens == chosen.tolist()
-    model.set_attn_implementation(it.model.config._attn_implementation)
-    assert_equal(it.plain(model), it.plain(it.model))
 
 
 # Graphs that were traced at one length and run at others, and images of other sizes.
