@@ -1,5 +1,6 @@
 """Encodings of a user's own whose values are made in `__init__`, in the ways that torch's modules are written."""
 
+import numpy
 import torch
 from torch import nn
 
@@ -92,4 +93,22 @@ class Nested(hf_posenc.PositionEncoding, type="test-nested"):
         return (self.inner.slope * self.inner.plain)[:, None] * distance.abs()
 
 
-KINDS = [cls.type for cls in (Buffers, Parameters, Modules, Overwritten, Filled, Nested)]
+class Others(hf_posenc.PositionEncoding, type="test-others"):
+    """What users write less often: a frozen parameter, a dict of them, halves, NumPy's arrays, a filled table, a list."""
+
+    def __init__(self, geometry, **options):
+        super().__init__(geometry, **options)
+        heads = geometry.num_attention_heads
+        self.new = nn.Buffer(torch.linspace(0.1, 0.4, heads))
+        self.register_buffer("steps", torch.arange(1, heads + 1).half())
+        self.frozen = nn.Parameter(torch.linspace(0.5, 1.0, heads), requires_grad=False)
+        self.named = nn.ParameterDict({"slopes": nn.Parameter(torch.linspace(1.0, 0.5, heads))})
+        self.filled = nn.Embedding.from_pretrained(torch.linspace(0.2, 0.3, heads)[None])
+        self.array, self.list = numpy.linspace(0.1, 0.2, heads), list(torch.linspace(0.3, 0.4, heads))
+
+    def distance_bias(self, distance):
+        slopes = self.new * self.steps.float() + self.frozen * self.named["slopes"] + self.filled.weight[0]
+        return -(slopes + torch.from_numpy(self.array).float() + torch.stack(self.list))[:, None] * distance.abs()
+
+
+KINDS = [cls.type for cls in (Buffers, Parameters, Modules, Overwritten, Filled, Nested, Others)]

@@ -324,6 +324,7 @@ def generate_behind_padding_in_other_modes(it):
         mask = torch.ones_like(prompt)
         mask[0, :3] = 0
         if two:  # else `generate` would put this token before the others
+            settings["encoder_no_repeat_ngram_size"] = 0  # Blenderbot's, for which it needs ids
             prompt[:, 0] = model.config.decoder_start_token_id
         prefix = "decoder_" if two else ""
         given = {f"{prefix}input_ids": prompt, f"{prefix}attention_mask": mask}
