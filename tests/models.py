@@ -247,7 +247,6 @@ WAVE = dict(
 FEATURES = dict(feature_projection_input_dim=16, conv_depthwise_kernel_size=5, output_hidden_size=32)
 MEL = dict(layerdrop=0.0, subsampling_conv_channels=8, subsampling_factor=4, conv_kernel_size=5)
 QUIET = dict(hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, mask_time_prob=0.0)
-SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
 
 
 def _sensed(prefix, kind="vision", **sizes):
@@ -261,7 +260,6 @@ VISION_HOSTS = {
     "siglip": _sensed("SiglipVision", vision_use_head=False),
     "dinov3": _sensed("DINOv3ViT", num_register_tokens=4),
     "beit": _sensed("Beit", use_relative_position_bias=True),
-    "swin": _sensed("Swin", **SWIN, use_absolute_embeddings=True),
     "deit": _sensed("DeiT"),
     "registers": _sensed("Dinov2WithRegisters"),
     "yolos": _sensed("Yolos", num_detection_tokens=3),
@@ -320,7 +318,6 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "transformer_xl, shared": {"type": "transformer_xl", "per_layer": False},
     "cope, shared": {"type": "cope", "per_layer": False},
     "fox, shared": {"type": "fox", "per_layer": False},
-    "sinusoidal, dynamic": {"type": "sinusoidal", "frequencies": "dynamic", "trained_length": 6},
     "sinusoidal, each layer": {"type": "sinusoidal", "inject": "every_layer", "layout": "concatenated"},
     "rope, part": {"type": "rope", "partial_rotary_factor": 0.5, "layout": "interleaved"},
     "rope, linear": {"type": "rope", "rope_type": "linear", "factor": 4.0},

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 import threading
 
 import torch
@@ -29,7 +30,9 @@ def patch_keeps_the_host(it):
     assert all(theirs[name] is ours[name] for name in theirs.keys() & ours.keys())
     assert all("posenc." in name for name in ours.keys() - theirs.keys())
     gone = {name.removeprefix(f"{model.base_model_prefix}.") for name in theirs.keys() - ours.keys()}
-    assert gone <= {*it.host.tables, *it.host.biases} or all("relative" in name or "pos_conv" in name for name in gone)
+    assert gone <= {*it.host.tables, *it.host.biases} or all(
+        re.search("relative|distance|position|pos_", name) for name in gone
+    )
     assert type(new).__name__ == "PosEnc" + type(model).__name__ and isinstance(new, type(model))
     if it.kind in TEXT:
         assert type(new.base_model).__name__ == "PosEnc" + type(model.base_model).__name__

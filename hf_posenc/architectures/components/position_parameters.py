@@ -141,8 +141,11 @@ class Zeros:
         kept = [buffer for name, buffer in stack.named_buffers() if name == f"posenc.original.{self.path}"]
         tensors = [*self.around[0].parameters(), *kept, *stack.parameters()]
         like = next((tensor for tensor in tensors if not tensor.is_meta and tensor.is_floating_point()), tensors[0])
-        hook = accelerate_hook(self.around[0]) if like.is_meta else None  # all other weights are offloaded now
-        return torch.zeros(self.shape, dtype=like.dtype, device=hook.execution_device if hook else like.device)
+        device = like.device
+        if like.is_meta:  # all other weights are offloaded now, or the whole model is on the meta device
+            hooks = filter(None, map(accelerate_hook, (self.around[0], *stack.modules())))
+            device = next((hook.execution_device for hook in hooks if hasattr(hook, "execution_device")), device)
+        return torch.zeros(self.shape, dtype=like.dtype, device=device)
 
 
 def disable(module: nn.Module, key: str, zeros: Zeros) -> None:
