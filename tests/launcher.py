@@ -3,6 +3,7 @@
 A run of a script may be several processes (gloo), be killed with SIGKILL at a given call, or be forbidden to write large files.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -63,6 +64,7 @@ class Launcher:
         return done["codes"][0], done["said"], done["errors"]
 
     def _done(self, job):
+        job["test"] = os.environ.get("PYTEST_CURRENT_TEST", "")
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -124,7 +126,7 @@ def start(job, rank, folder):
     """Fork; the child's number. What a script says is one text, of code in two."""
     if child := os.fork():
         return child
-    code = 1
+    code, recording = 1, record(job["test"])
     try:
         # In a fork torch makes its pool of threads anew at the first call, which isn't for several threads at once, in which
         # Transformers loads weights: one would find the pool gone ("Invalid thread pool!").
@@ -136,7 +138,25 @@ def start(job, rank, folder):
             sys.stdout.flush()
             sys.stderr.flush()
     finally:
+        if recording:
+            recording.stop()
+            with contextlib.suppress(Exception):  # of a process that may write small files alone
+                recording.save()
         os._exit(code)
+
+
+def record(test):
+    """Begin to record which lines this process runs for a test, if pytest-cov does so: `tools/mutate.py` asks for that."""
+    if not (file := os.environ.get("COVERAGE_FILE")):
+        return None
+    from coverage import Coverage
+
+    nodeid, _, phase = test.rpartition(" ")
+    context = f"{nodeid}|{'run' if phase == '(call)' else phase.strip('()')}"
+    recording = Coverage(file, data_suffix=True, config_file=False, include=[f"{ROOT}/hf_posenc/*"], context=context)
+    recording.set_option("run:disable_warnings", ["no-data-collected"])
+    recording.start()
+    return recording
 
 
 def run_code(job):

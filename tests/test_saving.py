@@ -553,6 +553,7 @@ ELSEWHERE = {
     "hf_posenc/hub/push.py:_keep": "in the temporary directory of push_to_hub",
     "benchmarks/v4.py:environment": "an environment that is new, and made again without its last file",
     "tools/check_support.py:Kept.add": "a line is added to the end",
+    "tools/mutate.py:": "a temporary copy of the checkout, and files under build/",
     "hf_posenc/training/output.py:save_model": "in the temporary directory of checkpoints.write and checkpoints.replace",
     "hf_posenc/training/output.py:finish.fill": "in the temporary directory of checkpoints.replace",
     "hf_posenc/training/sentences.py:save": "in the temporary directory of checkpoints.write and checkpoints.replace",
