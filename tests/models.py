@@ -271,7 +271,6 @@ VISION_HOSTS = {
 }
 AUDIO_HOSTS = {
     "wav2vec2": _sensed("Wav2Vec2", "audio", **WAVE, do_stable_layer_norm=True),
-    "wavlm": _sensed("WavLM", "audio", **WAVE, num_buckets=16, max_bucket_distance=20),
     "wav2vec2-bert": _sensed("Wav2Vec2Bert", "audio", **FEATURES, position_embeddings_type="relative_key"),
     "hubert": _sensed("Hubert", "audio", **WAVE),
     "unispeech": _sensed("UniSpeech", "audio", **WAVE),
@@ -321,7 +320,6 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "sinusoidal, each layer": {"type": "sinusoidal", "inject": "every_layer", "layout": "concatenated"},
     "rope, part": {"type": "rope", "partial_rotary_factor": 0.5, "layout": "interleaved"},
     "rope, linear": {"type": "rope", "rope_type": "linear", "factor": 4.0},
-    "rope, dynamic": {"type": "rope", "rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 8},
     "rope, yarn": {"type": "rope", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
     "rope_2d, mixed": {"type": "rope_2d", "frequencies": "mixed", "per_layer": True},
 }

@@ -30,7 +30,7 @@ from models import (
 )
 
 WAYS = ("sinusoidal", "rope", "alibi", "shaw", "relative")
-ALIKE = {*[*ROTARY_HOSTS][7:], *[*PAIR_HOSTS][7:], *[*VISION_HOSTS][4:], *[*AUDIO_HOSTS][3:]}
+ALIKE = {*[*ROTARY_HOSTS][7:], *[*PAIR_HOSTS][7:], *[*VISION_HOSTS][4:], *[*AUDIO_HOSTS][2:]}
 """Built as others of these are."""
 
 

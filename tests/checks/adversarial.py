@@ -30,7 +30,7 @@ BY_LENGTH = ("logn", "normalized")
 
 
 def named(encoding, names):
-    return any(part in names for part in encoding.split("+"))
+    return any(part.partition(",")[0] in names for part in encoding.split("+"))
 
 
 # Gaps: padding between real tokens, tokens that are hidden, and ids that jump. (Windows count padding, stock models' too.)
