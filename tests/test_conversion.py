@@ -13,6 +13,7 @@ import hf_posenc
 from closeness import assert_equal
 from conftest import WORDS, run_python
 from hf_posenc.architectures.contributions import contributions
+from hf_posenc.modeling.text_batches import padded
 from hf_posenc.serialization.tokenizer_files import check_known, load_tokenizer, required_tokenizer
 from models import HOSTS, first, slow, stock, tiny, tokens
 
@@ -438,3 +439,9 @@ def test_every_host_has_its_contributions():
         layers = len(set(found.blocks.values()))
         tables = sum(source.accepts_embeddings for source in found.components)
         assert len(names) == tables + 2 * layers, (host, names)
+
+
+def test_rows_of_one_length_need_no_mask():
+    rows = [{"input_ids": torch.tensor(ids)} for ids in ([3, 4, 5], [6, 7, 8])]
+    assert padded(rows, torch.device("cpu")).keys() == {"input_ids"}
+    assert padded([*rows, {"input_ids": torch.tensor([9])}], torch.device("cpu"))["attention_mask"].tolist()[-1] == [1, 0, 0]

@@ -160,6 +160,12 @@ POSITIONS = {
 }
 
 
+def test_frequencies_that_diagnostics_read():
+    encoding = make("xpos")
+    size = encoding.geometry.head_dim
+    assert_close(encoding.angular_frequencies(9), 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size))
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_formula(rule, layout):

@@ -240,6 +240,27 @@ def test_labels_that_are_not_ours(tmp_path):
             AutoModel.from_pretrained(tmp_path)
 
 
+def test_labels_that_are_no_json_are_in_the_error(tmp_path):
+    patched("bert", "alibi").save_pretrained(tmp_path)
+    relabel(tmp_path / "model.safetensors", "of another program")
+    with pytest.raises(ValueError, match="was saved with the 'of another program' encoding"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_written_file_is_on_disk_with_its_directory(tmp_path, monkeypatch):
+    """Nothing of it stays open, and another writer of the same file doesn't take it for a leftover."""
+    flushed, flush = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino) or flush(descriptor))
+    opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    with atomic.atomic_file(tmp_path / "a.txt") as file:
+        file.write("first")
+        with atomic.atomic_file(tmp_path / "a.txt") as other:
+            other.write("second")
+    assert (tmp_path / "a.txt").read_text() == "first" and [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert flushed.count(tmp_path.stat().st_ino) == 2 and (tmp_path / "a.txt").stat().st_ino in flushed
+    assert opened is None or len(os.listdir("/proc/self/fd")) == opened
+
+
 def test_options_may_differ_from_the_label(tmp_path):
     patched("bert", "rope").save_pretrained(tmp_path)
     model = AutoModel.from_pretrained(tmp_path, position_encoding={"type": "rope", "theta": 5.0})
