@@ -298,8 +298,6 @@ GRIDS = tuple(name for name, kind in REGISTERED.items() if kind.axes > 1)
 """Encodings of rows and columns, which no host here has."""
 ENCODINGS = tuple(name for name in REGISTERED if name not in GRIDS)
 """Every other encoding, by name."""
-CORE = ("alibi", "counter", "learned", "logn", "none", "normalized", "relative", "rope", "shaw", "sinusoidal", "t5")
-"""Those that run on more than one host in `make test`."""
 ALL_WAYS = "sinusoidal+rope+relative+shaw"
 """An encoding for each way to act: vectors, rotation, bias by distance, bias by content."""
 VARIANTS = (*ENCODINGS, "relative_key_query", "learned+shaw", "sinusoidal+alibi", ALL_WAYS)
@@ -342,20 +340,13 @@ def suits(host, encoding):
     return not any(part.axes > 1 or (part.causal_only and not ALL_HOSTS[host].causal) for part in parts)
 
 
-def pairs(*more, hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2"), once=False):
-    """Hosts × encodings as parameters of a test, of which `make test` runs a part and the others are slow.
-
-    The part: every encoding on one of the hosts in `on`, by turns, or on all of them if it is in CORE; every host with all
-    ways to act in one composition, with one of these ways alone, by turns, and with those in `more`. `once` leaves out what
-    has been seen by then: no encoding is on a second host, and no host has a way alone.
-    """
-    ways = ALL_WAYS.split("+")
-    run = {(host, encoding) for host in hosts for encoding in (ALL_WAYS, *more)}
-    run |= set() if once else {(host, ways[turn % len(ways)]) for turn, host in enumerate(hosts)}
+def pairs(hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2")):
+    """Hosts × encodings as parameters of a test. Those of `make test`: every encoding on one of the hosts in `on`, by turns, and
+    every host with all ways to act in one composition. The others are slow."""
+    run = {(host, ALL_WAYS) for host in hosts}
     for turn, encoding in enumerate(encodings):
         suited = [host for host in on if host in hosts and suits(host, encoding)]
-        several = encoding in CORE and not once
-        run |= {(host, encoding) for host in (suited if several else suited[turn % len(suited) :][:1] if suited else ())}
+        run |= {(host, encoding) for host in (suited[turn % len(suited) :][:1] if suited else ())}
     return [
         pytest.param(host, encoding, marks=() if (host, encoding) in run else pytest.mark.slow)
         for host in hosts

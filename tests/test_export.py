@@ -10,7 +10,7 @@ from models import HOSTS, LENGTH, VARIANTS, backends, first, pairs, patched, sto
 
 OPEN = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
 FEW = {"bert": "learned+rope+relative+shaw", "gpt2": "normalized+alibi"}
-SOME = [pair.values for pair in pairs(once=True) if not pair.marks]
+SOME = [pair.values for pair in pairs() if not pair.marks]
 ONNX = [("bert" if suits("bert", encoding) else "gpt2", encoding) for encoding in VARIANTS] + [
     ("roberta", "alibi"),
     ("mpnet", "shaw"),

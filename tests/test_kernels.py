@@ -350,7 +350,7 @@ DENSE = [
 
 BUCKETS = [{"type": "deberta", "buckets": 4, "max_distance": 5, "terms": terms} for terms in ("c2p", "p2c", "c2p+p2c")]
 PAIRS = [pytest.param("bert", encoding, id=str(encoding)) for encoding in (ONE_SIDED, ASYMMETRIC, *BUCKETS)]
-PAIRS += [each for each in pairs(encodings=BIASED, hosts=("bert", "gpt2", "llama"), on=("bert", "gpt2", "llama"), once=True)]
+PAIRS += [each for each in pairs(encodings=BIASED, hosts=("bert", "gpt2", "llama"), on=("bert", "gpt2", "llama"))]
 
 
 @pytest.mark.parametrize(("host", "encoding"), PAIRS)

@@ -159,7 +159,7 @@ PACKED = (9, 6, 8)
 """The lengths of texts in one row, which together are beyond max_length=10."""
 
 
-@pytest.mark.parametrize(("host", "encoding"), pairs(on=("llama", "gpt2"), once=True))
+@pytest.mark.parametrize(("host", "encoding"), pairs(on=("llama", "gpt2")))
 @torch.no_grad()
 def test_packed_rows_longer_than_max_length(host, encoding):
     """The limit is one of positions: each text is shorter, and gives what it does by itself."""
