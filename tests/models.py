@@ -341,8 +341,8 @@ def suits(host, encoding):
 
 
 def pairs(hosts=HOSTS, encodings=VARIANTS, on=("bert", "gpt2")):
-    """Hosts × encodings as parameters of a test. Those of `make test`: every encoding on one of the hosts in `on`, by turns, and
-    every host with all ways to act in one composition. The others are slow."""
+    """Hosts × encodings as parameters of a test. Those of `make test`: every encoding on one of the hosts in `on`, by turns,
+    and every host with all ways to act in one composition. The others are slow."""
     run = {(host, ALL_WAYS) for host in hosts}
     for turn, encoding in enumerate(encodings):
         suited = [host for host in on if host in hosts and suits(host, encoding)]
