@@ -366,6 +366,15 @@ def test_wrong_where(where, words):
         hf_posenc.patch(stock("bart"), "alibi", where=where)
 
 
+def test_cross_attention_that_is_written_out():
+    model = tiny("MvpModel")
+    with pytest.raises(
+        hf_posenc.UnsupportedModelError, match="encoder_attn computes its attention.*leave 'cross' out of where"
+    ):
+        hf_posenc.patch(model, "alibi", where="cross")
+    hf_posenc.patch(model, "alibi")
+
+
 def test_where_needs_an_encoder_and_a_decoder():
     with pytest.raises(ValueError, match="BertModel is no encoder and decoder.*leave where out"):
         hf_posenc.patch(models.stock("bert"), "alibi", where="encoder")

@@ -795,3 +795,10 @@ def test_the_command(tmp_path, tokenizer):
         app, ["extend", str(tmp_path / "bert"), "--max-length", "64", "--output-dir", str(tmp_path / "other")]
     )
     assert wrong.exit_code and not (tmp_path / "other").exists()
+
+
+def test_heads_too_small_for_another_theta():
+    with pytest.raises(
+        ValueError, match=r"method='dynamic' takes theta to the power R/\(R - 2\), and R is 2 here: take 'linear'"
+    ):
+        hf_posenc.extend(stock("llama", hidden_size=8, head_dim=2), LONG, "dynamic")

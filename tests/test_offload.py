@@ -51,6 +51,7 @@ def test_an_own_encoding(kind, tmp_path):
     offloaded = copy.deepcopy(model)
     cpu_offload(offloaded, execution_device="cpu", offload_buffers=True)
     assert_equal(first(offloaded(tokens())), expected)
+    assert all(parameter.is_meta for parameter in offloaded.parameters())  # also those that are only read
 
 
 @torch.no_grad()
