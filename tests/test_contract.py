@@ -100,17 +100,13 @@ def save(it, path):
     bare = it.kind in AUTO and base is not model
     if bare:
         base.save_pretrained(path / "bare")
-    half = {
-        name: value.to(torch.bfloat16) if name.endswith(("values", "features")) else value
-        for name, value in it.inputs().items()
-    }
     expected = {
         "auto": AUTO.get(it.kind, "AutoModel"),
         "other": "AutoModelForTokenClassification" if it.name in HOSTS else None,
         "inputs": it.inputs(),
         "head": it.plain(model),
         "bare": base(**it.inputs())[0] if bare else None,
-        "half": it.twin().to(torch.bfloat16)(**half)[0],
+        "half": it.twin().to(torch.bfloat16)(**it.half_inputs())[0],
         "stock": it.plain(it.stock),
     }
     torch.save(expected, path / "expected.pt")

@@ -21,8 +21,6 @@ TEXT = ("encoder", "decoder", "encoder-decoder")
 WRITERS = ("decoder", "encoder-decoder")
 EVERY = (*TEXT, "vision", "audio")
 """Kinds of hosts."""
-SENSED = ("pixel_values", "input_values", "input_features")
-"""Inputs that are floats."""
 LIMITED = ("learned", "tupe", "normalized")
 """Encodings that need a length, which some hosts don't have."""
 
@@ -117,6 +115,11 @@ class Subject:
         if self.kind == "encoder-decoder":
             given["input_ids"] = source(len(ids))
         return given | ({} if self.kind == "encoder" else {"use_cache": False})
+
+    def half_inputs(self) -> dict[str, Any]:
+        """The same for a model in half precision: images and sounds, too."""
+        inputs = self.inputs().items()
+        return {name: value.bfloat16() if name.endswith(("values", "features")) else value for name, value in inputs}
 
     def plain(self, model, ids=None, mask=None, **more) -> torch.Tensor:
         """`[B, L, V]`: the first output of one forward pass without a cache."""
