@@ -249,40 +249,41 @@ MEL = dict(layerdrop=0.0, subsampling_conv_channels=8, subsampling_factor=4, con
 QUIET = dict(hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, mask_time_prob=0.0)
 
 
-def _sensed(prefix, kind="vision", **sizes):
+def sensed(prefix, kind="vision", **sizes):
+    """An encoder of images or sounds, with the sizes of `tools/hosts/tiny.py`, or with others."""
     sizes = sizes_of(getattr(transformers, f"{prefix}Config")) | sizes
     head = "" if prefix.endswith("Encoder") else "Model"
     return Host(prefix, sizes, head, tables=(), no_dropout=QUIET if kind == "audio" else {}, kind=kind)
 
 
 VISION_HOSTS = {
-    "vit": _sensed("ViT"),
-    "siglip": _sensed("SiglipVision", vision_use_head=False),
-    "dinov3": _sensed("DINOv3ViT", num_register_tokens=4),
-    "beit": _sensed("Beit", use_relative_position_bias=True),
-    "deit": _sensed("DeiT"),
-    "registers": _sensed("Dinov2WithRegisters"),
-    "yolos": _sensed("Yolos", num_detection_tokens=3),
-    "clip": _sensed("CLIPVision"),
-    "mlcd": _sensed("MLCDVision"),
-    "beit-all": _sensed("Beit", use_shared_relative_position_bias=True, use_absolute_position_embeddings=True),
-    "data2vec": _sensed("Data2VecVision", use_relative_position_bias=True),
-    "sam3": _sensed("Sam3ViT", window_size=2, global_attn_indexes=[1], pretrain_image_size=32),
+    "vit": sensed("ViT"),
+    "siglip": sensed("SiglipVision", vision_use_head=False),
+    "dinov3": sensed("DINOv3ViT", num_register_tokens=4),
+    "beit": sensed("Beit", use_relative_position_bias=True),
+    "deit": sensed("DeiT"),
+    "registers": sensed("Dinov2WithRegisters"),
+    "yolos": sensed("Yolos", num_detection_tokens=3),
+    "clip": sensed("CLIPVision"),
+    "mlcd": sensed("MLCDVision"),
+    "beit-all": sensed("Beit", use_shared_relative_position_bias=True, use_absolute_position_embeddings=True),
+    "data2vec": sensed("Data2VecVision", use_relative_position_bias=True),
+    "sam3": sensed("Sam3ViT", window_size=2, global_attn_indexes=[1], pretrain_image_size=32),
 }
 AUDIO_HOSTS = {
-    "wav2vec2": _sensed("Wav2Vec2", "audio", **WAVE, do_stable_layer_norm=True),
-    "wav2vec2-bert": _sensed("Wav2Vec2Bert", "audio", **FEATURES, position_embeddings_type="relative_key"),
-    "hubert": _sensed("Hubert", "audio", **WAVE),
-    "unispeech": _sensed("UniSpeech", "audio", **WAVE),
-    "unispeech-sat": _sensed("UniSpeechSat", "audio", **WAVE),
-    "data2vec-audio": _sensed("Data2VecAudio", "audio", **WAVE | dict(num_conv_pos_embeddings=2, conv_pos_kernel_size=7)),
-    "sew": _sensed("SEW", "audio", **WAVE, squeeze_factor=2),
-    "sew-d": _sensed("SEWD", "audio", **WAVE, squeeze_factor=2, max_position_embeddings=32, position_buckets=8),
-    "wav2vec2-conformer": _sensed(
+    "wav2vec2": sensed("Wav2Vec2", "audio", **WAVE, do_stable_layer_norm=True),
+    "wav2vec2-bert": sensed("Wav2Vec2Bert", "audio", **FEATURES, position_embeddings_type="relative_key"),
+    "hubert": sensed("Hubert", "audio", **WAVE),
+    "unispeech": sensed("UniSpeech", "audio", **WAVE),
+    "unispeech-sat": sensed("UniSpeechSat", "audio", **WAVE),
+    "data2vec-audio": sensed("Data2VecAudio", "audio", **WAVE | dict(num_conv_pos_embeddings=2, conv_pos_kernel_size=7)),
+    "sew": sensed("SEW", "audio", **WAVE, squeeze_factor=2),
+    "sew-d": sensed("SEWD", "audio", **WAVE, squeeze_factor=2, max_position_embeddings=32, position_buckets=8),
+    "wav2vec2-conformer": sensed(
         "Wav2Vec2Conformer", "audio", **WAVE, conv_depthwise_kernel_size=5, position_embeddings_type="relative"
     ),
-    "wav2vec2-bert-relative": _sensed("Wav2Vec2Bert", "audio", **FEATURES, position_embeddings_type="relative"),
-    "parakeet": _sensed("ParakeetEncoder", "audio", **MEL),
+    "wav2vec2-bert-relative": sensed("Wav2Vec2Bert", "audio", **FEATURES, position_embeddings_type="relative"),
+    "parakeet": sensed("ParakeetEncoder", "audio", **MEL),
 }
 SENSED_HOSTS = {**VISION_HOSTS, **AUDIO_HOSTS}
 """Encoders of images and of sounds."""

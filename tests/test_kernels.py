@@ -394,6 +394,18 @@ def test_autocast(always, ways, encoding, train):
     assert torch.nn.functional.cosine_similarity(*(each.flatten() for each in results.values()), dim=0) > 0.99
 
 
+def test_dropout_in_code_saved_without_blocks(always, monkeypatch):
+    """The code saved with a model of fixed biases lacks the module for others: then dropout makes the bias dense."""
+    model = hf_posenc.patch(stock("bert", attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0), "alibi").train()
+    monkeypatch.setattr(bias_backends, "_blockwise", lambda: None)
+    outputs = []
+    for least in (2, 99):
+        monkeypatch.setitem(bias_backends.MIN_KEYS_FOR_BACKEND, "blocks", least)
+        torch.manual_seed(0)
+        outputs.append(first(model(tokens())))
+    assert_close(*outputs)
+
+
 def near(requires_grad=True):
     """Register "near-in-test", which hides what is further away than 2."""
 

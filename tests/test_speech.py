@@ -5,43 +5,22 @@ import torch
 from transformers import set_seed
 
 import hf_posenc
+import models
 from closeness import assert_apart, assert_close, assert_equal
-from models import first, randomize_encoding, tiny
+from models import AUDIO_HOSTS, WAVE, first, randomize_encoding, sensed, tiny
 from oracles import sinusoids
 from tools.hosts.tiny import randomized
 
-WAVE = dict(
-    layerdrop=0.0,
-    conv_dim=(16, 16),
-    conv_kernel=(10, 3),
-    conv_stride=(5, 2),
-    num_feat_extract_layers=2,
-    num_conv_pos_embeddings=8,
-    num_conv_pos_embedding_groups=4,
-    feat_extract_norm="layer",
-)
-FEATURES = dict(feature_projection_input_dim=16, conv_depthwise_kernel_size=5, output_hidden_size=32)
-MEL = dict(layerdrop=0.0, subsampling_conv_channels=8, subsampling_factor=4, conv_kernel_size=5)
+CONFORMERS = {name: AUDIO_HOSTS[name] for name in ("wav2vec2-conformer", "wav2vec2-bert", "wav2vec2-bert-relative", "parakeet")}
 CONVOLUTIONAL = {
-    "wav2vec2": ("Wav2Vec2", dict(WAVE, do_stable_layer_norm=True)),
-    "hubert": ("Hubert", WAVE),
-    "unispeech": ("UniSpeech", WAVE),
-    "unispeech-sat": ("UniSpeechSat", WAVE),
-    "data2vec-audio": ("Data2VecAudio", dict(WAVE, num_conv_pos_embeddings=2, conv_pos_kernel_size=7)),
-    "sew": ("SEW", dict(WAVE, squeeze_factor=2)),
-    "sew-d": ("SEWD", dict(WAVE, squeeze_factor=2, max_position_embeddings=32, position_buckets=8)),
-    "wavlm": ("WavLM", dict(WAVE, num_buckets=16, max_bucket_distance=20)),
-}
-CONFORMERS = {
-    "wav2vec2-conformer": ("Wav2Vec2Conformer", dict(WAVE, conv_depthwise_kernel_size=5, position_embeddings_type="relative")),
-    "wav2vec2-bert": ("Wav2Vec2Bert", dict(FEATURES, position_embeddings_type="relative_key")),
-    "wav2vec2-bert-relative": ("Wav2Vec2Bert", dict(FEATURES, position_embeddings_type="relative")),
-    "parakeet": ("ParakeetEncoder", MEL),
+    **{name: host for name, host in AUDIO_HOSTS.items() if name not in CONFORMERS},
+    "wavlm": sensed("WavLM", "audio", **WAVE, num_buckets=16, max_bucket_distance=20),
 }
 POOLED = ("sew", "sew-d")
 """Each of their tokens is made of two frames."""
 ADAPTER = dict(add_adapter=True, num_adapter_layers=1, adapter_kernel_size=3, adapter_stride=2)
-HOSTS = CONVOLUTIONAL | CONFORMERS | {"wav2vec2-bert-adapter": ("Wav2Vec2Bert", {**CONFORMERS["wav2vec2-bert"][1], **ADAPTER})}
+HOSTS = {**CONVOLUTIONAL, **CONFORMERS}
+HOSTS["wav2vec2-bert-adapter"] = sensed("Wav2Vec2Bert", "audio", **HOSTS["wav2vec2-bert"].sizes | ADAPTER)
 every_convolutional = pytest.mark.parametrize("host", CONVOLUTIONAL)
 every_conformer = pytest.mark.parametrize("host", CONFORMERS)
 WAYS = ("sinusoidal", "rope", "alibi", "shaw")
@@ -49,9 +28,8 @@ OF_LENGTH = "normalized+fire"
 """An encoding that depends on the length of a text."""
 
 
-def stock(host, head="Model", **changes):
-    prefix, own = HOSTS[host]
-    return randomized(tiny(prefix if prefix.endswith("Encoder") else prefix + head, **{**own, **changes}))
+def stock(host, head=None, **changes):
+    return randomized(models.stock(HOSTS[host], head or HOSTS[host].head, **changes))
 
 
 def patched(model, encoding, **options):

@@ -342,6 +342,13 @@ def test_weights_of_attentions_that_are_written_out(kind, monkeypatch):
     for weights in seen:
         assert weights.shape == (2, 4, 11, 11)
         assert_close(weights.sum(-1), torch.ones(2, 4, 11))
+    keys = hf_posenc.patch(hf_posenc.unpatch(model), {**VALUES, "terms": "keys"})
+    state = {name: each for name, each in model.state_dict().items() if "value_weight" not in name}
+    keys.load_state_dict(state)
+    for name, each in model.named_parameters():
+        if "value_weight" in name:
+            each.zero_()
+    assert_close(first(model(tokens())), first(keys(tokens())))  # which torch's function computes as a whole
 
 
 def test_an_attention_that_makes_no_product_of_weights(monkeypatch):

@@ -12,35 +12,22 @@ import torch
 import transformers
 
 import hf_posenc
+import models
 from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc.encodings import PatchLayout, PositionContext
-from models import randomize, randomize_encoding, slow, tiny
+from models import VISION_HOSTS, randomize, randomize_encoding, slow, tiny
 from oracles import sinusoids
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8)
 SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
-MODELS = {
-    "vit": ("ViT", {}, 1, 0),
-    "deit": ("DeiT", {}, 2, 0),
-    "registers": ("Dinov2WithRegisters", {}, 5, 0),
-    "yolos": ("Yolos", {"num_detection_tokens": 3}, 1, 3),
-    "clip": ("CLIPVision", {}, 1, 0),
-    "siglip": ("SiglipVision", {}, 0, 0),
-    "dinov3": ("DINOv3ViT", {"num_register_tokens": 4}, 5, 0),
-    "mlcd": ("MLCDVision", {}, 1, 0),
-    "beit": ("Beit", {"use_relative_position_bias": True}, 1, 0),
-    "beit-all": ("Beit", {"use_shared_relative_position_bias": True, "use_absolute_position_embeddings": True}, 1, 0),
-    "data2vec": ("Data2VecVision", {"use_relative_position_bias": True}, 1, 0),
-    "sam3": ("Sam3ViT", dict(window_size=2, global_attn_indexes=[1], pretrain_image_size=32), 0, 0),
-}
-"""Name -> prefix of the classes, changes of the config, tokens before and behind the patches."""
+OTHERS = {"deit": (2, 0), "registers": (5, 0), "yolos": (1, 3), "siglip": (0, 0), "dinov3": (5, 0), "sam3": (0, 0)}
+"""How many tokens come before and behind the patches, where it isn't one and none."""
 ENCODINGS = ("sinusoidal", "learned", "rope", "alibi", "shaw")
 PATCHES = 16
 
 
 def stock(name, **changes):
-    prefix, own, *_ = MODELS.get(name, (name, {}))
-    return tiny(f"{prefix}Model", **{**own, **changes})
+    return models.stock(name, **changes) if name in VISION_HOSTS else tiny(f"{name}Model", **changes)
 
 
 def patched(model, encoding, **options):
@@ -65,7 +52,7 @@ def in_order(pixels, order):
 
 
 def patches_in_order(name, output, order):
-    _, _, before, behind = MODELS[name]
+    before, behind = OTHERS.get(name, (1, 0))
     parts = output[:, :before], output[:, before : before + PATCHES][:, order], output[:, before + PATCHES :]
     assert output.shape[1] == before + PATCHES + behind
     return torch.cat(parts, 1)
@@ -74,11 +61,11 @@ def patches_in_order(name, output, order):
 ORDER = torch.randperm(PATCHES, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "sam3"])
+@pytest.mark.parametrize("name", [name for name in VISION_HOSTS if name != "sam3"])
 def test_order_of_patches(name):
     model, pixels = stock(name), images()
     assert_apart(states(model, in_order(pixels, ORDER)), patches_in_order(name, states(model, pixels), ORDER))
-    turn = [*MODELS].index(name) % len(ENCODINGS)
+    turn = [*VISION_HOSTS].index(name) % len(ENCODINGS)
     for encoding in ("none", *(ENCODINGS if name == "vit" else ENCODINGS[turn : turn + 1])):
         new, compare = patched(model, encoding), assert_close if encoding == "none" else assert_apart
         compare(states(new, in_order(pixels, ORDER)), patches_in_order(name, states(new, pixels), ORDER))
