@@ -151,9 +151,7 @@ ROTARY_HOSTS = {
     "gemma3": _rotary("Gemma3Text", "Gemma3", query_pre_attn_scalar=8, **ALTERNATE),
     "gpt-neox": _rotary("GPTNeoX", rotary_pct=0.25),
     "stablelm": _rotary("StableLm", partial_rotary_factor=0.5),
-    "gpt-oss": _rotary(
-        "GptOss", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **ALTERNATE, **EXPERTS, own_rows=True
-    ),
+    "gpt-oss": _rotary("GptOss", rope_parameters=ROPE, **ALTERNATE, **EXPERTS, own_rows=True),
     "deepseek": _rotary("DeepseekV3", num_key_value_heads=4, **LATENT),
     "qwen2": _rotary("Qwen2"),
     "gemma": _rotary("Gemma"),

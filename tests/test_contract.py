@@ -34,9 +34,6 @@ ALIKE = {*[*ROTARY_HOSTS][7:], *[*PAIR_HOSTS][7:], *[*VISION_HOSTS][4:], *[*AUDI
 """Built as others of these are."""
 
 
-EXCEPT = {("gpt-oss", "packed_texts_stay_apart")}  # the stock model's texts see one another, too
-
-
 def chosen():
     """The pairs of `make test`: each encoding on one host, and each host unlike those before it with all ways to act in one
     composition and two of them alone, by turns."""
@@ -61,7 +58,7 @@ PAIRS = sorted(dict.fromkeys([*PAIRS, *QUICK]), key=lambda pair: [*ALL_HOSTS].in
 def parameters():
     for host, encoding in PAIRS:
         for name, check in load().items():
-            if ALL_HOSTS[host].kind not in check.kinds or (host, name) in EXCEPT:
+            if not check.applies_to(Subject(host, encoding)):
                 continue
             if (host, encoding) in QUICK or not check.few:
                 marks = [] if (host, encoding) in QUICK and not check.slow else [pytest.mark.slow]

@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from checks.decoding import NEW, generate
-from checks.registry import TEXT, WRITERS, Subject, check, source
+from checks.registry import TEXT, WRITERS, Subject, check, named, source, without_windows
 from closeness import assert_close, assert_equal
 from models import ALL_WAYS, backends, patched, tokens
 
@@ -29,31 +29,27 @@ BY_LENGTH = ("logn", "normalized")
 """Encodings that depend on the length of a text, which a 4-D mask and position ids don't tell."""
 
 
-def named(encoding, names):
-    return any(part.partition(",")[0] in names for part in encoding.split("+"))
+# Gaps: padding between real tokens, tokens that are hidden, and ids that jump.
 
 
-# Gaps: padding between real tokens, tokens that are hidden, and ids that jump. (Windows count padding, stock models' too.)
-
-
-@check("decoder")
+@check("decoder", where=without_windows)
 @torch.no_grad()
 def hidden_tokens_are_not_there(it):
     """Also between others. (An encoder counts them there.)"""
-    if it.host.windowed:
-        return
     ids, mask = tokens(1, 12), torch.ones(1, 12, dtype=torch.long)
     mask[0, 4:7] = 0
     real = mask.bool()
     assert_close(it.plain(it.model, ids, mask)[real], it.plain(it.model, ids[real][None])[0])
 
 
-@check("encoder", "decoder")
+def takes_ids_for_places(it):  # LayoutLM takes no 4-D masks
+    return without_windows(it) and it.name != "layoutlm" and not named(it.encoding, COUNTING + BY_LENGTH)
+
+
+@check("encoder", "decoder", where=takes_ids_for_places)
 @torch.no_grad()
 def jumping_ids_are_places_in_a_longer_text(it):
     """Of which nothing else is seen."""
-    if it.host.windowed or it.name == "layoutlm" or named(it.encoding, COUNTING + BY_LENGTH):  # LayoutLM takes no 4-D masks
-        return
     ids, places = tokens(1, 9), torch.tensor([0, 1, 2, 6, 7, 11, 12, 13, 16])
     shown = torch.zeros(17, dtype=torch.bool).index_fill(0, places, True)
     longer, mask = torch.full((1, 17), 3).index_copy(1, places, ids), square(shown[None], it.kind)
@@ -62,12 +58,10 @@ def jumping_ids_are_places_in_a_longer_text(it):
     assert_close(found, right[:, places])
 
 
-@check("decoder")
+@check("decoder", where=without_windows)
 @torch.no_grad()
 def turns_of_a_batch_are_padded(it):
     """So that rows have padding between real tokens, which is in the cache."""
-    if it.host.windowed:
-        return
     texts, cache, mask, at = tokens(2, 9), it.cache(it.model), torch.zeros(2, 0, dtype=torch.long), [0, 0]
     expected = it.plain(it.model, texts)
     for widths, side in (((4, 2), "right"), ((2, 4), "left"), ((1, 3), "right")):
@@ -83,13 +77,11 @@ def turns_of_a_batch_are_padded(it):
             at[row] += width
 
 
-@check("decoder", few=True)
+@check("decoder", few=True, where=lambda it: without_windows(it) and not named(it.encoding, COUNTING))
 @torch.no_grad()
 def generate_goes_on_behind_right_padding(it):
     """`generate` takes a row's first token from its last column, which is padding, and goes on from the id of that column,
     which is 0: the new tokens of such a row are at 1, 2, …"""
-    if it.host.windowed or named(it.encoding, COUNTING):
-        return
     prompt, lengths, new = tokens(2, 8), (8, 5), 4
     mask = (torch.arange(8) < torch.tensor(lengths)[:, None]).long()
     made, logits = generate(it, it.twin(), prompt, mask, max_new_tokens=new)
@@ -277,7 +269,7 @@ def own_implementation(name):
 def implementations_are_switched(it):
     """By a method, by a dict, and in the config; one that takes no bias is refused where a bias would act."""
     if len(backends(it.model)) < 2:
-        return
+        pytest.skip("with one implementation")
     model, expected = it.twin(), it.plain(it.model)
     for switch in ("eager", {"": "sdpa"}, {"": "eager"}, "sdpa"):
         model.set_attn_implementation(switch)
@@ -359,12 +351,14 @@ def a_static_cache_is_used_again(it):
 # Graphs that were traced at one length and run at others, and images of other sizes.
 
 
-@check("encoder", "decoder", few=True, slow=True)
+def of_few(it):
+    return it.name in ("bert", "gpt2", "llama") and it.encoding in ("alibi", "rope", "shaw", "learned", ALL_WAYS)
+
+
+@check("encoder", "decoder", few=True, slow=True, where=of_few)
 @torch.no_grad()
 def a_graph_of_one_length_runs_at_others(it):
     """On both sides of the 256 keys from which on an untraced CPU takes other kernels, padded, and with a cache."""
-    if it.name not in ("bert", "gpt2", "llama") or it.encoding not in ("alibi", "rope", "shaw", "learned", ALL_WAYS):
-        return
     model, other = (patched(it.name, it.encoding, it.host.head, max_length=512) for _ in range(2))
     other.set_attn_implementation("eager")
     torch._dynamo.reset()

@@ -5,7 +5,7 @@ import copy
 import torch
 from transformers import DynamicCache, StaticCache
 
-from checks.registry import WRITERS, check
+from checks.registry import WRITERS, check, without_windows
 from closeness import assert_close, assert_equal
 from models import tokens
 
@@ -31,12 +31,10 @@ def cached_decoding_is_one_pass(it):
             assert_close(it.in_pieces(it.model, ids, (7, 8, 9), cache, seen)[real], expected[real])
 
 
-@check("decoder")
+@check("decoder", where=without_windows)
 @torch.no_grad()
 def decoding_follows_right_padding(it):
-    """What follows a right-padded prompt is as far from it as without the padding. Windows of attention go by columns."""
-    if it.host.windowed:
-        return
+    """What follows a right-padded prompt is as far from it as without the padding."""
     prompt, new, lengths = tokens(3, 7), tokens(3, 4, seed=1), (4, 7, 1)
     mask = torch.arange(7)[None] < torch.tensor(lengths)[:, None]
     whole, ids = torch.cat([mask, torch.ones(3, 4, dtype=torch.bool)], dim=1).long(), torch.cat([prompt, new], dim=1)
@@ -47,12 +45,10 @@ def decoding_follows_right_padding(it):
             assert_close(decoded[row : row + 1], alone)
 
 
-@check("decoder")
+@check("decoder", where=without_windows)
 @torch.no_grad()
 def decoding_follows_position_ids(it):
     """Cached keys stay where they were, with ids given for what follows, and without."""
-    if it.host.windowed:
-        return
     ids, jumping = tokens(2, 9), torch.tensor([[0, 1, 2, 9, 10], [3, 4, 2, 1, 0]])
     for following in ([[11, 12, 13, 20]], [[14, 2, 3, 4], [0, 1, 2, 17]], None):
         positions = torch.cat([jumping, torch.tensor(following or [[5, 6, 7, 8]]).expand(2, -1)], dim=1)

@@ -19,7 +19,7 @@ from transformers.cache_utils import Fp8QuantizedLayer
 import hf_posenc
 from checks.decoding import NEW, generate
 from checks.placement import EightBit
-from checks.registry import WRITERS, check
+from checks.registry import WRITERS, check, without_windows
 from closeness import assert_close
 from models import VOCABULARY, patched, tokens
 
@@ -57,11 +57,9 @@ def a_prompt_is_read_in_chunks(it):
     assert_close(generate(it, it.twin(), prompt, mask, prefill_chunk_size=4)[1], expected[1])
 
 
-@check(*WRITERS, few=True)
+@check(*WRITERS, few=True, where=without_windows)
 @torch.no_grad()
 def a_quantized_cache_only_rounds(it):
-    if it.host.windowed:
-        return
     ids = tokens(2, 12)
     with pytest.MonkeyPatch.context() as patch:  # the rounding would hide faults
         patch.setattr(Fp8QuantizedLayer, "fp8_dtype", torch.float16)
@@ -87,12 +85,10 @@ def packed_texts_of_a_collator(it):
         it.model(**rows, use_cache=False)
 
 
-@check("decoder", few=True)
+@check("decoder", few=True, where=lambda it: it.name in ("llama", "qwen3", "gpt2"))
 @torch.no_grad()
 def continuous_batching_gives_what_generate_does(it):
     """Encodings that bias scores or widen keys are refused."""
-    if it.name not in ("llama", "qwen3", "gpt2"):
-        return
     prompts, model = tokens(3, 6), it.twin()
     more = dict(
         generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),

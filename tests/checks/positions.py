@@ -89,7 +89,7 @@ TEXTS = (5, 7)
 """Tokens of the texts in a packed row."""
 
 
-@check("decoder")
+@check("decoder", where=lambda it: it.name != "gpt-oss")  # the stock model's texts see one another, too
 @torch.no_grad()
 def packed_texts_stay_apart(it):
     """Ids that start from 0 again within a row mean two texts, of which neither sees the other (as in stock models, without

@@ -28,26 +28,40 @@ LIMITED = ("learned", "tupe", "normalized")
 @dataclass(frozen=True)
 class Check:
     """run: raises where the property doesn't hold. kinds: of hosts. few: too slow for the product of hosts and encodings.
-    slow: not in `make test`."""
+    slow: not in `make test`. where: the subjects that should have the property; None for all of these hosts."""
 
     run: Callable[["Subject"], None]
     kinds: tuple[str, ...]
     few: bool
     slow: bool
+    where: Callable[["Subject"], bool] | None
+
+    def applies_to(self, it: "Subject") -> bool:
+        return it.kind in self.kinds and (self.where is None or self.where(it))
 
 
 CHECKS: dict[str, Check] = {}
 
 
-def check(*kinds, few=False, slow=False):
+def check(*kinds, few=False, slow=False, where=None):
     """Register a function of a Subject under its name."""
 
     def add(run):
         assert run.__name__ not in CHECKS, run.__name__
-        CHECKS[run.__name__] = Check(run, kinds or EVERY, few, slow)
+        CHECKS[run.__name__] = Check(run, kinds or EVERY, few, slow, where)
         return run
 
     return add
+
+
+def named(encoding, names):
+    """Whether it is, or has a part that is, one of these encodings, with options or without."""
+    return any(part.partition(",")[0] in names for part in encoding.split("+"))
+
+
+def without_windows(it):
+    """A window of attention counts tokens by their columns, padding among them, in stock models, too."""
+    return not it.host.windowed
 
 
 @dataclass(frozen=True)

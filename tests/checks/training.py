@@ -1,6 +1,7 @@
 """Gradients, and the ways to compute them with less memory."""
 
 import functools
+import tempfile
 
 import pytest
 import torch
@@ -68,8 +69,6 @@ def layers_in_checkpoint_wrappers(it):
 @check(few=True)
 @torch.no_grad()
 def lora_is_saved_and_loaded(it):
-    import tempfile
-
     linear = {name.rpartition(".")[2] for name, each in it.model.named_modules() if type(each) is torch.nn.Linear}
     adapted = [name for name in ("q_proj", "query", "q_lin", "q", "c_attn", "v_proj", "value") if name in linear]
     if not adapted:
