@@ -16,6 +16,7 @@ import torch
 import transformers
 from tqdm import tqdm
 from transformers import BertTokenizer
+from xdist.scheduler import LoadFileScheduling
 
 import hf_posenc
 import models
@@ -29,6 +30,14 @@ WORDS = [f"w{i}" for i in range(VOCABULARY - 5)]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
+class ByFileAndHost(LoadFileScheduling):
+    """A file's tests in one process, which makes their fixtures once; the contract's, a file of a third of all, host by host."""
+
+    def _split_scope(self, nodeid):
+        file, _, name = nodeid.partition("::")
+        return f"{file}::{name.partition('-')[0]}" if file.endswith("test_contract.py") else file
+
+
 def pytest_configure(config):
     if os.environ.get("RESUME_FILE"):
         config.pluginmanager.register(Resume(config))
@@ -38,6 +47,11 @@ def pytest_collection_finish():
     """Libraries and tests stay to the end: collections of garbage, a quarter of the time, need not look through them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return ByFileAndHost(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_runtest_setup(item):

@@ -19,6 +19,7 @@ def problems(path):
     WithHead, inputs = getattr(transformers, expected["auto"]), expected["inputs"]
     model, half = (WithHead.from_pretrained(path / "head", **more) for more in ({}, {"dtype": torch.bfloat16}))
     yield "with head", torch.equal(model(**inputs)[0], expected["head"])
+    yield "experts", getattr(model.config, "_experts_implementation", None) == expected["experts"]
     yield "half precision", half.dtype == torch.bfloat16 and torch.equal(half(**_half(inputs))[0], expected["half"])
     if expected["bare"] is not None:
         bare = transformers.AutoModel.from_pretrained(path / "bare")

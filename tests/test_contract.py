@@ -65,7 +65,12 @@ def parameters():
                 yield pytest.param(host, encoding, name, marks=[*marks, *getattr(check.run, "pytestmark", [])])
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*does not support setting")
+@pytest.mark.filterwarnings(  # the last one of a host's code
+    "ignore::FutureWarning",
+    "ignore::DeprecationWarning",
+    "ignore:.*does not support setting",
+    "ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function at 'fsdp.py",
+)
 @pytest.mark.parametrize(("host", "encoding", "name"), list(parameters()))
 def test_contract(host, encoding, name):
     load()[name].run(Subject(host, encoding))
@@ -105,6 +110,7 @@ def save(it, path):
         "bare": base(**it.inputs())[0] if bare else None,
         "half": it.twin().to(torch.bfloat16)(**it.half_inputs())[0],
         "stock": it.plain(it.stock),
+        "experts": getattr(it.stock.config, "_experts_implementation", None),
     }
     torch.save(expected, path / "expected.pt")
 

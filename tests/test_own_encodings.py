@@ -246,6 +246,17 @@ def test_classes_that_would_never_act(own_registry, content, words):
     assert "test-idle" not in hf_posenc.PositionEncoding.registered
 
 
+@pytest.mark.parametrize("value", [torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(2))])
+def test_modules_that_a_method_would_hide(own_registry, value):
+    class Hidden(hf_posenc.PositionEncoding, type="test-hidden"):
+        def __init__(self, geometry, **options):
+            super().__init__(geometry, **options)
+            self.rows = value
+
+    with pytest.raises(ValueError, match=r"Hidden.rows can't be a module or a parameter: .* such as rows_table"):
+        hf_posenc.patch(stock("bert"), "test-hidden")
+
+
 def test_a_bias_of_one_axis(own_registry):
     class Flat(hf_posenc.PositionEncoding, type="test-flat"):
         def distance_bias(self, distance):

@@ -198,6 +198,15 @@ class PositionEncoding(nn.Module):
         for name, value in checked.items():
             setattr(self, name, value)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch.nn.Module keeps these where a method of the same name hides them.
+        if isinstance(value, (nn.Module, nn.Parameter)) and hasattr(PositionEncoding, name):
+            raise ValueError(
+                f"{type(self).__qualname__}.{name} can't be a module or a parameter: PositionEncoding has an attribute of this "
+                f"name. Choose another, such as {name}_table."
+            )
+        super().__setattr__(name, value)
+
     def forward(self, verb: str, *args: Any) -> Any:
         """The result of one of the verbs."""
         # Accelerate brings offloaded weights to a module that is called. Some within are only read, such as a ParameterList.

@@ -295,6 +295,10 @@ class PosEncModelMixin(EncodingModelMixin):
         # Judged by the source of the host's module, which this class is not in.
         return cls.original_class._can_set_attn_implementation()
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls.original_class._can_set_experts_implementation()
+
 
 def __getattr__(name: str) -> Any:
     """`PosEnc<HostClass>` for any config or model class of Transformers, made once and then an ordinary attribute; or for a

@@ -7,6 +7,7 @@ import re
 import threading
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_posenc
@@ -31,7 +32,7 @@ def patch_keeps_the_host(it):
     assert all("posenc." in name for name in ours.keys() - theirs.keys())
     gone = {name.removeprefix(f"{model.base_model_prefix}.") for name in theirs.keys() - ours.keys()}
     assert gone <= {*it.host.tables, *it.host.biases} or all(
-        re.search("relative|distance|position|pos_", name) for name in gone
+        re.search("relative|distance|position|pos_|_pos|rel_embeddings|^encoder.encoder.LayerNorm", name) for name in gone
     )
     assert type(new).__name__ == "PosEnc" + type(model).__name__ and isinstance(new, type(model))
     if it.kind in TEXT:
@@ -69,11 +70,13 @@ def unpatch_gives_the_host_back(it):
 @check()
 @torch.no_grad()
 def copies_are_independent(it):
-    expected, buffer = it.plain(it.model), io.BytesIO()
-    torch.save(it.model, buffer)
-    buffer.seek(0)
+    expected, buffer, twins = it.plain(it.model), io.BytesIO(), [it.twin()]
+    if not any(is_parametrized(module) for module in it.model.modules()):  # which torch can't pickle
+        torch.save(it.model, buffer)
+        buffer.seek(0)
+        twins += [pickle.loads(pickle.dumps(it.model)), torch.load(buffer, weights_only=False)]
     implementation = it.model.config._attn_implementation
-    for twin in (it.twin(), pickle.loads(pickle.dumps(it.model)), torch.load(buffer, weights_only=False)):
+    for twin in twins:
         assert_equal(it.plain(twin), expected)
         randomize(twin, seed=7)
         assert_apart(it.plain(twin), expected)
@@ -92,8 +95,9 @@ def outputs_have_the_hosts_shapes(it):
         ours, theirs = (model(**it.inputs(), output_hidden_states=True, output_attentions=True) for model in both)
     for name in theirs:
         if name.endswith(("hidden_states", "attentions")):
-            assert [each.shape for each in ours[name]] == [each.shape for each in theirs[name]], name
-        if name.endswith("attentions") and ours[name] and not it.host.own_rows:
+            shapes = [[None if each is None else each.shape for each in output[name]] for output in (ours, theirs)]
+            assert shapes[0] == shapes[1], name
+        if name.endswith("attentions") and ours[name] and ours[name][0] is not None and not it.host.own_rows:
             assert_close(ours[name][0].sum(-1), torch.ones_like(ours[name][0][..., 0]))
 
 

@@ -87,7 +87,7 @@ class Subject:
     @property
     def spec(self) -> str | dict[str, Any]:
         """The encoding as `patch` takes it."""
-        return models.CONFIGURED.get(self.encoding, self.encoding)
+        return models.spec_of(self.encoding)
 
     @property
     def model(self) -> Any:
@@ -145,7 +145,8 @@ class Subject:
 
     def step(self, model, ids, cache, mask=None, **more) -> torch.Tensor:
         """The logits of the tokens that follow those in a cache."""
-        return self.plain(model, ids, mask, past_key_values=cache, use_cache=True, **more)
+        use_cache = None if self.name == "switch" else True  # its encoder refuses True
+        return self.plain(model, ids, mask, past_key_values=cache, use_cache=use_cache, **more)
 
     def in_pieces(self, model, ids, cuts, cache=None, mask=None) -> torch.Tensor:
         """`[B, L, V]` by cached decoding, with one forward pass for the tokens between two of the cuts."""

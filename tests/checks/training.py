@@ -1,6 +1,7 @@
 """Gradients, and the ways to compute them with less memory."""
 
 import functools
+import re
 import tempfile
 
 import pytest
@@ -20,13 +21,18 @@ def loss(it, model):
     return it.plain(model).square().mean()
 
 
+IDLE = re.compile(r"bias_v$|\.experts\.")
+"""Parameters without a gradient where their stack has the encoding: a bias of the queries before they meet the host's own
+positions, which are zeros; and experts, which get the tokens that a router sends them."""
+
+
 @check()
 def gradients_reach_every_parameter(it):
     found = gradients(it.twin(), functools.partial(loss, it))
     theirs = gradients(it.fresh_stock(), functools.partial(loss, it))
     reached, theirs = ({name for name, each in found.items() if each.any()} for found in (found, theirs))
     assert {name for name, _ in it.model.named_parameters() if "posenc." in name} <= reached
-    assert theirs & dict(it.model.named_parameters()).keys() <= reached
+    assert {name for name in theirs & dict(it.model.named_parameters()).keys() if not IDLE.search(name)} <= reached
 
 
 @check()
