@@ -31,7 +31,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class ByFileAndHost(LoadFileScheduling):
-    """A file's tests in one process, which makes their fixtures once; the contract's, a file of a third of all, host by host."""
+    """A file's tests in one process, which makes their fixtures once; those of test_contract.py, most of all, by host."""
 
     def _split_scope(self, nodeid):
         file, _, name = nodeid.partition("::")
