@@ -47,6 +47,11 @@ def local_tensor(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def whole_tensor(tensor: Any) -> Any:
+    """A distributed tensor (DTensor), gathered from all ranks. Any other tensor is returned unchanged."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """The names of a module's buffers that its state_dict leaves out. The set may be changed."""
     return module._non_persistent_buffers_set

@@ -36,6 +36,7 @@ class Progress:
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
     evaluations: list[dict[str, float]] = field(default_factory=list)
     best_step: int | None = None
     best: dict[str, float] = field(default_factory=dict)
@@ -174,7 +175,8 @@ class Run:
             bar.set_postfix(
                 loss=f"{sum(recent) / len(recent):.4f}", tokens_per_s=f"{progress.tokens / progress.seconds:.0f}", refresh=False
             )
-            accelerator.log({"train_loss": recent[-1], "learning_rate": self.scheduler.get_last_lr()[0]}, step=progress.step)
+            rate, norm = self.scheduler.get_last_lr()[0], progress.gradient_norms[-1]
+            accelerator.log({"train_loss": recent[-1], "gradient_norm": norm, "learning_rate": rate}, step=progress.step)
             if self.validation and self._due(arguments.eval_steps or "epoch"):
                 self._evaluate(self.validation)
             if self._due(arguments.checkpointing_steps):
@@ -214,7 +216,7 @@ class Run:
                 # Accelerate averages over accumulated batches, and DDP over processes; shares have to be summed.
                 accelerator.backward(share * (accelerator.num_processes * len(window)))
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
+                    norm = accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         if not accelerator.optimizer_step_was_skipped:  # by fp16's gradient scaler
@@ -225,6 +227,7 @@ class Run:
         progress.step += 1
         progress.tokens += all_tokens
         progress.losses.append(loss)
+        progress.gradient_norms.append(_compat.whole_tensor(norm).item())
 
     def _stop(self, what: str) -> None:
         last = checkpoints.newest(self.output_dir)
@@ -315,5 +318,7 @@ class Run:
             "best_step": progress.best_step,
             "arguments": self._said(),
             "losses": progress.losses,
+            # Before clipping; infinite where fp16's gradient scaler skipped a step, which JSON can't say.
+            "gradient_norms": [norm if math.isfinite(norm) else None for norm in progress.gradient_norms],
             "evaluations": progress.evaluations,
         }
