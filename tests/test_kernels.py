@@ -478,6 +478,18 @@ def test_a_far_key_that_counts_is_not_hidden(train):
     assert_close(biased(states, None, encoding, context).double(), expected, rtol=1e-3, atol=1e-4)
 
 
+@torch.no_grad()
+def test_a_key_that_differs_by_twice_the_product_of_lengths():
+    """It lies behind a bias of -250, and its score is 200 where those of all other keys are -200."""
+    query = torch.zeros(1, H, 1024, E).index_fill(3, torch.tensor([0]), 20.0)
+    key, value = -query, random(1, H, 1024, E, dtype=torch.float32)
+    key[:, :, 1000] *= -1
+    encoding, index = hf_posenc.list_encodings()["alibi"](Geometry(H * E, H, E)), torch.arange(1024)[None]
+    context = PositionContext(encoding, index, 0, index.new_zeros(1, 1), scaling=0.5)
+    found = biased((query, key, value), None, encoding, context)
+    assert_close(found[0, 0, 2], value[0, 2, 1000])
+
+
 def _forbids_near(distance):
     return torch.where(distance.abs() < 4, -torch.inf, -2.0 * distance.abs())
 
