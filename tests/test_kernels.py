@@ -10,7 +10,7 @@ from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_posenc
-from closeness import assert_close
+from closeness import assert_close, assert_equal
 from hf_posenc.attention import bias_backends, blockwise, dispatch
 from hf_posenc.attention.dispatch import AttentionCall
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
@@ -456,10 +456,10 @@ def test_vectors_of_another_shape(own_registry, always, ways, given, message):
             model(tokens())
 
 
-def biased(states, mask, encoding, context, forward=sdpa_attention_forward):
+def biased(states, mask, encoding, context, forward=sdpa_attention_forward, is_causal=False):
     """`[B, Q, H, E]`, as an attention with SDPA gets it."""
-    module, options = SimpleNamespace(is_causal=False), {"scaling": 0.5, "is_causal": False}
-    call = AttentionCall(module, *states, mask, [encoding], context, False, options)
+    module, options = SimpleNamespace(is_causal=is_causal), {"scaling": 0.5, "is_causal": is_causal}
+    call = AttentionCall(module, *states, mask, [encoding], context, is_causal, options)
     return bias_backends.biased_attention(forward, call)[0]
 
 
@@ -488,6 +488,21 @@ def test_a_key_that_differs_by_twice_the_product_of_lengths():
     context = PositionContext(encoding, index, 0, index.new_zeros(1, 1), scaling=0.5)
     found = biased((query, key, value), None, encoding, context)
     assert_close(found[0, 0, 2], value[0, 2, 1000])
+
+
+@torch.no_grad()
+def test_causal_and_other_layers_of_one_pass():
+    """What is computed once for all layers is that of layers which see the same keys."""
+    states = [random(1, H, 300, E, seed=seed, dtype=torch.float32) for seed in (5, 6, 7)]
+    encoding, index = hf_posenc.list_encodings()["alibi"](Geometry(H * E, H, E)), torch.arange(300)[None]
+
+    def context():
+        return PositionContext(encoding, index, 0, index.new_zeros(1, 1), scaling=0.5)
+
+    shared = context()
+    for is_causal in (True, False, True):
+        alone = biased(states, None, encoding, context(), is_causal=is_causal)
+        assert_equal(biased(states, None, encoding, shared, is_causal=is_causal), alone)
 
 
 def _forbids_near(distance):
