@@ -1,27 +1,11 @@
 """Another position encoding in a Transformers model, with one call."""
 
-import importlib
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 from hf_posenc import _versions
-
-_versions.check()
-
-# After the check: older libraries lack what is imported here.
-from hf_posenc.architectures.components import UnsupportedModelError  # noqa: E402
-from hf_posenc.architectures.registration import register_attention, register_positions  # noqa: E402
-from hf_posenc.conversion.converting import convert  # noqa: E402
-from hf_posenc.conversion.extension import extend  # noqa: E402
-from hf_posenc.conversion.legacy_v4 import from_v4  # noqa: E402
-from hf_posenc.conversion.patching import patch, unpatch  # noqa: E402
-from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: E402
-from hf_posenc.encodings import did_you_mean as _meant  # noqa: E402
-from hf_posenc.hub.cards import model_card  # noqa: E402
-from hf_posenc.hub.push import push_to_hub  # noqa: E402
-from hf_posenc.inspection import inspect  # noqa: E402
-from hf_posenc.modeling import auto as _auto  # noqa: E402
-from hf_posenc.modeling import derived as _derived  # noqa: E402
-from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,16 +28,25 @@ __all__ = [
     "unpatch",
 ]
 
-_auto.register_auto_classes()
+if Path(sys.argv[0]).stem != "hf-posenc":  # in the command, those subcommands import it that need torch and Transformers
+    _versions.check()
+    from hf_posenc.api import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
-    """`hf_posenc.PosEnc<HostClass>`, made when it is first asked for; packages, which are imported then."""
+    """`hf_posenc.PosEnc<HostClass>`, made when it is first asked for; packages, and in the command all names, imported then."""
     if name in ("diagnostics", "plots"):
         return importlib.import_module(f"hf_posenc.{name}")
-    if name.startswith(_derived.PREFIX):
-        return getattr(_derived, name)
-    raise AttributeError(f"module 'hf_posenc' has no attribute {name!r}{_meant(name, __all__)}")
+    if name in __all__:
+        return getattr(importlib.import_module("hf_posenc.api"), name)
+    if importlib.util.find_spec(f"hf_posenc.{name}"):  # `from hf_posenc import module` asks for it before it imports it
+        raise AttributeError(name)
+    from hf_posenc.encodings import did_you_mean
+    from hf_posenc.modeling import derived
+
+    if name.startswith(derived.PREFIX):
+        return getattr(derived, name)
+    raise AttributeError(f"module 'hf_posenc' has no attribute {name!r}{did_you_mean(name, __all__)}")
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 OVERRIDDEN = (
     "_init_weights",
@@ -30,6 +31,24 @@ GRADIENT_CHECKPOINTING = "_gradient_checkpointing_func"
 
 Convolution = nn.modules.conv._ConvNd
 """The base class of torch's convolutions."""
+
+
+CHECKPOINTING = (
+    "activation_checkpointing_enable"
+    if hasattr(PreTrainedModel, "activation_checkpointing_enable")
+    else "gradient_checkpointing_enable"
+)
+"""The method of Transformers' models that turns on activation checkpointing: renamed in Transformers 5.23."""
+
+
+def enable_checkpointing(model: Any, options: dict[str, Any] | None = None) -> None:
+    """Turn on activation checkpointing. options: for `torch.utils.checkpoint.checkpoint`."""
+    getattr(model, CHECKPOINTING)(options)
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces. Before torch 2.7, which has a function for it, its compilation isn't told apart."""
+    return torch.compiler.is_exporting() if hasattr(torch.compiler, "is_exporting") else False
 
 
 def is_transformed() -> bool:
@@ -91,7 +110,9 @@ def record_outputs(model: nn.Module) -> None:
     """Register what a model whose class was replaced can record (`output_attentions`, `output_hidden_states`)."""
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs  # type: ignore[index, assignment]
+    # Until Transformers 5.23 a plain dict by names of classes, in which a model as a key would stay for good.
+    key: Any = str(type(model)) if type(_CAN_RECORD_REGISTRY) is dict else model
+    _CAN_RECORD_REGISTRY[key] = model._can_record_outputs  # type: ignore[assignment]
 
 
 def set_attention_implementation(config: Any, name: str) -> None:

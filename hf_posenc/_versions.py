@@ -1,18 +1,47 @@
-"""Checks at import that the installed versions are within the ranges that pyproject.toml states."""
+"""The versions of Transformers and torch that hf_posenc is tested with, and what is known to fail with others."""
 
+import warnings
 from importlib import metadata
 
-from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-REQUIRED = {"torch": ">=2.13,<3", "transformers": ">=5.23,<6"}
-"""As in pyproject.toml, which isn't part of the code saved with a checkpoint."""
+TESTED = {"transformers": ("5.15", "6"), "torch": ("2.6", "3")}
+"""The oldest version that is tested, and the first that isn't. The oldest are also in pyproject.toml, which isn't part of the
+code saved with a checkpoint."""
+IMPORTS = "5.6"
+"""The oldest version of Transformers with all modules that the package imports."""
+FAILS = {
+    "transformers": "T5, XLNet, and about 30 other architectures can't be patched, and flex attention takes no biases",
+    "torch": "flex attention takes no biases on the CPU, and compilation fails in part",
+}
+"""What is known to fail with versions that are older than those tested."""
 
 
 def check() -> None:
-    """Raises an ImportError that names the installed version, the supported range and the remedy."""
-    for name, specifier in REQUIRED.items():
+    """Raises an ImportError if the package can't be imported with the installed Transformers; warns as `warn` does."""
+    found = metadata.version("transformers")
+    if Version(found) < Version(IMPORTS):
+        oldest = TESTED["transformers"][0]
+        raise ImportError(
+            f"hf_posenc needs Transformers {oldest} or newer, and {found} is installed, which lacks modules that it imports: "
+            f'pip install "transformers>={oldest}"'
+        )
+    warn()
+
+
+def warn() -> None:
+    """Warns of versions outside the tested range: what is known to fail, and the remedy. Code in checkpoints does only this."""
+    for name, (oldest, untested) in TESTED.items():
         found = metadata.version(name)
-        if not SpecifierSet(specifier).contains(found, prereleases=True):
-            raise ImportError(
-                f'hf_posenc works with {name}{specifier}, but {found} is installed: pip install "{name}{specifier}"'
+        if Version(found).release < Version(oldest).release:
+            warnings.warn(
+                f"hf_posenc is tested with {name} {oldest} or newer, and {found} is installed. Known to fail: {FAILS[name]}. "
+                f'To upgrade: pip install "{name}>={oldest}"',
+                stacklevel=3,
+            )
+        elif Version(found).release >= Version(untested).release:
+            warnings.warn(
+                f"hf_posenc isn't tested with {name} {untested} or newer, and {found} is installed. If something fails: pip "
+                f'install "{name}<{untested}"',
+                stacklevel=3,
             )

@@ -209,7 +209,7 @@ class Hub(ThreadingHTTPServer):
 
     def handle_error(self, request, client_address):
         """Says nothing of clients that have gone."""
-        if not isinstance(sys.exception(), ConnectionError):
+        if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
 

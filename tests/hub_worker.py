@@ -32,22 +32,23 @@ class Clock:
 
 
 def without_waiting():
-    import httpx2
     import huggingface_hub.utils._http
 
     from hf_posenc.hub import requests
 
-    requests.time = huggingface_hub.utils._http.time = Clock
-    answered = httpx2.HTTPTransport.handle_request
+    http = huggingface_hub.utils._http
+    requests.time = http.time = Clock
+    httpx = http.httpx2 if hasattr(http, "httpx2") else http.httpx  # httpx2 since huggingface_hub 2
+    answered = httpx.HTTPTransport.handle_request
 
     def handle_request(self, request):
         response = answered(self, request)
         if "X-Silent" in response.headers:  # hub_server.silent
             Clock.sleep(request.extensions["timeout"]["read"])
-            raise httpx2.ReadTimeout("timed out", request=request)
+            raise httpx.ReadTimeout("timed out", request=request)
         return response
 
-    httpx2.HTTPTransport.handle_request = handle_request
+    httpx.HTTPTransport.handle_request = handle_request
 
 
 def told(error):

@@ -5,7 +5,7 @@ A run of a script may be several processes (gloo), be killed with SIGKILL at a g
 
 import contextlib
 import gc
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -77,7 +77,8 @@ class Launcher:
 def serve(jobs, answer, level, *later):
     """Do the jobs of a level, each in forks of this process; those of later levels go to a fork which serves them."""
     for name in LEVELS[level]:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name):
+            importlib.import_module(name)
     if remote_code := sys.modules.get("hf_posenc.serialization.remote_code"):
         remote_code.files("hf_posenc.modeling.derived", [], None)  # as it keeps them for the next save
     gc.freeze()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from hf_posenc import _compat
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
 from models import HOSTS, first, stock
 
@@ -169,7 +170,7 @@ def gradients(model, loss):
 
 def checkpointed(model, loss, reentrant):
     """The same with gradient checkpointing, of one of its two kinds."""
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    _compat.enable_checkpointing(model, {"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
     return gradients(model, loss)

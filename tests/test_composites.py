@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from closeness import assert_apart, assert_close, assert_equal
 from conftest import run_python
+from hf_posenc import _compat
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.cli import app
 from models import BERT, LLAMA, VOCABULARY, first, patched, randomize, randomize_encoding, slow, stock, tiny_config, tokens
@@ -525,9 +526,9 @@ def test_checkpointing_and_lora(tmp_path):
 
     expected = gradients(model.train(), loss)
     assert any("posenc" in name for name in expected)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    _compat.enable_checkpointing(model, {"use_reentrant": False})
     assert_close(gradients(model, loss), expected)
-    model.eval().activation_checkpointing_disable()
+    getattr(model.eval(), _compat.CHECKPOINTING.replace("enable", "disable"))()
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     expected = run(adapted, inputs)
     adapted.save_pretrained(tmp_path / "adapter")

@@ -14,6 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 import hf_posenc
 import models
 from closeness import assert_apart, assert_close, assert_equal
+from hf_posenc import _compat
 from hf_posenc.configuration import PositionSpec
 from models import BART, LENGTH, PAIR_HOSTS, T5, VOCABULARY, randomize, randomize_encoding, slow, tiny, tokens
 from oracles import gradients
@@ -63,7 +64,7 @@ def assert_checkpointing_gives(expected, model):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     for reentrant in (True, False):
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        _compat.enable_checkpointing(model, {"use_reentrant": reentrant})
         assert_close(gradients(model, loss), expected)
 
 

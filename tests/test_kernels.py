@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_posenc
 from closeness import assert_close, assert_equal
+from hf_posenc import _compat
 from hf_posenc.attention import bias_backends, blockwise, dispatch
 from hf_posenc.attention.dispatch import AttentionCall
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
@@ -620,7 +621,7 @@ def test_checkpointing_drops_the_same_weights(always, encoding):
         outputs.clear()
         model = patched("bert", encoding, attention_probs_dropout_prob=0.4, hidden_dropout_prob=0.0).train()
         model.encoder.layer[0].attention.self.register_forward_hook(note)
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        _compat.enable_checkpointing(model, {"use_reentrant": reentrant})
         model.enable_input_require_grads()
         first(model(tokens())).sum().backward()
         assert len(outputs) == 2 and torch.equal(*outputs)

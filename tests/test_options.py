@@ -687,6 +687,7 @@ ORDER = [
     {"conversion", "evaluation", "diagnostics"},
     {"hub", "plots", "training"},
     {"explorer"},
+    {"api"},
     {"cli"},
 ]
 """A package, or a module of the root, imports from the lines above its own alone. A new one needs a place here."""

@@ -7,6 +7,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posenc
 from closeness import assert_apart, assert_close, assert_equal
+from hf_posenc import _compat
 from models import HOSTS, LENGTH, backends, first, patched, randomize_encoding, stock, tokens
 from oracles import alibi, future, gpt2_query_key, gradients, heads
 from reloading import keep, reload
@@ -219,10 +220,10 @@ def test_gradients(host, name):
         model.set_attn_implementation(implementation)
         for reentrant in (None, False, True) if model.supports_gradient_checkpointing else (None,):
             if reentrant is not None:
-                model.activation_checkpointing_enable({"use_reentrant": reentrant})
+                _compat.enable_checkpointing(model, {"use_reentrant": reentrant})
             every = gradients(model, lambda model: first(model(tokens())).square().sum())
             found[implementation, reentrant] = {path: value for path, value in every.items() if "posenc" in path}
-            model.activation_checkpointing_disable()
+            getattr(model, _compat.CHECKPOINTING.replace("enable", "disable"))()
     expected = next(iter(found.values()))
     assert expected.keys() == {path for path, _ in model.named_parameters() if "posenc" in path}
     assert all(value.any() for value in expected.values())

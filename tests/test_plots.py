@@ -21,7 +21,7 @@ import hf_posenc
 from conftest import ROOT
 from hf_posenc import diagnostics, plots
 from hf_posenc.cli import app
-from hf_posenc.cli.plot import _command
+from hf_posenc.cli.figures import _command
 from hf_posenc.diagnostics import figures as style
 from hf_posenc.diagnostics import registry
 from hf_posenc.plots import length_records

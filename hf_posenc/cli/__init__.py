@@ -1,7 +1,8 @@
 """`hf-posenc list | inspect | patch | convert | unpatch | extend | eval | bench | plot | explore | model-card | push`
 
-One file per subcommand; all files here are imported. What they share: `arguments` (arguments of several
-commands), `completion` (what the Tab key offers), `output` (text or JSON), `folders` and `texts` (what is read and written).
+One file per subcommand. What they share: `arguments` (arguments of several commands), `catalog` (what is known without torch),
+`completion` (what the Tab key offers), `output` (text or JSON), `folders` and `texts` (what is read and written), `figures`
+(the commands of plot).
 """
 
 import contextlib
@@ -15,28 +16,35 @@ try:
     import typer
     from rich.console import Console
     from rich.markup import escape
-    from typer.core import TyperGroup
+    from typer.core import TyperCommand, TyperGroup
 except ImportError as error:
     raise SystemExit(f'hf-posenc needs typer and rich ({error}): pip install "hf-posenc[cli]"') from None
-
-from huggingface_hub.errors import HTTPError  # of the HTTP library that huggingface_hub uses
-from safetensors import SafetensorError
-from transformers import dynamic_module_utils
 
 import hf_posenc
 from hf_posenc.evaluation import terminals
 
 console = Console(soft_wrap=True)
-EXPECTED = (ValueError, OSError, ImportError, HTTPError, SafetensorError)
-"""Raised by bad input, missing extras, a full disk or an unreachable Hub. Anything else is a bug and gets a traceback."""
 DEBUG = "--debug"
+WITH_TORCH = ("__main__", "figures", "folders", "texts")
+"""Modules here that commands import when they run. The others import no torch, so that help and completion are immediate."""
 FOREIGN_CODE = "execute custom code"
 """What Transformers' error for a checkpoint with code of its own says."""
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether bad input, a missing extra, a full disk or an unreachable Hub raised it. Anything else is a bug and gets a
+    traceback."""
+    from huggingface_hub.errors import HTTPError  # of the HTTP library that huggingface_hub uses
+    from safetensors import SafetensorError
+
+    return isinstance(error, (ValueError, OSError, ImportError, HTTPError, SafetensorError))
 
 
 @contextlib.contextmanager
 def asking_on_a_terminal() -> Iterator[None]:
     """Without a terminal, Transformers refuses a checkpoint's code instead of asking whether to run it."""
+    from transformers import dynamic_module_utils
+
     before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     if sys.stdin is None or not sys.stdin.isatty():
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
@@ -67,21 +75,18 @@ class Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with asking_on_a_terminal():
-                return super().invoke(ctx)
-        except BrokenPipeError:  # `hf-posenc list | head`: typer ends without a word
+            return super().invoke(ctx)
+        except (typer.Exit, BrokenPipeError):  # `hf-posenc list | head`: typer ends without a word
             raise
-        except EXPECTED as error:
-            if ctx.params.get("debug"):
-                raise
-            said = f"[bold red]Error:[/] {escape(str(error) + _hint(str(error)))}"
-            Console(stderr=True, soft_wrap=True).print(said, highlight=False)
-            raise typer.Exit(1) from None
         except Exception as error:
             option = getattr(error, "option_name", None)  # of an option that the subcommand hasn't
             if hasattr(error, "message") and any(option in parameter.opts for parameter in self.params):
                 error.message = f"{option} goes before the subcommand: {ctx.command_path} {option} …"
-            raise
+            if ctx.params.get("debug") or not is_expected(error):
+                raise
+            said = f"[bold red]Error:[/] {escape(str(error) + _hint(str(error)))}"
+            Console(stderr=True, soft_wrap=True).print(said, highlight=False)
+            raise typer.Exit(1) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         end = args.index("--") if "--" in args else len(args)
@@ -89,6 +94,15 @@ class Group(TyperGroup):
             args = [word for place, word in enumerate(args) if word != DEBUG or place >= end]
             ctx.params["debug"] = True
         return super().resolve_command(ctx, args)
+
+
+class ModelCommand(TyperCommand):
+    """A command that works with models: torch, Transformers, and the public names of hf_posenc are imported when it runs."""
+
+    def invoke(self, ctx: Any) -> Any:
+        importlib.import_module("hf_posenc.api")
+        with asking_on_a_terminal():
+            return super().invoke(ctx)
 
 
 app = typer.Typer(
@@ -122,5 +136,5 @@ def options(
 
 
 for _module in pkgutil.iter_modules(__path__):
-    if _module.name != "__main__":
+    if _module.name not in WITH_TORCH:
         importlib.import_module(f"{__name__}.{_module.name}")

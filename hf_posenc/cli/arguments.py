@@ -6,9 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_posenc.cli import completion
-from hf_posenc.configuration import INJECT, WHERE
-from hf_posenc.encodings import parse_value, short_repr
-from hf_posenc.serialization.saved_files import parsed_json
+from hf_posenc.cli.catalog import catalog
 
 LISTS = "A value may be JSON; a list is [1, 2] or 1,2."
 
@@ -41,14 +39,14 @@ Where = Annotated[
     typer.Option(
         help="One or more of encoder, decoder, cross, such as encoder,cross, or JSON with an encoding for each.",
         show_default="encoder,decoder",
-        autocompletion=completion.one_of(WHERE),
+        autocompletion=completion.one_of("where"),
     ),
 ]
 Inject = Annotated[
     str,
     typer.Option(
-        help=f"Where an additive encoding adds its vectors: {', '.join(INJECT)}.",
-        autocompletion=completion.one_of(INJECT),
+        help=f"Where an additive encoding adds its vectors: {', '.join(catalog()['inject'])}.",
+        autocompletion=completion.one_of("inject"),
     ),
 ]
 KeepHost = Annotated[bool, typer.Option(help="Keep the model's own positions, for unpatch.")]
@@ -76,6 +74,8 @@ def given_encoding(given: str, options: list[str]) -> dict[str, Any]:
 
 def given_settings(options: list[str]) -> dict[str, Any]:
     """The values of --option name=value, by name."""
+    from hf_posenc.encodings import parse_value
+
     settings: dict[str, Any] = {}
     for option in options:
         name, equals, value = option.partition("=")
@@ -89,11 +89,16 @@ def given_settings(options: list[str]) -> dict[str, Any]:
 
 def given_where(text: str) -> Any:
     """The value of --where: a name, several with commas, or JSON."""
+    from hf_posenc.encodings import parse_value
+
     value = parse_value(text)
     return [name.strip() for name in value.split(",")] if isinstance(value, str) and "," in value else value
 
 
 def _parsed(encoding: str) -> dict[str, Any]:
+    from hf_posenc.encodings import short_repr
+    from hf_posenc.serialization.saved_files import parsed_json
+
     try:
         return parsed_json(encoding)
     except ValueError as error:

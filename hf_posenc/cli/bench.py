@@ -1,18 +1,20 @@
 """hf-posenc bench"""
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from hf_posenc.cli import app
-from hf_posenc.cli.folders import inner_model, load, names_of
-from hf_posenc.cli.output import AsJson, Output, by_length
-from hf_posenc.evaluation import throughput
+from hf_posenc.cli import ModelCommand, app
+from hf_posenc.cli.output import AsJson, Output
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_posenc.evaluation.throughput import Speed
 
 
-@app.command("bench")
+@app.command("bench", cls=ModelCommand)
 def bench(
     models: Annotated[
         list[str], typer.Argument(help="Local paths or Hub IDs. The first, such as the stock model, is the baseline.")
@@ -31,6 +33,10 @@ def bench(
 
     [bold]hf-posenc bench bert-base-uncased bert-alibi --length 128 --rounds 5[/]
     """
+    from hf_posenc.cli.folders import load, names_of
+    from hf_posenc.cli.output import by_length
+    from hf_posenc.evaluation import throughput
+
     out, names = Output(as_json), names_of(models)
     place = _device(device)
     loaded = {name: _placed(load(model), place) for name, model in zip(names, models, strict=True)}
@@ -40,11 +46,15 @@ def bench(
     out.document({tokens: {name: asdict(speed) for name, speed in each.items()} for tokens, each in found.items()})
 
 
-def _placed(model: Any, place: torch.device) -> Any:
+def _placed(model: Any, place: "torch.device") -> Any:
+    from hf_posenc.cli.folders import inner_model
+
     return inner_model(model).to(place)  # type: ignore[arg-type]
 
 
-def _device(name: str | None) -> torch.device:
+def _device(name: str | None) -> "torch.device":
+    import torch
+
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -54,7 +64,7 @@ def _device(name: str | None) -> torch.device:
         raise ValueError(f"--device {name!r}: {str(error).splitlines()[0]}; cpu is always there") from None
 
 
-def _shown(speed: throughput.Speed | None) -> str:
+def _shown(speed: "Speed | None") -> str:
     if speed is None:
         return "reads fewer"
     shown = f"{speed.milliseconds:.3g}"

@@ -5,13 +5,10 @@ from typing import Annotated
 
 import typer
 
-import hf_posenc
-from hf_posenc.cli import app, console
-from hf_posenc.hub.cards import replaceable
-from hf_posenc.serialization import atomic
+from hf_posenc.cli import ModelCommand, app, console
 
 
-@app.command("model-card")
+@app.command("model-card", cls=ModelCommand)
 def card(
     folder: Annotated[Path, typer.Argument(help="Local path of a saved model.", exists=True, file_okay=False)],
     repo_id: Annotated[str | None, typer.Option(help="The Hub ID in the card.", show_default="the folder's name")] = None,
@@ -28,6 +25,10 @@ def card(
 
     Its tables show the results in the folder's evaluation.json, which the training scripts write.
     """
+    import hf_posenc
+    from hf_posenc.hub.cards import replaceable
+    from hf_posenc.serialization import atomic
+
     atomic.recover(folder)
     existing = output.read_text(encoding="utf-8") if output and output.exists() else ""
     if (kept := replaceable(existing)) is None:

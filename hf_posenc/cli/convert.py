@@ -6,13 +6,11 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from transformers import AutoModel, PreTrainedModel
 
-import hf_posenc
-from hf_posenc.cli import app
+from hf_posenc.cli import ModelCommand, app
 from hf_posenc.cli.arguments import (
     FILES,
     Encoding,
@@ -26,11 +24,11 @@ from hf_posenc.cli.arguments import (
     TextColumn,
     given_encoding,
 )
-from hf_posenc.cli.folders import Original, check_output_dir, embedder, load, save, write
-from hf_posenc.cli.output import AsJson, Output, comparison
-from hf_posenc.cli.texts import pairs_in, texts_in
-from hf_posenc.encodings import parse_value
-from hf_posenc.evaluation import model_comparison
+from hf_posenc.cli.output import AsJson, Output
+
+if TYPE_CHECKING:
+    from hf_posenc.cli.folders import Original
+    from hf_posenc.evaluation.model_comparison import Pair
 
 DOCUMENTS = 200
 """Maximum number of documents in the comparison, which takes far longer than the conversion."""
@@ -42,7 +40,7 @@ STDERR = 2
 """The file descriptor of standard error."""
 
 
-@app.command("convert")
+@app.command("convert", cls=ModelCommand)
 def convert(
     model: Annotated[str, typer.Argument(help="Local path or Hub ID of a trained model that isn't patched.")],
     encoding: Encoding,
@@ -68,6 +66,11 @@ def convert(
     At the end, the original (truncated and chunked beyond its length), the calibrated and the trained model answer the same
     queries: those of --queries, or sentences of the texts.
     """
+    import hf_posenc
+    from hf_posenc.cli.folders import Original, check_output_dir, save
+    from hf_posenc.cli.texts import pairs_in, texts_in
+    from hf_posenc.encodings import parse_value
+
     check_output_dir(output_dir, overwrite)
     if train_steps and submodel is not None:
         raise ValueError("--train-steps distills whole models: leave it out with --submodel, or train the submodel separately")
@@ -102,11 +105,16 @@ def _only_called(tokenizer: Any) -> Any:
     return None if tokenizer is None else tokenizer.__call__
 
 
-def _distilled(converted: Any, original: Original, texts: Path, column: str, steps: int, max_length: int | None) -> Any:
+def _distilled(converted: Any, original: "Original", texts: Path, column: str, steps: int, max_length: int | None) -> Any:
     """A copy of the converted model, trained by hf_posenc.training.distill in a separate process, which shows its progress.
 
     Raises ValueError if that fails. It explains why.
     """
+    from transformers import AutoModel, PreTrainedModel
+
+    import hf_posenc
+    from hf_posenc.cli.folders import load, write
+
     sentences = not isinstance(converted, PreTrainedModel)
     usable = hf_posenc.inspect(original.model).max_length
     with tempfile.TemporaryDirectory() as folder:
@@ -133,12 +141,15 @@ def _distilled(converted: Any, original: Original, texts: Path, column: str, ste
 
 
 def _questions(
-    out: Output, original: Any, tokenizer: Any, texts: list[str], pairs: list[model_comparison.Pair]
-) -> tuple[list[model_comparison.Pair], str] | None:
+    out: Output, original: Any, tokenizer: Any, texts: list[str], pairs: "list[Pair]"
+) -> "tuple[list[Pair], str] | None":
     """The queries with their documents, and their description. None, with a message, without a tokenizer.
 
     Raises ValueError if the texts have too few sentences.
     """
+    from hf_posenc.cli.folders import embedder
+    from hf_posenc.evaluation import model_comparison
+
     if tokenizer is None:
         out.message("The model has no tokenizer, so nothing is compared.")
         return None
@@ -153,11 +164,15 @@ def _compare(
     original: Any,
     models: dict[str, Any],
     tokenizer: Any,
-    pairs: list[model_comparison.Pair],
+    pairs: "list[Pair]",
     about: str,
     max_length: int | None,
 ) -> dict[str, Any]:
     """Prints the comparison, and returns it for --json."""
+    from hf_posenc.cli.folders import embedder
+    from hf_posenc.cli.output import comparison
+    from hf_posenc.evaluation import model_comparison
+
     embedders = {name: embedder(model, tokenizer) for name, model in {"original": original, **models}.items()}
     lengths = model_comparison.lengths_of(embedders["original"], [pair.document for pair in pairs], max_length)
     found = model_comparison.compare(embedders.pop("original"), embedders, pairs, lengths)

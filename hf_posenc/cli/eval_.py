@@ -2,20 +2,17 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posenc import diagnostics
-from hf_posenc.architectures.components import UnsupportedModelError
-from hf_posenc.cli import app
+from hf_posenc.cli import ModelCommand, app
 from hf_posenc.cli.arguments import FILES, Queries, TextColumn
-from hf_posenc.cli.folders import Original, embedder, inner_model, names_of
 from hf_posenc.cli.output import AsJson, Output, by_length, comparison
-from hf_posenc.cli.texts import pairs_in, texts_in
-from hf_posenc.diagnostics.length_curves import is_language_model
-from hf_posenc.evaluation import model_comparison
-from hf_posenc.inspection import inspect
+
+if TYPE_CHECKING:
+    from hf_posenc.cli.folders import Original
+    from hf_posenc.evaluation.model_comparison import Pair
 
 LOSS, RETRIEVAL = "their loss", "retrieval"
 """How models are evaluated: language models, and others."""
@@ -23,7 +20,7 @@ DOCUMENTS = 200
 """Maximum number of documents that are searched."""
 
 
-@app.command("eval")
+@app.command("eval", cls=ModelCommand)
 def eval_(
     models: Annotated[
         list[str],
@@ -47,6 +44,9 @@ def eval_(
 
     [bold]hf-posenc eval bert-base-uncased bert-alibi --texts my.jsonl --length 64 --length 128[/]
     """
+    from hf_posenc.cli.folders import Original, names_of
+    from hf_posenc.cli.texts import pairs_in, texts_in
+
     names = names_of(models)
     rows, pairs = texts_in(texts, text_column), pairs_in(queries)
     loaded = {name: Original.load(model) for name, model in zip(names, models, strict=True)}
@@ -69,12 +69,17 @@ def eval_(
         out.document(_losses(out, loaded, rows[:count], lengths))
 
 
-def _kind(given: Original) -> str:
+def _kind(given: "Original") -> str:
+    from hf_posenc.cli.folders import inner_model
+    from hf_posenc.diagnostics.length_curves import is_language_model
+
     language = given.model is inner_model(given.model) and is_language_model(given.model)
     return LOSS if language else RETRIEVAL
 
 
-def _losses(out: Output, models: dict[str, Original], texts: list[str], lengths: list[int]) -> dict[str, Any]:
+def _losses(out: Output, models: "dict[str, Original]", texts: list[str], lengths: list[int]) -> dict[str, Any]:
+    from hf_posenc import diagnostics
+
     curves = {}
     for name, each in models.items():
         chosen = [length for length in lengths if length <= _usable(each.model, length)] or None
@@ -99,8 +104,11 @@ def _losses(out: Output, models: dict[str, Original], texts: list[str], lengths:
 
 
 def _retrieval(
-    out: Output, models: dict[str, Original], texts: list[str], pairs: list[model_comparison.Pair], lengths: list[int]
+    out: Output, models: "dict[str, Original]", texts: list[str], pairs: "list[Pair]", lengths: list[int]
 ) -> dict[str, Any]:
+    from hf_posenc.cli.folders import embedder
+    from hf_posenc.evaluation import model_comparison
+
     embedders = {name: embedder(each.model, each.tokenizer) for name, each in models.items()}
     first = next(iter(embedders.values()))
     about = f"{len(pairs)} of your queries"
@@ -118,6 +126,9 @@ def _retrieval(
 
 
 def _usable(model: Any, otherwise: int) -> int:
+    from hf_posenc.architectures.components import UnsupportedModelError
+    from hf_posenc.inspection import inspect
+
     try:
         return inspect(model).max_length or otherwise
     except UnsupportedModelError:

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
-from hf_posenc.cli import app, console
+from hf_posenc.cli import ModelCommand, app, console
 
 
-@app.command("explore")
+@app.command("explore", cls=ModelCommand)
 def explore(
     host: Annotated[str, typer.Option(help="The address to listen on. 0.0.0.0: all addresses.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on. 0: a free one.")] = 7860,

@@ -4,15 +4,15 @@ from typing import Annotated
 
 import typer
 
-import hf_posenc
-from hf_posenc.cli import app, completion
+from hf_posenc.cli import ModelCommand, app, completion
 from hf_posenc.cli.arguments import LISTS, MODEL, OutputDir, Overwrite, Submodel, given_settings
-from hf_posenc.cli.folders import Original, check_output_dir, save
+from hf_posenc.cli.catalog import catalog
 from hf_posenc.cli.output import AsJson, Output
-from hf_posenc.conversion.extension import CHOICE, METHODS
+
+METHODS = catalog()["extend_methods"]
 
 
-@app.command("extend")
+@app.command("extend", cls=ModelCommand)
 def extend(
     model: Annotated[str, typer.Argument(help=MODEL)],
     output_dir: OutputDir,
@@ -23,7 +23,9 @@ def extend(
     no_limit: Annotated[bool, typer.Option("--no-limit", help="Remove the maximum length.")] = False,
     method: Annotated[
         str | None,
-        typer.Option(help=f"How positions change: {CHOICE}.", show_default="none", autocompletion=completion.one_of(METHODS)),
+        typer.Option(
+            help=f"How positions change: {METHODS}.", show_default="none", autocompletion=completion.one_of("methods")
+        ),
     ] = None,
     submodel: Submodel = None,
     option: Annotated[
@@ -48,6 +50,9 @@ def extend(
 
     [bold]hf-posenc extend gpt2 --max-length 4096 --method keep_first --option keep=64 --output-dir gpt2-4096[/]
     """
+    import hf_posenc
+    from hf_posenc.cli.folders import Original, check_output_dir, save
+
     if max_length is None and not no_limit:
         raise ValueError("give the new maximum length, --max-length or --no-limit")
     if max_length is not None and no_limit:

@@ -5,15 +5,12 @@ from typing import Annotated
 
 import typer
 
-import hf_posenc
-from hf_posenc.cli import app
+from hf_posenc.cli import ModelCommand, app
 from hf_posenc.cli.arguments import MODEL, Submodel
 from hf_posenc.cli.output import AsJson, Output
-from hf_posenc.serialization import atomic
-from hf_posenc.serialization.saved_files import check_there
 
 
-@app.command("inspect")
+@app.command("inspect", cls=ModelCommand)
 def inspect(
     model: Annotated[str, typer.Argument(help=MODEL)],
     submodel: Submodel = None,
@@ -27,6 +24,10 @@ def inspect(
 
     [bold]hf-posenc inspect openai/clip-vit-base-patch32 --submodel text_model --json[/]
     """
+    import hf_posenc
+    from hf_posenc.serialization import atomic
+    from hf_posenc.serialization.saved_files import check_there
+
     check_there(model)
     atomic.recover(model)
     out, report = Output(as_json), hf_posenc.inspect(model, submodel=submodel)

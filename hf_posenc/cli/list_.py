@@ -1,6 +1,5 @@
 """hf-posenc list"""
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -9,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.cli import app
+from hf_posenc.cli.catalog import encodings
 from hf_posenc.cli.output import AsJson, Output
-from hf_posenc.encodings import catalog
 
 
 @app.command("list")
@@ -28,26 +27,28 @@ def list_(
     if as_json and as_markdown:
         raise ValueError("--json and --markdown are two forms of one table: give one of them")
     if as_markdown:
+        from hf_posenc.encodings import catalog
+
         print(catalog.as_markdown(), end="")
         return
-    out, rows = Output(as_json), catalog.entries()
+    out, rows = Output(as_json), encodings()
     out.result(_table(rows))
-    out.document({name: asdict(row) for name, row in rows.items()})
+    out.plain_document({name: {key: value for key, value in row.items() if key != "facts"} for name, row in rows.items()})
 
 
-def _table(rows: dict[str, catalog.Entry]) -> Table:
+def _table(rows: dict[str, Any]) -> Table:
     table = Table("name", "acts by", "what it is, and its options", leading=1)
     for name, row in rows.items():
-        aliases = [f"[dim]{alias}{_preset(options)}[/]" for alias, options in row.aliases.items()]
+        aliases = [f"[dim]{alias}{_preset(options)}[/]" for alias, options in row["aliases"].items()]
         options = [
             escape(f"{option} = {said['default']!r}" if "default" in said else option) + f"[dim]: {escape(said['allowed'])}[/]"
-            for option, said in row.options.items()
+            for option, said in row["options"].items()
         ]
-        facts = ", ".join(f"[dim]{heading}:[/] {escape(fact)}" for heading, fact in [*row.facts().items()][1:])
+        facts = ", ".join(f"[dim]{heading}:[/] {escape(fact)}" for heading, fact in [*row["facts"].items()][1:])
         cells = (
             [f"[bold]{name}[/]", *aliases],
-            [*row.mechanisms],
-            [*filter(None, [escape(row.title)]), facts, *options, *row.papers],
+            row["mechanisms"],
+            [*filter(None, [escape(row["title"])]), facts, *options, *row["papers"]],
         )
         table.add_row(*(Text.from_markup("\n".join(cell)) for cell in cells))
     return table

@@ -6,15 +6,15 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_posenc.diagnostics.result import plain
-from hf_posenc.evaluation.metrics import UNCORRECTED
-from hf_posenc.evaluation.model_comparison import Row
+if TYPE_CHECKING:
+    from hf_posenc.evaluation.model_comparison import Row
+
 
 _RESERVED: ContextVar[TextIO | None] = ContextVar("reserved", default=None)
 """What documents are written to; None for standard output."""
@@ -61,13 +61,15 @@ def by_length(title: str, cells: Mapping[int, Mapping[str, str]], what: str = "m
     return table
 
 
-def comparison(rows: Mapping[int, Mapping[str, Row]], title: str) -> Table:
+def comparison(rows: Mapping[int, Mapping[str, "Row"]], title: str) -> Table:
     """A comparison by length, with a row for each method."""
+    from hf_posenc.evaluation.metrics import UNCORRECTED
+
     cells = {length: {name: _scored(row) for name, row in column.items()} for length, column in rows.items()}
     return by_length(title, cells, "method", UNCORRECTED)
 
 
-def _scored(row: Row) -> str:
+def _scored(row: "Row") -> str:
     return f"{row.score.mrr:.3f}" + (f" ({row.difference.shown()})" if row.difference else "")
 
 
@@ -91,4 +93,11 @@ class Output:
     def document(self, values: Any) -> None:
         """The result as JSON; nothing without --json. Once for each run of a command, at its end."""
         if self.as_json:
-            print(json.dumps(plain(values), indent=2, allow_nan=False), file=_RESERVED.get(), flush=True)
+            from hf_posenc.diagnostics.result import plain
+
+            self.plain_document(plain(values))
+
+    def plain_document(self, values: Any) -> None:
+        """The same for what JSON has words for."""
+        if self.as_json:
+            print(json.dumps(values, indent=2, allow_nan=False), file=_RESERVED.get(), flush=True)

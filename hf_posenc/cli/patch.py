@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-import hf_posenc
-from hf_posenc.cli import app
+from hf_posenc.cli import ModelCommand, app
 from hf_posenc.cli.arguments import (
     Encoding,
     Inject,
@@ -22,14 +21,10 @@ from hf_posenc.cli.arguments import (
     given_encoding,
     given_where,
 )
-from hf_posenc.cli.folders import Original, asks_for_its_own, check_output_dir, load_v4, save
 from hf_posenc.cli.output import AsJson, Output
-from hf_posenc.configuration import dropped_v4_relative_within
-from hf_posenc.encodings import parse_value
-from hf_posenc.serialization import sentence_models
 
 
-@app.command("patch")
+@app.command("patch", cls=ModelCommand)
 def patch(
     model: Annotated[str, typer.Argument(help="Local path or Hub ID of a model that isn't patched.")],
     encoding: Encoding,
@@ -57,6 +52,12 @@ def patch(
 
     [bold]hf-posenc patch openai/clip-vit-base-patch32 alibi --submodel text_model --output-dir clip-alibi[/]
     """
+    import hf_posenc
+    from hf_posenc.cli.folders import Original, asks_for_its_own, check_output_dir, load_v4, save
+    from hf_posenc.configuration import dropped_v4_relative_within
+    from hf_posenc.encodings import parse_value
+    from hf_posenc.serialization import sentence_models
+
     check_output_dir(output_dir, overwrite)
     out, chosen = Output(as_json), given_encoding(encoding, option or [])
     if asks_for_its_own(model, chosen):

@@ -4,24 +4,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from huggingface_hub import is_offline_mode
 
-import hf_posenc
-from hf_posenc.cli import app
-from hf_posenc.cli.folders import load_model
+from hf_posenc.cli import ModelCommand, app
 from hf_posenc.cli.output import AsJson, Output
-from hf_posenc.hub.cards import replaceable
-from hf_posenc.hub.eval_results import EVALUATION
-from hf_posenc.hub.push import IMAGES
-from hf_posenc.serialization import atomic
-from hf_posenc.serialization.saved_files import check_there
-from hf_posenc.serialization.tokenizer_files import load_tokenizer
 
 TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vocab")
 """What configs and tokenizers are loaded from. Weights are checked by being loaded."""
 
 
-@app.command("push")
+@app.command("push", cls=ModelCommand)
 def push(
     folder: Annotated[Path, typer.Argument(help="Local path of a saved model.")],
     repo_id: Annotated[str, typer.Argument(help="Hub ID, user/name.")],
@@ -52,6 +43,17 @@ def push(
     The token is the one of [bold]hf auth login[/], or the environment's HF_TOKEN. Offline (HF_HUB_OFFLINE=1) all files are
     written to a folder, and nothing is sent.
     """
+    from huggingface_hub import is_offline_mode
+
+    import hf_posenc
+    from hf_posenc.cli.folders import load_model
+    from hf_posenc.hub.cards import replaceable
+    from hf_posenc.hub.eval_results import EVALUATION
+    from hf_posenc.hub.push import IMAGES
+    from hf_posenc.serialization import atomic
+    from hf_posenc.serialization.saved_files import check_there
+    from hf_posenc.serialization.tokenizer_files import load_tokenizer
+
     check_there(folder)
     atomic.recover(folder)
     if (folder / "modules.json").exists():
@@ -103,6 +105,8 @@ def _refuse_foreign_links(folder: Path) -> None:
 
     In a snapshot of the Hub's cache all files are links to the blobs beside it.
     """
+    from hf_posenc.hub.eval_results import EVALUATION
+
     inside = [folder.resolve()]
     if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parents[1] / "blobs")

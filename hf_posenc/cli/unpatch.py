@@ -5,14 +5,12 @@ from typing import Annotated
 
 import typer
 
-import hf_posenc
-from hf_posenc.cli import app
+from hf_posenc.cli import ModelCommand, app
 from hf_posenc.cli.arguments import OutputDir, Overwrite
-from hf_posenc.cli.folders import Original, check_output_dir, inner_model, save
 from hf_posenc.cli.output import AsJson, Output
 
 
-@app.command("unpatch")
+@app.command("unpatch", cls=ModelCommand)
 def unpatch(
     model: Annotated[str, typer.Argument(help="Local path or Hub ID of a patched model.")],
     output_dir: OutputDir,
@@ -23,6 +21,9 @@ def unpatch(
 
     [bold]hf-posenc unpatch bert-alibi --output-dir bert[/]
     """
+    import hf_posenc
+    from hf_posenc.cli.folders import Original, check_output_dir, inner_model, save
+
     check_output_dir(output_dir, overwrite)
     out, original = Output(as_json), Original.load(model)
     with warnings.catch_warnings(record=True) as caught:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from hf_posenc import _compat
 from hf_posenc.attention import dispatch
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import CrossContext, PositionContext, length_of, position_ids_from_mask, positions_of
@@ -262,7 +263,7 @@ class PositionInputs:
         if cache is None:
             cache = next((value for value in values if isinstance(value, Cache)), None)
         tokens, _ = self._by_text(call)
-        if context is not None and cache is not None and tokens is not None and not torch.compiler.is_exporting():
+        if context is not None and cache is not None and tokens is not None and not _compat.is_exporting():
             cache_positions.store_positions(cache, len(tokens), context)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, PreTrainedModel
 
 import hf_posenc
+from hf_posenc import _compat
 from hf_posenc.serialization import tokenizer_files
 from hf_posenc.training.flags import DEFAULT_TEXT_LENGTH
 
@@ -85,7 +86,7 @@ def load_model(
     if arguments.train_positions_only:
         train_positions_only(model, new)
     if arguments.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        _compat.enable_checkpointing(model)
     return model
 
 

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapp
 from checks.conversion import layers
 from checks.registry import TEXT, check
 from closeness import assert_close
+from hf_posenc import _compat
 from models import tokens
 from oracles import gradients
 
@@ -42,7 +43,7 @@ def gradient_checkpointing_changes_nothing(it):
         pytest.skip("without gradient checkpointing")
     expected = gradients(model, functools.partial(loss, it))
     for reentrant in (False, True):
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        _compat.enable_checkpointing(model, {"use_reentrant": reentrant})
         if reentrant and it.kind in TEXT:
             model.enable_input_require_grads()
         assert_close(gradients(model, functools.partial(loss, it)), expected)
@@ -65,7 +66,7 @@ def layers_in_checkpoint_wrappers(it):
         wrap = functools.partial(wrappers.checkpoint_wrapper, checkpoint_impl=implementation)
         wrappers.apply_activation_checkpointing(model, wrap, check_fn=lambda module, kinds=kinds: type(module) in kinds)
         if it.host.written_out or it.name == "stablelm":  # its stack hands on no keyword arguments to its attentions
-            with pytest.raises(RuntimeError, match="was called without positions.*activation_checkpointing_enable"):
+            with pytest.raises(RuntimeError, match=f"was called without positions.*{_compat.CHECKPOINTING}"):
                 gradients(model, loss)
             continue
         found = gradients(model, loss)

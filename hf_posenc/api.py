@@ -1,0 +1,16 @@
+"""The public names of hf_posenc. Importing them registers the derived classes with Transformers' Auto classes."""
+
+from hf_posenc.architectures.components import UnsupportedModelError  # noqa: F401
+from hf_posenc.architectures.registration import register_attention, register_positions  # noqa: F401
+from hf_posenc.conversion.converting import convert  # noqa: F401
+from hf_posenc.conversion.extension import extend  # noqa: F401
+from hf_posenc.conversion.legacy_v4 import from_v4  # noqa: F401
+from hf_posenc.conversion.patching import patch, unpatch  # noqa: F401
+from hf_posenc.encodings import PositionEncoding, list_encodings  # noqa: F401
+from hf_posenc.hub.cards import model_card  # noqa: F401
+from hf_posenc.hub.push import push_to_hub  # noqa: F401
+from hf_posenc.inspection import inspect  # noqa: F401
+from hf_posenc.modeling import auto as _auto
+from hf_posenc.modeling.embedding import PositionEmbedding, TokenPositionEmbedding  # noqa: F401
+
+_auto.register_auto_classes()
