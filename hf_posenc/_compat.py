@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 OVERRIDDEN = (
     "_init_weights",
@@ -33,17 +32,22 @@ Convolution = nn.modules.conv._ConvNd
 """The base class of torch's convolutions."""
 
 
-CHECKPOINTING = (
-    "activation_checkpointing_enable"
-    if hasattr(PreTrainedModel, "activation_checkpointing_enable")
-    else "gradient_checkpointing_enable"
-)
-"""The method of Transformers' models that turns on activation checkpointing: renamed in Transformers 5.23."""
+def checkpointing() -> str:
+    """The method of Transformers' models that turns on activation checkpointing: renamed in Transformers 5.23."""
+    from transformers import PreTrainedModel
+
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    return next(name for name in names if hasattr(PreTrainedModel, name))
 
 
 def enable_checkpointing(model: Any, options: dict[str, Any] | None = None) -> None:
     """Turn on activation checkpointing. options: for `torch.utils.checkpoint.checkpoint`."""
-    getattr(model, CHECKPOINTING)(options)
+    getattr(model, checkpointing())(options)
+
+
+def disable_checkpointing(model: Any) -> None:
+    """Turn off activation checkpointing."""
+    getattr(model, checkpointing().replace("enable", "disable"))()
 
 
 def is_exporting() -> bool:

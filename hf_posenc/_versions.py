@@ -19,8 +19,8 @@ FAILS = {
 
 def check() -> None:
     """Raises an ImportError if the package can't be imported with the installed Transformers; warns as `warn` does."""
-    found = metadata.version("transformers")
-    if Version(found) < Version(IMPORTS):
+    found = _installed("transformers")
+    if found is not None and Version(found) < Version(IMPORTS):
         oldest = TESTED["transformers"][0]
         raise ImportError(
             f"hf_posenc needs Transformers {oldest} or newer, and {found} is installed, which lacks modules that it imports: "
@@ -32,7 +32,9 @@ def check() -> None:
 def warn() -> None:
     """Warns of versions outside the tested range: what is known to fail, and the remedy. Code in checkpoints does only this."""
     for name, (oldest, untested) in TESTED.items():
-        found = metadata.version(name)
+        found = _installed(name)
+        if found is None:
+            continue
         if Version(found).release < Version(oldest).release:
             warnings.warn(
                 f"hf_posenc is tested with {name} {oldest} or newer, and {found} is installed. Known to fail: {FAILS[name]}. "
@@ -45,3 +47,11 @@ def warn() -> None:
                 f'install "{name}<{untested}"',
                 stacklevel=3,
             )
+
+
+def _installed(name: str) -> str | None:
+    """The version of a package; None if it isn't installed as one, but found on the path."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -13,6 +13,7 @@ import random
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -26,7 +27,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import ROOT, run_python
-from hf_posenc.cli import app
+from hf_posenc.cli import app, catalog, figures
 from hf_posenc.cli.arguments import given_settings, given_where
 from hf_posenc.cli.output import Output
 from hf_posenc.evaluation import terminals
@@ -38,7 +39,7 @@ GROUP = typer.main.get_command(app)
 def leaves(group, *names):
     """Words -> command, of all that do something; `hf-posenc plot` is a group of its own."""
     found = {}
-    for name, command in group.commands.items():
+    for name, command in (figures.commands() if names == ("plot",) else group.commands).items():
         words = (*names, name)
         found |= leaves(command, *words) if hasattr(command, "commands") else {" ".join(words): command}
     return found
@@ -133,8 +134,8 @@ def label(parameter):
 def test_its_examples(workplace, example, monkeypatch):
     """Run as they stand; where --json is known, with it as well: standard output is one JSON document then, whatever else is
     printed meanwhile."""
-    document = Output.document
-    monkeypatch.setattr(Output, "document", lambda out, values: print("[x] a library's words") or document(out, values))
+    document = Output.plain_document
+    monkeypatch.setattr(Output, "plain_document", lambda out, values: print("[x] a library's words") or document(out, values))
     words = shlex.split(example)[1:]
     made = words[words.index("--output-dir") + 1] if "--output-dir" in words else None
     ways = [words]
@@ -444,3 +445,40 @@ def test_scripts_on_a_terminal_that_knows_ascii(monkeypatch):
     for other in (None, object()):
         monkeypatch.setattr(sys, "stdout", other)
         terminals.escape_unprintable()
+
+
+def test_catalog_is_what_the_modules_define():
+    assert catalog.catalog() == catalog.computed(), "run python -m hf_posenc.cli.catalog"
+
+
+WITHOUT_TORCH = """
+import sys
+sys.argv = ["hf-posenc", *sys.argv[1:]]
+from hf_posenc.cli import app
+try:
+    app(prog_name="hf-posenc")
+finally:
+    heavy = {"torch", "transformers", "huggingface_hub", "datasets", "matplotlib", "numpy"} & {*sys.modules}
+    assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--version",), ("--help",), ("list",), ("list", "--json"), ("patch", "--help"), ("plot", "--help"), ("eval", "--help")],
+    ids=" ".join,
+)
+def test_starts_without_torch(words):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("hf-posenc pa", "patch"), ("hf-posenc patch m ali", "alibi"), ("hf-posenc plot sim", "similarity")],
+)
+def test_completes_without_torch(line, expected):
+    place = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_HF_POSENC_COMPLETE": "complete_bash"}
+    environment = {**os.environ, **place}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout.split() == [expected], done.stderr

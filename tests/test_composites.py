@@ -528,7 +528,7 @@ def test_checkpointing_and_lora(tmp_path):
     assert any("posenc" in name for name in expected)
     _compat.enable_checkpointing(model, {"use_reentrant": False})
     assert_close(gradients(model, loss), expected)
-    getattr(model.eval(), _compat.CHECKPOINTING.replace("enable", "disable"))()
+    _compat.disable_checkpointing(model.eval())
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     expected = run(adapted, inputs)
     adapted.save_pretrained(tmp_path / "adapter")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_posenc import _compat
+from hf_posenc._compat import checkpointing
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ def context_for(module: nn.Module, given: PositionContext | None = None) -> Posi
     if context is None:
         raise RuntimeError(
             f"{type(module).__name__} was called without positions, outside of its model's forward pass. Call the whole model, "
-            f"not a part of it. To checkpoint its layers, call model.{_compat.CHECKPOINTING}() instead of wrapping them"
+            f"not a part of it. To checkpoint its layers, call model.{checkpointing()}() instead of wrapping them"
         )
     return context
 

@@ -57,7 +57,7 @@ def files(root: str, encodings: Iterable[tuple[Any, dict[str, Any]]], config: An
     # Transformers fetches the modules that the entry imports. Encodings register themselves; __getattr__ makes the classes.
     imports = "".join(f"from .{name} import __name__ as _\n" for name in [*sorted(found), *code.texts])
     names = "__getattr__" if hasattr(sys.modules[root], "__getattr__") else "*"
-    entry = f"from .{flat('hf_posenc._versions')} import check\n\ncheck()\n{imports}from .{flat(root)} import {names}\n"
+    entry = f"from .{flat('hf_posenc._versions')} import warn\n\nwarn()\n{imports}from .{flat(root)} import {names}\n"
     texts = {name: header + text for name, text in {ENTRY: entry, **found}.items()}
     saved = {f"{name}.py": text for name, text in {**texts, **code.texts}.items()}
     if users:

@@ -66,7 +66,7 @@ def layers_in_checkpoint_wrappers(it):
         wrap = functools.partial(wrappers.checkpoint_wrapper, checkpoint_impl=implementation)
         wrappers.apply_activation_checkpointing(model, wrap, check_fn=lambda module, kinds=kinds: type(module) in kinds)
         if it.host.written_out or it.name == "stablelm":  # its stack hands on no keyword arguments to its attentions
-            with pytest.raises(RuntimeError, match=f"was called without positions.*{_compat.CHECKPOINTING}"):
+            with pytest.raises(RuntimeError, match=f"was called without positions.*{_compat.checkpointing()}"):
                 gradients(model, loss)
             continue
         found = gradients(model, loss)
