@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo cards test test-all test-gpu gpu bench bench-gpu site quality clean
+.PHONY: demo cards test test-all compat test-gpu gpu bench bench-gpu site quality clean
 
 # torch first, as the constraint has it: a CPU build suffices, and a bare `torch` can pull gigabytes of CUDA.
 .venv/installed: pyproject.toml constraints.txt
@@ -39,6 +39,10 @@ test: .venv/installed
 test-all: export RESUME_FILE = build/test-all.txt
 test-all: .venv/installed
 	$(BIN)/python -m pytest $(WORKERS)
+
+# Tests in environments with other versions of Python, torch, Transformers, and others; see tools/compat.py.
+compat: .venv/installed
+	$(BIN)/python -m tools.compat --output_file scripts/results/compat.txt --docs_file docs/versions.md
 
 # The tests that are skipped for want of a GPU, all of them.
 test-gpu: gpu .venv/installed

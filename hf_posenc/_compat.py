@@ -5,6 +5,7 @@ override are listed in `OVERRIDDEN`. `nn.Module`'s `_modules` and `_buffers`, wh
 state uses, are read where they are needed.
 """
 
+import inspect
 import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,6 +49,11 @@ def enable_checkpointing(model: Any, options: dict[str, Any] | None = None) -> N
 def disable_checkpointing(model: Any) -> None:
     """Turn off activation checkpointing."""
     getattr(model, checkpointing().replace("enable", "disable"))()
+
+
+def takes_argument(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function of another library has an argument."""
+    return name in inspect.signature(function).parameters
 
 
 def is_exporting() -> bool:

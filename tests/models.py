@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 import hf_posenc
 from tools.hosts.tiny import sizes_of
@@ -285,7 +286,15 @@ AUDIO_HOSTS = {
 }
 SENSED_HOSTS = {**VISION_HOSTS, **AUDIO_HOSTS}
 """Encoders of images and of sounds."""
-ALL_HOSTS = {**HOSTS, **ROTARY_HOSTS, **PAIR_HOSTS, **SENSED_HOSTS}
+SINCE = {"wav2vec2-bert": "5.16", "wav2vec2-bert-relative": "5.16", "umt5": "5.18"}
+"""The first release of Transformers in which a host's attention can be replaced, or (UMT5) stock models with a cache compute
+what they do without one."""
+INSTALLED = Version(transformers.__version__)
+ALL_HOSTS = {
+    name: host
+    for name, host in {**HOSTS, **ROTARY_HOSTS, **PAIR_HOSTS, **SENSED_HOSTS}.items()
+    if INSTALLED.release >= Version(SINCE.get(name, "5")).release and hasattr(transformers, f"{host.prefix}Config")
+}
 TABLED = [name for name, host in HOSTS.items() if host.tables]
 BIASED = [name for name, host in HOSTS.items() if host.biases]
 CAUSAL = [name for name, host in HOSTS.items() if host.causal]

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc import _compat
@@ -30,6 +31,8 @@ MIN_KEYS_FOR_BACKEND: dict[BiasBackend, int] = {"toeplitz": 256, "blocks": 256}
 """The number of keys from which a backend is faster than the dense one (`scripts/bench.py`)."""
 NOT_IN_BLOCKS = ("position_bias", "softcap", "output_attentions")
 """Arguments of SDPA's function with which it adds a bias of its own, or complains."""
+FLEX_TAKES_BIASES = _compat.takes_argument(flex_attention_forward, "position_bias")
+"""Since Transformers 5.14. Before, its flex attention ignores a bias without a message."""
 NEGLIGIBLE_WEIGHT = 2.0**-60
 """A weight that doesn't count beside 1, however many thousands there are: float32 tells 1 from 1 + 2^-23."""
 CAUSAL_QUERIES = 256
@@ -296,8 +299,14 @@ class BiasByDistance:
 def flex_bias(call: AttentionCall) -> Tensor | BiasByDistance | None:
     """The bias of the encodings, and the model's own, as flex attention takes it; values by distance if that suffices.
 
-    What needs gradients is a tensor `[B, H, Q, K]`.
+    What needs gradients is a tensor `[B, H, Q, K]`. Raises ValueError where flex attention takes none.
     """
+    if not FLEX_TAKES_BIASES:
+        raise ValueError(
+            f"the flex attention of this release of Transformers ignores the biases of "
+            f"{', '.join(repr(each.type) for each in call.biasing)}: call model.set_attn_implementation('sdpa'), or upgrade, "
+            'pip install "transformers>=5.14"'
+        )
     biasing, query, key, context, own = call.biasing, call.query, call.key, call.context, call.own_bias
     by_distance = all("score_bias" not in encoding.mechanisms() and not encoding.is_trained() for encoding in biasing)
     if biasing and by_distance and own is None and context.is_contiguous and not context.has_extra_tokens:

