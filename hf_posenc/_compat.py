@@ -96,6 +96,11 @@ def has_adapters(model: Any) -> bool:
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
+def has_adapter_layers(model: nn.Module) -> bool:
+    """Whether modules of a model are PEFT's adapters. `peft_config` stays after merge_and_unload with PEFT before 0.19."""
+    return any(hasattr(module, "adapter_layer_names") for module in model.modules())
+
+
 def weight_conversions(model: Any) -> list[Any]:
     """The renamings with which a model was loaded. Transformers reverts them when it saves; the list may be changed."""
     return vars(model).get("_weight_conversions") or []

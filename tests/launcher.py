@@ -9,7 +9,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -187,6 +186,8 @@ def run(job, rank):
     if job["kill"]:
         kill_at(*job["kill"])
     if job["largest_file"]:
+        import resource  # which Windows doesn't have
+
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
     return _code_of(lambda: importlib.import_module(job["script"]).main(job["arguments"]))

@@ -19,6 +19,7 @@ import sys
 import pytest
 import torch
 import typer
+from packaging.version import Version
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -31,7 +32,7 @@ from hf_posenc.cli import app, catalog, figures
 from hf_posenc.cli.arguments import given_settings, given_where
 from hf_posenc.cli.output import Output
 from hf_posenc.evaluation import terminals
-from models import stock, tiny
+from models import INSTALLED, stock, tiny
 
 GROUP = typer.main.get_command(app)
 
@@ -447,6 +448,7 @@ def test_scripts_on_a_terminal_that_knows_ascii(monkeypatch):
         terminals.escape_unprintable()
 
 
+@pytest.mark.skipif(Version("5.23") > INSTALLED, reason="rope_type has fewer values in older versions of Transformers")
 def test_catalog_is_what_the_modules_define():
     assert catalog.catalog() == catalog.computed(), "run python -m hf_posenc.cli.catalog"
 

@@ -8,6 +8,7 @@ import torch
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from checks.generation import PAGED
 from closeness import assert_close
 from hf_posenc.encodings import rotation
 from models import ALL_WAYS, ENCODINGS, OFFSET, first, in_turn, pairs, patched, tokens
@@ -80,6 +81,8 @@ def test_a_cache_changed_by_its_own_methods(encoding):
             change(cache)
             step(cache, rows, length)
             cache.reset()
+            if cache.get_seq_length():  # Transformers before 5.16 empties its tensors and keeps its length
+                continue
             first(model(ids[:, :6], attention_mask=mask, past_key_values=cache))
             step(cache, [0, 1, 2])
     cache = filled()
@@ -168,6 +171,7 @@ def test_generate_keeps_a_users_ids():
     assert torch.equal(made, expected)
 
 
+@pytest.mark.skipif(not PAGED, reason="other arguments before Transformers 5.18")
 @torch.no_grad()
 def test_continuous_batching():
     """Its paged cache suits encodings that rotate or add vectors; those that bias are refused."""

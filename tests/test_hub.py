@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from packaging.version import Version
 from transformers import BertTokenizer
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from typer.testing import CliRunner
@@ -17,7 +18,7 @@ from conftest import WORDS, said_by_python
 from hf_posenc.cli import app
 from hf_posenc.hub.eval_results import checked_evaluation, result_files
 from hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
-from models import patched, slow, stock, tokens
+from models import INSTALLED, patched, slow, stock, tokens
 
 BY_HAND = "# My model\n\nTrained with love.\n"
 LICENCE = "---\nlicense: mit\nlanguage:\n- de\n---\n"
@@ -285,6 +286,8 @@ def test_what_can_not_be_loaded_says_why(pushed):
         "anonymous": "is not a local folder and is not a valid model identifier",
         "no revision": "no-such is not a valid git identifier",
     }.items():
+        if name == "anonymous" and Version("5.18") > INSTALLED:  # which takes what is in the cache
+            continue
         assert words in pushed.loaded[name], pushed.loaded[name]
     assert TOKEN not in pushed.errors and TOKEN not in json.dumps([pushed.results, pushed.loaded])
 

@@ -47,7 +47,9 @@ def test_the_wheel(tmp_path):
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
         said = Parser().parsestr(archive.read(metadata).decode())
-    here = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_posenc").rglob("*") if path.suffix in (".py", ".typed")}
+    here = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "hf_posenc").rglob("*") if path.suffix in (".py", ".typed", ".json")
+    }
     assert {name for name in names if ".dist-info/" not in name} == here and "hf_posenc/py.typed" in here
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     assert said["Author"] == "The hf-posenc maintainers" and "ALiBi" in said["Keywords"]

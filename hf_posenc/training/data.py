@@ -185,7 +185,7 @@ def mapped(accelerator: Accelerator, data: Any, function: Callable[[Row], Row], 
 def check_known(data: Any, tokenizer: Any) -> None:
     """Raises SystemExit if the tokenizer knows hardly any token of the first 100 tokenized rows."""
     try:
-        tokenizer_files.check_known(tokenizer, (row["input_ids"] for row in data.take(100)))
+        tokenizer_files.check_known(tokenizer, (row["input_ids"] for row in itertools.islice(data, 100)))
     except ValueError as error:
         raise SystemExit(str(error)) from None
 
