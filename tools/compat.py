@@ -9,6 +9,7 @@ uv finds or installs. Four minutes an environment on one core.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -25,7 +26,6 @@ from typing import Any
 from hf_posenc.evaluation import records, terminals
 from hf_posenc.progress import ProgressBar
 from hf_posenc.serialization.atomic import write_text
-from tests.resume import digest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "compat"
@@ -68,7 +68,11 @@ CROSSINGS = (("newest", "oldest"), ("oldest", "newest"))
 
 
 class Failed(Exception):
-    """A command that failed, with the end of what it said."""
+    """A command that failed, with the end of what it said. said: all of it."""
+
+    def __init__(self, message: str, said: str = "") -> None:
+        super().__init__(f"{message}\n{said[-4000:]}")
+        self.said = said
 
 
 def run(*command: str | Path, folder: Path = ROOT, **environment: str) -> str:
@@ -76,7 +80,7 @@ def run(*command: str | Path, folder: Path = ROOT, **environment: str) -> str:
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "UV_HTTP_TIMEOUT": "600", **environment}
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=folder, env=settings)
     if done.returncode:
-        raise Failed(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")
+        raise Failed(f"{' '.join(map(str, command))}: exit code {done.returncode}", done.stdout + done.stderr)
     return done.stdout
 
 
@@ -120,7 +124,8 @@ def create(name: str, package: Path) -> None:
         *TESTS,
         *ENVIRONMENTS[name].packages,
     ]
-    install = [uv(), "pip", "install", "--quiet", "--reinstall-package", "hf-posenc", "--python", python_of(name)]
+    install: list[str | Path] = [uv(), "pip", "install", "--quiet", "--python", python_of(name)]
+    install += ["--reinstall-package", "hf-posenc"]
     try:
         run(*install, "--torch-backend", "cpu", *wanted)
     except Failed:  # the index of CPU builds can't be reached from everywhere
@@ -145,6 +150,16 @@ def try_wheel(name: str) -> None:
             raise Failed(f"{name}: the patched model was loaded as {made}")
 
 
+def sources() -> str:
+    """A digest of the package and its tests."""
+    found = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
+    for folder in ("hf_posenc", "tests"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".json"):
+                found.update(path.read_bytes())
+    return found.hexdigest()
+
+
 def versions(name: str) -> dict[str, str]:
     installed = json.loads(run(uv(), "pip", "list", "--format", "json", "--python", python_of(name)))
     found = {each["name"].replace("_", "-").lower(): each["version"] for each in installed}
@@ -156,7 +171,7 @@ def tested(name: str, files: Iterable[str], package: Path) -> dict[str, Any]:
     """The result of an environment: its versions, and how many tests passed, failed, and were skipped."""
     kept = FOLDER / f"{name}.json"
     before = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    state = f"{digest()} {' '.join((*ENVIRONMENTS[name].packages, *files))}"
+    state = f"{sources()} {' '.join((*ENVIRONMENTS[name].packages, *files))}"
     if before.get("state") == state and not before["failed"]:
         return before
     create(name, package)
@@ -178,10 +193,10 @@ def tested(name: str, files: Iterable[str], package: Path) -> dict[str, Any]:
     try:
         said = run(python_of(name), *command, *files, RESUME_FILE=str(FOLDER / f"{name}.txt"), PYTHONPATH=str(ROOT))
     except Failed as failed:
-        said = str(failed)
+        said = failed.said
     (FOLDER / f"{name}.log").write_text(said, encoding="utf-8")
     if not report.exists():
-        raise Failed(said)
+        raise Failed(f"{name}: pytest has written no report", said)
     found = counted(report) | {"state": state, "versions": versions(name)}
     write_text(kept, json.dumps(found, indent=1))
     return found
@@ -234,7 +249,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output_file", type=Path, help="a text file for the table")
     parser.add_argument("--docs_file", type=Path, help="a page of docs, in which the table is replaced")
     arguments = parser.parse_args(argv)
-    terminals.set_up()
     FOLDER.mkdir(parents=True, exist_ok=True)
     files = arguments.files or [f"tests/test_{name}.py" for name in SMOKE]
     package = wheel()
@@ -257,4 +271,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    terminals.set_up()
     main()

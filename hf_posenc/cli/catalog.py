@@ -36,16 +36,18 @@ def computed_encodings() -> dict[str, Any]:
 
 
 def computed() -> dict[str, Any]:
-    """The same as `catalog`, from the modules that define it."""
+    """The same as `catalog`, from the modules that define it; without custom encodings."""
     import inspect
 
     from hf_posenc import plots  # noqa: F401  # registers the figures
     from hf_posenc.configuration import INJECT, WHERE
     from hf_posenc.conversion.extension import CHOICE, METHODS
     from hf_posenc.diagnostics.registry import FIGURES
+    from hf_posenc.encodings.registry import list_encodings
 
+    own = {name for name, encoding in list_encodings().items() if encoding.__module__.startswith("hf_posenc.")}
     return {
-        "encodings": computed_encodings(),
+        "encodings": {name: row for name, row in computed_encodings().items() if name in own},
         "inject": [*INJECT],
         "where": [*WHERE],
         "methods": [*METHODS],
