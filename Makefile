@@ -42,7 +42,7 @@ test-all: .venv/installed
 
 # Tests in environments with other versions of Python, torch, Transformers, and others; see tools/compat.py.
 compat: .venv/installed
-	$(BIN)/python -m tools.compat --output_file scripts/results/compat.txt --docs_file docs/versions.md
+	$(BIN)/python -m tools.compat --output_file scripts/results/compat.txt --docs_file docs/reference/versions.md
 
 # The tests that are skipped for want of a GPU, all of them.
 test-gpu: gpu .venv/installed
@@ -54,10 +54,10 @@ gpu:
 	@nvidia-smi -L 2>/dev/null | grep -q GPU || { echo "no GPU here: nvidia-smi finds none, and nothing was installed" >&2; exit 1; }
 
 bench: .venv/benchmarks
-	$(BIN)/python scripts/bench.py --output_dir scripts/results --docs_file docs/speed.md
+	$(BIN)/python scripts/bench.py --output_dir scripts/results --docs_file docs/results/speed.md
 
 bench-gpu: gpu .venv/benchmarks
-	$(BIN)/python scripts/bench.py --device cuda --output_dir scripts/results --docs_file docs/speed.md
+	$(BIN)/python scripts/bench.py --device cuda --output_dir scripts/results --docs_file docs/results/speed.md
 
 .venv/benchmarks: .venv/installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[bench]'

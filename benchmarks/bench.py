@@ -4,7 +4,7 @@
     python scripts/bench.py --quick
     python scripts/bench.py --groups forward,attention-2048-fp32 --encodings alibi,t5
     python scripts/bench.py --import my_encodings --groups forward --encodings alibi,window
-    python scripts/bench.py --report_only --output_dir scripts/results --docs_file docs/speed.md
+    python scripts/bench.py --report_only --output_dir scripts/results --docs_file docs/results/speed.md
 
 A group of subjects is measured in one process: in each round every subject once, in an order drawn anew, so that what slows
 the machine down slows all of them down. A ratio is taken within a round: its median over the rounds is printed with a 95 %

@@ -1,4 +1,4 @@
-"""What bench.py prints: the results as text, as the tables of docs/speed.md, and as a figure."""
+"""What bench.py prints: the results as text, as the summary of docs/results/speed.md, and as a figure."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,20 +17,18 @@ LEGEND = (
     "above 1 faster; [its 95 % interval]. Targets say what they compare: throughput, time or memory."
 )
 HOSTS = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "vit": "ViT"}
-MODELS = ("forward", "train", "decode", "attention", "attention-train")
-"""Kinds of groups that have every encoding."""
-SHOWN = 6
-"""Subjects that a row of the page's table of targets names."""
+FORWARD, TRAINING = "forward-512-fp32", "train-512-fp32"
+"""The groups of the page's table of encodings."""
 HEADINGS = {
     "forward": "Whole model, forward",
     "train": "Whole model, forward and backward",
     "decode": "One step of decoding",
     "attention": "Attention alone, forward",
     "attention-train": "Attention alone, forward and backward",
-    "x-transformers": "Beside x-transformers",
-    "rotation": "Beside rotary-embedding-torch: one tensor of queries rotated",
-    "v4": "Shaw's encoding beside Transformers 4.57: forward",
-    "v4-train": "Shaw's encoding beside Transformers 4.57: forward and backward",
+    "x-transformers": "Compared with x-transformers",
+    "rotation": "Compared with rotary-embedding-torch: one tensor of queries rotated",
+    "v4": "Shaw's encoding compared with Transformers 4.57: forward",
+    "v4-train": "Shaw's encoding compared with Transformers 4.57: forward and backward",
     "patch": "patch() of 12 layers",
     "import": "Import, in new processes",
     "encode": "SentenceTransformer.encode",
@@ -154,77 +152,42 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
 
 
 def tables(results: dict[str, Any], device: str) -> str:
-    """The tables of docs/speed.md."""
+    """The summary of docs/results/speed.md: the targets that were missed, and every encoding at 512 tokens."""
     groups = results["groups"]
-    lines = [f"{machine(results['machine'])}; {results['date']}:", "", "```", results["command"], "```", "", LEGEND]
+    lines = [f"{machine(results['machine'])}; {results['date']}."]
     if device == "cpu":
-        lines += ["", "### Targets", "", *_target_rows(list(verdicts(groups)))]
-    for kind in dict.fromkeys(group["kind"] for group in groups.values()):
-        chosen = {name: group for name, group in groups.items() if group["kind"] == kind}
-        lines += ["", f"### {HEADINGS[kind]}", ""]
-        if kind in MODELS:
-            for host in dict.fromkeys(group["host"] for group in chosen.values()):
-                lines += [*_by_length({name: group for name, group in chosen.items() if group["host"] == host}), ""]
-            lines.pop()
-        else:
-            for name, group in chosen.items():
-                lines += [title(name, group) + ":", "", *_markdown(_rows(group)), ""]
-                lines += [f"{group['note']}", ""] if "note" in group else []
-            lines.pop()
-        for name, group in chosen.items():
-            failed = {each: record["failed"] for each, record in group["subjects"].items() if "failed" in record}
-            lines += [line for each, why in failed.items() for line in ("", f"`{each}` failed in {name}: {why}")]
+        lines += ["", "### Missed targets", "", *_target_rows(list(verdicts(groups)))]
+    if FORWARD in groups:
+        lines += ["", "### Every encoding at 512 tokens", "", *_markdown(_at_512(groups))]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def _target_rows(found: list[Verdict]) -> list[str]:
-    """One row for each target that was measured: the worst subject, and which missed it; how many others there are."""
-    others = 0
-    rows = [["what", "target", "worst", "met", "missed by"]]
+    """A count of the targets that are met, and one row for each that isn't, with the worst subject."""
+    rows, met, measured = [["target", "bound", "worst"]], 0, 0
     for target in TARGETS:
         mine = [each for each in found if each.target is target]
-        if not mine:
-            others += 1
+        measured += bool(mine)
+        if all(each.met for each in mine):
+            met += bool(mine)
             continue
         worst = (min if target.at_least else max)(mine, key=lambda each: each.value)
-        missing = sorted((each for each in mine if not each.met), key=lambda each: each.value, reverse=not target.at_least)
-        missed = ", ".join(f"{each.subject} ({each.group}) {_measured(each)}" for each in missing[:SHOWN])
-        missed += f", and {len(missing) - SHOWN} more in bench.txt" if len(missing) > SHOWN else ""
-        met = f"{sum(each.met for each in mine)} of {len(mine)}"
-        shown = f"{_measured(worst)}: {worst.subject}"
-        rows.append([target.what, target.shown_bound, shown, met, missed or "–"])
-    lines = list(_markdown(rows)) if len(rows) > 1 else []
-    count = f"{others} of {len(TARGETS)} targets were not measured."
-    return [*lines, *([""] if lines and others else []), *([count] if others else [])]
+        rows.append([target.what, target.shown_bound, f"{_number(worst.value)} ({worst.subject})"])
+    lines = [f"{met} of {measured} measured targets are met; {len(TARGETS) - measured} were not measured."]
+    return [*lines, *(["", *_markdown(rows)] if len(rows) > 1 else [])]
 
 
-def _by_length(groups: Groups) -> list[str]:
-    """A row for each encoding, a column for each group: throughput as a ratio to the stock model, and to `none`'s time the
-    first row's milliseconds."""
-    names = list(dict.fromkeys(name for group in groups.values() for name in group["subjects"]))
-    heads = [_head(group) for group in groups.values()]
-    rows = [["x stock [95 %]", *heads]]
-    rows.append([f"{STOCK}, ms", *(_number(group["subjects"].get(STOCK, {}).get("milliseconds")) for group in groups.values())])
-    for name in names:
-        if name == STOCK:
+def _at_512(groups: Groups) -> Iterator[list[str]]:
+    """A row for each encoding: throughput as a ratio to the original model's, and peak memory of a forward pass."""
+    yield ["encoding", "forward, x original", "training, x original", "peak MB"]
+    for name, record in groups[FORWARD]["subjects"].items():
+        if "failed" in record:
+            yield [f"`{name}`", f"failed: {record['failed']}", "–", "–"]
             continue
-        cells = [_ratio(group["subjects"].get(name, {}).get("ratios", {}).get(STOCK)) for group in groups.values()]
-        rows.append([f"`{name}`", *(cell or "–" for cell in cells)])
-    lines = list(_markdown(rows))
-    peaks = [["peak MB", *heads]]
-    for name in names:
-        cells = [_number(group["subjects"].get(name, {}).get("peak_mb")) for group in groups.values()]
-        peaks.append([name if name == STOCK else f"`{name}`", *(cell or "–" for cell in cells)])
-    return [*lines, "", *_markdown(peaks)]
-
-
-def _head(group: Record) -> str:
-    dtype = {"float32": "fp32", "bfloat16": "bf16"}[group["dtype"]]
-    shape = f"{group['batch']} x {group['length']}" if group["batch"] > 1 else f"{group['length']}"
-    more = [part for part in ("padded", "dropout") if group.get(part)]
-    host = [] if group["host"] == "bert" else [HOSTS[group["host"]]]
-    small = [f"{group['heads']} heads"] if group["heads"] != 12 else []
-    return ", ".join([*host, shape, dtype, *small, *more])
+        trained = groups.get(TRAINING, {"subjects": {}})["subjects"].get(name, {})
+        ratios = [record["ratios"], trained.get("ratios", {})]
+        cells = ["1" if name == STOCK else f"{ratio[STOCK][0]:.2f}" if STOCK in ratio else "–" for ratio in ratios]
+        yield ["original model" if name == STOCK else f"`{name}`", *cells, _number(record.get("peak_mb")) or "–"]
 
 
 def _markdown(rows: Iterable[list[str]]) -> Iterator[str]:
@@ -236,7 +199,7 @@ def _markdown(rows: Iterable[list[str]]) -> Iterator[str]:
 
 
 def write_tables(page: Path, by_device: dict[str, Any]) -> None:
-    """Replace what lies between the markers of a page; of a device without results the page says so.
+    """Replace the text between the markers of a page, which also says which devices have no results.
 
     Raises ValueError for a page without markers.
     """
@@ -244,15 +207,13 @@ def write_tables(page: Path, by_device: dict[str, Any]) -> None:
 
 
 def both(by_device: dict[str, Any]) -> str:
-    """The tables of a CPU, then those of a GPU."""
+    """The summary for a CPU, then the one for a GPU."""
     parts = []
     for device, heading in (("cpu", "CPU"), ("cuda", "GPU")):
         command = "make bench" if device == "cpu" else "make bench-gpu"
-        nothing = (
-            f"Nothing yet: {'no GPU was at hand' if device == 'cuda' else 'it was not run'}. `{command}` fills this part.\n"
-        )
+        nothing = f"Not measured yet{': no GPU was available' if device == 'cuda' else ''}. Run `{command}`.\n"
         shown = tables(by_device[device], device) if device in by_device else nothing
-        parts.append(f"## Measured on a {heading}\n\n{shown}")
+        parts.append(f"## On a {heading}\n\n{shown}")
     return "\n".join(parts)
 
 

@@ -13,7 +13,7 @@ from models import slow
 from tools import check_support
 from tools.hosts import checks, inputs, tiny
 
-KEPT, PAGE = ROOT / "scripts" / "results" / "check_support.txt", ROOT / "docs" / "hosts.md"
+KEPT, PAGE = ROOT / "scripts" / "results" / "check_support.txt", ROOT / "docs" / "reference" / "models.md"
 TAKEN = {
     # encoders of text
     "bert": "learned",

@@ -18,14 +18,21 @@ from page_worker import blocks
 from tools.hosts import tiny
 
 PAGES = {path.name: path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
-PAGES |= {path.name: path for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES |= {path.relative_to(ROOT / "docs").as_posix(): path for path in sorted((ROOT / "docs").rglob("*.md"))}
 NOTEBOOKS = {path.name: path for path in sorted((ROOT / "docs").glob("*.ipynb"))}
 NOUNS = [
     f"{colour} {animal}"
     for colour in ("red", "grey", "white")
     for animal in ("dog", "cat", "fox", "cow", "ox", "hen", "bee", "ram")
 ]
-SLOW = ("diagnostics.md", "ecosystem.md", "longer.md", "plots.md", "sentence_transformers.md", "first_steps.ipynb")
+SLOW = (
+    "guides/analyze.md",
+    "guides/convert.md",
+    "guides/integrations.md",
+    "guides/longer_inputs.md",
+    "quickstart.ipynb",
+    "tutorials/long_documents.md",
+)
 """Pages that take longer than a few seconds."""
 NOT_RUN = 0
 """Blocks of Python that a comment leaves out: counted, so that a new one is noticed."""
@@ -88,7 +95,8 @@ def test_the_page_runs(page, minilm, tmp_path):
     if '"scripts/results/' in code:
         (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     if "push_to_hub(" not in code:
-        run_python(RUN, page, tmp_path)
+        printed = run_python(RUN, page, tmp_path)
+        assert all(block.text.strip() in printed for block in blocks(page) if block.language == "text"), printed
         return
     with serve() as hub:  # whose client reads its settings when it is imported
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}

@@ -1,18 +1,21 @@
 """Which of Transformers' model types can be patched: a tiny random model of each, checked by running it.
 
     python -m tools.check_support \\
-        --output_file scripts/results/check_support.txt --docs_file docs/hosts.md --quoted_in README.md
+        --output_file scripts/results/check_support.txt --csv_file scripts/results/check_support.csv \\
+        --docs_file docs/reference/models.md --quoted_in README.md
     python -m tools.check_support --types llama,bert
 
-A modeling folder of Transformers counts if one of its model types is taken and passes every check of `hosts/checks.py`; a check
-that doesn't apply (a cache for an encoder) is "-", one that could not be run is "skipped", and then the folder doesn't count.
-Six minutes on two cores. Verdicts are kept in a file by model type and by a hash of the code, so that a run that was stopped
-goes on where it was.
+A model family is a modeling folder of Transformers. It counts if one of its model types passes every check of
+`hosts/checks.py`. A check that doesn't apply (a cache for an encoder) is "-". A check that can't run is "skipped", and then the
+family doesn't count.
+A run takes six minutes on two cores. Verdicts are stored by model type and hash of the code, so an interrupted run resumes.
 """
 
 import argparse
+import csv
 import dataclasses
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -37,7 +40,7 @@ from tools.hosts.verdicts import Verdict, folder_of, judge
 
 WIDTH = 128
 MARKERS = "<!-- tables by tools/check_support.py: begin -->", "<!-- tables by tools/check_support.py: end -->"
-QUOTED = re.compile(r"> \d+ of \d+ modeling folders")
+QUOTED = re.compile(r"> \d+ of \d+ model families")
 HERE = Path(__file__).resolve().parent
 MODELS = Path(transformers.__file__).parent / "models"
 
@@ -158,8 +161,8 @@ def headline(verdicts: Iterable[Verdict]) -> str:
     embedding = {verdict.folder for verdict in verdicts if verdict.embeds_only} - verified
     built = [verdict for verdict in verdicts if not verdict.unbuilt]
     return (
-        f"{len(verified)} of {len(folders())} modeling folders verified by every check, {len(embedding)} more with vectors "
-        f"alone; {sum(verdict.verified for verdict in verdicts)} of {len(built)} model types that build"
+        f"{len(verified)} of {len(folders())} model families pass every check, {len(embedding)} more with additive encodings "
+        f"only; {sum(verdict.verified for verdict in verdicts)} of {len(built)} model types that build"
     )
 
 
@@ -170,8 +173,8 @@ def report(verdicts: Iterable[Verdict]) -> str:
     verified, embedding, other = _taken(verdicts)
     for title, group in (
         ("verified", verified),
-        ("with vectors alone", embedding),
-        ("taken, but not verified by every check", other),
+        ("additive encodings only", embedding),
+        ("patched, but not every check passes", other),
     ):
         if not group:
             continue
@@ -180,15 +183,15 @@ def report(verdicts: Iterable[Verdict]) -> str:
             lines += ["", source]
             for each in each_source:
                 refused = [encoding for encoding in checks.ENCODINGS if encoding not in each.encodings]
-                without = f"   without {', '.join(refused)}" if refused and title != "with vectors alone" else ""
+                without = f"   without {', '.join(refused)}" if refused and title != "additive encodings only" else ""
                 lines.append(f"{each.name:44}" + "".join(f"{each.checks[name]:>12}" for name in checks.CHECKS) + without)
     unsupported = [verdict for verdict in verdicts if verdict.reason]
-    lines += ["", f"{len(unsupported)} refused"]
+    lines += ["", f"{len(unsupported)} unsupported"]
     for reason, group in _grouped(unsupported, "reason"):
-        lines += ["", f"{reason} ({len(group)}), as", f"    {group[0].message}"]
+        lines += ["", f"{reason} ({len(group)}), for example", f"    {group[0].message}"]
         lines += _wrapped([each.name for each in group])
     unbuilt = [verdict for verdict in verdicts if verdict.unbuilt]
-    lines += ["", f"{len(unbuilt)} not judged"]
+    lines += ["", f"{len(unbuilt)} not tested"]
     for why, group in _grouped(unbuilt, "unbuilt"):
         lines += ["", f"{why} ({len(group)})", *_wrapped([each.kind for each in group])]
     if crashed := [verdict for verdict in verdicts if verdict.crash]:
@@ -197,53 +200,64 @@ def report(verdicts: Iterable[Verdict]) -> str:
 
 
 def _taken(verdicts: Iterable[Verdict]) -> tuple[list[Verdict], list[Verdict], list[Verdict]]:
-    """Verified, with vectors alone, and those that don't pass every check."""
+    """Verified, additive encodings only, and those that don't pass every check."""
     taken = [verdict for verdict in verdicts if verdict.taken]
     verified = [verdict for verdict in taken if verdict.verified]
     embedding = [verdict for verdict in taken if verdict.embeds_only]
     return verified, embedding, [verdict for verdict in taken if not verdict.passed]
 
 
-def tables(verdicts: Iterable[Verdict]) -> str:
-    """The tables of docs/hosts.md: each modeling folder once, by the best verdict on one of its types."""
+def families(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Each modeling folder once, by the best verdict on one of its model types."""
     best: dict[str, Verdict] = {}
     for verdict in sorted(verdicts, key=lambda verdict: (-verdict.rank, verdict.kind)):
         best.setdefault(verdict.folder, verdict)
-    families = sorted(best.values(), key=lambda verdict: verdict.folder)
-    verified, embedding, other = _taken(families)
-    lines = [f"> {headline(verdicts)}", "", "### Every kind of encoding"]
-    lines += ["", "| the stock model's positions | doesn't apply | families |", "|---|---|---|"]
-    for source, by_source in _grouped(verified, "source"):
-        for without, group in _grouped(by_source, "not_applicable"):
-            lines.append(f"| {source} | {without or '–'} | {len(group)}: {_families(group)} |")
-    if embedding:
-        lines += ["", "### Vectors alone", "", "| the stock model's positions | families |", "|---|---|"]
-        lines += [f"| {source} | {len(group)}: {_families(group)} |" for source, group in _grouped(embedding, "source")]
-    if other:
-        lines += ["", "### Taken, but not verified", "", "| check | families |", "|---|---|"]
-        lines += [f"| {why} | {len(group)}: {_families(group)} |" for why, group in _grouped(other, "not_passed")]
-    lines += ["", "### Refused", "", "| reason | families | what to do |", "|---|---|---|"]
-    for reason, group in _grouped([verdict for verdict in families if verdict.reason], "reason"):
-        lines.append(f"| {reason} | {len(group)}: {_families(group)} | {remedy_for(group[0])} |")
-    left = [verdict for verdict in families if verdict.unbuilt or verdict.crash]
-    if left:
-        lines += ["", "### Not judged", "", "| why | families |", "|---|---|"]
-        for why, group in _grouped([dataclasses.replace(each, unbuilt=each.unbuilt or each.crash) for each in left], "unbuilt"):
-            lines.append(f"| {why} | {len(group)}: {_families(group)} |")
+    return sorted(best.values(), key=lambda verdict: verdict.folder)
+
+
+def tables(verdicts: Iterable[Verdict]) -> str:
+    """The lists of docs/reference/models.md: one for each level of support."""
+    verdicts = list(verdicts)
+    every = families(verdicts)
+    verified, embedding, other = _taken(every)
+    lines = [f"> {headline(verdicts)}"]
+    for title, group in (
+        ("All encodings", verified),
+        ("Additive encodings only", embedding),
+        ("Patched, but not every check passes", other),
+    ):
+        if group:
+            lines += ["", f"### {title}", "", f"{len(group)}: {_folders(group)}."]
+    lines += ["", "### Unsupported", "", "| reason | families | what to do |", "|---|---|---|"]
+    unsupported = _grouped([verdict for verdict in every if verdict.reason], "reason")
+    lines += [f"| {reason} | {len(group)} | {remedy_for(group[0])} |" for reason, group in unsupported]
+    lines += ["", *(f"- {reason}: {_folders(group)}." for reason, group in unsupported)]
+    if left := [verdict for verdict in every if verdict.unbuilt or verdict.crash]:
+        lines += ["", "### Not tested", "", f"{len(left)}: {_folders(left)}."]
     return "\n".join(lines) + "\n"
 
 
-def _families(group: list[Verdict]) -> str:
-    names = (each.folder if each.name in (each.folder, each.folder.replace("_", "-")) else _of_family(each) for each in group)
-    return ", ".join(names)
+def _folders(group: list[Verdict]) -> str:
+    return ", ".join(each.folder for each in group)
 
 
-def _of_family(verdict: Verdict) -> str:
-    return f"{verdict.folder} ({verdict.part})" if verdict.part and verdict.kind == verdict.folder else verdict.name
+def write_csv(path: Path, verdicts: Iterable[Verdict]) -> None:
+    """Write one row per modeling folder: what was patched, its original positions, each check, and why it isn't supported."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["family", "model_type", "submodel", "support", "positions", *checks.CHECKS, "without", "reason"])
+    for each in families(verdicts):
+        support = "all" if each.verified else "additive" if each.embeds_only else "not verified" if each.taken else ""
+        support = support or ("unsupported" if each.reason else "not tested")
+        results = [each.checks.get(name, "") for name in checks.CHECKS]
+        without = " ".join(name for name in checks.ENCODINGS if name not in each.encodings) if each.taken else ""
+        reason = each.reason or each.unbuilt or each.crash
+        writer.writerow([each.folder, each.kind, each.part, support, each.source, *results, without, reason])
+    write_text(path, file.getvalue())
 
 
 def remedy_for(verdict: Verdict) -> str:
-    """What the user of a refused host can do: as the error says, else as `remedies.json` does."""
+    """What the user of an unsupported model can do: by `remedies.json`, otherwise by the error message."""
     remedies = json.loads((HERE / "hosts" / "remedies.json").read_text(encoding="utf-8"))
     return remedies.get(verdict.reason, verdict.remedy)
 
@@ -279,15 +293,16 @@ def _wrapped(names: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", help="model types, separated by commas; all by default")
+    parser.add_argument("--types", help="comma-separated model types (default: all)")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=300, help="seconds for a model type")
-    parser.add_argument("--output_file", type=Path, help="a file for the page, which is printed, too")
-    parser.add_argument("--docs_file", type=Path, help="a page with the tables between markers, which are replaced")
-    parser.add_argument("--quoted_in", type=Path, nargs="*", default=[], help="pages in which the first line is quoted")
+    parser.add_argument("--limit", type=float, default=300, help="seconds per model type (default: %(default)s)")
+    parser.add_argument("--output_file", type=Path, help="file for the report, which is also printed")
+    parser.add_argument("--csv_file", type=Path, help="file for one row per family")
+    parser.add_argument("--docs_file", type=Path, help="page whose lists, between markers, are replaced")
+    parser.add_argument("--quoted_in", type=Path, nargs="*", default=[], help="pages that quote the first line")
     kept = HERE.parent / "build" / "check_support.jsonl"
-    parser.add_argument("--verdicts_file", type=Path, default=kept, help="verdicts so far")
-    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="use the verdicts so far")
+    parser.add_argument("--verdicts_file", type=Path, default=kept, help="file of stored verdicts (default: %(default)s)")
+    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="reuse stored verdicts")
     args = parser.parse_args()
     args.verdicts_file.parent.mkdir(parents=True, exist_ok=True)
     if not args.resume:
@@ -296,12 +311,14 @@ def main() -> None:
     if args.types:
         kinds = args.types.split(",")
         if unknown := {*kinds} - {*known}:
-            parser.error(f"--types {min(unknown)} is no model type of Transformers (transformers.CONFIG_MAPPING)")
+            parser.error(f"--types {min(unknown)} is not a model type of Transformers (see transformers.CONFIG_MAPPING)")
     verdicts = judged(kinds, args.processes, Kept(args.verdicts_file), args.limit)
     page = report(verdicts)
     print(page, end="")
     if args.output_file:
         write_text(args.output_file, page)
+    if args.csv_file:
+        write_csv(args.csv_file, verdicts)
     if args.docs_file:
         write_tables(args.docs_file, verdicts)
     for path in args.quoted_in:

@@ -1,6 +1,6 @@
 """Runs tests with the versions of other libraries that people have, and checkpoints saved with one loaded with another.
 
-    python -m tools.compat --output_file scripts/results/compat.txt --docs_file docs/versions.md
+    python -m tools.compat --output_file scripts/results/compat.txt --docs_file docs/reference/versions.md
     python -m tools.compat --names oldest --file test_hub.py
 
 Each environment is created by uv in build/compat, with the wheel of this package and CPU builds of torch if their index can be

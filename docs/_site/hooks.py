@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages and files of the repository outside docs/, the notebook as a page, and the links between all of them.
 
 Nothing is copied in the tree. What a page links to is put on the site under its path in the repository: README.md is the
-first page, docs/longer.md the page longer, scripts/results/demo.png a file.
+first page, docs/guides/patch.md the page guides/patch, scripts/results/needle.png a file.
 """
 
 import json
@@ -27,7 +27,8 @@ PAGES = {"README.md": "index.md"}
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Pages that mkdocs.yml doesn't name come last."""
-    rest = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in str(config.nav))
+    pages = (path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    rest = sorted(page for page in pages if page not in str(config.nav))
     if rest and config.nav is not None:
         config.nav.append({"More": rest})
     return config

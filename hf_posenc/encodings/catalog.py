@@ -1,4 +1,4 @@
-"""What the tables of encodings say: made from the classes alone, for `hf-posenc list` and docs/encodings.md."""
+"""What the tables of encodings say: made from the classes alone, for `hf-posenc list` and docs/reference/encodings.md."""
 
 import itertools
 import math
@@ -10,12 +10,15 @@ import torch
 
 from hf_posenc.encodings.base import Geometry, PositionEncoding
 from hf_posenc.encodings.construction import with_values
+from hf_posenc.encodings.frequency_rules import ALL
 from hf_posenc.encodings.options import described
 from hf_posenc.encodings.registry import encoding_class, list_encodings
 
 BERT_BASE = Geometry(768, 12, 64, max_length=512, trained_length=512)
 """The sizes for which parameters are counted."""
 ARXIV = "https://arxiv.org/abs/"
+RULES = frozenset(option for options in ALL.values() for option in options)
+"""Options that belong to a value of `rope_type`."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,11 @@ class Entry:
         """What a table says in words, by the heading of the column."""
         count = f"{self.parameters:,}"
         return {
-            "acts by": ", ".join(self.mechanisms) or "–",
+            "mechanism": ", ".join(self.mechanisms) or "–",
             "learned": self.learned,
             "relative": "yes" if self.relative else "no",
             "any length": self.any_length,
-            "stacks": self.stacks,
+            "models": self.stacks,
             "parameters": f"{count} a layer" if self.parameters and self.per_layer else count,
         }
 
@@ -94,21 +97,27 @@ def conflicts(names: Collection[str]) -> dict[tuple[str, str], str]:
 
 
 def as_markdown() -> str:
-    """The tables of docs/encodings.md, of the encodings that come with this package."""
+    """The tables of docs/reference/encodings.md, of the encodings that come with this package."""
     own = {name: entry(kind) for name, kind in list_encodings().items() if kind.__module__.startswith("hf_posenc.")}
     headings = ["name", *next(iter(own.values())).facts(), "options", "paper"]
     lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
     for name, row in own.items():
         names = ", ".join(f"`{each}`" for each in (name, *row.aliases))
-        options = "; ".join(f"`{_written(option, said)}`" for option, said in row.options.items())
+        options = "; ".join(f"`{_written(option, said)}`" for option, said in row.options.items() if option not in RULES)
+        options += "; and those of `rope_type`" if RULES & row.options.keys() else ""
         papers = ", ".join(
             f"[{paper.removeprefix('https://').removeprefix('arxiv.org/abs/')}]({paper})" for paper in row.papers
         )
         facts = [f"`{fact}`" if "=" in fact else fact for fact in row.facts().values()]
         lines.append(f"| {' | '.join([f'{names}: {row.title}', *facts, options or '–', papers or '–'])} |")
-    refused, pairs = conflicts(own), math.comb(len(own), 2)
-    lines += ["", f'Any two can act in one layer (`patch(model, "rope+alibi")`), but for {len(refused)} of {pairs} pairs:', ""]
-    lines += ["| refused | because |", "|---|---|", *(f"| `{one}+{other}` | {why} |" for (one, other), why in refused.items())]
+    found, pairs = conflicts(own), math.comb(len(own), 2)
+    lines += ["", f"You can combine any two encodings in one layer, except {len(found)} of {pairs} pairs:", ""]
+    lines += ["| encoding | can't be combined with |", "|---|---|"]
+    while found:  # the encoding with the most conflicts first, so that each pair appears once
+        name = max(own, key=lambda each: sum(each in pair for pair in found))
+        others = [other for pair in found for other in pair if name in pair and other != name]
+        lines.append(f"| `{name}` | {', '.join(f'`{other}`' for other in others)} |")
+        found = {pair: why for pair, why in found.items() if name not in pair}
     return "\n".join(lines) + "\n"
 
 

@@ -1,10 +1,12 @@
 """Figures of length.json, the record of scripts/eval_length.py: curves by length, and maps of needles by depth."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_posenc.diagnostics.figures import NORMAL, SMALL, WIDTH, Sheet, error_bars
 from hf_posenc.diagnostics.registry import Dark, Path, figure
+from hf_posenc.evaluation.needles import BOUNDARY
 
 METRICS = {"title": "mrr", "deep": "mrr", "needle": "recall_at_1", "needle beyond": "recall_at_1"}
 """Task -> the metric that is shown."""
@@ -16,6 +18,7 @@ TITLES = {
     "perplexity": "perplexity,\nsliding windows",
 }
 PARTS = ("settings", "chance", "scores", "differences", "heat", "perplexity")
+AVERAGED = re.compile(r"^chunked by \d+, mean$")
 APART = 1.05
 """The factor between the lines of the lower panels on the logarithmic axis, so that their intervals don't overlap."""
 
@@ -78,7 +81,8 @@ def needle(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) 
 
     A map for each method that `lengths` shows: R@1 by length and depth in the text.
 
-    record: length.json of scripts/eval_length.py, with the task "needle". n is how many questions were asked.
+    record: length.json of scripts/eval_length.py, with the task "needle". n is the number of questions. A dashed line separates
+    lengths up to 512 tokens from longer ones.
 
     Raises ValueError for another record or one without needles.
     """
@@ -92,16 +96,21 @@ def needle(record: Mapping[str, Any], *, dark: Dark = False, path: Path = None) 
     for axis, name in zip(sheet.axes[0], names, strict=True):
         cells = [[heat[name][column][part]["score"] for column in columns] for part in range(depths)]
         image = sheet.heatmap(axis, [[cell["recall_at_1"] for cell in row] for row in cells], 0, 1)
-        texts = [[f"{cell['recall_at_1']:.2f}\nn={cell['queries']}" for cell in row] for row in cells]
-        sheet.cells(axis, image, texts, SMALL - 1)
+        sheet.cells(axis, image, [[f"{cell['recall_at_1']:.2f}" for cell in row] for row in cells], SMALL)
         axis.set_xticks(range(len(columns)), columns)
-        axis.set_xlabel("tokens")
+        axis.set_xlabel("length in tokens")
         axis.tick_params(length=0)
-        sheet.title(axis, name.replace(", ", ",\n", 1), NORMAL)
+        model, _, method = name.partition(", ")
+        sheet.title(axis, f"{model}\n{AVERAGED.sub('averaged chunk embeddings', method)}".strip(), NORMAL)
+        within = sum(int(column) <= BOUNDARY for column in columns)
+        if 0 < within < len(columns):
+            sheet.reference(axis, x=within - 0.5, linestyle="--")
     first = sheet.axes[0, 0]
     first.set_yticks(range(depths), [f"{100 * part // depths}–{100 * (part + 1) // depths} %" for part in range(depths)])
     first.set_ylabel("depth of the fact")
-    bar = sheet.colorbar(image, list(sheet.axes[0]), "R@1", aspect=14)
+    counts = sorted({part["score"]["queries"] for column in heat.values() for parts in column.values() for part in parts})
+    questions = "–".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    bar = sheet.colorbar(image, list(sheet.axes[0]), f"R@1, n = {questions} per cell", aspect=14)
     sheet.annotate_colorbar(bar, chance(record, "needle"), "chance")
     return sheet.finish()
 
