@@ -6,7 +6,7 @@ Documents are pages of a folder (experiments/data/pages.py; those that its --tra
 library's documentation, which is there without --pages but has fewer long texts. The tasks:
 
 title       A document's title is to find it, cut at each length, among all of them; the title is taken out of the document.
-deep        So is a sentence that was taken out of it behind the first 512 tokens, and within the length.
+deep        So is a sentence that was taken out of it beyond the first 512 tokens, and within the length.
 needle      A sentence with a made-up fact is put into a document; a question is to find the document with its fact among
             copies with other facts. The heat map shows length by depth.
 perplexity  For language models (the default for them, as the other three for all other models): sliding windows of each

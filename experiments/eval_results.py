@@ -2,7 +2,7 @@
 
 from hf_posenc.evaluation.records import LIBRARY, Record
 
-DEEP = "a sentence from behind the first 512 tokens, taken out, finds its document"
+DEEP = "a sentence from beyond the first 512 tokens, taken out, finds its document"
 
 
 def of_demo(record: Record) -> list[Record]:
@@ -28,7 +28,7 @@ def of_lengths(record: Record, this: str) -> list[Record]:
         "title": f"a title finds its document, {size}",
         "deep": f"{DEEP}, {size}",
         "needle": f"a fact within the first 512 tokens, among {settings['candidates']} copies",
-        "needle beyond": f"a fact behind the first 512 tokens, among {settings['candidates']} copies",
+        "needle beyond": f"a fact beyond the first 512 tokens, among {settings['candidates']} copies",
     }
     texts = settings.get("texts", LIBRARY)
     results = [

@@ -11,9 +11,9 @@ from hf_posenc.evaluation.retrieval_by_length import METRICS, Found
 
 TITLES = {
     "title": "a title finds its document, one of {documents}: MRR",
-    "deep": "a sentence from behind the first 512 tokens, taken out, finds its document, one of {documents}: MRR",
+    "deep": "a sentence from beyond the first 512 tokens, taken out, finds its document, one of {documents}: MRR",
     "needle": "a fact within the first 512 tokens, among {candidates} copies: R@1",
-    "needle beyond": "a fact behind the first 512 tokens, among {candidates} copies: R@1",
+    "needle beyond": "a fact beyond the first 512 tokens, among {candidates} copies: R@1",
 }
 ByLength = dict[int, dict[str, Perplexity]]
 

@@ -5,6 +5,9 @@ from importlib import metadata
 
 from packaging.version import Version
 
+REPOSITORY = "https://github.com/hf-posenc/hf-posenc"
+INSTALL = f"pip install git+{REPOSITORY}"
+"""How to install the package; a release to PyPI changes it here."""
 TESTED = {"transformers": ("5.15", "6"), "torch": ("2.6", "3")}
 """The oldest version that is tested, and the first that isn't. The oldest are also in pyproject.toml, which isn't part of the
 code saved with a checkpoint."""
@@ -18,6 +21,11 @@ FAILS = {
     "torch": "compilation and torch.export, in part",
 }
 """What is known to fail with versions that are older than those tested."""
+
+
+def install(extra: str) -> str:
+    """How to install the package with an extra."""
+    return f'pip install "hf-posenc[{extra}] @ {INSTALL.partition("install ")[2]}"'
 
 
 def check() -> None:

@@ -204,7 +204,7 @@ def test_from_end_to_end(folders, monkeypatch, tmp_path):
     assert [int(cell["tokens_before"] // 250) for cell in cells] == [0, 1, 2, 3]
     assert (tmp_path / "out" / "length.png").stat().st_size > 10_000 < (tmp_path / "out" / "needle.png").stat().st_size
     shown = (tmp_path / "out" / "length.txt").read_text()
-    assert "chance" in shown and "behind the first 512 tokens" in shown and NAMES[1] in shown
+    assert "chance" in shown and "beyond the first 512 tokens" in shown and NAMES[1] in shown
     assert f"{scores['deep']['1000']['alibi']['mrr']:.3f}" in shown
     value, (low, high) = (differences["deep"]["1000"]["alibi"][name] for name in ("value", "interval"))
     assert f"{value:+.3f} [{low:+.2f}, {high:+.2f}]" in shown

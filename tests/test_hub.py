@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from conftest import WORDS, said_by_python
+from hf_posenc._versions import INSTALL
 from hf_posenc.cli import app
 from hf_posenc.hub.eval_results import checked_evaluation, result_files
 from hub_server import TOKEN, USER, Commit, Fault, Repo, refuse, serve
@@ -169,15 +170,15 @@ def test_the_card_is_made_from_the_model(pushed):
         "`PosEncBertModel`",
         "`sinusoidal`: `base=10000.0`",
         "<https://arxiv.org/abs/1706.03762>",
-        "- position encoding `alibi`: `slopes='fixed'`, `sides='symmetric'`, `per_layer=False`, <https://arxiv.org/abs/2108.12409>\n",
-        "`distance_bias` at `encoder.layer.0.attention.self` and 1 more",
-        "longest input: 64 tokens",
+        "- position encoding `alibi`: `slopes='fixed'`, `sides='symmetric'`, `per_layer=False`\n",
+        "`distance_bias` in `encoder.layer.0.attention.self` and 1 more",
+        "maximum length: 64 tokens",
         "hf_posenc.unpatch(model)",
-        "pip install hf-posenc",
+        INSTALL,
     ):
         assert words in text
     metadata, text = card_of(pushed.repos["me/unlimited"])
-    assert metadata["pipeline_tag"] == "fill-mask" and "longest input: no limit" in text
+    assert metadata["pipeline_tag"] == "fill-mask" and "maximum length: no limit" in text
     for name in ("unlimited", "heads"):
         assert "base_model" not in card_of(pushed.repos[f"me/{name}"])[0]
     assert "hf_posenc." not in card_of(pushed.repos["me/stock"])[1].partition("<!--")[0]

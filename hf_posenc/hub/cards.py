@@ -15,6 +15,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
+from hf_posenc._versions import INSTALL, REPOSITORY
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.configuration import HUB_ID
 from hf_posenc.encodings import encoding_class
@@ -40,6 +41,10 @@ INHERITED = ("language", "license", "license_name", "license_link")
 """Metadata copied from the base model's card."""
 GENERATED = ("base_model", "base_model_relation", "datasets", "library_name", "metrics", "model-index", "pipeline_tag", "tags")
 """Metadata generated for every card; all other entries of an existing card are kept."""
+HEADLINE = ("mrr", "accuracy", "macro_f1", "f1", "exact_match", "perplexity", "loss")
+"""The metric that a card shows is the first of these that was measured."""
+LABELS = 20
+"""The number of labels that a card lists."""
 NO_LENGTH = ("", 0)
 """The column of results without a length."""
 
@@ -96,11 +101,13 @@ def model_card(
         eval_results=[_eval_result(result) for result in own] or None,
     )
     parts = [
-        [f"# {name}", "", f"`{report.model_class}` with", "", *_positions(model, report)],
+        [f"# {name}", "", _purpose(model, report, name, metadata["base_model"])],
+        _loading(model, report, auto, repo_id, metadata["base_model"]),
         [f"![{PurePosixPath(figure).stem}]({quote(figure)})" for figure in figures],
         _results(measured),
         _training(measured),
-        _loading(model, report, auto, repo_id, metadata["base_model"]),
+        _details(model, report, metadata),
+        _citation(report),
     ]
     body = "\n\n".join("\n".join(part) for part in parts if part)
     return _signed(f"---\n{data.to_yaml()}\n---\n\n{body}\n\n")
@@ -163,27 +170,57 @@ def _unit(model: PreTrainedModel) -> str:
     return names.get(stack.main_input_name, "positions")
 
 
-def _positions(model: PreTrainedModel, report: Report) -> list[str]:
-    lines, encodings = [], encoding_class(report.encoding).component_classes()
+def _purpose(model: PreTrainedModel, report: Report, name: str, base: str | None) -> str:
+    """One sentence: which model, which encoding, which maximum length."""
+    made = f"a `{report.model_class}`" if base is None else f"[{base}](https://huggingface.co/{quote(base)})"
+    encodings = " and ".join(f"`{each}`" for each in dict.fromkeys(report.encoding.split("+")))
+    limit = "no limit on the length of its input" if report.max_length is None else _length(model, report)
+    return f"{_cell(name)} is {made} with {encodings} position encoding and {limit}."
+
+
+def _length(model: PreTrainedModel, report: Report) -> str:
+    return f"a maximum length of {report.max_length:,} {_unit(model)}"
+
+
+def _details(model: PreTrainedModel, report: Report, metadata: dict[str, Any]) -> list[str]:
+    lines, encodings = [f"- class: `{report.model_class}`"], encoding_class(report.encoding).component_classes()
     for name, encoding in encodings.items():
         options = report.options if len(encodings) == 1 else report.options.get(name, {})
-        said = [f"`{key}={value!r}`" for key, value in options.items()] + [f"<{paper}>" for paper in encoding.paper]
+        said = [f"`{key}={value!r}`" for key, value in options.items()]
         if user_classes(encoding.type):
-            there = " with the package; the code that comes with the model has it" if _remote_auto_class(model) else ""
+            there = " with hf-posenc; the code saved with the model includes it" if _remote_auto_class(model) else ""
             said.append(f"its class `{encoding.__name__}` is not part of hf-posenc: import or define it before loading{there}")
         if name in report.layers:
             said.append(f"in layer{'s' * (len(report.layers[name]) > 1)} {', '.join(map(str, report.layers[name]))}")
         lines.append(f"- position encoding `{name}`" + (f": {', '.join(said)}" if said else ""))
-    for verb, paths in report.locations.items():
-        lines.append(f"- `{verb}` at `{paths[0]}`" + (f" and {len(paths) - 1} more" if paths[1:] else ""))
+    for mechanism, paths in report.locations.items():
+        lines.append(f"- `{mechanism}` in `{paths[0]}`" + (f" and {len(paths) - 1} more" if paths[1:] else ""))
     if report.where:
-        lines.append(f"- acts in: {', '.join(f'`{name}` (`{kind}`)' for name, kind in report.where.items())}")
+        lines.append(f"- applied in: {', '.join(f'`{name}` (`{kind}`)' for name, kind in report.where.items())}")
     spec = getattr(model.config, "position_spec", None)
     if spec is not None and spec.submodel:
         lines.append(f"- only in the submodel `{spec.submodel}`")
-    longest = "no limit" if report.max_length is None else f"{report.max_length} {_unit(model)}"
-    lines.append(f"- longest input: {longest}")
-    return lines + [f"- ignored: {note}" for note in report.ignored]
+    lines.append("- maximum length: " + ("no limit" if report.max_length is None else f"{report.max_length} {_unit(model)}"))
+    lines += [f"- ignored: {note}" for note in report.ignored]
+    if found := report.calibration:
+        lines.append(f"- calibrated on {found.texts} texts of up to {found.length} tokens")
+    lines.append(f"- parameters: {sum(each.numel() for each in model.parameters()):,}")
+    if report.model_class.endswith(("ForSequenceClassification", "ForTokenClassification")):
+        names = [str(label) for _, label in sorted(model.config.id2label.items())]
+        shown = ", ".join(f"`{_cell(label)}`" for label in names[:LABELS])
+        lines.append(f"- labels: {shown}" + (f" and {len(names) - LABELS} more" if names[LABELS:] else ""))
+    for key in ("license", "language"):
+        value = metadata.get(key) or "not stated"
+        lines.append(f"- {key}: {_cell(value if isinstance(value, str) else ', '.join(map(str, value)))}")
+    return ["## Details", "", *lines]
+
+
+def _citation(report: Report) -> list[str]:
+    papers = dict.fromkeys(
+        paper for encoding in encoding_class(report.encoding).component_classes().values() for paper in encoding.paper
+    )
+    papers_of = [f"The encoding is from {', '.join(f'<{paper}>' for paper in papers)}."] if papers else []
+    return ["## Citation", "", " ".join([*papers_of, f"The model was made with [hf-posenc]({REPOSITORY})."])]
 
 
 def _loading(model: PreTrainedModel, report: Report, auto: str | None, repo_id: str, base: str | None) -> list[str]:
@@ -191,23 +228,23 @@ def _loading(model: PreTrainedModel, report: Report, auto: str | None, repo_id: 
     ways = [("", "python", [f"from transformers import {auto or report.model_class}", "", load])]
     if hasattr(model.config, "position_encoding"):
         users = [cls.__name__ for cls in user_classes(report.encoding)]
-        also = f", beside what defines {', '.join(users)}" if users else ""
-        package = [f"import hf_posenc  # Transformers then knows its models{also}", f"from transformers import {auto}"]
+        also = f"  # also import {', '.join(users)}" if users else ""
+        package = [f"import hf_posenc{also}", f"from transformers import {auto}"]
         package = package if auto else [f"from hf_posenc import {report.model_class}"]
-        ways = [("With the package:", "bash", ["pip install hf-posenc"]), ("", "python", [*package, "", load])]
+        ways = [("", "python", [*package, "", load]), ("To install hf-posenc:", "bash", [INSTALL])]
         if remote := _remote_auto_class(model):
-            words = "Without it: the code comes with the model, and needs torch and transformers alone."
+            words = "Without hf-posenc, use the code saved with the model. It needs only torch and Transformers:"
             load = f'model = {remote}.from_pretrained("{repo_id}", trust_remote_code=True)'
             ways.append((words, "python", [f"from transformers import {remote}", "", load]))
-        host, spec = report.model_class.removeprefix(derived.PREFIX), getattr(model.config, "position_spec", None)
+        original, spec = report.model_class.removeprefix(derived.PREFIX), getattr(model.config, "position_spec", None)
         if report.can_unpatch:
-            words = f"As a stock `{host}`: these weights, with the positions that the model had before it was patched."
+            words = f"To restore the original positions and get a `{original}`:"
             ways.append((words, "python", ["import hf_posenc", "", "model = hf_posenc.unpatch(model)"]))
         elif base and spec is not None and spec.original is not None:
-            words = "As the stock model: the base model's own positions are not kept here, so that is the base itself."
-            load = f'model = {auto or host}.from_pretrained("{base}")'
-            ways.append((words, "python", [f"from transformers import {auto or host}", "", load]))
-    lines = ["## How to load it"]
+            words = "The original positions are not saved with this model. Load the base model instead:"
+            load = f'model = {auto or original}.from_pretrained("{base}")'
+            ways.append((words, "python", [f"from transformers import {auto or original}", "", load]))
+    lines = ["## Load the model"]
     for words, language, code in ways:
         lines += ["", words] * bool(words) + ["", *_fenced(language, *code)]
     return lines
@@ -219,19 +256,21 @@ def _fenced(language: str, *lines: str) -> list[str]:
 
 
 def _results(evaluation: dict[str, Any]) -> list[str]:
-    """The section of results: per task, dataset and metric a table of models by input length."""
+    """The section of results: one table per task and dataset, of one metric, with models by input length."""
     groups: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
     for result in evaluation["results"]:
         groups.setdefault(table_key(result), {}).setdefault(result["metric"], []).append(result)
-    lines = ["## Measured"] if groups else []
+    lines, left_out = ["## Results"] if groups else [], False
     for by_metric in groups.values():
-        first = next(iter(by_metric.values()))[0]
-        lines += ["", f"### {_dataset_link(first['dataset'])}"]
-        for metric, results in by_metric.items():
-            lines += ["", f"{_cell(first['task'])}, {_cell(metric)}{_counts(results)}:", "", *_rows(results)]
-    explained = {"interval": f"In brackets: {UNCORRECTED}.", "this": "In bold: the model of this card."}
-    legend = " ".join(words for key, words in explained.items() if any(result[key] for result in evaluation["results"]))
-    return lines + [line for note in (legend, *evaluation["notes"]) if note for line in ("", _cell(note))]
+        metric = next((each for each in HEADLINE if each in by_metric), next(iter(by_metric)))
+        results = by_metric[metric]
+        left_out |= len(by_metric) > 1 or any(result["interval"] for result in results)
+        lines += ["", f"### {_dataset_link(results[0]['dataset'])}", ""]
+        lines += [f"{_cell(results[0]['task'])}, {_cell(metric)}{_counts(results)}:", "", *_rows(results)]
+    legend = "The model of this card is in bold." if any(result["this"] for result in evaluation["results"]) else ""
+    others = f"[{EVALUATION}]({EVALUATION}) has all metrics, with {UNCORRECTED}." if left_out else ""
+    notes = [" ".join(filter(None, (legend, others))), *evaluation["notes"]]
+    return lines + [line for note in notes if note for line in ("", _cell(note) if note != notes[0] else note)]
 
 
 def _dataset_link(dataset: dict[str, Any]) -> str:
@@ -253,9 +292,8 @@ def _rows(results: list[dict[str, Any]]) -> list[str]:
     for result in results:
         seeds = f" (mean of seeds {', '.join(map(str, result['seeds']))})" if result["seeds"] else ""
         name = f"**{_cell(result['model'])}**{seeds}" if result["this"] else _cell(result["model"]) + seeds
-        interval = f" [{', '.join(map(_number, result['interval']))}]" if result["interval"] else ""
         key = (result["unit"], result["length"]) if result["length"] else NO_LENGTH
-        found.setdefault(name, {})[key] = _number(result["value"]) + interval
+        found.setdefault(name, {})[key] = _number(result["value"])
     head = ["model", *(lengths[key] for key in sorted(lengths))]
     rows = [[name, *(row.get(key, "") for key in sorted(lengths))] for name, row in found.items()]
     return [f"| {' | '.join(row)} |" for row in (head, ["---", *["--:"] * len(lengths)], *rows)]
