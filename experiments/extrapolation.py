@@ -1,6 +1,6 @@
-"""Length generalisation, the papers' way: tiny decoders trained at lengths up to L and tested to 8 L, with every encoding.
+"""Length extrapolation: tiny decoders trained at lengths up to L and tested to 8 L, with every encoding.
 
-    python -m experiments.extrapolation --processes 2 --output_dir generalisation    # the study of scripts/results, resumable
+    python -m experiments.extrapolation --processes 2 --output_dir extrapolation    # the study of scripts/results, resumable
     python -m experiments.extrapolation --tasks copy --encodings t5 alibi none rope+alibi --seeds 0 1 2 --output_dir OUT
     python -m experiments.extrapolation --tasks copy lm --length copy=16 lm=128 --steps copy=2000 --output_dir OUT
     python -m experiments.extrapolation --encodings none '{"type": "rope", "theta": 500000.0}' --output_dir OUT

@@ -335,12 +335,11 @@ def test_a_page_has_the_means_of_the_record(tmp_path):
         report.write_tables(page, record)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nbehind\n") and "old" not in text
-    assert "| | copy: right tokens at 4 → 8 → 32 symbols | lm: perplexity at 64 → 128 → 512 bytes |" in text
+    assert "| encoding | copy, 2 L | lm, L | lm, 8 L |" in text
     how = "llama, 3 layers, width 64, 4 heads; copy 7 steps of 8 rows, L = 4 symbols; lm 9 steps of 2 rows, L = 64 bytes."
     assert f"5 of 6 runs, 2 minutes of one core; {how}" in text
-    assert "| `t5` | 0.25 → 0.25 → 0.25 | – → – → – |" in text and "| `learned` † | – → – → – | 9.0 → – → – |" in text
-    assert "90% or more of the rows at L with these. copy: `t5`; reverse: none." in text
-    assert "`rope_2d` was refused: no grid." in text and "| a above b | X | seen | 1; 2 |" in text and "| c |" not in text
+    assert "| `t5` | 0.25 | – | – |" in text and "| `learned` † | – | 9.0 | – |" in text
+    assert "Not supported: `rope_2d`." in text and "\nIn part.\n" in text
     page.write_text("bare")
     with pytest.raises(ValueError, match="has no lines"):
         report.write_tables(page, record)

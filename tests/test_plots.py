@@ -33,8 +33,8 @@ from matplotlib.colors import to_hex  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 
 RESULTS = ROOT / "scripts" / "results"
-PAGE = (ROOT / "docs" / "plots.md").read_text(encoding="utf-8")
-BLOCKS = dict(re.findall(r"!\[[^\]]*\]\(images/(\w+)\.png\)\n\n```python\n(.*?)```", PAGE, re.S))
+PAGE = (ROOT / "docs" / "guides" / "analyze.md").read_text(encoding="utf-8")
+BLOCKS = dict(re.findall(r"!\[[^\]]*\]\(\.\./images/(\w+)\.png\)\n\n```python\n(.*?)```", PAGE, re.S))
 SLOW = ("attention", "bench", "bias", "decay", "lengths", "probing")
 """Figures of many panels, which take longest."""
 
@@ -61,7 +61,7 @@ def image(axis):
 
 @pytest.fixture(scope="module")
 def page():
-    """Name of a picture -> its block of docs/plots.md, run: the figure, light or dark."""
+    """Name of a picture -> its block of docs/guides/analyze.md, run: the figure, light or dark."""
     model = shared("bert", None)
     texts = torch.randint(1, 20, (3, 20), generator=torch.Generator().manual_seed(0))
     names = {"json": json, "Path": Path, "diagnostics": diagnostics, "plots": plots, "tokenizer": None}

