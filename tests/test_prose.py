@@ -54,7 +54,8 @@ BANNED = (
 """Terms of the glossary that have a standard equivalent, and British spellings."""
 BANNED_TERM = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)|https?://\S+", re.DOTALL | re.MULTILINE)
-GENERATED = re.compile(r"<!-- [^>]*(begin|--markdown) -->.*?<!-- [^>]*end -->|^\|.*\|$", re.DOTALL | re.MULTILINE)
+GENERATED = re.compile(r"<!-- [^>]*(?:begin|--markdown) -->.*?<!-- [^>]*end -->", re.DOTALL)
+ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
 SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`\[*]|\Z)|\n\n|\n[-*] |\n#+ .*\n")
 
 
@@ -62,13 +63,12 @@ def pages():
     return [*LIMITS]
 
 
-def prose(page):
-    """A page without code, links' targets, and comments."""
-    return CODE.sub(" ", (ROOT / page).read_text(encoding="utf-8"))
+def read(page):
+    return (ROOT / page).read_text(encoding="utf-8")
 
 
 def words(page):
-    return len((ROOT / page).read_text(encoding="utf-8").split())
+    return len(read(page).split())
 
 
 def test_every_page_has_a_limit():
@@ -76,7 +76,7 @@ def test_every_page_has_a_limit():
     assert there == {page for page in LIMITS if page.startswith("docs/")}
 
 
-def test_words_of_pages(record_property):
+def test_words_of_pages():
     counts = {page: words(page) for page in LIMITS}
     print(f"{len(counts)} pages, {sum(counts.values()):,} words of at most {TOTAL:,}")
     assert not {page: f"{count} of {LIMITS[page]}" for page, count in counts.items() if count > LIMITS[page]}
@@ -85,18 +85,15 @@ def test_words_of_pages(record_property):
 
 @pytest.mark.parametrize("page", pages())
 def test_terms_and_sentences(page):
-    text = prose(page)
-    assert not [match[0] for match in BANNED_TERM.finditer(text)], "use the standard term (American spelling)"
-    plain = GENERATED.sub("", text)
+    assert not [match[0] for match in BANNED_TERM.finditer(CODE.sub(" ", read(page)))], "use the standard term"
+    plain = CODE.sub(" ", ROW.sub("", GENERATED.sub("", read(page))))
     long = [sentence for sentence in SENTENCE.split(plain) if sentence and len(sentence.split()) > 40]
     assert not long, "sentences of more than 40 words"
 
 
 @pytest.mark.parametrize("page", pages())
 def test_cells_of_tables(page):
-    text = re.sub(r"<!-- [^>]*(begin|--markdown) -->.*?<!-- [^>]*end -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
-    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    rows = [line for line in text.splitlines() if line.startswith("|")]
+    rows = ROW.findall(re.sub(r"^```.*?^```", "", GENERATED.sub("", read(page)), flags=re.DOTALL | re.MULTILINE))
     cells = [cell for row in rows for cell in re.sub(r"\]\([^)]*\)", "]", row).strip("|").split("|")]
     assert not [cell for cell in cells if len(cell.split()) > 12]
 

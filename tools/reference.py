@@ -16,6 +16,8 @@ Install the extra `cli` for `hf-posenc`. `hf-posenc COMMAND --help` describes ev
 Options have the names of the keyword arguments in Python. `--json` prints reports for programs, `--debug` shows tracebacks, and
 `hf-posenc --install-completion` enables completion.
 
+<!-- commands by tools/reference.py: begin -->
+
 | command | purpose | arguments and options |
 |---|---|---|
 """
@@ -24,7 +26,7 @@ Options have the names of the keyword arguments in Python. `--json` prints repor
 def page() -> str:
     """The page: a row per command."""
     rows = [_row(name, command) for name, command in sorted(get_command(app).commands.items()) if not command.hidden]  # type: ignore[attr-defined]
-    return HEAD + "".join(rows)
+    return HEAD + "".join(rows) + "\n<!-- commands by tools/reference.py: end -->\n"
 
 
 def _row(name: str, command: click.Command) -> str:
