@@ -418,6 +418,7 @@ def test_a_model_trained_from_scratch_has_no_base(tmp_path, source, tokenizer, m
         position_encoding="alibi" if source == "stock" else None,
         model_name_or_path=str(tmp_path),
         model_max_length=None,
+        extend=None,
         from_scratch=True,
         train_positions_only=False,
         gradient_checkpointing=False,

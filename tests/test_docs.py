@@ -76,7 +76,6 @@ THINGS = {
     "bert-alibi/evaluation.json": b'{"results": [' + RESULT + b"]}",
     "bert-alibi/length.png": b"\x89PNG of lengths",
     "bert-base-uncased": lambda: stock("bert", "ForMaskedLM", **BERT),
-    "bert-2048": lambda: hf_posenc.extend(stock("bert", **BERT), 2048, "dynamic"),
     "classifier": lambda: hf_posenc.extend(stock("bert", "ForSequenceClassification", id2label=LABELS, **BERT), 2048, "dynamic"),
     "facebook/bart-base": lambda: tiny.build("bart"),
     "google-t5/t5-small": lambda: tiny.build("t5"),

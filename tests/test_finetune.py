@@ -210,6 +210,31 @@ def test_decoder_without_pad_token_and_without_limit(tiny, tmp_path):
     assert [model.config.id2label[i] for i in together.tolist()] == answers(tmp_path / "out", [text for text, _ in rows(9)])
 
 
+def test_extended_before_training(tiny, tmp_path):
+    """As `hf-posenc extend`, then training: of the encoding that the model has, with its weights."""
+    record = train(tiny, tmp_path / "out", "--extend", "dynamic", "--model_max_length", 2 * LENGTH, "--max_train_steps", 3)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.position_encoding["trained_rows"] == LENGTH and record["text_length"] == 2 * LENGTH
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 2 * LENGTH
+    assert model.bert.posenc.weight.shape[0] == LENGTH
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (("--extend", "dynamic"), "--extend needs --model_max_length"),
+        (("--extend", "cubic", "--model_max_length", 48, "--position_encoding", "alibi"), "--position_encoding or --extend"),
+        (("--extend", "stretch", "--model_max_length", 48), "stretch"),
+        (("--extend", "yarn", "--model_max_length", 48), "yarn"),
+        (("--model_max_length", 48), "--position_encoding or --extend"),
+    ],
+)
+def test_bad_extensions(tiny, tmp_path, more, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train(tiny, tmp_path / "out", *more)
+    assert named in f"{stopped.value.code}{capsys.readouterr().err}" and not (tmp_path / "out").exists()
+
+
 def test_patched_and_patched_before(tiny, tmp_path):
     """Trained again, a head keeps the order of its labels."""
     model = AutoModelForSequenceClassification.from_pretrained(

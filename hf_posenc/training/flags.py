@@ -18,6 +18,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import SchedulerType
 
 import hf_posenc
+from hf_posenc.conversion.extension import METHODS
 from hf_posenc.evaluation import terminals
 from hf_posenc.training import checkpoints
 
@@ -91,6 +92,7 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     )
     add("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="modules that define encodings of your own")
     add("--model_max_length", type=at_least(1), help="longest input with --position_encoding; default: as hf_posenc.patch")
+    add("--extend", choices=METHODS, metavar="METHOD", help="extend the model to --model_max_length by this method first")
     add("--train_positions_only", action="store_true", help="all that the model had before stays as it is")
 
     add = parser.add_argument_group("data: a file or a folder of files (CSV, JSON, text, parquet), or a data set").add_argument
@@ -174,8 +176,16 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         "--early_stopping_patience and --load_best_model_at_end need validation rows: give a --validation_file": (
             (parsed.early_stopping_patience or parsed.load_best_model_at_end) and not evaluated
         ),
-        "--model_max_length is of the model that --position_encoding makes: give both": parsed.model_max_length
-        and not parsed.position_encoding,
+        "--model_max_length needs --position_encoding or --extend": (
+            parsed.model_max_length and not (parsed.position_encoding or parsed.extend)
+        ),
+        "--extend needs --model_max_length, the new maximum length in tokens": parsed.extend and not parsed.model_max_length,
+        "--extend keeps the encoding of a trained model. Remove --position_encoding or --extend": (
+            parsed.extend and parsed.position_encoding
+        ),
+        "--extend needs trained positions. Remove --from_scratch or --extend": (
+            parsed.extend and getattr(parsed, "from_scratch", False)
+        ),
         "--keep_last goes with --checkpointing_steps": parsed.keep_last and not parsed.checkpointing_steps,
         "--push_to_hub and --hub_model_id go together: give both or neither": parsed.push_to_hub != bool(parsed.hub_model_id),
         "--hub_private_repo goes with --push_to_hub": parsed.hub_private_repo and not parsed.push_to_hub,

@@ -58,7 +58,7 @@ def load_model(
     try:
         # The config of a patched model refuses another encoding here; a stock config ignores the key.
         config = AutoConfig.from_pretrained(name, **({"position_encoding": chosen} if chosen else {}))
-        if longest and hasattr(config, "position_encoding"):
+        if longest and not arguments.extend and hasattr(config, "position_encoding"):
             raise ValueError(f"--model_max_length {longest} is of a model that is patched now, and this one is already")
         from_scratch = getattr(arguments, "from_scratch", False)
         if from_scratch:
@@ -77,6 +77,8 @@ def load_model(
         if chosen and not hasattr(config, "position_encoding"):
             # The positions of a model from scratch are random, so `unpatch` has nothing to restore.
             model = patch(model, chosen, max_length=longest, **({"keep_original": False} if from_scratch else {}))
+        elif arguments.extend:
+            model = hf_posenc.extend(model, longest, arguments.extend)
         elif lost := [said for said in hf_posenc.inspect(model).ignored if said.startswith("position_embedding_type")]:
             raise ValueError(f"its outputs are wrong. {lost[0]}; `hf-posenc patch {name} relative_key` saves it as it was")
         known = torch.tensor([len(tokenizer) - 1])
