@@ -1,4 +1,4 @@
-"""The conversions behind docs/longer.md and model_cards/: MiniLM calibrated and trained with four encodings, and measured.
+"""Convert MiniLM to four encodings, train, and measure them: docs/results/long_inputs.md and model_cards/.
 
     python -m experiments.conversions --pages LINUX POSTGRESQL --output_dir conversions
 

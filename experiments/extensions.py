@@ -1,5 +1,4 @@
-"""The ways to longer inputs behind docs/longer.md: MiniLM's table made longer by each method of `extend`, beside the original
-truncated and chunked, and beside the model converted to `t5`, calibrated and trained, on the same questions.
+"""Extend MiniLM by each method and compare it with truncation, chunks, and a conversion to `t5`: docs/results/long_inputs.md
 
     python -m experiments.extensions --pages LINUX --output_dir extensions [--trained conversions/minilm-t5]
 

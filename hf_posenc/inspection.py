@@ -251,8 +251,8 @@ def _several_models(model: PreTrainedModel, submodels: tuple[str, ...]) -> Unsup
     """The error for a composite model, whose submodels have positions of their own."""
     named = " or ".join(f"submodel={path!r}" for path in submodels)
     return UnsupportedModelError(
-        f"{type(model).__name__} is made of several models, each with positions of its own: say which, {named} "
-        "(--submodel of `hf-posenc inspect`)",
+        f"{type(model).__name__} contains several models with their own position encodings. Choose one: {named} "
+        "(`--submodel` of `hf-posenc inspect`).",
         submodels=submodels,
     )
 

@@ -71,8 +71,8 @@ OPEN = {"granite_speech5_ctc", "muse_glimmer_vision", "muse_spark_vision", "recu
 check of order can't look; RecurrentGemma's states see left padding, as the stock model's do; SAM 3 Lite's two attention
 implementations differ by rounding (2.7e-5, limit 2e-5)."""
 REFUSED = {
-    "resnet": "neither a source of position nor an attention of the interface",
-    "fnet": "attention that can't be taken over",
+    "resnet": "no supported positions or attention",
+    "fnet": "unsupported attention",
 }
 
 

@@ -101,8 +101,8 @@ def test_list():
 
 
 def test_the_page_of_encodings_is_fresh():
-    """After a change of a class: hf-posenc list --markdown, between the markers of docs/encodings.md."""
-    page = (ROOT / "docs" / "encodings.md").read_text()
+    """After a change of a class: hf-posenc list --markdown, between the markers of docs/reference/encodings.md."""
+    page = (ROOT / "docs" / "reference" / "encodings.md").read_text()
     before, _, rest = page.partition("<!-- hf-posenc list --markdown -->\n")
     table, _, behind = rest.partition("<!-- end -->")
     assert before and behind and table == run("list", "--markdown")

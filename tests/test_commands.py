@@ -277,11 +277,11 @@ REFUSED = [
         "extend bert-alibi --max-length 9 --no-limit --output-dir {new}",
         "--max-length 9 and --no-limit: give one of them, not both",
     ),
-    ("extend bert-alibi --max-length 9 --output-dir {new}", "max_length=9 would make the longest input shorter"),
+    ("extend bert-alibi --max-length 9 --output-dir {new}", "max_length=9 is below the current maximum length"),
     ("extend bert-alibi --max-length 0 --output-dir {new}", "max_length=0"),
-    ("extend bert-base-uncased --no-limit --output-dir {new}", "is not patched"),
+    ("extend bert-base-uncased --no-limit --output-dir {new}", "unpatched BertForMaskedLM"),
     ("inspect openai/clip-vit-base-patch32 --submodel text_modl", "did you mean 'text_model'?"),
-    ("inspect openai/clip-vit-base-patch32", "submodel='text_model' or submodel='vision_model' (--submodel of"),
+    ("inspect openai/clip-vit-base-patch32", "submodel='text_model' or submodel='vision_model' (`--submodel`"),
 ]
 
 

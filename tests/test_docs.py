@@ -76,7 +76,9 @@ THINGS = {
     "bert-alibi/evaluation.json": b'{"results": [' + RESULT + b"]}",
     "bert-alibi/length.png": b"\x89PNG of lengths",
     "bert-base-uncased": lambda: stock("bert", "ForMaskedLM", **BERT),
-    "classifier": lambda: hf_posenc.extend(stock("bert", "ForSequenceClassification", id2label=LABELS, **BERT), 2048, "dynamic"),
+    "classifier": lambda: hf_posenc.extend(
+        stock("bert", "ForSequenceClassification", id2label=LABELS, **BERT), 2048, "dynamic"
+    ),
     "facebook/bart-base": lambda: tiny.build("bart"),
     "google-t5/t5-small": lambda: tiny.build("t5"),
     "google/vit-base-patch16-224": lambda: tiny.build("vit"),

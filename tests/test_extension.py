@@ -161,14 +161,14 @@ def test_an_encoding_of_ones_own_loses_nothing(own_registry):
 @pytest.mark.parametrize(
     ("model", "length", "words"),
     [
-        (lambda: stock("bert"), 99, r"BertModel is not patched.*a method.*hf_posenc\.patch\(model, 'alibi', max_length=99\)"),
-        (lambda: stock("llama"), 99, "LlamaModel is not patched"),
+        (lambda: stock("bert"), 99, r"BertModel.*hf_posenc\.patch.*alibi.*max_length=99"),
+        (lambda: stock("llama"), 99, "LlamaModel"),
         (
             lambda: patched("bert", "alibi", max_length=9),
             8,
-            "max_length=8 would make the longest input shorter: give 9 or more",
+            "max_length=8",
         ),
-        (lambda: patched("bert", "alibi"), 9, "shorter: this model has no limit; leave it so"),
+        (lambda: patched("bert", "alibi"), 9, "max_length=9.*no length limit"),
         (lambda: patched("bert", "alibi", max_length=9), 0, "max_length=0: allowed is an integer above 0 or None"),
         (lambda: patched("bert", "alibi", max_length=9), "10", "max_length='10': allowed is"),
         (lambda: patched("bert", "alibi", max_length=9), 2**25, "max_length=33554432: allowed is"),

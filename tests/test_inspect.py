@@ -66,7 +66,7 @@ def test_a_model_made_of_several(tmp_path):
         model = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder)
         model.save_pretrained(tmp_path / encoding)
         for each in (model, tmp_path / encoding):
-            with pytest.raises(ValueError, match="EncoderDecoderModel is made of several models"):
+            with pytest.raises(ValueError, match="EncoderDecoderModel"):
                 hf_posenc.inspect(each)
         assert hf_posenc.inspect(model.encoder).encoding == encoding
 

@@ -270,7 +270,7 @@ def test_a_method_isnt_sent_to_unpatch(saved, family):
         hf_posenc.extend(hf_posenc.from_v4(saved(family)), 30, "yarn")
     assert "unpatch" not in str(raised.value)
     for encoding in ("shaw", "learned"):
-        with pytest.raises(ValueError, match=r"(go on by|may take) others, hf_posenc\.unpatch"):
+        with pytest.raises(ValueError, match=r"hf_posenc\.unpatch"):
             hf_posenc.extend(hf_posenc.patch(stock("bert"), encoding), 30, "yarn")
 
 
@@ -327,13 +327,13 @@ def test_models_without_their_vectors(saved):
     model = transformers.AutoModel.from_pretrained(saved("bert"))
     with pytest.raises(ValueError, match="no original to calibrate against"):
         hf_posenc.convert(model, "t5", texts=[{"input_ids": torch.full((30, 8), 5)}])
-    with pytest.raises(ValueError, match="no positions that could be made longer: hf_posenc.from_v4"):
+    with pytest.raises(ValueError, match=r"hf_posenc\.from_v4"):
         hf_posenc.extend(model, 64, "linear")
 
 
 def test_what_is_no_such_checkpoint(saved, tmp_path):
     folder = saved("bert", "absolute")
-    refused("position_embedding_type='absolute', and from_v4 is for 'relative_key' and", folder)
+    refused("position_embedding_type='absolute'.*from_v4.*relative_key", folder)
     change(folder, position_embedding_type=["relative_key"])
     refused("position_embedding_type=", folder)
     stock("bert").save_pretrained(tmp_path / "stock")
@@ -375,8 +375,8 @@ def test_pickles(saved):
 
 def test_families_and_classes(saved):
     unsupported = {"error": hf_posenc.UnsupportedModelError}
-    refused("its keys not", saved(*UNSERVED), **unsupported)
-    refused(r"'lilt' model.*docs/v4\.md", saved("roberta", "relative_key", model_type="lilt"), **unsupported)
+    refused("relative_key_query follows", saved(*UNSERVED), **unsupported)
+    refused(r"lilt.*v4\.md", saved("roberta", "relative_key", model_type="lilt"), **unsupported)
     folder = saved("roberta", "relative_key_query", model_type="wav2vec2-bert")
     refused("'wav2vec2-bert' with its relative positions: load it with from_pretrained", folder)
     folder = saved("electra", "absolute", text_config={"position_embedding_type": "relative_key"})

@@ -931,5 +931,5 @@ def test_a_kind_of_source_is_one_file(monkeypatch):
     monkeypatch.setattr(PositionComponent, "kinds", kinds)
     with pytest.raises(hf_posenc.UnsupportedModelError, match="rotary_emb") as refused:
         hf_posenc.patch(stock("llama"), "alibi")
-    assert refused.value.reason == "other sources of position"
+    assert refused.value.reason == "unsupported positional component"
     hf_posenc.patch(stock("bert"), "alibi")

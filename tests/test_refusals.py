@@ -56,9 +56,9 @@ def test_patching_twice():
 @pytest.mark.parametrize(
     ("host", "config", "reason"),
     [
-        ("ResNetModel", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "no place for a position encoding"),
-        ("IBertModel", dict(quant_mode=True), "computes in integers"),
-        ("FNetModel", {}, "Fourier transform, which sees their order"),
+        ("ResNetModel", dict(hidden_sizes=[8], depths=[1], embedding_size=8), "neither positional components nor attention"),
+        ("IBertModel", dict(quant_mode=True), "quant_mode=False"),
+        ("FNetModel", {}, "Fourier"),
     ],
 )
 def test_unsupported_hosts(host, config, reason):

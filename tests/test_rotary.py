@@ -234,7 +234,7 @@ def test_rotation_in_a_format_of_its_own(kind):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(hf_posenc.UnsupportedModelError, match=kind.__name__) as error:
         hf_posenc.patch(model, "alibi")
-    assert error.value.reason == "rotary positions in a format of its own"
+    assert error.value.reason == "unknown format of rotary positions"
     assert [type(module) for module in model.modules()] == modules
     assert not hasattr(model.config, "position_encoding") and not any(m._forward_pre_hooks for m in model.modules())
     assert_equal(dict(model.state_dict()), state)

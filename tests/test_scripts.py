@@ -183,7 +183,7 @@ def test_distill_says_what_it_trains_on(library, capsys, monkeypatch):
         (("--position_encoding", "relative"), "too short or too few for 'relative'"),
         (("--position_encoding", "alibi", "--min_text_length", "20"), "--min_text_length 20"),
         (("--model_name_or_path", "patched"), "--model_name_or_path {patched} --teacher ORIGINAL"),
-        (("--model_max_length", "90"), "--model_max_length is of the model that --position_encoding makes"),
+        (("--model_max_length", "90"), "--model_max_length needs --position_encoding or --extend"),
         (("--position_encoding", "alibi", "--max_length", "90"), "unrecognized arguments: --max_length 90"),
         (("--position_encoding", "alibi", "--learning_rate", "3e37", "--num_warmup_steps", 0), "the loss is nan at step 2"),
     ],
@@ -240,14 +240,25 @@ def test_the_demo_embeds_each_text_once(monkeypatch, tokenizer):
     assert (first.queries, whole) == (3, stdlib_retrieval.evaluate(model, tokenizer, demo.MAX_SEQ_LENGTH)) and whole.mrr < 1
 
 
-def test_the_readme_shows_the_kept_results():
-    """The table, and the figures behind it, are those of one run."""
-    shown, kept = (ROOT / "docs" / "results.md").read_text(), json.loads((SCRIPTS / "results" / "demo.json").read_text())
+def test_the_pages_show_the_kept_results():
+    """The tables of README and results, and the table that the demo printed, are those of one run."""
+    readme, shown = (ROOT / "README.md").read_text(), (ROOT / "docs" / "results" / "index.md").read_text()
+    kept = json.loads((SCRIPTS / "results" / "demo.json").read_text())
     table = (SCRIPTS / "results" / "demo.txt").read_text().rstrip()
-    assert table in shown
+    names = {
+        "original": "original",
+        "just patched": "patched only (`relative`)",
+        "calibrated, no training": "converted, no training",
+        "trained": "converted, 100 steps of distillation",
+        "bag of words": "bag of words",
+    }
     for name, score in kept["scores"].items():
         (row,) = [line for line in table.splitlines() if f"│ {name} " in line]
+        share = score["mrr"] / kept["scores"]["original"]["mrr"]
+        percent = "100%" if name == "original" else f"{share:.1%}"
         assert f"{score['mrr']:.3f} [" in row
+        assert f"| {names[name]} | {score['mrr']:.3f} | {percent} |" in shown
+        assert percent in readme or name in ("bag of words", "original")
     for name, score in kept["deep"].items():
         assert any(f"│ {name} " in line and f" {score['mrr']:.3f} " in line for line in table.splitlines())
     assert kept["share_of_the_originals_mrr"]["trained"] >= 0.97

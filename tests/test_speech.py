@@ -279,8 +279,8 @@ def test_unsupported():
     convolved.encoder.layers[0].attention.k_proj = torch.nn.Conv1d(32, 32, 3, padding=1)
     rotating = stock("wav2vec2-conformer", position_embeddings_type="rotary")  # hidden states, before it projects them
     for model, reason in (
-        (convolved, "convolutions, which see the order of their inputs"),
-        (rotating, "rotary positions in a format of its own"),
+        (convolved, "order-sensitive convolutions"),
+        (rotating, "unknown format of rotary positions"),
     ):
         with pytest.raises(hf_posenc.UnsupportedModelError) as error:
             hf_posenc.patch(model, "alibi")

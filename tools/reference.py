@@ -1,11 +1,11 @@
 """Write docs/reference/cli.md from the commands of hf-posenc: python -m tools.reference"""
 
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import click
 from typer.main import get_command
 
-from hf_posenc.cli import app
 from hf_posenc.evaluation import terminals
 from hf_posenc.serialization.atomic import write_text
 
@@ -25,7 +25,8 @@ Options have the names of the keyword arguments in Python. `--json` prints repor
 
 def page() -> str:
     """The page: a row per command."""
-    rows = [_row(name, command) for name, command in sorted(get_command(app).commands.items()) if not command.hidden]  # type: ignore[attr-defined]
+    (program,) = entry_points(group="console_scripts", name="hf-posenc")
+    rows = [_row(name, command) for name, command in sorted(get_command(program.load()).commands.items()) if not command.hidden]  # type: ignore[attr-defined]
     return HEAD + "".join(rows) + "\n<!-- commands by tools/reference.py: end -->\n"
 
 

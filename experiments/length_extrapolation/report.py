@@ -119,7 +119,11 @@ def as_markdown(record: dict[str, Any]) -> str:
         ends = any(record["scores"][task].get(label, {}).get("max_length") for task in tasks)
         lines.append(f"| `{label}`{' ' + ENDS if ends else ''} | {' | '.join(cells)} |")
     unsupported = ", ".join(f"`{label}`" for label in record["refused"])
-    lines += ["", f"{ENDS} has a maximum length, set to the longest test length." + (f" Not supported: {unsupported}." * bool(unsupported))]
+    lines += [
+        "",
+        f"{ENDS} has a maximum length, set to the longest test length."
+        + (f" Not supported: {unsupported}." * bool(unsupported)),
+    ]
     return "\n".join([*lines, "", f"{record['verdict']['summary']}"]) + "\n"
 
 

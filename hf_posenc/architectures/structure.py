@@ -166,8 +166,9 @@ class Structure:
         """The paths of an attention's layer and of its block."""
         if path not in self._numbered:
             raise UnsupportedModelError(
-                f"{path} of {type(self.stack).__name__} lies in no numbered layer: use inject='input', and no layers",
+                f"{path} of {type(self.stack).__name__} isn't in a numbered layer",
                 reason="no numbered layers",
+                remedy="Use inject='input' and omit layers.",
             )
         return self._numbered[path]
 

@@ -106,60 +106,60 @@ custom.ROWS.update({name: replace(row, forward=intercept.forward) for name, row 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a module keeps an encoding out of its host, and what its user can do instead."""
+    """Why a module doesn't support encodings, and what to do instead."""
 
     why: str
     remedy: str
 
 
-_TOGETHER = "take a model of the same size whose attention compares all tokens with each other, as BERT"
+_TOGETHER = "Use a model whose attention compares all pairs of tokens, such as BERT."
 UNSUPPORTED = {
     "big_bird.BigBirdBlockSparseAttention": Refusal(
-        "gives way to another one as soon as the model reads a short text", "load it with attention_type='original_full'"
+        "is replaced by another one when the input is short", "Load the model with attention_type='original_full'."
     ),
     "canine.CanineSelfAttention": Refusal(
-        "attends within stretches of characters, which convolutions join", "take a model of byte-level tokens, as ByT5"
+        "attends within segments of characters that convolutions combine", "Use a model of bytes, such as ByT5."
     ),
-    "convbert.ConvBertSelfAttention": Refusal("joins its answer with that of convolutions, which see order", _TOGETHER),
+    "convbert.ConvBertSelfAttention": Refusal("adds the output of convolutions, which depend on order", _TOGETHER),
     "cpmant.CpmAntAttention": Refusal(
-        "sees a prompt before the tokens, which has no positions of its own", "take a decoder that reads its tokens alone"
+        "sees a prompt before the tokens, which has no positions", "Use a decoder without such a prompt."
     ),
     "eomt.EomtForUniversalSegmentation": Refusal(
-        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv2"
+        "adds queries to the patches between its layers", "Use a model that reads only patches, such as DINOv2."
     ),
     "eomt_dinov3.EomtDinov3ForUniversalSegmentation": Refusal(
-        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv3"
+        "adds queries to the patches between its layers", "Use a model that reads only patches, such as DINOv3."
     ),
-    "fnet.FNetBasicFourierTransform": Refusal("mixes tokens by a Fourier transform, which sees their order", _TOGETHER),
+    "fnet.FNetBasicFourierTransform": Refusal("mixes tokens with a Fourier transform, which depends on order", _TOGETHER),
     "fsmt.Attention": Refusal(
-        "serves an encoder and a decoder whose model doesn't tell one's positions from the other's",
-        "take a translation model with an encoder and a decoder of their own, as Marian",
+        "is used by an encoder and a decoder whose positions can't be distinguished",
+        "Use a translation model with a separate encoder and decoder, such as Marian.",
     ),
-    "funnel.FunnelRelMultiheadAttention": Refusal("reads means of neighbouring tokens, which see their order", _TOGETHER),
+    "funnel.FunnelRelMultiheadAttention": Refusal("reads averages of neighboring tokens, which depend on order", _TOGETHER),
     "lxmert.LxmertAttention": Refusal(
-        "attends to tokens in one layer and to regions of an image in the next",
-        "take a model whose text encoder can be taken by itself, as CLIP",
+        "attends to tokens in one layer and to image regions in the next",
+        "Use a model with a separate text encoder, such as CLIP.",
     ),
-    "mra.MraSelfAttention": Refusal("compares means of neighbouring tokens, which see their order", _TOGETHER),
+    "mra.MraSelfAttention": Refusal("compares averages of neighboring tokens, which depend on order", _TOGETHER),
     "nystromformer.NystromformerSelfAttention": Refusal(
-        "compares means of neighbouring tokens, which see their order", _TOGETHER
+        "compares averages of neighboring tokens, which depend on order", _TOGETHER
     ),
     "prophetnet.ProphetNetNgramSelfAttention": Refusal(
-        "predicts several tokens at once, each with relative positions of its own",
-        "take an encoder-decoder that predicts one, as BART",
+        "predicts several tokens at once, each with its own relative positions",
+        "Use an encoder-decoder that predicts one token, such as BART.",
     ),
     "rf_detr.RfDetrDinov2Embeddings": Refusal(
-        "cuts its patches into windows with class tokens, which some of its layers join again",
-        "take a model that reads patches alone, as DINOv2",
+        "divides its patches into windows with class tokens, which some of its layers join",
+        "Use a model that reads only patches, such as DINOv2.",
     ),
     "videomt.VideomtForUniversalSegmentation": Refusal(
-        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv2"
+        "adds queries to the patches between its layers", "Use a model that reads only patches, such as DINOv2."
     ),
-    "yoso.YosoSelfAttention": Refusal("compares hashes of queries and keys, to which nothing can be added", _TOGETHER),
+    "yoso.YosoSelfAttention": Refusal("compares hashes of queries and keys, to which no bias can be added", _TOGETHER),
 }
-"""By folder and class: modules in which order stays visible, or which tokens alone don't reach."""
+"""Folder and class -> modules in which order would stay visible, or that receive more than tokens."""
 
 
 def refusal_of(module: nn.Module) -> Refusal | None:
-    """Why a module keeps an encoding out of its host, or None."""
+    """Why a module doesn't support encodings, or None."""
     return UNSUPPORTED.get(name_of(module))

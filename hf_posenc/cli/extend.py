@@ -32,7 +32,7 @@ def extend(
         list[str] | None,
         typer.Option(
             help=f"A setting of the method, name=value. Can be repeated. {LISTS}",
-            show_default="the method's, see docs/longer.md",
+            show_default="the method's, see docs/reference/extend_methods.md",
         ),
     ] = None,
     overwrite: Overwrite = False,

@@ -122,9 +122,9 @@ def observed(stack: Any, attentions: Sequence[str], contributions: Sequence[str]
         found = next((each for each in tensors if each.ndim == 4 and each.shape[-2:] == square), None)
         if found is None:
             raise UnsupportedModelError(
-                f"{type(stack).__name__}.{path} doesn't give out its probabilities, to which an encoding could be fitted",
-                reason="an attention that hides its probabilities",
-                remedy="patch it, then distil (python -m hf_posenc.training.distill)",
+                f"{type(stack).__name__}.{path} doesn't return its attention probabilities, which calibration needs",
+                reason="hidden attention probabilities",
+                remedy="Patch the model, then distill it (python -m hf_posenc.training.distill).",
             )
         original.attentions[path].append(found.bfloat16())
 
@@ -200,10 +200,10 @@ class _Calibration:
         goals = self.original.attentions[path]
         if number == len(goals):
             raise UnsupportedModelError(
-                f"{type(self.stack).__name__}.{path} attends several times and gives out fewer probabilities, to which its "
-                "encoding could be fitted",
-                reason="an attention that hides its probabilities",
-                remedy="patch it, then distil (python -m hf_posenc.training.distill)",
+                f"{type(self.stack).__name__}.{path} attends several times but returns fewer attention probabilities, "
+                "which calibration needs",
+                reason="hidden attention probabilities",
+                remedy="Patch the model, then distill it (python -m hf_posenc.training.distill).",
             )
         call = AttentionRecord(encodings, query, key, context, goals[number], self.shown)
         if (path, number) not in self.before:

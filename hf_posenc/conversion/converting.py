@@ -97,16 +97,16 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
     stacks = detection.find_all(original if spec.submodel is None else detection.submodel(original, spec.submodel))
     if len(stacks) > 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {len(stacks)} stacks of layers with positions of their own, and calibration fits one",
+            f"{type(model).__name__} has {len(stacks)} stacks with their own positions, and calibration supports one",
             reason="several stacks",
-            remedy="patch it, then train",
+            remedy="Patch the model, then train it.",
         )
     found = next(iter(stacks.values()))
     if not reads_tokens(found.stack):
         raise UnsupportedModelError(
-            f"{type(found.stack).__name__} reads no tokens, and calibration runs it on texts",
+            f"{type(found.stack).__name__} doesn't read tokens, which calibration needs",
             reason="no tokens to calibrate on",
-            remedy="patch it, then train",
+            remedy="Patch the model, then train it.",
         )
     stack = next(module for module in patched.modules() if structure.is_patched(module))
     _refuse_odd_attentions(found)
@@ -156,7 +156,7 @@ def _refuse_odd_attentions(found: structure.Structure) -> None:
                     f"{type(found.stack).__name__}.{path} changes its scores after the bias is added ({odd}), which "
                     "calibration can't reproduce",
                     reason="scores changed after the bias",
-                    remedy="patch it, then distil (python -m hf_posenc.training.distill)",
+                    remedy="Patch the model, then distill it (python -m hf_posenc.training.distill).",
                 )
 
 

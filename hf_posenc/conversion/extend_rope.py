@@ -71,9 +71,9 @@ def _with_other_parameters(host: ExtensionTarget, given: dict[str, Any], modules
         twin = build_on_meta(type(host.model), config, like=host.model)
     except Exception as error:  # a host that doesn't have this rule may raise anything
         raise UnsupportedModelError(
-            f"{type(host.model).__name__} can't be made with {ROPE}={getattr(own, ROPE)}: {' '.join(str(error).split())}",
-            reason="a rule that this host doesn't have",
-            remedy=f"take another of {quoted(ROTARY)}",
+            f"{type(host.model).__name__} can't be built with {ROPE}={getattr(own, ROPE)} ({' '.join(str(error).split())})",
+            reason="unsupported RoPE rule",
+            remedy=f"Choose another method: {quoted(ROTARY)}.",
         ) from error
     share_parameters(host.model, twin, rebuilt=modules)
     return twin
@@ -157,7 +157,7 @@ def _as_it_turns(host: ExtensionTarget, parts: Parts) -> dict[str, Any]:
             if (answer - expected).abs().max() < tolerance * changed:
                 return encoding
     raise UnsupportedModelError(
-        f"no options of {quoted([*parts])} turn queries and keys as {type(host.model).__name__} does in all its layers",
-        reason="rotations of its own kind",
-        remedy=f"take one of {quoted(EXTENDING)} where its config has {ROPE}",
+        f"no options of {quoted([*parts])} reproduce the rotation of {type(host.model).__name__} in all layers",
+        reason="unknown rotation",
+        remedy=f"If its config has {ROPE}, choose {quoted(EXTENDING)}.",
     )

@@ -37,9 +37,9 @@ def with_longer_tables(host: ExtensionTarget) -> Any:
         for component in found.components:
             if component.verb == "score_bias":  # their buckets may follow the length
                 raise UnsupportedModelError(
-                    f"{name} has {component.encoding!r} positions beside its table, which follow its length",
+                    f"{name} can't be extended: it also has {component.encoding!r} positions that depend on its length",
                     reason=BESIDE,
-                    remedy="hf_posenc.patch(model, 'alibi') has none that end",
+                    remedy="Use an encoding without a length limit: hf_posenc.patch(model, 'alibi').",
                 )
             if component.learned_table is not None:
                 key, first = component.learned_table
@@ -53,9 +53,9 @@ def with_longer_tables(host: ExtensionTarget) -> Any:
     for path, there in twin.named_parameters():
         if (given := longer.get(path, host.model.get_parameter(path))).shape != there.shape:
             raise UnsupportedModelError(
-                f"{path} of {name} would have the shape {[*given.shape]}, and by its config it has {[*there.shape]}",
+                f"{path} of {name} would have shape {[*given.shape]}, but the config specifies {[*there.shape]}",
                 reason=NO_FIELD,
-                remedy="hf_posenc.patch(model, 'alibi') has no table",
+                remedy="Use an encoding without position embeddings: hf_posenc.patch(model, 'alibi').",
             )
     for path, parameter in longer.items():
         module, _, key = path.rpartition(".")
@@ -71,10 +71,10 @@ def stretched_by_length(host: ExtensionTarget) -> Any:
     asked.refuse_other_settings()
     if any(found.geometry(asked.after, "input").is_causal for found in host.stacks.values()):
         raise UnsupportedModelError(
-            f"method={DYNAMIC!r}: tokens of {type(host.inner).__name__} see earlier ones alone, and what is computed of them "
-            "had its positions before the text got its length",
+            f"method={DYNAMIC!r} doesn't support the causal attention of {type(host.inner).__name__}, because cached "
+            "keys keep the positions of a shorter input",
             reason="causal attention",
-            remedy="take a static method, such as 'keep_first'",
+            remedy="Choose a static method, such as 'keep_first'.",
         )
     learned = {"init": "host", "trained_rows": asked.before}
     encoding = {"type": "learned", **learned}
@@ -110,8 +110,7 @@ def _take_over(weight: nn.Parameter, biases: nn.Module) -> None:
 
 def _would_be_lost(host: ExtensionTarget, beside: list[PositionComponent]) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{type(host.model).__name__} has positions beside its table, {beside[0].path}, which method={DYNAMIC!r} would take "
-        "out",
+        f"{type(host.model).__name__} also has positions in {beside[0].path}, which method={DYNAMIC!r} would disable",
         reason=BESIDE,
-        remedy="take a static method, such as 'linear'",
+        remedy="Choose a static method, such as 'linear'.",
     )

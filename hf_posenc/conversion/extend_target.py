@@ -44,14 +44,15 @@ class ExtensionTarget:
         lengths = [found.usable_length for found in stacks.values() if found.usable_length is not None]
         if not lengths:
             raise UnsupportedModelError(
-                f"the positions of {type(inner).__name__} have no end, so there are none to add",
-                reason="positions without an end",
-                remedy="give it longer inputs as it is",
+                f"{type(inner).__name__} has no length limit, so there is nothing to extend",
+                reason="no length limit",
+                remedy="Pass longer inputs to the model directly.",
             )
         if max_length < min(lengths):
             raise ValueError(
-                f"max_length={max_length} would make the longest input shorter: give {min(lengths)} or more; what cuts texts "
-                "before is a tokenizer's model_max_length or a SentenceTransformer's max_seq_length"
+                f"max_length={max_length} is below the current maximum length. Pass {min(lengths)} or more. To truncate "
+                "earlier, set the tokenizer's model_max_length or a SentenceTransformer's max_seq_length. "
+                "The model was not changed."
             )
         return cls(model, inner, path, submodel, stacks, Extension(method, min(lengths), max_length, settings))
 
@@ -64,10 +65,11 @@ class ExtensionTarget:
     def refuse_other_sources(self) -> None:
         kinds = quoted(sorted({component.encoding for component in self.limiting}))
         raise UnsupportedModelError(
-            f"{type(self.inner).__name__} has neither a learned table of the positions of tokens nor rotations alone ({kinds})",
-            reason="positions that no method makes longer",
-            remedy="computed positions go on by hf_posenc.patch(model, 'sinusoidal'); images of other sizes are the host's own "
-            "interpolate_pos_encoding=True",
+            f"{type(self.inner).__name__} has neither learned position embeddings of tokens nor only rotary "
+            f"positions ({kinds})",
+            reason="positions without an extension method",
+            remedy="For computed positions, call hf_posenc.patch(model, 'sinusoidal'). For other image sizes, pass "
+            "interpolate_pos_encoding=True.",
         )
 
     @property
@@ -104,7 +106,7 @@ def _same_place(config: Any, copied: Any, wanted: Any, path: str) -> Any:
         if getattr(config, name, None) is wanted:
             return getattr(copied, name)
     raise UnsupportedModelError(
-        f"the config of {path} isn't one of those in {type(config).__name__}",
-        reason="a part whose config is made anew",
-        remedy=f"extend it before they are put together: hf_posenc.extend(model.{path}, …)",
+        f"the config of {path} isn't part of {type(config).__name__}",
+        reason="submodel with a separate config",
+        remedy=f"Extend it before you combine the parts: hf_posenc.extend(model.{path}, …).",
     )

@@ -103,17 +103,18 @@ def extend(model: M, max_length: int | None, method: str | None = None, *, submo
     refuse(model, "extend")
     if submodel is not None and (isinstance(model, PosEncModelMixin) or method is None):
         raise ValueError(
-            f"submodel={short_repr(submodel)} names a part of a stock model that a method makes longer: leave it out for a "
-            "patched one, whose encoding is where it is"
+            f"submodel={short_repr(submodel)} selects a submodel of an original model to extend by a method. Omit it for a "
+            "patched model. The model was not changed."
         )
     if isinstance(model, PosEncModelMixin):
         return _extended_model(model, max_length, method, settings)
-    specs.raise_if_v4_relative(model, "it has no positions that could be made longer")
+    specs.raise_if_v4_relative(model, "it has no positions to extend")
     host = None if max_length is None else ExtensionTarget.find(model, max_length, method or STATIC[0], settings, submodel)
     if method is None or host is None:
         raise ValueError(
-            f"{type(model).__name__} is not patched, and its own positions need a method to go on, {CHOICE}: docs/longer.md "
-            f"says which; others go on by themselves: hf_posenc.patch(model, 'alibi', max_length={max_length})"
+            f"extend() needs a method for an unpatched {type(model).__name__}: {CHOICE} (see "
+            "docs/reference/extend_methods.md). Or switch to an encoding without a length limit: "
+            f"hf_posenc.patch(model, 'alibi', max_length={max_length}). The model was not changed."
         )
     return _extended_host(host)
 
@@ -130,11 +131,11 @@ def _extended_host(host: ExtensionTarget) -> Any:
 def _check(max_length: int | None, method: str | None, settings: dict[str, Any]) -> None:
     checked_max_length(max_length)
     if method is not None and (not isinstance(method, str) or method not in METHODS):
-        raise ValueError(f"method={short_repr(method)}{did_you_mean(method, METHODS)}: allowed is {CHOICE}")
+        raise ValueError(f"method={short_repr(method)}{did_you_mean(method, METHODS)} isn't a method. Methods: {CHOICE}.")
     if method is not None and max_length is None:
-        raise ValueError(f"max_length=None with method={method!r}: give the new longest input in tokens")
+        raise ValueError(f"max_length=None isn't allowed with method={method!r}. Pass the new maximum length in tokens.")
     for name, value in settings.items() if method is None else ():
-        raise ValueError(f"{name}={short_repr(value)}: settings belong to a method; allowed is {CHOICE}")
+        raise ValueError(f"{name}={short_repr(value)} is a setting of a method, and no method was passed. Methods: {CHOICE}.")
 
 
 def _extended_layer(layer: Any, max_length: int | None, method: str | None, settings: dict[str, Any]) -> Any:
@@ -182,13 +183,13 @@ def _asked(
         before = geometry.trained_length
         if before is None:
             raise ValueError(
-                f"method={method!r} starts from the length that positions were trained for, which nothing tells here: patch "
-                "with max_length, or give the rule to the encoding"
+                f"method={method!r} needs the original maximum length, which this model doesn't record. Set max_length when "
+                "you patch, or set the scaling rule as an option of the encoding."
             )
     if after is not None and (before is None or after < before):
-        longer = "this model has no limit; leave it so" if before is None else f"give {before} or more"
-        endless = "" if before is None or method else ", or None for no limit"
-        raise ValueError(f"max_length={after} would make the longest input shorter: {longer}{endless}")
+        unlimited = "" if before is None or method else ", or None for no limit"
+        longer = "This model has no length limit." if before is None else f"Pass {before} or more{unlimited}."
+        raise ValueError(f"max_length={after} is below the current maximum length. {longer} The model was not changed.")
     asked = None if method is None or before is None or after is None else Extension(method, before, after, settings)
     for kind, options in kinds:
         for name, part in encoding_class(kind).component_classes().items():
@@ -196,10 +197,10 @@ def _asked(
                 _check_table(name, part, encoding_class(kind).by_part(options)[name], asked, geometry, of_stock)
     if asked and all(_longer(kind, options, asked, geometry) is None for kind, options in kinds):
         named = " or ".join(repr(kind) for kind, _ in kinds)
-        others = "; a stock model may take others, hf_posenc.unpatch(model)" if of_stock else ""
+        others = " For the original positions, call hf_posenc.unpatch(model) first." if of_stock else ""
         raise ValueError(
-            f"method={method!r} changes nothing in {named}: leave it out, hf_posenc.extend(model, {after}), where positions go "
-            f"on by themselves; the methods are {CHOICE}{others}"
+            f"{named} doesn't support method={method!r}. If the encoding has no length limit, call "
+            f"hf_posenc.extend(model, {after}) without a method. Methods: {CHOICE}.{others}"
         )
     return asked
 
@@ -213,10 +214,10 @@ def _check_table(
     suited = [each for each in TABLES if part.extended(options, Extension(each, 1, 1), geometry) is not None]
     if not suited or asked is None:
         raise _made_for_its_length(name, suited)
-    others = "; the host's own go on by others, hf_posenc.unpatch(model)" if of_stock else ""
+    others = " To use it on the original positions, call hf_posenc.unpatch(model) first." if of_stock else ""
     raise ValueError(
-        f"method={asked.method!r}: {name!r} has positions of its own making here, {short_repr(options)}, which go on by "
-        f"{quoted(suited)} alone{others}"
+        f"method={asked.method!r} isn't available for this model's {name!r} encoding ({short_repr(options)}), which supports "
+        f"{quoted(suited)}.{others}"
     )
 
 

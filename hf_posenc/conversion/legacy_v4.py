@@ -135,24 +135,23 @@ def _checked_kind(path: Any, saved: dict[str, Any]) -> str:
     parts = {name: part.get("position_embedding_type") for name, part in saved.items() if isinstance(part, dict)}
     if part := next((name for name, inner in parts.items() if inner in V4_RELATIVE), None):
         raise UnsupportedModelError(
-            f"{path} has position_embedding_type={parts[part]!r} in its {part}, and models made of several aren't compared "
-            "with v4's outputs (docs/v4.md): run it with Transformers 4.57"
+            f"{path} has position_embedding_type={parts[part]!r} in its {part}. from_v4 doesn't support composite models (see "
+            "docs/guides/v4.md). Run it with Transformers 4.57."
         )
     if kind not in V4_RELATIVE:
         raise ValueError(
-            f"{path} has position_embedding_type={short_repr(kind)}, and from_v4 is for "
-            f"{' and '.join(map(repr, V4_RELATIVE))}: "
-            "load it with from_pretrained"
+            f"{path} has position_embedding_type={short_repr(kind)}, but from_v4 restores only "
+            f"{' and '.join(map(repr, V4_RELATIVE))}. Load it with from_pretrained."
         )
     if model_type not in VERIFIED_TYPES:
         raise UnsupportedModelError(
-            f"{path} is a {short_repr(model_type)} model, and relative positions of v4 are compared with v4's outputs for "
-            f"{', '.join(VERIFIED_TYPES)} alone (docs/v4.md): run it with Transformers 4.57"
+            f"{path} is a {short_repr(model_type)} model. from_v4 supports only {', '.join(VERIFIED_TYPES)} (see "
+            "docs/guides/v4.md). Run it with Transformers 4.57."
         )
     if (model_type, kind) == ("esm", "relative_key_query"):
         raise UnsupportedModelError(
-            f"{path}: v4 scales an ESM's queries before it adds the vectors of distances, and its keys not, so its {kind} is "
-            "another formula than all others': run it with Transformers 4.57"
+            f"{path}: for ESM, v4 scales queries but not keys before it adds the vectors, so its {kind} follows a different "
+            "formula. Run it with Transformers 4.57."
         )
     return str(kind)
 

@@ -1,6 +1,6 @@
 """The evaluation of a model, evaluation.json in its folder: its schema, its checks, the Hub's result files.
 
-The model card and push_to_hub read the file; the training scripts write it. docs/sharing.md has an example.
+The model card and push_to_hub read the file; the training scripts write it. docs/reference/hub.md has an example.
 """
 
 import re

@@ -158,7 +158,7 @@ def longer(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -
         output = f"{Path(name).name}-{length}"
         command = shlex.join([*extend, "--output-dir", output])
         return f"`{command}` keeps what it has learned. Train that with --model_name_or_path {shlex.quote(output)}"
-    return "docs/longer.md describes the methods"
+    return "docs/reference/extend_methods.md describes the methods"
 
 
 def warn_of_length(

@@ -144,20 +144,20 @@ def _source(stock: Any) -> str:
 
 
 def _refusal(kind: str, error: hf_posenc.UnsupportedModelError, part: str = "") -> Verdict:
-    message, _, remedy = str(error).partition(". It was left as it is; ")
+    message, _, remedy = str(error).partition(". The model was not changed. ")
     return Verdict(kind, folder_of(kind), part, reason=error.reason or "no reason", message=message, remedy=remedy)
 
 
 def _why_unbuilt(kind: str) -> str:
     if tiny.class_of(kind) is None:
-        return "no class makes a model of it by itself"
+        return "no class creates such a model"
     try:
         tiny.made(kind, tiny.config_of(kind, narrow=True))
     except ImportError as error:
         return "needs " + next(iter(re.findall(r"requires the (\w+)", str(error))), "another package")
     except Exception:
-        return "no sizes are known that make a tiny model"
-    return "no tiny model of it"
+        return "no tiny configuration is known"
+    return "no tiny model"
 
 
 def folder_of(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""A place where a host has positions of its own, and the refusal of a host in which one can't be taken over."""
+"""Positional components: the parts of an original model that hold positions, and the error for those that can't be replaced."""
 
 import abc
 from collections.abc import Collection, Iterator, Mapping
@@ -7,25 +7,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-HOSTS_PAGE = "docs/hosts.md lists the hosts that are taken, and what to do about the others"
-OWN_PAGE = "docs/own_architecture.md shows how positions and attentions of your own classes are described"
+HOSTS_PAGE = "See docs/reference/models.md for supported models and alternatives."
+OWN_PAGE = "See docs/guides/custom_model.md for how to register positions and attention of custom classes."
 
 
 class UnsupportedModelError(ValueError):
-    """Raised for a host that an encoding can't be put into. The model is left as it is.
+    """Raised for a model that doesn't support an encoding. The model isn't changed.
 
-    The message ends with a remedy. docs/hosts.md lists the reasons.
+    The message ends with a remedy. docs/reference/models.md lists the reasons.
 
-    reason: a short phrase, the same for all hosts that are refused for it.
-    submodels: the models within it that can be taken by themselves, values of patch's `submodel`.
+    reason: a short phrase that models with the same cause share.
+    submodels: supported submodels, values for `submodel` of `patch`.
     """
 
     def __init__(self, message: str, reason: str = "", remedy: str = HOSTS_PAGE, submodels: tuple[str, ...] = ()) -> None:
-        super().__init__(f"{message}. It was left as it is; {remedy}" if reason else message)
+        super().__init__(f"{message}. The model was not changed. {remedy}" if reason else message)
         self.reason, self.submodels = reason, submodels
 
     def of_own_class(self) -> "UnsupportedModelError":
-        """The same for a class of a user's, who can say where its positions are."""
+        """The same error for a custom class, with a link to the page on registration."""
         said = UnsupportedModelError(str(self).replace(HOSTS_PAGE, OWN_PAGE), submodels=self.submodels)
         said.reason = self.reason
         return said

@@ -40,9 +40,9 @@ class PositionalConvolution(PositionComponent):
                 component = cls(path, module)
                 if not component.layers or component.token_axis is None:
                     raise UnsupportedModelError(
-                        f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't turn hidden states into "
-                        "vectors to add to them",
-                        reason="convolutional positions in a format of their own",
+                        f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't map hidden states to "
+                        "vectors that are added to them",
+                        reason="unknown format of convolutional positions",
                     )
                 found.append(path)
                 if path.rpartition(".")[2] in read:  # wav2vec2-conformer makes one and never calls it

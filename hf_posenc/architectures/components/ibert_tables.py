@@ -22,9 +22,9 @@ class QuantizableTable(PositionTable):
             if cls.claims(module) and path.rpartition(".")[2] in NAMES:
                 if module.quant_mode:
                     raise UnsupportedModelError(
-                        f"{type(stack).__name__} computes in integers, and its scores would be none with an encoding in them",
-                        reason="a quantised host",
-                        remedy="load it with quant_mode=False",
+                        f"{type(stack).__name__} computes attention with integers, so its scores can't include an encoding",
+                        reason="quantized model",
+                        remedy="Load it with quant_mode=False.",
                     )
                 yield cls(path, module)
 

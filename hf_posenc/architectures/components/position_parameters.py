@@ -65,10 +65,9 @@ class PositionParameter(PositionComponent):
         extra_tokens = count_extra_tokens(modules)
         if any(extra_tokens) and cuts_into_windows(modules):
             raise UnsupportedModelError(
-                f"{type(stack).__name__} gives each window of an image a class token of its own, so its patches don't lie "
-                "side by side",
+                f"{type(stack).__name__} adds a class token to each window of an image, so its patches aren't adjacent",
                 reason="class tokens between patches",
-                remedy="load it with num_windows=1",
+                remedy="Load it with num_windows=1.",
             )
         for path, module in modules.items():
             owner, _, name = path.rpartition(".")

@@ -43,9 +43,9 @@ class PositionTable(PositionComponent):
             rows = getattr(stack.config, LENGTH_FIELD, None)
             if type(module) is not nn.Embedding or rows not in (None, module.num_embeddings):
                 raise UnsupportedModelError(
-                    f"{type(stack).__name__}.{path} counts its positions in a way of its own ({type(module).__name__}, "
-                    f"{getattr(module, 'num_embeddings', '?')} rows for {LENGTH_FIELD}={rows})",
-                    reason="position ids in a way of its own",
+                    f"hf-posenc can't tell how {type(stack).__name__}.{path} numbers positions: it is a "
+                    f"{type(module).__name__} with {getattr(module, 'num_embeddings', '?')} rows, and {LENGTH_FIELD} is {rows}",
+                    reason="unknown numbering of positions",
                 )
             yield cls(path, module)
 

@@ -36,9 +36,9 @@ class RotaryEmbedding(PositionComponent):
                     continue
                 if "position_ids" not in argument_names(module) or not _is_understood(module, stack.config):
                     raise UnsupportedModelError(
-                        f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't turn position_ids into "
-                        "cosines and sines, or complex numbers, alone",
-                        reason="rotary positions in a format of its own",
+                        f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't map position_ids to only "
+                        "cosines and sines, or complex numbers",
+                        reason="unknown format of rotary positions",
                     )
                 yield cls(path, module)
 

@@ -15,7 +15,7 @@ from hf_posenc.signatures import argument_names, attributes_read
 
 WORDS = frozenset(["alibi", "wpe", "pos", "position", "positional", "positions", "relative", "rel", "rope", "rotary"])
 """Words of names that speak of positions; whole words, so that "decomposition" and "properties" are none."""
-OTHER_COMPONENTS = "other sources of position"
+OTHER_COMPONENTS = "unsupported positional component"
 OTHER_INPUTS = re.compile(
     r"(^|\.)([xyhw]_position_embeddings|rel_pos_[xy]_bias|visual_position_embeddings|entity_embeddings\.position_embeddings"
     r"|bbox_sinusoid_emb|bbox_sinusoid_emb\.[xy]_pos_emb)$"
@@ -23,8 +23,8 @@ OTHER_INPUTS = re.compile(
 """Paths of tables that know nothing of word order: of the coordinates of boxes on a page, and of inputs beside the tokens."""
 OF_IMAGES = {"LayoutLMv3Model": "pos_embed"}
 """Class of a stack which reads images beside tokens -> its parameter of positions in them."""
-CONVOLUTIONS = "convolutions, which see the order of their inputs"
-JOINED = "inputs joined to their neighbours"
+CONVOLUTIONS = "order-sensitive convolutions"
+JOINED = "inputs concatenated with their neighbors"
 STATES = frozenset(["update_conv_state", "update_recurrent_state", "set_linear_cache"])
 """Methods of caches that keep a state which a layer carries from token to token: linear attention, state spaces."""
 
@@ -85,13 +85,13 @@ def unhandled_position_modules(stack: Any, modules: Mapping[str, nn.Module], cla
             if not (_is_given_a_table(module) or _holds_what_is_claimed(path, module, claimed)):
                 yield path, OTHER_COMPONENTS
         elif type(module).__name__.endswith("Compressor"):
-            yield path, "keys that stand for several tokens"
+            yield path, "keys that represent several tokens"
         elif "ngram" in type(module).__name__.lower():
             yield path, JOINED
         elif convolves(path, module):
             yield path, CONVOLUTIONS
         elif _carries_state(module):
-            yield path, "states carried from token to token, which see the order of their inputs"
+            yield path, "order-sensitive recurrent states"
         tensors = {**module._parameters, **module._buffers, "position_ids": None}
         for key in (key for key, tensor in tensors.items() if tensor is not None):
             if not WORDS & {*_words(key)} or key in (OF_IMAGES.get(cls.__name__) for cls in type(module).__mro__):
