@@ -194,7 +194,7 @@ def tested(name: str, files: Iterable[str], package: Path) -> dict[str, Any]:
         said = run(python_of(name), *command, *files, RESUME_FILE=str(FOLDER / f"{name}.txt"), PYTHONPATH=str(ROOT))
     except Failed as failed:
         said = failed.said
-    (FOLDER / f"{name}.log").write_text(said, encoding="utf-8")
+    write_text(FOLDER / f"{name}.log", said)
     if not report.exists():
         raise Failed(f"{name}: pytest has written no report", said)
     found = counted(report) | {"state": state, "versions": versions(name)}

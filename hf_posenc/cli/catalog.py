@@ -57,4 +57,6 @@ def computed() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(computed(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    from hf_posenc.serialization.atomic import write_text
+
+    write_text(FILE, json.dumps(computed(), indent=1, ensure_ascii=False) + "\n")
