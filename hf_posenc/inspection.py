@@ -60,36 +60,33 @@ class Report:
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        lines = [
-            f"{self.model_class}: {self.encoding}" + (f" ({options})" if options else ""),
-            f"  usable length: {'no limit' if self.max_length is None else f'{self.max_length} tokens'}",
-        ]
-        lines += [
-            f"  {verb}: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
-            for verb, paths in self.locations.items()
-        ]
-        lines += [
-            f"  {part} acts in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
-            for part, layers in self.layers.items()
-        ]
-        if found := self.calibration:
-            where = f"{found.held_out} other texts" if found.held_out else "the same texts"
-            lines += [
-                f"  calibrated on {found.texts} texts of up to {found.length} tokens: divergence of its attention from the "
-                f"original's {_listed(found.kl_before)} before, {_listed(found.kl_after)} after, by layer",
-                f"  cosine of token states with the original's, on {where}: {found.agreement_before:.3f} before, "
-                f"{found.agreement:.3f} after",
-            ]
-        lines += [
-            f"  stays: {kind}, which sees order by itself: {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
-            for kind, paths in self.order_sensitive.items()
+        rows = [
+            ("encoding", self.encoding + (f" ({options})" if options else "")),
+            ("maximum length", "no limit" if self.max_length is None else f"{self.max_length} tokens"),
+            *(("applied in", f"{_first(paths)} ({mechanism})") for mechanism, paths in self.locations.items()),
+            *((f"{part} layers", ", ".join(map(str, layers))) for part, layers in self.layers.items()),
         ]
         if self.where:
-            lines.append(f"  acts in: {', '.join(f'{name} ({kind})' for name, kind in self.where.items())}")
-        lines += [f"  ignored: {note}" for note in self.ignored]
+            rows.append(("parts", ", ".join(f"{name} ({kind})" for name, kind in self.where.items())))
+        if found := self.calibration:
+            where = f"{found.held_out} held-out texts" if found.held_out else "the same texts"
+            rows += [
+                ("calibrated on", f"{found.texts} texts of up to {found.length} tokens"),
+                ("divergence", f"{_listed(found.kl_before)} before, {_listed(found.kl_after)} after (attention, by layer)"),
+                ("cosine", f"{found.agreement_before:.3f} before, {found.agreement:.3f} after (hidden states of {where})"),
+            ]
+        rows += [
+            ("order-sensitive", f"{kind} in {_first(paths)} (not changed)") for kind, paths in self.order_sensitive.items()
+        ]
+        rows += [("config ignored", note) for note in self.ignored]
         if self.can_unpatch:
-            lines.append("  the host's own positions are kept: unpatch brings them back")
-        return "\n".join(lines)
+            rows.append(("unpatch", "available (original positions saved)"))
+        width = max(len(label) for label, _ in rows) + 1
+        return "\n".join([self.model_class, *(f"  {f'{label}:':{width}} {value}" for label, value in rows)])
+
+
+def _first(paths: tuple[str, ...]) -> str:
+    return paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "")
 
 
 def _listed(values: tuple[float, ...]) -> str:

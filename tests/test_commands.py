@@ -36,6 +36,11 @@ from models import stock, tiny
 GROUP = typer.main.get_command(app)
 
 
+def maximum_length(report):
+    """What a printed report of `inspect` says."""
+    return re.search(r"maximum length: +(.*)", report)[1].strip()
+
+
 def leaves(group, *names):
     """Words -> command, of all that do something; `hf-posenc plot` is a group of its own."""
     found = {}
@@ -373,7 +378,7 @@ def test_a_part_of_a_model_is_reported_on(workplace):
     """extend on one of several; its tokenizer follows what reads texts."""
     line = "extend openai/clip-vit-base-patch32 --max-length 64 --method linear --output-dir new --submodel"
     printed, _ = invoke([*shlex.split(line), "text_model"])
-    assert "CLIPTextModel" in printed and "usable length: 64 tokens" in printed
+    assert "CLIPTextModel" in printed and maximum_length(printed) == "64 tokens"
     assert "The tokenizer's model_max_length was 24, and is 64 now." in printed
     assert json.loads(invoke(["inspect", "new", "--submodel", "text_model", "--json"])[0])["max_length"] == 64
     seen = invoke(shlex.split("patch openai/clip-vit-base-patch32 alibi --submodel vision_model --output-dir seen --json"))[0]

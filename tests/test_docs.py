@@ -69,7 +69,7 @@ TEXTS = [" ".join(f"The {noun} bit the man, and then it ran {number} miles." for
 RESULT = b'{"model": "alibi", "this": true, "task": "fill-mask", "dataset": {"name": "pages"}, "metric": "loss", "value": 2.0}'
 LABELS = {0: "praise", 1: "refund"}
 LABELED = [{"text": text, "label": LABELS[number % 2]} for number, text in enumerate(TEXTS[:4])]
-BERT = dict(vocab_size=30522, max_position_embeddings=512, num_hidden_layers=4)
+BERT = dict(vocab_size=30522, max_position_embeddings=512, num_hidden_layers=12)
 MINILM = Path()
 THINGS = {
     "all-MiniLM-L6-v2": MINILM,

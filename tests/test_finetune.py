@@ -181,7 +181,7 @@ def test_metrics_are_those_of_the_saved_model(tiny, one_process):
     assert record["arguments"]["seed"] == 0 and record["seconds"] > 0 and record["steps"] == len(record["losses"]) == 40
     assert [each["step"] for each in record["evaluations"]] == [20, 40] and record["epochs"] == 8
     assert measures(record).items() <= record["evaluations"][-1].items()
-    assert "step 40: accuracy 0.7273" in shown and "BertForSequenceClassification: learned" in shown
+    assert "step 40: accuracy 0.7273" in shown and "BertForSequenceClassification\n" in shown and "learned" in shown
     assert "labels: bad, good" in shown and "1 process on cpu" in shown
     assert "warning: 1 of 40 training texts are cut to 24 tokens" in shown
     assert AutoTokenizer.from_pretrained(output).model_max_length == LENGTH == record["text_length"]
@@ -340,7 +340,7 @@ def test_two_processes_and_accumulated_gradients_do_what_one_does(tiny, tags, qu
         codes, said = launch("finetune", *arguments_for(tiny, tmp_path / name, *cut, data=(), batch=batch), processes=2)
         assert codes == [0, 0], said[-3000:]
         record = read(tmp_path / name)
-        assert record["processes"] == 2 and said.count("usable length:") == 1
+        assert record["processes"] == 2 and said.count("maximum length:") == 1
         assert record["losses"] == pytest.approx(alone["losses"], rel=1e-3, abs=1e-4)
         assert measures(record) == pytest.approx(measures(alone), rel=1e-3, abs=1e-4)
 
