@@ -1,5 +1,6 @@
 """What is claimed of hosts: the script that checks it, its kept output, and the page that quotes it."""
 
+import csv
 import os
 import shutil
 import subprocess
@@ -159,9 +160,14 @@ def test_the_pages_quote_the_result():
     assert all(headline in page.read_text() for page in (ROOT / "README.md", PAGE))
     assert {line.split()[0] for line in lines if "FAILED" in line} == OPEN
     assert not any("crashed" in line for line in lines)
-    refused = PAGE.read_text().partition("### Refused")[2].partition("\n\n### ")[0].splitlines()
+    refused = PAGE.read_text().partition("### Unsupported")[2].partition("\n\n### ")[0].splitlines()
     remedies = [line.split(" | ")[-1] for line in refused if line.startswith("| ")][1:]
-    assert len(remedies) > 5 and not any(len(remedy) < 12 or "docs/hosts.md" in remedy for remedy in remedies), remedies
+    assert len(remedies) > 5 and not any(len(remedy) < 12 or "models.md" in remedy for remedy in remedies), remedies
+    with KEPT.with_suffix(".csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert headline.startswith(f"{sum(row['support'] == 'all' for row in rows)} of ") and len(
+        {row["family"] for row in rows}
+    ) == len(rows)
 
 
 def test_inputs_of_recipes_are_arguments():

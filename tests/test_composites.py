@@ -593,7 +593,7 @@ def test_the_commands(tmp_path):
     assert refused.exit_code == 1 and "submodel='text_model'" in refused.output
     chosen = ("--submodel", "text_model", "--max-length", 12)
     done = command("patch", tmp_path / "stock", "alibi", *chosen, "--output-dir", tmp_path / "new")
-    assert done.exit_code == 0 and "PosEncCLIPModel: alibi" in done.output and "distil" not in done.output
+    assert done.exit_code == 0 and "PosEncCLIPModel\n" in done.output and "distil" not in done.output
     assert command("extend", tmp_path / "new", "--max-length", 30, "--output-dir", tmp_path / "long").exit_code == 0
     assert AutoModel.from_pretrained(tmp_path / "long").text_model.config.position_spec.max_length == 30
     assert command("unpatch", tmp_path / "long", "--output-dir", tmp_path / "again").exit_code == 0
