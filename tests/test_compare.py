@@ -500,14 +500,26 @@ def test_an_encoding_has_one_line_in_all_panels():
     assert len({str(style) for style in styles.values()}) == 21 and styles["none"]["color"] == "#888888"
 
 
+WINDOW = """
+import hf_posenc
+
+
+class Window(hf_posenc.PositionEncoding, type="window"):
+    width: int = 8
+
+    def distance_bias(self, distance):
+        return (distance.abs() > self.width)[None] * -1e4
+"""
+
+
 @pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch, checkpoint, own_registry):
-    """Runs all commands of docs/compare.md in a folder with the files and the checkpoint that it names, smaller and shorter."""
-    page = (ROOT / "docs" / "compare.md").read_text()
+    """Runs all commands of docs/guides/compare.md, smaller and shorter, with the files that it names."""
+    page = (ROOT / "docs" / "guides" / "compare.md").read_text()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "study.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
-    (tmp_path / "my_window.py").write_text(re.search(r"```python\n# my_window.py\n(.*?)```", page, re.DOTALL)[1])
+    (tmp_path / "my_window.py").write_text(WINDOW)
     trained, tested = tasks.texts()
     monkeypatch.setattr(tasks, "texts", lambda: (trained, tested[:256]))
     monkeypatch.setattr(several, "draw", lambda parts, path: None)  # half of the time
@@ -520,7 +532,7 @@ def test_the_page_runs(tmp_path, monkeypatch, checkpoint, own_registry):
         compare.main([*shlex.split(rest), *shorter])
     del sys.modules["my_window"]
     made = {file.parent.name for file in tmp_path.glob("*/compare.json")}
-    assert made == {"first", "study", "quick_look", "window", "trained"}
+    assert made == {"first", "study", "window", "trained"}
     assert [*records.read(tmp_path / "window" / "compare.json")["hosts"]["bert"]["encodings"]] == [
         "none", "window", "window width=4"
     ]  # fmt: skip

@@ -115,7 +115,7 @@ def test_one_compiled_graph_serves_all_lengths():
     assert graphs.frame_count == 2, "one for the first length, one for all others"
 
 
-# An export to ONNX takes long: docs/ecosystem.md has one, which always runs.
+# An export to ONNX takes long: docs/guides/integrations.md has one, which always runs.
 OF_TORCH = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 """torch's exporter calls functions that torch has deprecated."""
 

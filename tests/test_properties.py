@@ -253,7 +253,7 @@ def test_any_two_act_together_or_are_refused(first):
 
 
 def test_refused_pairs():
-    """Counted, so that a new one is noticed; docs/encodings.md lists them."""
+    """Counted, so that a new one is noticed; docs/reference/encodings.md lists them."""
     refused = catalog.conflicts(ENCODINGS)
     assert {"fox", "pope", "xpos"} == {name for name in ENCODINGS if sum(name in pair for pair in refused) > 3}
     assert len(refused) == 19 and len(PAIRS) > 250

@@ -15,7 +15,7 @@ from hf_posenc.cli.output import AsJson, Output
 @app.command("list")
 def list_(
     as_json: AsJson = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/encodings.md.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/reference/encodings.md.")] = False,
 ) -> None:
     """List all encodings: aliases, how they act, what they learn, options with defaults and allowed values, papers.
 
