@@ -325,7 +325,7 @@ def share_parameters(source: PreTrainedModel, target: PreTrainedModel, rebuilt: 
         mark(module)  # else a model that is made of this one draws its weights anew
     for module in reversed(list(target.modules())):  # a model within another initialises its own
         if isinstance(module, PreTrainedModel):
-            _compute_buffers(module, source.device)
+            compute_buffers(module, source.device)
     if hasattr(source, "generation_config"):
         target.generation_config = copy.deepcopy(source.generation_config)
     target.name_or_path = source.name_or_path
@@ -344,7 +344,7 @@ def _class_name(module: nn.Module) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
 
 
-def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Give the buffers that are left on the meta device their values, as Transformers does for a model that it loads."""
     for name, module in model.named_modules():
         left = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]

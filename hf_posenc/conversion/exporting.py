@@ -1,0 +1,395 @@
+"""to_stock: a patched model as a class of Transformers that computes the same function, so that it loads without this package."""
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.architectures import detection, structure
+from hf_posenc.architectures.components import UnsupportedModelError
+from hf_posenc.architectures.components.rotary import RotaryEmbedding
+from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.conversion.patching import refuse
+from hf_posenc.conversion.stock_families import BERT_LIKE, TARGETS, Target, rope_parameters
+from hf_posenc.modeling.derived import PosEncModelMixin
+from hf_posenc.modeling.parameter_sharing import build_on_meta, compute_buffers, share_parameters, stock_config
+from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
+
+TOLERANCE = 1e-5
+"""Largest difference in float32 between the outputs of both models, in units of the largest output above 1."""
+LENGTHS = (9, 140, 600)
+"""Lengths in tokens at which both are compared, as far as they support them."""
+PAGE = "docs/guides/share.md lists the encodings that have an equivalent class."
+
+
+def to_stock(model: Any, *, max_length: int | None = None) -> Any:
+    """The same function as a model of a class that Transformers has: BERT with shared `t5` biases is MPNet.
+
+    The result needs no code of hf_posenc. It shares its parameters with `model`, except those that the class stores in another
+    form. Both are run on random tokens at several lengths, with and without padding, before it is returned.
+
+    Args:
+        model: a patched model, or a SentenceTransformer that contains one.
+        max_length: number of tokens for which tables are made, if the class has tables. None: the maximum length of the
+            patched model, or that of the original if it has no limit.
+
+    Raises:
+        UnsupportedModelError: no class of Transformers computes this function. The error states why and names the nearest.
+        ValueError: the model isn't patched, or max_length is invalid.
+    """
+    if is_sentence_transformer(model):
+        return _sentence_transformer(model, max_length)
+    refuse(model, "to_stock")
+    if not isinstance(model, PosEncModelMixin):
+        raise ValueError(f"{type(model).__name__} isn't patched, so it already loads without hf_posenc.")
+    length = _length(model, max_length)
+    reasons: list[str] = []
+    for candidate in (_own_class, _without_rotation_in_layers, *(functools.partial(_other_class, each) for each in TARGETS)):
+        try:
+            found = candidate(model, length)
+        except _NoEquivalent as reason:
+            if str(reason):
+                reasons.append(str(reason))
+            continue
+        _verify(model, found)
+        return found
+    spec = model.config.position_spec
+    raise UnsupportedModelError(
+        f"{type(model).original_class.__name__} with the encoding {spec.type!r} has no equivalent class in Transformers "  # type: ignore[attr-defined]
+        f"({'; '.join(reasons) or 'none computes this encoding'})",
+        reason="no equivalent stock class",
+        remedy=f"Save the model with save_pretrained; it loads with hf_posenc or trust_remote_code=True. {PAGE}",
+    )
+
+
+class _NoEquivalent(Exception):
+    """Why a class doesn't compute the same function; empty if it isn't related."""
+
+
+def _length(model: Any, asked: int | None) -> int:
+    """The number of tokens for tables."""
+    limits = [
+        module.posenc.geometry.max_length
+        for module in model.modules()
+        if structure.is_patched(module) and module.posenc.geometry.max_length is not None
+    ]
+    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
+        raise ValueError(f"max_length={asked!r} must be an integer of at least 1, or None.")
+    if asked is not None and limits and asked > min(limits):
+        raise ValueError(f"max_length={asked} is above the maximum length of the patched model, {min(limits)} tokens.")
+    if asked is not None or limits:
+        return asked or min(limits)
+    original = model.config.position_spec.original
+    return (original.rows if original is not None else None) or 2048
+
+
+def _sentence_transformer(outer: Any, max_length: int | None) -> Any:
+    twin = apply_to_sentence_transformer(outer, functools.partial(to_stock, max_length=max_length), longer=True)
+    config = twin[0].model.config
+    rows = getattr(config, LENGTH_FIELD, None)
+    lengths = [outer[0].max_seq_length, rows if config.model_type != "mpnet" or rows is None else rows - 2]
+    twin[0].max_seq_length = min(length for length in lengths if length is not None)
+    return twin
+
+
+def _own_class(model: Any, length: int) -> Any:
+    """A model of its original class: with tables filled by the encoding's vectors, or rotated by other parameters."""
+    spec, stock = model.config.position_spec, type(model).original_class
+    if spec.submodel is not None or spec.where or spec.layers:
+        raise _NoEquivalent("")
+    stacks = {name: module for name, module in model.named_modules() if structure.is_patched(module)}
+    original = build_on_meta(stock, stock_config(model.config, stock), like=model)
+    found = detection.find_all(original)
+    components = [component for each in found.values() for component in each.components]
+    if all(isinstance(component, RotaryEmbedding) for component in components) and spec.type == "rope":
+        return _rotated(model, original, spec.options)
+    mechanisms = {mechanism for stack in stacks.values() for mechanism in stack.posenc.mechanisms()}
+    if not mechanisms <= {"embed"} or spec.inject != "input":
+        raise _NoEquivalent("")
+    if any(component.learned_table is None for component in components):
+        raise _NoEquivalent(f"{stock.__name__} has no table of position embeddings to fill" if mechanisms else "")
+    config = stock_config(model.config, stock)
+    offsets = {each.offset for each in found.values()}
+    setattr(config, LENGTH_FIELD, length + (max(offsets) if stock.__module__.partition(".models.")[2][:3] != "bar" else 0))
+    built = build_on_meta(stock, config, model.dtype, model)
+    share_parameters(model, built, rebuilt=_tables(built))
+    for name, each in detection.find_all(built).items():
+        for component in each.components:
+            key, first = component.learned_table  # type: ignore[misc]
+            path, _, parameter = key.rpartition(".")
+            owner = built.get_submodule(name).get_submodule(path)
+            shape = owner.get_parameter(parameter).shape
+            owner.register_parameter(parameter, nn.Parameter(_vectors(stacks[name], shape, first)))
+    return _finished(model, built)
+
+
+def _tables(model: PreTrainedModel) -> set[str]:
+    """Paths of the modules with tables of positions."""
+    found: set[str] = set()
+    for name, each in detection.find_all(model).items():
+        found |= {f"{name}.{component.path}".strip(".") for component in each.components}
+    return found
+
+
+def _vectors(stack: Any, shape: torch.Size, first: int) -> Tensor:
+    """The rows of a table, whose row `first` is of position 0."""
+    like = next(stack.parameters())
+    table = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    if "embed" in stack.posenc.mechanisms():
+        with torch.no_grad():
+            positions = torch.arange(shape[0] - first, device=like.device)[None]
+            table[first:] = stack.posenc("embed", positions)[0].to(like.dtype)
+    return table
+
+
+def _rotated(model: Any, original: Any, options: Mapping[str, Any]) -> Any:
+    """A model with rotary embeddings of its own, by other parameters."""
+    config = stock_config(model.config, type(original))
+    if not isinstance(getattr(config, "rope_parameters", None), dict) or "rope_theta" not in config.rope_parameters:
+        raise _NoEquivalent(f"{type(original).__name__} has no single set of rotary parameters")
+    config.rope_parameters = rope_parameters(options)
+    built = build_on_meta(type(original), config, model.dtype, model)
+    share_parameters(model, built, rebuilt=_tables(built))
+    return _finished(model, built)
+
+
+def _without_rotation_in_layers(model: Any, length: int) -> Any:
+    """Llama with `rope` in some layers: SmolLM3."""
+    spec, stock = model.config.position_spec, type(model).original_class
+    if stock.config_class.model_type != "llama" or spec.submodel is not None:
+        raise _NoEquivalent("")
+    if spec.type not in ("rope", "none"):
+        raise _NoEquivalent("SmolLM3 rotates with `rope` in some layers, and with nothing in the others")
+    target = getattr(transformers, stock.__name__.replace("Llama", "SmolLM3"), None)
+    if target is None:
+        raise _NoEquivalent(f"SmolLM3 has no counterpart of {stock.__name__}")
+    given = stock_config(model.config, stock).to_dict()
+    layers = given["num_hidden_layers"]
+    turning = _acting_layers(model, layers)
+    if given.get("head_dim") not in (None, given["hidden_size"] // given["num_attention_heads"]):
+        raise _NoEquivalent("SmolLM3 has heads of hidden_size / num_attention_heads features")
+    names = {field for field in target.config_class().to_dict() if field not in ("model_type", "architectures", "layer_types")}
+    config = target.config_class(
+        **{
+            **{name: value for name, value in given.items() if name in names},
+            "no_rope_layers": [int(layer in turning) for layer in range(layers)],
+            "use_sliding_window": False,
+            "rope_parameters": rope_parameters(spec.options) if spec.type == "rope" else given["rope_parameters"],
+        }
+    )
+    built = build_on_meta(target, config, model.dtype)
+    _assign(model, built, {name: name for name, module in built.named_modules() if module._parameters})
+    return _finished(model, built)
+
+
+def _acting_layers(model: Any, layers: int) -> set[int]:
+    spec = model.config.position_spec
+    if spec.type == "none":
+        return set()
+    chosen = spec.layers.get(spec.type)
+    if chosen is None:
+        return {*range(layers)}
+    (stack,) = (module for module in model.modules() if structure.is_patched(module))
+    acting = (number for number, layer in enumerate(stack.layers) if layer.self_attn.posenc_state.parts)
+    return {*acting}
+
+
+def _other_class(target: Target, model: Any, length: int) -> Any:
+    """An encoder of BERT's kind with the encoding of another family."""
+    spec, stock = model.config.position_spec, type(model).original_class
+    kind = stock.config_class.model_type
+    family = BERT_LIKE.get(kind)
+    if family is None or spec.type != target.encoding or spec.submodel is not None:
+        raise _NoEquivalent("")
+    if spec.layers or spec.where:
+        raise _NoEquivalent(f"{target.prefix} has {spec.type} in all layers")
+    if reason := target.unlike(spec.options):
+        raise _NoEquivalent(reason)
+    source = stock_config(model.config, stock)
+    if getattr(source, "embedding_size", source.hidden_size) != source.hidden_size:
+        raise _NoEquivalent(f"{target.prefix} has no projection from embedding_size={source.embedding_size} to hidden_size")
+    if getattr(source, "is_decoder", False):
+        raise _NoEquivalent(f"{target.prefix} is an encoder, and this model has is_decoder=True")
+    task = stock.__name__.removeprefix(family.prefix).removeprefix("For")
+    if task != "Model" and not (task in family.heads and task in target.heads):
+        raise _NoEquivalent(f"{target.prefix} has no counterpart of {stock.__name__}")
+    ours, theirs = family.activation(task, source), target.activation(task, source)
+    if ours != theirs:
+        raise _NoEquivalent(f"the head of {target.prefix} uses {theirs}, and that of {stock.__name__} {ours}")
+    folded = "token_type" not in target.body
+    if folded:
+        _check_token_types(model, family, task, target)
+    config, cls = _config(target, source, spec.options, length, folded), _class(target, task)
+    without_pooler = task == "Model" and "pooler" in target.body and not _has(model, "pooler.dense")
+    built = build_on_meta(functools.partial(cls, add_pooling_layer=False) if without_pooler else cls, config, model.dtype)
+    _assign(model, built, _pairs(family, target, task, model, built))
+    _fill(model, built, family, target, task, folded)
+    return _finished(model, built)
+
+
+def _class(target: Target, task: str) -> Any:
+    cls = getattr(transformers, f"{target.prefix}{'' if task == 'Model' else 'For'}{task}", None)
+    if cls is None:
+        raise _NoEquivalent(f"this version of Transformers has no {target.prefix}{task}")
+    return cls
+
+
+def _config(target: Target, source: Any, options: Mapping[str, Any], length: int, untied: bool) -> Any:
+    """A config of the target with the sizes and labels of the source."""
+    given = source.to_dict()
+    kind: Any = getattr(transformers, f"{target.prefix}Config")
+    fields = {*kind().to_dict(), "num_labels", "id2label", "label2id", "problem_type"}
+    left_out = {"model_type", "architectures", "transformers_version", LENGTH_FIELD, "rope_parameters", "auto_map"}
+    taken = {name: value for name, value in given.items() if name in fields - left_out and value is not None}
+    if "embedding_size" in fields:
+        taken["embedding_size"] = source.hidden_size
+    taken |= target.settings(options, length)
+    return kind(**{**taken, **({"tie_word_embeddings": False} if untied else {})})
+
+
+def _check_token_types(model: Any, family: Any, task: str, target: Target) -> None:
+    """Raises _NoEquivalent if token types are used, and the target has none."""
+    table = _base(model, family).get_submodule(family.body["token_type"]).weight
+    if task == "QuestionAnswering" and not torch.equal(table, table[:1].expand_as(table)):
+        raise _NoEquivalent(f"{target.prefix} has no token types, which tell the question from the context")
+
+
+def _base(model: Any, family: Any) -> Any:
+    return getattr(model, family.base, model)
+
+
+def _pairs(family: Any, target: Target, task: str, model: Any, built: Any) -> dict[str, str]:
+    """Path in the target -> path in the source, of the modules that both have."""
+    prefixes = tuple(f"{each.base}." if hasattr(other, each.base) else "" for each, other in ((family, model), (target, built)))
+    here, there = prefixes
+    pairs: dict[str, str] = {}
+    for part, path in target.body.items():
+        if part not in family.body:
+            continue
+        for layer in range(built.config.num_hidden_layers) if "{}" in path else [0]:
+            pairs[there + path.format(layer)] = here + family.body[part].format(layer)
+    heads = {} if task == "Model" else {path: family.heads[task][part] for part, path in target.heads[task].items()}
+    return {**{path: other for path, other in pairs.items() if _has(built, path) and _has(model, other)}, **heads}
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    try:
+        return model.get_submodule(path) is not None
+    except AttributeError:
+        return False
+
+
+def _assign(source: nn.Module, target: nn.Module, pairs: Mapping[str, str]) -> None:
+    """Give the modules of a target the parameters of those of a source."""
+    for path, other in pairs.items():
+        module, given = target.get_submodule(path), source.get_submodule(other)
+        for name, parameter in given._parameters.items():
+            if parameter is not None and name in module._parameters:
+                module._parameters[name] = parameter
+
+
+def _fill(model: Any, built: Any, family: Any, target: Target, task: str, folded: bool) -> None:
+    """What a target has in another form: token types within words, empty positions, biases, the bias of its decoder."""
+    inner, theirs = _base(built, target), _base(model, family)
+    like = theirs.get_submodule(family.body["word"]).weight
+    with torch.no_grad():
+        if folded:
+            words = like + theirs.get_submodule(family.body["token_type"]).weight[0]
+            inner.get_submodule(target.body["word"]).weight = nn.Parameter(words, requires_grad=like.requires_grad)
+            positions = inner.get_submodule("embeddings.position_embeddings")
+            positions.weight = nn.Parameter(torch.zeros(positions.weight.shape, dtype=like.dtype, device=like.device))
+        if target.sinusoids is not None:
+            table = inner.get_submodule(target.sinusoids)
+            table.weight = nn.Parameter(table.create_weight().to(like), requires_grad=False)
+        if target.biases is not None:
+            inner.get_submodule(target.biases).weight = theirs.posenc.weight
+    if task == "MaskedLM":
+        decoder = built.get_submodule(target.heads[task]["decoder"])
+        built.get_submodule(target.heads[task]["decoder"].rpartition(".")[0])._parameters["bias"] = decoder.bias
+
+
+def _finished(model: Any, built: Any) -> Any:
+    """The new model with its buffers, mode, and settings for generation."""
+    for module in reversed([*built.modules()]):
+        if isinstance(module, PreTrainedModel):
+            compute_buffers(module, model.device)
+    left = [name for name, value in (*built.named_parameters(), *built.named_buffers()) if value.is_meta]
+    if left:
+        raise _NoEquivalent(f"{type(built).__name__} has {left[0]}, which {type(model).original_class.__name__} doesn't have")
+    if hasattr(model, "generation_config") and hasattr(built, "generation_config"):
+        built.generation_config = copy.deepcopy(model.generation_config)
+    built.name_or_path = model.name_or_path
+    return built.train(model.training)
+
+
+def _verify(model: Any, built: Any) -> None:
+    """Raises UnsupportedModelError if both models differ on random tokens in float32."""
+    ours, theirs = (_float32(each) for each in (model, built))
+    usable = min((each for each in (_usable(model), getattr(built.config, LENGTH_FIELD, None)) if each), default=max(LENGTHS))
+    lengths = sorted({min(length, usable - 2) for length in LENGTHS})
+    worst, place = 0.0, ""
+    with torch.no_grad():
+        for length in lengths:
+            for name, inputs in _inputs(model, length):
+                for key, expected, found in _outputs(ours, theirs, inputs):
+                    apart = float((expected - found).abs().max()) / max(1.0, float(expected.abs().max()))
+                    if not apart <= worst:
+                        worst, place = apart, f"{key} at {length} tokens{name}"
+    if not worst <= TOLERANCE:
+        raise UnsupportedModelError(
+            f"{type(built).__name__} differs from {type(model).__name__} by {worst:.1e} in {place}, more than {TOLERANCE:.0e}",
+            reason="no equivalent stock class",
+            remedy="Save the model with save_pretrained; it loads with hf_posenc or trust_remote_code=True.",
+        )
+
+
+def _float32(model: Any) -> Any:
+    """The model in eval mode and float32 on the CPU; a copy if it must change."""
+    plain = model.dtype == torch.float32 and model.device.type == "cpu" and not model.training
+    return model if plain else copy.deepcopy(model).to("cpu", torch.float32).eval()
+
+
+def _usable(model: Any) -> int | None:
+    lengths = [m.posenc.geometry.max_length for m in model.modules() if structure.is_patched(m)]
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def _inputs(model: Any, length: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Random tokens `[2, L]`; the same with the second row padded on the right, and, for decoders, on the left.
+
+    Of rows that are padded on the left, original classes count the padding in encoders, which patched ones don't.
+    """
+    config, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
+    padding = config.pad_token_id if config.pad_token_id is not None else 0
+    allowed = torch.tensor([each for each in range(min(config.vocab_size, 4096)) if each != padding])
+    ids = allowed[torch.randint(len(allowed), (2, length), generator=generator)]
+    more = {"decoder_input_ids": ids[:, : max(2, length // 2)]} if config.is_encoder_decoder else {}
+    yield "", {"input_ids": ids, **more}
+    mask = torch.ones_like(ids)
+    mask[1, (2 * length) // 3 :] = 0
+    yield " padded on the right", {"input_ids": ids.masked_fill(mask == 0, padding), "attention_mask": mask, **more}
+    causal = any(module.posenc.geometry.is_causal for module in model.modules() if structure.is_patched(module))
+    if causal and not config.is_encoder_decoder:
+        mask = mask.flip(1)
+        left = {"input_ids": ids.masked_fill(mask == 0, padding), "attention_mask": mask}
+        if "position_ids" in signature(type(model).original_class.forward).parameters:  # as `generate` passes them
+            left["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        yield " padded on the left", left
+
+
+def _outputs(ours: Any, theirs: Any, inputs: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name -> the outputs of both models at the tokens that the mask shows."""
+    first, second = ours(**inputs), theirs(**inputs)
+    mask = inputs.get("attention_mask")
+    for key, expected in first.items():
+        found = second.get(key)
+        if isinstance(expected, Tensor) and expected.is_floating_point() and isinstance(found, Tensor):
+            if mask is not None and expected.shape[:2] == mask.shape:
+                expected, found = expected[mask.bool()], found[mask.bool()]
+            yield key, expected, found
