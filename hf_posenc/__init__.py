@@ -25,6 +25,7 @@ __all__ = [
     "push_to_hub",
     "register_attention",
     "register_positions",
+    "to_stock",
     "unpatch",
 ]
 

@@ -3,6 +3,7 @@
 from hf_posenc.architectures.components import UnsupportedModelError  # noqa: F401
 from hf_posenc.architectures.registration import register_attention, register_positions  # noqa: F401
 from hf_posenc.conversion.converting import convert  # noqa: F401
+from hf_posenc.conversion.exporting import to_stock  # noqa: F401
 from hf_posenc.conversion.extension import extend  # noqa: F401
 from hf_posenc.conversion.legacy_v4 import from_v4  # noqa: F401
 from hf_posenc.conversion.patching import patch, unpatch  # noqa: F401

@@ -1,4 +1,4 @@
-"""to_stock: a patched model as a class of Transformers that computes the same function, so that it loads without this package."""
+"""to_stock: a patched model as a class of Transformers that computes the same function."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_posenc.architectures import detection, structure
 from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.architectures.components.rotary import RotaryEmbedding
-from hf_posenc.configuration import LENGTH_FIELD
+from hf_posenc.configuration import LENGTH_FIELD, plans_of
 from hf_posenc.conversion.patching import refuse
 from hf_posenc.conversion.stock_families import BERT_LIKE, TARGETS, Target, rope_parameters
 from hf_posenc.modeling.derived import PosEncModelMixin
@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 """Largest difference in float32 between the outputs of both models, in units of the largest output above 1."""
 LENGTHS = (9, 140, 600)
 """Lengths in tokens at which both are compared, as far as they support them."""
-PAGE = "docs/guides/share.md lists the encodings that have an equivalent class."
+PAGE = "docs/guides/export.md lists the encodings that have an equivalent class."
 
 
 def to_stock(model: Any, *, max_length: int | None = None) -> Any:
@@ -53,16 +53,16 @@ def to_stock(model: Any, *, max_length: int | None = None) -> Any:
     for candidate in (_own_class, _without_rotation_in_layers, *(functools.partial(_other_class, each) for each in TARGETS)):
         try:
             found = candidate(model, length)
+            _verify(model, found)
+            return found
         except _NoEquivalent as reason:
             if str(reason):
                 reasons.append(str(reason))
-            continue
-        _verify(model, found)
-        return found
-    spec = model.config.position_spec
+    original: Any = type(model).original_class
+    why = f" ({'; '.join(reasons)})" if reasons else ""
     raise UnsupportedModelError(
-        f"{type(model).original_class.__name__} with the encoding {spec.type!r} has no equivalent class in Transformers "  # type: ignore[attr-defined]
-        f"({'; '.join(reasons) or 'none computes this encoding'})",
+        f"{original.__name__} with the encoding {model.config.position_spec.type!r} has no equivalent class in "
+        f"Transformers{why}. {_nearest(model, original)}",
         reason="no equivalent stock class",
         remedy=f"Save the model with save_pretrained; it loads with hf_posenc or trust_remote_code=True. {PAGE}",
     )
@@ -70,6 +70,17 @@ def to_stock(model: Any, *, max_length: int | None = None) -> Any:
 
 class _NoEquivalent(Exception):
     """Why a class doesn't compute the same function; empty if it isn't related."""
+
+
+def _nearest(model: Any, original: Any) -> str:
+    """The encodings of this architecture that have an equivalent class."""
+    if original.config_class.model_type in BERT_LIKE:
+        return "Nearest: t5 with shared biases is MPNet, rope is JinaEmbeddingsV3, and additive encodings keep the class"
+    kinds = {kind for plan in plans_of(model.config) for kind, _ in plan.components}
+    if kinds == {RotaryEmbedding.__name__}:
+        more = ", and in some layers, SmolLM3" if original.config_class.model_type == "llama" else ""
+        return f"Nearest: rope in all layers keeps the class{more}"
+    return "Nearest: additive encodings and none keep the class if it has a table of position embeddings"
 
 
 def _length(model: Any, asked: int | None) -> int:
@@ -109,7 +120,7 @@ def _own_class(model: Any, length: int) -> Any:
     components = [component for each in found.values() for component in each.components]
     if all(isinstance(component, RotaryEmbedding) for component in components) and spec.type == "rope":
         return _rotated(model, original, spec.options)
-    mechanisms = {mechanism for stack in stacks.values() for mechanism in stack.posenc.mechanisms()}
+    mechanisms = {*spec.encoding.mechanisms(dict(spec.options))}
     if not mechanisms <= {"embed"} or spec.inject != "input":
         raise _NoEquivalent("")
     if any(component.learned_table is None for component in components):
@@ -329,7 +340,7 @@ def _finished(model: Any, built: Any) -> Any:
 
 
 def _verify(model: Any, built: Any) -> None:
-    """Raises UnsupportedModelError if both models differ on random tokens in float32."""
+    """Raises _NoEquivalent if both models differ on random tokens in float32."""
     ours, theirs = (_float32(each) for each in (model, built))
     usable = min((each for each in (_usable(model), getattr(built.config, LENGTH_FIELD, None)) if each), default=max(LENGTHS))
     lengths = sorted({min(length, usable - 2) for length in LENGTHS})
@@ -342,11 +353,7 @@ def _verify(model: Any, built: Any) -> None:
                     if not apart <= worst:
                         worst, place = apart, f"{key} at {length} tokens{name}"
     if not worst <= TOLERANCE:
-        raise UnsupportedModelError(
-            f"{type(built).__name__} differs from {type(model).__name__} by {worst:.1e} in {place}, more than {TOLERANCE:.0e}",
-            reason="no equivalent stock class",
-            remedy="Save the model with save_pretrained; it loads with hf_posenc or trust_remote_code=True.",
-        )
+        raise _NoEquivalent(f"{type(built).__name__} differs by {worst:.1e} in {place}, more than {TOLERANCE:.0e}")
 
 
 def _float32(model: Any) -> Any:
