@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any
@@ -50,11 +51,12 @@ def to_stock(model: Any, *, max_length: int | None = None) -> Any:
         raise ValueError(f"{type(model).__name__} isn't patched, so it already loads without hf_posenc.")
     length = _length(model, max_length)
     reasons: list[str] = []
+    plain = _float32(model)
     for candidate in (_own_class, _without_rotation_in_layers, *(functools.partial(_other_class, each) for each in TARGETS)):
         try:
-            found = candidate(model, length)
-            _verify(model, found)
-            return found
+            found = candidate(plain, length)
+            _verify(plain, found)
+            return found if plain is model else candidate(model, length)
         except _NoEquivalent as reason:
             if str(reason):
                 reasons.append(str(reason))
@@ -106,7 +108,14 @@ def _sentence_transformer(outer: Any, max_length: int | None) -> Any:
     rows = getattr(config, LENGTH_FIELD, None)
     lengths = [outer[0].max_seq_length, rows if config.model_type != "mpnet" or rows is None else rows - 2]
     twin[0].max_seq_length = min(length for length in lengths if length is not None)
+    without_unused_inputs(twin.tokenizer, twin[0].model)
     return twin
+
+
+def without_unused_inputs(tokenizer: Any, model: Any) -> None:
+    """Let a tokenizer return only what a model reads: MPNet has no token types."""
+    read = signature(type(model).forward).parameters
+    tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids" or name in read]
 
 
 def _own_class(model: Any, length: int) -> Any:
@@ -265,10 +274,18 @@ def _config(target: Target, source: Any, options: Mapping[str, Any], length: int
 
 
 def _check_token_types(model: Any, family: Any, task: str, target: Target) -> None:
-    """Raises _NoEquivalent if token types are used, and the target has none."""
+    """Raises _NoEquivalent, or warns, if a model uses token types and the target has none."""
     table = _base(model, family).get_submodule(family.body["token_type"]).weight
-    if task == "QuestionAnswering" and not torch.equal(table, table[:1].expand_as(table)):
-        raise _NoEquivalent(f"{target.prefix} has no token types, which tell the question from the context")
+    if torch.equal(table, table[:1].expand_as(table)):
+        return
+    if task == "QuestionAnswering":
+        raise _NoEquivalent(f"{target.prefix} has no token types, which distinguish the question from the context")
+    if task == "SequenceClassification":
+        warnings.warn(
+            f"{target.prefix} has no token types, so its outputs for pairs of texts (token_type_ids of 1) differ from those of "
+            "the patched model. For pairs, use the encoding 'rope'.",
+            stacklevel=5,
+        )
 
 
 def _base(model: Any, family: Any) -> Any:
@@ -322,7 +339,10 @@ def _fill(model: Any, built: Any, family: Any, target: Target, task: str, folded
             inner.get_submodule(target.biases).weight = theirs.posenc.weight
     if task == "MaskedLM":
         decoder = built.get_submodule(target.heads[task]["decoder"])
-        built.get_submodule(target.heads[task]["decoder"].rpartition(".")[0])._parameters["bias"] = decoder.bias
+        if folded:  # untied, so saved as two parameters
+            decoder.bias = nn.Parameter(decoder.bias.detach().clone(), requires_grad=decoder.bias.requires_grad)
+        head = built.get_submodule(target.heads[task]["decoder"].rpartition(".")[0])
+        head._parameters["bias"] = nn.Parameter(decoder.bias.detach().clone()) if folded else decoder.bias
 
 
 def _finished(model: Any, built: Any) -> Any:
@@ -341,14 +361,13 @@ def _finished(model: Any, built: Any) -> Any:
 
 def _verify(model: Any, built: Any) -> None:
     """Raises _NoEquivalent if both models differ on random tokens in float32."""
-    ours, theirs = (_float32(each) for each in (model, built))
     usable = min((each for each in (_usable(model), getattr(built.config, LENGTH_FIELD, None)) if each), default=max(LENGTHS))
     lengths = sorted({min(length, usable - 2) for length in LENGTHS})
     worst, place = 0.0, ""
     with torch.no_grad():
         for length in lengths:
             for name, inputs in _inputs(model, length):
-                for key, expected, found in _outputs(ours, theirs, inputs):
+                for key, expected, found in _outputs(model, built, inputs):
                     apart = float((expected - found).abs().max()) / max(1.0, float(expected.abs().max()))
                     if not apart <= worst:
                         worst, place = apart, f"{key} at {length} tokens{name}"

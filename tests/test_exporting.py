@@ -1,0 +1,248 @@
+"""to_stock and hf-posenc export: the same function as a class of Transformers, loaded without this package."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from sentence_transformers import SentenceTransformer
+
+import hf_posenc
+from closeness import assert_apart, assert_close
+from hf_posenc.conversion import exporting
+from models import randomize_encoding, tiny, tokens
+
+HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+CLASSES = {("rope", "half"): "JinaEmbeddingsV3", ("rope", "interleaved"): "RoFormer", ("t5", None): "MPNet"}
+NONE = {
+    ("Bert", "ForSequenceClassification", "interleaved"): "head of RoFormer uses gelu.*tanh",
+    ("Electra", "ForSequenceClassification", "half"): "head of JinaEmbeddingsV3 uses tanh.*gelu",
+    ("Electra", "ForSequenceClassification", None): "head of MPNet uses tanh",
+    ("Bert", "ForQuestionAnswering", None): "MPNet has no token types",
+    ("Electra", "ForQuestionAnswering", None): "MPNet has no token types",
+    ("Roberta", "ForSequenceClassification", "interleaved"): "head of RoFormer uses gelu",
+}
+RELOAD = """
+import sys, torch, transformers
+kind, folder, file = sys.argv[1:]
+inputs, expected = torch.load(file)
+model = getattr(transformers, kind).from_pretrained(folder).eval()
+with torch.no_grad():
+    found = model(**inputs)
+assert not any(name.startswith("hf_posenc") for name in sys.modules)
+for key, value in expected.items():
+    torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+"""
+
+
+def export(name, encoding, **options):
+    sizes = {"type_vocab_size": 1} if name.startswith("Roberta") else {}
+    model = randomize_encoding(hf_posenc.patch(tiny(name, **sizes), encoding, **options)).eval()
+    return model, hf_posenc.to_stock(model)
+
+
+def equal(model, stock, length=19, **more):
+    """Both give the same for a batch with padding on the right."""
+    ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+    mask[1, length - 7 :] = 0
+    inputs = {"input_ids": ids.masked_fill(mask == 0, model.config.pad_token_id or 0), "attention_mask": mask, **more}
+    with torch.no_grad():
+        ours, theirs = model(**inputs), stock(**inputs)
+    compared = {}
+    for key, value in ours.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and theirs.get(key) is not None:
+            shown = mask.bool() if value.shape[:2] == mask.shape else slice(None)
+            assert_close(theirs[key][shown], value[shown])
+            compared[key] = theirs[key]
+    assert compared
+    return inputs, compared
+
+
+@pytest.mark.filterwarnings("ignore:MPNet has no token types")
+@pytest.mark.parametrize(("encoding", "layout"), CLASSES)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("host", ["Bert", "Roberta", "Electra"])
+def test_encoders(host, head, encoding, layout):
+    options = {} if layout is None else {"layout": layout}
+    if reason := NONE.get((host, head, layout)):
+        with pytest.raises(hf_posenc.UnsupportedModelError, match=reason) as refused:
+            export(host + head, encoding, **options)
+        assert refused.value.reason == "no equivalent stock class" and "Nearest: " in str(refused.value)
+        return
+    model, stock = export(host + head, encoding, **options)
+    assert type(stock).__name__ == CLASSES[encoding, layout] + head and type(stock).__module__.startswith("transformers.")
+    equal(model, stock)
+
+
+TABLES = ["BertForMaskedLM", "RobertaModel", "ElectraModel", "DistilBertModel", "GPT2LMHeadModel", "OPTForCausalLM"]
+
+
+@pytest.mark.parametrize("encoding", ["sinusoidal", "none", "learned", "sinusoidal+fourier"])
+@pytest.mark.parametrize("name", [*TABLES, "BartForConditionalGeneration"])
+def test_tables(name, encoding):
+    """Additive encodings fill the table of the original class, of any length."""
+    model = randomize_encoding(hf_posenc.patch(tiny(name), encoding, max_length=33)).eval()
+    stock = hf_posenc.to_stock(model)
+    assert type(stock) is type(model).original_class
+    equal(model, stock, 33)
+    if encoding != "none":
+        assert_apart(stock(tokens(2, 19))[0], stock(tokens(2, 19).flip(1))[0].flip(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("LlamaForCausalLM", {"theta": 77.0}, "LlamaForCausalLM"),
+        ("LlamaForCausalLM", {"theta": 77.0, "layers": [0]}, "SmolLM3ForCausalLM"),
+        ("Qwen3ForCausalLM", {"rope_type": "linear", "factor": 3.0}, "Qwen3ForCausalLM"),
+        ("GPTNeoXForCausalLM", {"theta": 500.0}, "GPTNeoXForCausalLM"),
+        ("MistralModel", {"theta": 500.0}, "MistralModel"),
+        ("BertModel", {"theta": 500.0, "rope_type": "linear", "factor": 2.0}, "JinaEmbeddingsV3Model"),
+    ],
+    ids=str,
+)
+def test_rotations(name, options, expected):
+    model = hf_posenc.patch(tiny(name), "rope", **options).eval()
+    stock = hf_posenc.to_stock(model)
+    assert type(stock).__name__ == expected
+    equal(model, stock)
+
+
+def test_without_rotation():
+    model, stock = export("LlamaForCausalLM", "none")
+    assert type(stock).__name__ == "SmolLM3ForCausalLM" and not any(stock.config.no_rope_layers)
+    equal(model, stock)
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "options", "words"),
+    [
+        ("BertModel", "t5", {"per_layer": True}, "one table of biases"),
+        ("BertModel", "t5", {"num_buckets": 64, "max_distance": 200}, "num_buckets=32 and max_distance=128"),
+        ("BertModel", "rope", {"layers": [0]}, "rope in all layers"),
+        ("BertModel", "alibi", {}, "Nearest: t5"),
+        ("BertForMultipleChoice", "rope", {}, "no counterpart of BertForMultipleChoice"),
+        ("LlamaForCausalLM", "rope", {"layout": "interleaved"}, "LlamaForCausalLM differs by"),
+        ("Qwen3ForCausalLM", "none", {}, "Nearest: rope in all layers"),
+        ("GPTJForCausalLM", "rope", {}, "no single set of rotary parameters"),
+        ("ViTModel", "sinusoidal", {}, "ViTModel has no table"),
+    ],
+    ids=str,
+)
+def test_no_equivalent(name, encoding, options, words):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=words):
+        export(name, encoding, **options)
+
+
+def test_pairs_of_texts():
+    with pytest.warns(UserWarning, match="MPNet has no token types"):
+        export("BertForSequenceClassification", "t5")
+    model, stock = export("BertForSequenceClassification", "rope")
+    equal(model, stock, token_type_ids=torch.arange(19).ge(9).long().expand(2, -1))
+
+
+def test_every_export_is_verified(monkeypatch):
+    """A wrong weight is found, and nothing is returned."""
+    right = exporting._fill
+
+    def wrong(model, built, *others):
+        right(model, built, *others)
+        with torch.no_grad():
+            built.encoder.relative_attention_bias.weight = torch.nn.Parameter(
+                built.encoder.relative_attention_bias.weight + torch.arange(32)[:, None] * 1e-3
+            )
+
+    monkeypatch.setattr(exporting, "_fill", wrong)
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="MPNetModel differs by .* more than 1e-05"):
+        export("BertModel", "t5")
+
+
+def test_lengths():
+    model = hf_posenc.patch(tiny("BertModel"), "t5", max_length=40)
+    assert hf_posenc.to_stock(model).config.max_position_embeddings == 42
+    assert hf_posenc.to_stock(model, max_length=30).config.max_position_embeddings == 32
+    for wrong in (0, -1, 2.5, True, "9"):
+        with pytest.raises(ValueError, match=f"max_length={wrong!r}.*at least 1"):
+            hf_posenc.to_stock(model, max_length=wrong)
+    with pytest.raises(ValueError, match="max_length=41.*40 tokens"):
+        hf_posenc.to_stock(model, max_length=41)
+    with pytest.raises(ValueError, match="BertModel isn't patched"):
+        hf_posenc.to_stock(tiny("BertModel"))
+
+
+def test_parameters_are_shared():
+    model, stock = export("BertForMaskedLM", "t5")
+    assert stock.mpnet.encoder.layer[0].attention.attn.q.weight is model.bert.encoder.layer[0].attention.self.query.weight
+    assert stock.mpnet.encoder.relative_attention_bias.weight is model.bert.posenc.weight
+    rotated = export("BertForMaskedLM", "rope")[1]
+    assert rotated.lm_head.decoder.weight is rotated.roberta.embeddings.word_embeddings.weight  # tied, as before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_types_and_modes(dtype):
+    model = randomize_encoding(hf_posenc.patch(tiny("BertModel"), "t5")).to(dtype).train()
+    stock = hf_posenc.to_stock(model)
+    assert stock.dtype == dtype and stock.training and model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [
+        ("BertForMaskedLM", "t5"),
+        ("BertForSequenceClassification", "rope"),
+        ("GPT2LMHeadModel", "sinusoidal"),
+        ("LlamaModel", "none"),
+    ],
+)
+def test_loads_without_the_package(name, encoding, tmp_path):
+    model, stock = export(name, encoding) if "Seq" not in name else export(name, encoding)
+    inputs, expected = equal(model, stock)
+    stock.save_pretrained(tmp_path / "model")
+    torch.save((inputs, expected), tmp_path / "expected.pt")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert not {"auto_map", "position_encoding", "position_plan"} & {*config}
+    assert not [path.name for path in (tmp_path / "model").glob("*.py")]
+    auto = (
+        f"AutoModel{name[name.index('For') :]}"
+        if "For" in name
+        else "AutoModelForCausalLM"
+        if "LMHead" in name
+        else "AutoModel"
+    )
+    program = [sys.executable, "-W", "ignore", "-c", RELOAD, auto, str(tmp_path / "model"), str(tmp_path / "expected.pt")]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_sentences(minilm, tmp_path):
+    """The real MiniLM with shared biases is an MPNet, whose tokenizer returns no token types."""
+    model = hf_posenc.patch(SentenceTransformer(minilm), "t5", max_length=700)
+    stock = hf_posenc.to_stock(model)
+    texts = ["a short text", "Some longer text about dogs and their cats. " * 60]
+    expected = model.encode(texts, convert_to_tensor=True)
+    assert isinstance(stock[0].model, transformers.MPNetModel)
+    assert_close(stock.encode(texts, convert_to_tensor=True), expected, rtol=1e-3)
+    assert "token_type_ids" not in stock.tokenizer.model_input_names and "token_type_ids" in model.tokenizer.model_input_names
+    stock.save(str(tmp_path))
+    assert_close(SentenceTransformer(str(tmp_path)).encode(texts, convert_to_tensor=True), expected, rtol=1e-3)
+
+
+def test_the_command(minilm, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from hf_posenc.cli import app
+
+    def run(*arguments):
+        return CliRunner().invoke(app, [str(each) for each in arguments])
+
+    patched, out = tmp_path / "patched", tmp_path / "out"
+    assert run("patch", minilm, "rope", "--output-dir", patched).exit_code == 0
+    done = run("export", patched, "--output-dir", out, "--max-length", 300)
+    assert done.exit_code == 0, done.output
+    assert json.loads((out / "config.json").read_text())["model_type"] == "jina_embeddings_v3"
+    assert run("export", out, "--output-dir", tmp_path / "again").exit_code == 1
+    assert run("patch", minilm, "alibi", "--output-dir", tmp_path / "alibi").exit_code == 0
+    refused = run("export", tmp_path / "alibi", "--output-dir", tmp_path / "no")
+    assert refused.exit_code == 1 and "Nearest: t5" in " ".join(refused.output.split()) and not (tmp_path / "no").exists()
