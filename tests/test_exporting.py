@@ -246,3 +246,15 @@ def test_the_command(minilm, tmp_path, monkeypatch):
     assert run("patch", minilm, "alibi", "--output-dir", tmp_path / "alibi").exit_code == 0
     refused = run("export", tmp_path / "alibi", "--output-dir", tmp_path / "no")
     assert refused.exit_code == 1 and "Nearest: t5" in " ".join(refused.output.split()) and not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("encoding", ["t5", "rope"])
+def test_converted_models(minilm, encoding):
+    """Calibrated vectors become part of biases. `exportable` shares the biases of all layers."""
+    texts = [f"Text {number} is about dogs, cats, and other animals. " * 40 for number in range(12)]
+    model = hf_posenc.convert(SentenceTransformer(minilm), encoding, texts=texts, max_length=300, exportable=True)
+    assert any("posenc.weight" in name and "dense" in name for name, _ in model.named_parameters())
+    stock = hf_posenc.to_stock(model)
+    assert_close(stock.encode(texts[:3], convert_to_tensor=True), model.encode(texts[:3], convert_to_tensor=True), rtol=1e-3)
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="Nearest: t5"):
+        hf_posenc.convert(SentenceTransformer(minilm), "relative", texts=texts, exportable=True)

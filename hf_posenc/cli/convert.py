@@ -53,6 +53,7 @@ def convert(
     text_column: TextColumn = "text",
     queries: Queries = None,
     train_steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the calibration.")] = 0,
+    exportable: Annotated[bool, typer.Option(help="Choose options that hf-posenc export supports.")] = False,
     compare: Annotated[bool, typer.Option(help="Compare the models by length at the end.")] = True,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -82,9 +83,8 @@ def convert(
     # Too few queries are an error, which comes before the calibration.
     stock = _within(original.model, submodel)
     asked = _questions(out, stock, original.tokenizer, rows, pairs) if compare else None
-    converted = hf_posenc.convert(
-        original.model, chosen, texts=rows, tokenizer=_only_called(original.tokenizer), max_length=max_length, **some
-    )
+    some |= {"max_length": max_length, "exportable": exportable}
+    converted = hf_posenc.convert(original.model, chosen, texts=rows, tokenizer=_only_called(original.tokenizer), **some)
     models = {"calibrated": converted}
     if train_steps:
         models["trained"] = _distilled(converted, original, texts, text_column, train_steps, max_length)

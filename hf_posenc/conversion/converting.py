@@ -18,6 +18,7 @@ from hf_posenc.architectures.components import UnsupportedModelError
 from hf_posenc.architectures.contributions import contributions
 from hf_posenc.configuration import Calibration
 from hf_posenc.conversion import calibration
+from hf_posenc.conversion.exporting import to_stock
 from hf_posenc.conversion.patching import patch, refuse, refuse_patched
 from hf_posenc.encodings import PositionEncoding, encoding_class, mark
 from hf_posenc.inspection import inspect
@@ -44,6 +45,7 @@ def convert(
     texts: Texts,
     tokenizer: Any = None,
     max_length: int | None = None,
+    exportable: bool = False,
     **options: Any,
 ) -> M:
     """A trained model with another position encoding, calibrated against its original: seconds, and no training.
@@ -63,18 +65,22 @@ def convert(
             report says so). Fewer are taken as long as each distance has pairs of tokens.
         tokenizer: a tokenizer, or its name or path; default: the one beside the model, where it was loaded from. Its
             model_max_length is raised to the converted model's usable length, with a UserWarning.
+        exportable: choose options with an equivalent class of Transformers, so that `to_stock` exports the result: biases that
+            all layers share. This costs quality (docs/guides/export.md).
         max_length, **options: as for `patch`, `submodel` among them.
 
     Raises:
         ValueError: as `patch`; no texts, or too short or too few for the distances asked for; an encoding that doesn't act
             in attention; a model that is patched already.
-        UnsupportedModelError: as `patch`; an attention whose probabilities calibration can't reproduce.
+        UnsupportedModelError: as `patch`; an attention whose probabilities calibration can't reproduce; with `exportable`, an
+            encoding without an equivalent class for this model.
     """
     if is_sentence_transformer(model):
         # As a function: the twin has a tokenizer of its own, and this one stays as it is.
         own: Any = model.tokenizer
         own = own.__call__ if tokenizer is None else tokenizer
-        change = functools.partial(convert, encoding=encoding, texts=texts, tokenizer=own, max_length=max_length, **options)
+        given = {"texts": texts, "tokenizer": own, "max_length": max_length, "exportable": exportable}
+        change = functools.partial(convert, encoding=encoding, **given, **options)
         return apply_to_sentence_transformer(model, change)
     refuse(model, "convert")
     refuse_patched(model, "convert")
@@ -82,11 +88,14 @@ def convert(
     # What is made in inference mode could not be trained, and tensors here lie beside the model's or on the CPU.
     device: Any = model.device
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.device("cpu"):
+        options = _with_own_layers(encoding, options, not exportable)
+        if exportable:
+            to_stock(patch(model, encoding, max_length=max_length, **options))
         return _converted(model, encoding, texts, tokenizer, max_length, options)
 
 
 def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length: int | None, options: dict[str, Any]) -> Any:
-    patched: Any = patch(model, encoding, max_length=max_length, **_with_own_layers(encoding, options))
+    patched: Any = patch(model, encoding, max_length=max_length, **options)
     spec = patched.config.position_spec
     if {*spec.encoding.mechanisms()} == {"embed"}:
         raise ValueError(
@@ -125,8 +134,8 @@ def _converted(model: Any, encoding: Any, texts: Any, tokenizer: Any, max_length
     return patched
 
 
-def _with_own_layers(encoding: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with `per_layer=True` of all parts that have it, unless it is given."""
+def _with_own_layers(encoding: Any, options: dict[str, Any], per_layer: bool) -> dict[str, Any]:
+    """The options with `per_layer` of all parts that have it, unless it is given."""
     kind = encoding_class(encoding["type"] if isinstance(encoding, dict) and "type" in encoding else encoding)
     parts, given = kind.component_classes(), {**(encoding if isinstance(encoding, dict) else {}), **options}
     added = {}
@@ -135,7 +144,7 @@ def _with_own_layers(encoding: Any, options: dict[str, Any]) -> dict[str, Any]:
         of_part: dict[str, Any] = next((given[each] for each in (part, *cls.aliases) if isinstance(given.get(each), dict)), {})
         called = {f"{each}__per_layer" for each in (part, *cls.aliases)} | {name}
         if "per_layer" in cls.option_types() and "per_layer" not in of_part and not called & given.keys():
-            added[name] = True
+            added[name] = per_layer
     return {**options, **added}
 
 

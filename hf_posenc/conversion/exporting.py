@@ -19,6 +19,7 @@ from hf_posenc.configuration import LENGTH_FIELD, plans_of
 from hf_posenc.conversion.patching import refuse
 from hf_posenc.conversion.stock_families import BERT_LIKE, TARGETS, Target, rope_parameters
 from hf_posenc.modeling.derived import PosEncModelMixin
+from hf_posenc.modeling.offsets import MeanOffset
 from hf_posenc.modeling.parameter_sharing import build_on_meta, compute_buffers, share_parameters, stock_config
 from hf_posenc.modeling.sentence_transformers import apply_to_sentence_transformer, is_sentence_transformer
 
@@ -314,21 +315,29 @@ def _has(model: nn.Module, path: str) -> bool:
 
 
 def _assign(source: nn.Module, target: nn.Module, pairs: Mapping[str, str]) -> None:
-    """Give the modules of a target the parameters of those of a source."""
+    """Give the modules of a target the parameters of those of a source, with calibrated offsets in their biases."""
     for path, other in pairs.items():
         module, given = target.get_submodule(path), source.get_submodule(other)
         for name, parameter in given._parameters.items():
             if parameter is not None and name in module._parameters:
                 module._parameters[name] = parameter
+        if isinstance(offset := given._modules.get("posenc"), MeanOffset) and module._parameters.get("bias") is not None:
+            module.bias = nn.Parameter(given.bias.detach() + offset.weight.detach(), requires_grad=given.bias.requires_grad)
 
 
 def _fill(model: Any, built: Any, family: Any, target: Target, task: str, folded: bool) -> None:
     """What a target has in another form: token types within words, empty positions, biases, the bias of its decoder."""
     inner, theirs = _base(built, target), _base(model, family)
     like = theirs.get_submodule(family.body["word"]).weight
+    offset = theirs.embeddings.position_embeddings._modules.get("posenc")
+    added = offset.weight if isinstance(offset, MeanOffset) else torch.zeros_like(like[0])
     with torch.no_grad():
-        if folded:
-            words = like + theirs.get_submodule(family.body["token_type"]).weight[0]
+        if not folded:
+            types = inner.get_submodule(target.body["token_type"])
+            if isinstance(offset, MeanOffset):
+                types.weight = nn.Parameter(types.weight + added, requires_grad=like.requires_grad)
+        else:
+            words = like + theirs.get_submodule(family.body["token_type"]).weight[0] + added
             inner.get_submodule(target.body["word"]).weight = nn.Parameter(words, requires_grad=like.requires_grad)
             positions = inner.get_submodule("embeddings.position_embeddings")
             positions.weight = nn.Parameter(torch.zeros(positions.weight.shape, dtype=like.dtype, device=like.device))
