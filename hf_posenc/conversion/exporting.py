@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.architectures import detection, structure
-from hf_posenc.architectures.components import UnsupportedModelError
-from hf_posenc.architectures.components.rotary import RotaryEmbedding
+from hf_posenc.architectures.components import PositionComponent, UnsupportedModelError
 from hf_posenc.configuration import LENGTH_FIELD, plans_of
 from hf_posenc.conversion.patching import refuse
 from hf_posenc.conversion.stock_families import BERT_LIKE, TARGETS, Target, rope_parameters
@@ -79,8 +78,8 @@ def _nearest(model: Any, original: Any) -> str:
     """The encodings of this architecture that have an equivalent class."""
     if original.config_class.model_type in BERT_LIKE:
         return "Nearest: t5 with shared biases is MPNet, rope is JinaEmbeddingsV3, and additive encodings keep the class"
-    kinds = {kind for plan in plans_of(model.config) for kind, _ in plan.components}
-    if kinds == {RotaryEmbedding.__name__}:
+    names = {kind for plan in plans_of(model.config) for kind, _ in plan.components}
+    if all(kind.follows_rope_parameters for kind in PositionComponent.kinds if kind.__name__ in names):
         more = ", and in some layers, SmolLM3" if original.config_class.model_type == "llama" else ""
         return f"Nearest: rope in all layers keeps the class{more}"
     return "Nearest: additive encodings and none keep the class if it has a table of position embeddings"
@@ -128,7 +127,7 @@ def _own_class(model: Any, length: int) -> Any:
     original = build_on_meta(stock, stock_config(model.config, stock), like=model)
     found = detection.find_all(original)
     components = [component for each in found.values() for component in each.components]
-    if all(isinstance(component, RotaryEmbedding) for component in components) and spec.type == "rope":
+    if all(component.follows_rope_parameters for component in components) and spec.type == "rope":
         return _rotated(model, original, spec.options)
     mechanisms = {*spec.encoding.mechanisms(dict(spec.options))}
     if not mechanisms <= {"embed"} or spec.inject != "input":
