@@ -281,7 +281,7 @@ def test_loads_without_the_package(tmp_path, monkeypatch):
 
 def test_a_head_that_has_one_of_them(tmp_path):
     model = randomize(transformers.CLIPForImageClassification(clip())).eval()
-    with pytest.raises(ValueError, match=r"submodel='text_model' is no model of its own within CLIPForImageClassification"):
+    with pytest.raises(ValueError, match=r"CLIPForImageClassification has no submodel 'text_model'"):
         hf_posenc.patch(model, "alibi", submodel="text_model")
     new = randomize_encoding(hf_posenc.patch(model, "shaw", submodel="vision_model"))
     new.save_pretrained(tmp_path)
@@ -400,16 +400,16 @@ def test_generate_from_an_encoder(name):
 def test_which_model():
     model = parent("clip")
     both = "submodel='text_model' or submodel='vision_model'"
-    with pytest.raises(hf_posenc.UnsupportedModelError, match=f"CLIPModel is made of several models.*{both}") as refused:
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=f"CLIPModel contains several models.*{both}") as refused:
         hf_posenc.patch(model, "alibi")
     assert refused.value.submodels == ("text_model", "vision_model")
     for wrong in ("text", "text_model.encoder", "text_model.", "", 3):
-        with pytest.raises(ValueError, match=r"submodel="):
+        with pytest.raises(ValueError, match=r"submodel"):
             hf_posenc.patch(model, "alibi", submodel=wrong)
-    those = "those that can be taken are 'text_model', 'vision_model'"
-    with pytest.raises(ValueError, match=f"submodel='text' is no model of its own within CLIPModel: {those}"):
+    those = "'text_model', 'vision_model'"
+    with pytest.raises(ValueError, match=f"CLIPModel has no submodel 'text'.*{those}"):
         hf_posenc.patch(model, "alibi", submodel="text")
-    with pytest.raises(ValueError, match="'encoder' is no model of its own within BertModel: none of those within can"):
+    with pytest.raises(ValueError, match="BertModel has no submodel 'encoder'.*no supported submodels"):
         hf_posenc.patch(stock("bert"), "alibi", submodel="encoder")
     with pytest.raises(ValueError, match="say which, submodel='text_model' or submodel='vision_model' \\(--submodel of"):
         hf_posenc.inspect(model)
@@ -478,9 +478,9 @@ def test_a_child_taken_out_of_its_parent(tmp_path):
 
 def test_the_parents_folder_for_a_childs_class(tmp_path):
     with_encoding("clip", "alibi").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'posenc-clip', and PosEncCLIPTextModel is not its class: load it with AutoModel"):
+    with pytest.raises(ValueError, match="'posenc-clip', which PosEncCLIPTextModel .*AutoModel"):
         hf_posenc.PosEncCLIPTextModel.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a patched model of several"):
+    with pytest.raises(ValueError, match="composite model"):
         hf_posenc.PosEncCLIPTextModel.from_pretrained(tmp_path, position_encoding="alibi")
 
 
@@ -496,7 +496,7 @@ def test_attention_implementations(monkeypatch):
         assert model.text_model.config._attn_implementation == wanted
         assert_close(run(model, inputs), expected)
     model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
-    with pytest.raises(ValueError, match="takes no score bias"):
+    with pytest.raises(ValueError, match="score bias"):
         model.set_attn_implementation({"text_config": "test_kernel", "vision_config": "eager"})
     assert [each.config._attn_implementation for each in (model.text_model, model.vision_model)] == ["eager", "sdpa"]
 

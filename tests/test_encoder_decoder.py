@@ -370,16 +370,16 @@ def test_wrong_where(where, words):
 def test_cross_attention_that_is_written_out():
     model = tiny("MvpModel")
     with pytest.raises(
-        hf_posenc.UnsupportedModelError, match="encoder_attn computes its attention.*leave 'cross' out of where"
+        hf_posenc.UnsupportedModelError, match="encoder_attn .*'cross'"
     ):
         hf_posenc.patch(model, "alibi", where="cross")
     hf_posenc.patch(model, "alibi")
 
 
 def test_where_needs_an_encoder_and_a_decoder():
-    with pytest.raises(ValueError, match="BertModel is no encoder and decoder.*leave where out"):
+    with pytest.raises(ValueError, match="BertModel isn't an encoder-decoder.*Omit where"):
         hf_posenc.patch(models.stock("bert"), "alibi", where="encoder")
-    with pytest.raises(ValueError, match="T5EncoderModel is no encoder"):
+    with pytest.raises(ValueError, match="T5EncoderModel isn't"):
         hf_posenc.patch(tiny("T5EncoderModel"), "alibi", where="encoder")
 
 

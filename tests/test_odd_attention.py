@@ -77,7 +77,7 @@ def test_attentions_of_several_sizes(encoding):
     """What is made for one can't be shared; with per_layer each has its own, also in its own scaling."""
     model, ids = gemma4(global_head_dim=16), tokens(2, 11)
     with pytest.raises(
-        hf_posenc.UnsupportedModelError, match=f"attentions of .* differ: .*{encoding} would be shared.*per_layer=True"
+        hf_posenc.UnsupportedModelError, match=f"differ in size: .*would share .*{encoding}.*per_layer=True"
     ):
         hf_posenc.patch(model, encoding)
     new = randomize_encoding(hf_posenc.patch(model, encoding, per_layer=True))

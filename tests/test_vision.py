@@ -263,7 +263,7 @@ def test_stages_of_several_sizes():
     with pytest.raises(hf_posenc.UnsupportedModelError, match="per_layer=True"):
         hf_posenc.patch(model, "relative")
     assert states(patched(model, "relative", per_layer=True), images()).isfinite().all()
-    with pytest.raises(hf_posenc.UnsupportedModelError, match=r"several widths, \[16, 32\]"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match=r"widths, \[16, 32\]"):
         hf_posenc.patch(model, "sinusoidal", inject="every_layer")
 
 

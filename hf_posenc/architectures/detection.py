@@ -161,7 +161,7 @@ def find_all(model: Any, where: Collection[str] = ()) -> dict[str, Structure]:
     left = {path for path in left if not any(f"{path}.".startswith(f"{stack}.") for stack in (*taken, *passed))}
     if left:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no source of position that is known, for {min(left)}",
+            f"hf-posenc found no positional component for {min(left)} of {type(model).__name__}",
             UNKNOWN,
         )
     return found
@@ -175,8 +175,8 @@ def _check_where(model: Any, where: Collection[str], found: Mapping[str, Structu
     if not (getattr(model.config, "is_encoder_decoder", False) and {*where} <= there):
         missing = ", ".join(map(repr, where))
         raise ValueError(
-            f"where names {missing}, but {type(model).__name__} is no encoder and decoder with attentions of Transformers' "
-            "interface in each of these: leave where out, or name what it has"
+            f"where names {missing}, but {type(model).__name__} isn't an encoder-decoder model with attention in each of these "
+            "that uses the Transformers attention interface. Omit where, or name only what the model has."
         )
 
 
@@ -225,8 +225,8 @@ def _find(stack: Any, taken: Iterable[str]) -> Structure | None:
         ):
             return None
         raise UnsupportedModelError(
-            f"no attention of {type(stack).__name__} goes through Transformers' attention interface, so nothing can be rotated "
-            "or biased there",
+            f"hf-posenc doesn't support {type(stack).__name__}: none of its attention layers use the Transformers attention "
+            "interface",
             "attention beside Transformers' interface",
         )
     declared = declared_in(stack, modules)
@@ -316,9 +316,9 @@ def _refuse_modules(stack: Any, modules: Mapping[str, nn.Module]) -> None:
     for path, module in modules.items():
         if refusal := known_models.refusal_of(module):
             raise UnsupportedModelError(
-                f"{path} of {type(stack).__name__} is a {type(module).__name__}, which {refusal.why}"
+                f"hf-posenc doesn't support {type(stack).__name__}: {path} is a {type(module).__name__}, which {refusal.why}"
                 if path
-                else f"{type(stack).__name__} {refusal.why}",
+                else f"hf-posenc doesn't support {type(stack).__name__}, which {refusal.why}",
                 reason="attention that can't be taken over",
                 remedy=refusal.remedy,
             )
@@ -341,9 +341,9 @@ def _several_models(model: Any, inner: str) -> UnsupportedModelError:
     submodels = submodels_of(model)
     named = " or ".join(f"submodel={path!r}" for path in submodels)
     return UnsupportedModelError(
-        f"{type(model).__name__} is made of several models, each with positions of its own, as {inner}",
+        f"{type(model).__name__} contains several models with their own position encodings, such as {inner}",
         SEVERAL_MODELS,
-        f"say which: {named}" if named else f"none of them can be taken by itself; {HOSTS_PAGE}",
+        f"Choose one: {named}." if named else f"None of them is supported by itself. {HOSTS_PAGE}",
         submodels=submodels,
     )
 
@@ -357,10 +357,8 @@ def submodel(model: Any, path: str) -> Any:
     inner = dict(base.named_modules()).get(path)
     if not isinstance(inner, PreTrainedModel) or type(inner.config) is type(base.config):
         there = submodels_of(model)
-        taken = f"those that can be taken are {quoted(there)}" if there else "none of those within can be taken; leave it out"
-        raise ValueError(
-            f"submodel={path!r} is no model of its own within {type(base).__name__}{did_you_mean(path, there)}: {taken}"
-        )
+        taken = f"Supported submodels: {quoted(there)}." if there else "It has no supported submodels. Omit the argument."
+        raise ValueError(f"{type(base).__name__} has no submodel {path!r}{did_you_mean(path, there)}. {taken}")
     _refuse_mixed(model, inner, path)
     return inner
 
@@ -386,7 +384,8 @@ def _refuse_mixed(model: Any, inner: Any, path: str) -> None:
     for module in model.modules():
         if (why := couples_submodels(module)) and any(part is inner for part in module.modules()):
             raise UnsupportedModelError(
-                f"{type(module).__name__} {why}: {path} can't be taken by itself", "parts that are mixed"
+                f"hf-posenc doesn't support the submodel {path!r} of {type(module).__name__}, which {why}",
+                "parts that are mixed",
             )
 
 
@@ -396,12 +395,12 @@ def _refuse_unclaimed(structure: Structure, modules: Mapping[str, nn.Module]) ->
     if signs := sorted(unhandled_position_modules(structure.stack, modules, claimed)):
         reason = signs[0][1]
         raise UnsupportedModelError(
-            f"{name} has sources of position which can't be taken over: {', '.join(path for path, _ in signs[:4])}", reason
+            f"hf-posenc can't replace these positional components of {name}: {', '.join(path for path, _ in signs[:4])}", reason
         )
     offsets = {component.offset for component in structure.components if component.offset is not None}
     if len(offsets) > 1:
         raise UnsupportedModelError(
-            f"the tables of {name} begin at different ids: {offsets}", "tables that begin at different ids"
+            f"The position embeddings of {name} start at different IDs, {offsets}", "tables that begin at different ids"
         )
 
 
@@ -409,14 +408,14 @@ def _refuse_unreachable(structure: Structure, modules: Mapping[str, nn.Module]) 
     """Raises UnsupportedModelError where the encoding could not act in all layers."""
     stack, name = structure.stack, type(structure.stack).__name__
     if reads_tokens(stack) and tokens_of(stack) is None:
-        raise UnsupportedModelError(f"{name} has no table of token embeddings", "no table of token embeddings")
+        raise UnsupportedModelError(f"{name} reads tokens, but has no token embeddings", "no table of token embeddings")
     for path, module in structure.attentions.items():
         if not is_transformers(type(module)) and not custom.row_of(module):
             _refuse_own_attention(f"{name}.{path}", module)
     if without := _layers_without_attention(structure, modules):
         raise UnsupportedModelError(
-            f"{name}.{without[0]} is a {type(modules[without[0]]).__name__} without an attention of Transformers' interface, "
-            "and what else it knows positions by was not found: the encoding would not act in it",
+            f"hf-posenc doesn't support {name}: {without[0]} ({type(modules[without[0]]).__name__}) has no supported attention "
+            "module, so the encoding would have no effect there",
             "layers without attention",
         )
 
@@ -426,8 +425,8 @@ def _refuse_own_attention(path: str, module: Any) -> None:
     which an encoding would be lost."""
     if not {"config", "_attn_implementation"} <= names_in_code(type(module)) or not hasattr(module, "config"):
         raise UnsupportedModelError(
-            f"{path} is a {type(module).__name__} which doesn't ask self.config._attn_implementation in its forward for the "
-            "function that it takes of ALL_ATTENTION_FUNCTIONS, so the encoding would be lost",
+            f"The forward of {path} ({type(module).__name__}) doesn't choose its function from ALL_ATTENTION_FUNCTIONS by "
+            "self.config._attn_implementation, so the encoding would have no effect",
             reason="attention that chooses its function elsewhere",
             remedy=OWN_PAGE,
         )
@@ -436,8 +435,8 @@ def _refuse_own_attention(path: str, module: Any) -> None:
 def none_found(host: type[PreTrainedModel]) -> UnsupportedModelError:
     """The refusal of a host in which `find` found nothing."""
     return UnsupportedModelError(
-        f"{host.__name__} has no place for a position encoding: neither positions of its own nor an attention of "
-        "Transformers' interface were found in it",
+        f"hf-posenc doesn't support {host.__name__}: it has neither a positional component nor attention that uses the "
+        "Transformers attention interface",
         "neither a source of position nor an attention of the interface",
     )
 

@@ -37,7 +37,7 @@ def learned_scaling(module: Any, head_dim: int) -> Tensor:
 
 def sparse(module: Any) -> str:
     """Of attentions that never multiply all queries by all keys."""
-    return "cuts its queries and keys into pieces"
+    return "splits its queries and keys into chunks"
 
 
 _PLAIN, _SCALED_BEFORE, _SPARSE = CustomAttention(), CustomAttention(unscaled), CustomAttention(closed=sparse)
@@ -112,50 +112,50 @@ class Refusal:
     remedy: str
 
 
-_TOGETHER = "take a model of the same size whose attention compares all tokens with each other, as BERT"
+_TOGETHER = "Use a model of the same size whose attention compares all tokens with each other, such as BERT."
 UNSUPPORTED = {
     "big_bird.BigBirdBlockSparseAttention": Refusal(
-        "gives way to another one as soon as the model reads a short text", "load it with attention_type='original_full'"
+        "is replaced by another class when the model reads a short text", "Load it with attention_type='original_full'."
     ),
     "canine.CanineSelfAttention": Refusal(
-        "attends within stretches of characters, which convolutions join", "take a model of byte-level tokens, as ByT5"
+        "attends within blocks of characters, which convolutions join", "Use a model with byte-level tokens, such as ByT5."
     ),
-    "convbert.ConvBertSelfAttention": Refusal("joins its answer with that of convolutions, which see order", _TOGETHER),
+    "convbert.ConvBertSelfAttention": Refusal("joins its output with that of convolutions, which depend on order", _TOGETHER),
     "cpmant.CpmAntAttention": Refusal(
-        "sees a prompt before the tokens, which has no positions of its own", "take a decoder that reads its tokens alone"
+        "reads a prompt before the tokens, which has no positions of its own", "Use a decoder that reads only its tokens."
     ),
     "eomt.EomtForUniversalSegmentation": Refusal(
-        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv2"
+        "joins queries to the patches between its layers", "Use a model that reads only patches, such as DINOv2."
     ),
     "eomt_dinov3.EomtDinov3ForUniversalSegmentation": Refusal(
-        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv3"
+        "joins queries to the patches between its layers", "Use a model that reads only patches, such as DINOv3."
     ),
-    "fnet.FNetBasicFourierTransform": Refusal("mixes tokens by a Fourier transform, which sees their order", _TOGETHER),
+    "fnet.FNetBasicFourierTransform": Refusal("mixes tokens with a Fourier transform, which depends on their order", _TOGETHER),
     "fsmt.Attention": Refusal(
-        "serves an encoder and a decoder whose model doesn't tell one's positions from the other's",
-        "take a translation model with an encoder and a decoder of their own, as Marian",
+        "is used in an encoder and a decoder whose model doesn't distinguish their positions",
+        "Use a translation model with a separate encoder and decoder, such as Marian.",
     ),
-    "funnel.FunnelRelMultiheadAttention": Refusal("reads means of neighbouring tokens, which see their order", _TOGETHER),
+    "funnel.FunnelRelMultiheadAttention": Refusal("reads means of neighboring tokens, which depend on their order", _TOGETHER),
     "lxmert.LxmertAttention": Refusal(
         "attends to tokens in one layer and to regions of an image in the next",
-        "take a model whose text encoder can be taken by itself, as CLIP",
+        "Use a model whose text encoder is supported as a submodel, such as CLIP.",
     ),
-    "mra.MraSelfAttention": Refusal("compares means of neighbouring tokens, which see their order", _TOGETHER),
+    "mra.MraSelfAttention": Refusal("compares means of neighboring tokens, which depend on their order", _TOGETHER),
     "nystromformer.NystromformerSelfAttention": Refusal(
-        "compares means of neighbouring tokens, which see their order", _TOGETHER
+        "compares means of neighboring tokens, which depend on their order", _TOGETHER
     ),
     "prophetnet.ProphetNetNgramSelfAttention": Refusal(
-        "predicts several tokens at once, each with relative positions of its own",
-        "take an encoder-decoder that predicts one, as BART",
+        "predicts several tokens at once, each with its own relative positions",
+        "Use an encoder-decoder that predicts one token at a time, such as BART.",
     ),
     "rf_detr.RfDetrDinov2Embeddings": Refusal(
-        "cuts its patches into windows with class tokens, which some of its layers join again",
-        "take a model that reads patches alone, as DINOv2",
+        "splits its patches into windows with class tokens, which some of its layers join again",
+        "Use a model that reads only patches, such as DINOv2.",
     ),
     "videomt.VideomtForUniversalSegmentation": Refusal(
-        "joins queries to the patches between its layers", "take a model that reads patches alone, as DINOv2"
+        "joins queries to the patches between its layers", "Use a model that reads only patches, such as DINOv2."
     ),
-    "yoso.YosoSelfAttention": Refusal("compares hashes of queries and keys, to which nothing can be added", _TOGETHER),
+    "yoso.YosoSelfAttention": Refusal("compares hashes of queries and keys, to which no bias can be added", _TOGETHER),
 }
 """By folder and class: modules in which order stays visible, or which tokens alone don't reach."""
 

@@ -34,9 +34,9 @@ def check(stacks: Iterable[Structure], spec: PositionSpec) -> None:
             for path, module in structure.cross_attentions.items():
                 if custom.row_of(module):
                     raise UnsupportedModelError(
-                        f"{type(structure.stack).__name__}.{path} computes its attention beside Transformers' interface",
+                        f"{type(structure.stack).__name__}.{path} doesn't use the Transformers attention interface",
                         reason="attention beside Transformers' interface",
-                        remedy="leave 'cross' out of where",
+                        remedy="Omit 'cross' from where.",
                     )
 
 
@@ -46,10 +46,10 @@ def _refuse_closed(structure: Structure, attentions: Mapping[str, nn.Module], sp
         acting = [part for part in parts[path] if {*spec.parts[part].mechanisms()} - {"embed"}]
         if acting and (why := custom.closed(module)):
             raise UnsupportedModelError(
-                f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which {why}, so {acting[0]!r} can't "
-                "act in it",
+                f"{acting[0]!r} can't be applied in {type(structure.stack).__name__}.{path}: it is a {type(module).__name__}, "
+                f"which {why}",
                 reason="attention in which nothing can act",
-                remedy="take an encoding of vectors, as 'sinusoidal' or 'learned'",
+                remedy="Use an additive encoding, such as 'sinusoidal' or 'learned'.",
             )
         capped = getattr(getattr(module, "config", None), "attn_logit_softcapping", None)
         if capped and (correcting := [part for part in acting if spec.parts[part].corrects_scores]):
@@ -57,15 +57,15 @@ def _refuse_closed(structure: Structure, attentions: Mapping[str, nn.Module], sp
                 f"{type(structure.stack).__name__}.{path} caps its scores at {capped} before a bias is added, so "
                 f"{correcting[0]!r} can't correct them",
                 reason="scores that are capped before the bias",
-                remedy="take one that rotates or biases",
+                remedy="Use an encoding that rotates or adds a bias.",
             )
         weighing = [part for part in acting if "value_bias" in spec.mechanisms(part)]
         if weighing and custom.row_of(module) is None and _scales_afterwards(module):
             raise UnsupportedModelError(
-                f"{type(structure.stack).__name__}.{path} is a {type(module).__name__}, which multiplies its output by a "
-                f"factor that isn't in its weights, so {weighing[0]!r} can't add anything to its output by them",
+                f"{weighing[0]!r} can't be applied in {type(structure.stack).__name__}.{path}: this {type(module).__name__} "
+                "multiplies its output by a factor that isn't in its weights",
                 reason="attention whose weights aren't known",
-                remedy="take one that adds nothing to values, as 'shaw' with terms='keys'",
+                remedy="Use an encoding that adds nothing to values, such as 'shaw' with terms='keys'.",
             )
 
 
@@ -77,10 +77,10 @@ def _refuse_unlike(structure: Structure, spec: PositionSpec, parts: Parts, geome
         (trial,) = build_within_limits(spec.type, lambda its=its: [spec.encoding(its, **dict(spec.options))])  # type: ignore[misc]
         if structure.tokens is not None or (trial is not None and [*trial.parameters(), *trial.buffers()]):
             raise UnsupportedModelError(
-                f"the attentions of {type(structure.stack).__name__} differ: {path} has {its}, others {geometry}, and "
-                f"{', '.join(sorted(shared))} would be shared by all",
+                f"The attention modules of {type(structure.stack).__name__} differ in size: {path} has {its}, others have "
+                f"{geometry}, but all would share the parameters of {', '.join(sorted(shared))}",
                 reason="attentions of several sizes",
-                remedy="give each attention its own: per_layer=True",
+                remedy="Set per_layer=True to give each attention module its own encoding.",
             )
 
 
@@ -91,16 +91,16 @@ def _refuse_places(structure: Structure, spec: PositionSpec) -> None:
         return
     if spec.inject != "after_attention" and any(STREAMS.search(type(module).__name__) for module in stack.modules()):
         raise UnsupportedModelError(
-            f"{type(stack).__name__} has several streams of hidden states between its layers, to which vectors can't be added",
+            f"{type(stack).__name__} has several streams of hidden states between its layers, so vectors can't be added",
             reason="several streams of hidden states",
-            remedy="take an encoding that acts in the attentions, or inject='after_attention'",
+            remedy="Use an encoding that acts in attention, or inject='after_attention'.",
         )
     if spec.inject != "input" and structure.tokens is None and len({*structure.widths}) > 1:
         raise UnsupportedModelError(
-            f"the layers of {type(stack).__name__} have states of several widths, {sorted({*structure.widths})}, to which no "
-            "one vector can be added",
+            f"The layers of {type(stack).__name__} have hidden states of different widths, {sorted({*structure.widths})}, so "
+            "they can't share one vector",
             reason="layers of several widths",
-            remedy="leave inject out",
+            remedy="Omit inject.",
         )
 
 

@@ -149,10 +149,10 @@ def parts_by_attention(structure: Structure, spec: PositionSpec) -> Parts:
     own = sorted(numbers.values())
     if not {*own} <= {*range(count)} or len({*own}) < len(own) or (len(own) < count and not structure.order_sensitive):
         raise UnsupportedModelError(
-            f"{type(structure.stack).__name__} counts {count} layers, but its attentions lie in layers "
-            f"{sorted(numbers.values())}: none is one layer's own",
+            f"{type(structure.stack).__name__} has {count} layers, but its attention modules are in layers "
+            f"{sorted(numbers.values())}, so layers and attention modules don't match one to one",
             reason="no attention for each layer",
-            remedy="leave layers out",
+            remedy="Omit layers.",
         )
     by_layer = spec.parts_by_layer(count, own)
     return {path: by_layer[number] for path, number in numbers.items()}

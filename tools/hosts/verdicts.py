@@ -144,7 +144,7 @@ def _source(stock: Any) -> str:
 
 
 def _refusal(kind: str, error: hf_posenc.UnsupportedModelError, part: str = "") -> Verdict:
-    message, _, remedy = str(error).partition(". It was left as it is; ")
+    message, _, remedy = str(error).partition(". The model was not changed. ")
     return Verdict(kind, folder_of(kind), part, reason=error.reason or "no reason", message=message, remedy=remedy)
 
 

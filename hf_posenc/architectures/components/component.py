@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-HOSTS_PAGE = "docs/hosts.md lists the hosts that are taken, and what to do about the others"
-OWN_PAGE = "docs/own_architecture.md shows how positions and attentions of your own classes are described"
+HOSTS_PAGE = "See docs/reference/models.md for supported models and alternatives."
+OWN_PAGE = "See docs/guides/custom_model.md for how to register positions and attention in custom classes."
 
 
 class UnsupportedModelError(ValueError):
@@ -21,7 +21,7 @@ class UnsupportedModelError(ValueError):
     """
 
     def __init__(self, message: str, reason: str = "", remedy: str = HOSTS_PAGE, submodels: tuple[str, ...] = ()) -> None:
-        super().__init__(f"{message}. It was left as it is; {remedy}" if reason else message)
+        super().__init__(f"{message}. The model was not changed. {remedy}" if reason else message)
         self.reason, self.submodels = reason, submodels
 
     def of_own_class(self) -> "UnsupportedModelError":

@@ -40,8 +40,8 @@ class PositionalConvolution(PositionComponent):
                 component = cls(path, module)
                 if not component.layers or component.token_axis is None:
                     raise UnsupportedModelError(
-                        f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't turn hidden states into "
-                        "vectors to add to them",
+                        f"hf-posenc can't replace {type(stack).__name__}.{path}: this {type(module).__name__} doesn't map "
+                        "hidden states to vectors that can be added to them",
                         reason="convolutional positions in a format of their own",
                     )
                 found.append(path)

@@ -22,9 +22,9 @@ class QuantizableTable(PositionTable):
             if cls.claims(module) and path.rpartition(".")[2] in NAMES:
                 if module.quant_mode:
                     raise UnsupportedModelError(
-                        f"{type(stack).__name__} computes in integers, and its scores would be none with an encoding in them",
+                        f"{type(stack).__name__} computes in integers, and its scores wouldn't be integers with an encoding",
                         reason="a quantised host",
-                        remedy="load it with quant_mode=False",
+                        remedy="Load it with quant_mode=False.",
                     )
                 yield cls(path, module)
 

@@ -65,10 +65,10 @@ class PositionParameter(PositionComponent):
         extra_tokens = count_extra_tokens(modules)
         if any(extra_tokens) and cuts_into_windows(modules):
             raise UnsupportedModelError(
-                f"{type(stack).__name__} gives each window of an image a class token of its own, so its patches don't lie "
-                "side by side",
+                f"hf-posenc doesn't support {type(stack).__name__} with several windows: each window of an image has its own "
+                "class token, so the patches aren't contiguous",
                 reason="class tokens between patches",
-                remedy="load it with num_windows=1",
+                remedy="Load it with num_windows=1.",
             )
         for path, module in modules.items():
             owner, _, name = path.rpartition(".")

@@ -43,8 +43,8 @@ class PositionTable(PositionComponent):
             rows = getattr(stack.config, LENGTH_FIELD, None)
             if type(module) is not nn.Embedding or rows not in (None, module.num_embeddings):
                 raise UnsupportedModelError(
-                    f"{type(stack).__name__}.{path} counts its positions in a way of its own ({type(module).__name__}, "
-                    f"{getattr(module, 'num_embeddings', '?')} rows for {LENGTH_FIELD}={rows})",
+                    f"hf-posenc can't tell how {type(stack).__name__}.{path} numbers positions: it is a "
+                    f"{type(module).__name__} with {getattr(module, 'num_embeddings', '?')} rows, and {LENGTH_FIELD} is {rows}",
                     reason="position ids in a way of its own",
                 )
             yield cls(path, module)
@@ -54,7 +54,7 @@ class PositionTable(PositionComponent):
         rows, width = length_of(config), getattr(config, "hidden_size", None)
         if isinstance(rows, int) and isinstance(width, int) and getattr(config, "rope_parameters", None) is None:
             if rows < 1:
-                raise ValueError(f"{LENGTH_FIELD}={rows}: allowed is an integer above 0")
+                raise ValueError(f"{LENGTH_FIELD}={rows} isn't supported. It must be an integer above 0.")
             check_size(f"{LENGTH_FIELD}={short_repr(rows)} at hidden_size={short_repr(width)}", rows * width)
 
     def disable(self, stack: Any, adds_vectors: bool) -> None:

@@ -55,8 +55,8 @@ def _source(each: Declaration, stack: Any, modules: Mapping[str, nn.Module]) -> 
         return RegisteredParameter(each.path, around, count_extra_tokens(modules), stack.config)
     what = "nothing" if module is None else f"a {type(module).__name__}"
     raise UnsupportedModelError(
-        f"register_positions({each.cls.__name__}, {each.path!r}) names {what} of this {type(stack).__name__}: allowed is an "
-        "nn.Embedding, a parameter or a buffer without disabled_output=…, or another module with it",
+        f"register_positions({each.cls.__name__}, {each.path!r}) names {what} of this {type(stack).__name__}, but needs an "
+        "nn.Embedding, a parameter, or a buffer without disabled_output, or another module with it",
         reason="declared positions that aren't there",
         remedy=OWN_PAGE,
     )

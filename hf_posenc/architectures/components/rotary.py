@@ -36,8 +36,8 @@ class RotaryEmbedding(PositionComponent):
                     continue
                 if "position_ids" not in argument_names(module) or not _is_understood(module, stack.config):
                     raise UnsupportedModelError(
-                        f"{type(stack).__name__}.{path} is a {type(module).__name__}, which doesn't turn position_ids into "
-                        "cosines and sines, or complex numbers, alone",
+                        f"hf-posenc can't replace {type(stack).__name__}.{path}: this {type(module).__name__} doesn't map "
+                        "position_ids to cosines and sines, or to complex numbers, and nothing else",
                         reason="rotary positions in a format of its own",
                     )
                 yield cls(path, module)

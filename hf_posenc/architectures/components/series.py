@@ -27,10 +27,11 @@ class SeriesTable(PositionParameter):
     def __init__(self, path: str, stack: Any, modules: Mapping[str, nn.Module]) -> None:
         if stack.config.channel_attention:
             raise UnsupportedModelError(
-                f"{type(stack).__name__} has channel_attention=True: its attentions see patches in one call, channels in the "
-                "next, and channels have no positions",
+                f"hf-posenc doesn't support {type(stack).__name__} with channel_attention=True: its attention alternates "
+                "between patches and channels, and channels have no positions",
                 reason="attention to channels",
-                remedy="load it with channel_attention=False, and train it: its weights were trained with that attention",
+                remedy="Load it with channel_attention=False, and train it, because its weights were trained with attention to "
+                "channels.",
             )
         owner = path.rpartition(".")[0]
         super().__init__(path, modules[owner], count_extra_tokens(modules), (owner, modules[owner]))
