@@ -493,7 +493,7 @@ def test_from_a_shell(tmp_path):
     assert output.read_text() == model_card(folder, "me/x", figures=["a.png"], metadata={"license": "mit"})
     run("--output", output)  # ours, so it may be replaced
     output.write_text(output.read_text() + "Mine.\n")
-    assert "was written by hand, and stays as it is" in " ".join(run("--output", output, code=1).split())
+    assert "so it was not changed" in " ".join(run("--output", output, code=1).split())
     assert output.read_text().endswith("Mine.\n")
     assert "my model" in run("--repo-id", "my model", code=1)
 

@@ -84,7 +84,7 @@ def test_written_out_decoders_with_wider_keys_or_one_key_head(name, encoding, op
 def test_prefixes_of_another_width_are_refused():
     model = hf_posenc.patch(stock("llama", "ForCausalLM"), "pope")
     model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(ValueError, match=r"makes keys of 16 features, and the cache holds some of another size.*prefix tuning"):
+    with pytest.raises(ValueError, match=r"keys of 16 features.*prefix tuning"):
         model(tokens())
 
 
@@ -135,7 +135,7 @@ def test_causal_flags_that_change_after_patching(name):
         before = getattr(model.config, flag, None)
         setattr(model.config, flag, value)
         with pytest.raises(
-            ValueError, match=rf"{flag}=False changes which tokens.*set it in the config before the model is built"
+            ValueError, match=rf"{flag}=False changes.*in the config"
         ):
             model(ids)
         setattr(model.config, flag, True if before is None else before)

@@ -110,9 +110,9 @@ def test_trained_without_the_repository(folder, tmp_path):
     ("arguments", "words"),
     [
         (("--texts", "nowhere.jsonl"), "nowhere.jsonl is not a file"),
-        (("--texts", "vocab.txt", "--text-column", "words"), "but no 'words': see --text-column"),
-        (("--texts", "bert/config.json"), "but no 'text': see --text-column"),
-        (("--texts", "texts.jsonl", "--queries", "texts.jsonl"), "but no 'query': rename"),
+        (("--texts", "vocab.txt", "--text-column", "words"), "has no column 'words'"),
+        (("--texts", "bert/config.json"), "has no column 'text'"),
+        (("--texts", "texts.jsonl", "--queries", "texts.jsonl"), "has no column 'query'"),
         (("--texts", "texts.jsonl", "--option", "max_distance=99"), "too short or too few for 'relative'"),
         (("--texts", "few.jsonl", "--option", "max_distance=4"), "of 12 texts 12 have a sentence that could be a question"),
     ],

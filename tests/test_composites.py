@@ -478,9 +478,9 @@ def test_a_child_taken_out_of_its_parent(tmp_path):
 
 def test_the_parents_folder_for_a_childs_class(tmp_path):
     with_encoding("clip", "alibi").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'posenc-clip', and PosEncCLIPTextModel is not its class: load it with AutoModel"):
+    with pytest.raises(ValueError, match="'posenc-clip', which PosEncCLIPTextModel .*AutoModel"):
         hf_posenc.PosEncCLIPTextModel.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a patched model of several"):
+    with pytest.raises(ValueError, match="composite model"):
         hf_posenc.PosEncCLIPTextModel.from_pretrained(tmp_path, position_encoding="alibi")
 
 
@@ -496,7 +496,7 @@ def test_attention_implementations(monkeypatch):
         assert model.text_model.config._attn_implementation == wanted
         assert_close(run(model, inputs), expected)
     model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
-    with pytest.raises(ValueError, match="takes no score bias"):
+    with pytest.raises(ValueError, match="score bias"):
         model.set_attn_implementation({"text_config": "test_kernel", "vision_config": "eager"})
     assert [each.config._attn_implementation for each in (model.text_model, model.vision_model)] == ["eager", "sdpa"]
 

@@ -371,7 +371,7 @@ def test_wrong_arguments(arguments, message):
 
 @pytest.mark.parametrize("shape", [(5, D), (2, 5, D + 1), (2, 5, 1), (1, 2, 5, D)])
 def test_wrong_input_shapes(shape):
-    with pytest.raises(ValueError, match=rf"shape \({', '.join(map(str, shape))}\): expected .*{D}"):
+    with pytest.raises(ValueError, match=rf"shape \({', '.join(map(str, shape))}\).*{D}"):
         make("sinusoidal")(torch.zeros(shape))
 
 

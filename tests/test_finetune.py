@@ -665,7 +665,7 @@ def test_arguments_refused(tiny, tmp_path, capsys, monkeypatch, more, words):
         ("train.csv", "text,label\nw1,a\nw2,a\n", "the only label in the train data is 'a'"),
         ("train.csv", "text,label\nw1,a\nw2,good\n", r"the validation data have the labels \['bad'\]"),
         ("train.json", '{"text": "w1"', "train.json: the value is not valid JSON"),
-        ("train.csv", "text,label\nnever,bad\nheard,good\n", r"the tokenizer doesn't know the texts: .* are '\[UNK\]'"),
+        ("train.csv", "text,label\nnever,bad\nheard,good\n", r"tokenizer doesn't know the texts: .* are '\[UNK\]'"),
         ("train.docx", "w1\n", "none of the files that are read here: .csv, .json, .jsonl"),
         ("nowhere/train.csv", None, "is not a file"),
     ],

@@ -198,7 +198,7 @@ def test_a_cache_that_counts_in_a_layer_without_keys():
     """The stock model goes on from position 0, which is wrong; so would ours."""
     model = of("minimax", "alibi", layer_types=[LINEAR, FULL])
     cache = model(tokens(2, 5), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="counts 0 tokens and holds keys of 5.*use_cache=False"):
+    with pytest.raises(ValueError, match="counts 0 tokens, but holds keys of 5.*use_cache=False"):
         model(tokens(2, 1), past_key_values=cache, use_cache=True)
 
 

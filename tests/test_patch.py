@@ -86,7 +86,7 @@ def test_distilbert_fills_a_sinusoidal_table_of_its_own():
 def test_a_table_that_is_not_used_is_not_resized(head):
     model = hf_posenc.patch(stock("distilbert", head), "alibi")
     expected = first(model(tokens()))
-    with pytest.raises(ValueError, match="has the 'alibi' encoding instead of a position table.*extend.model, max_length=64"):
+    with pytest.raises(ValueError, match="has the 'alibi' encoding.*extend.model, max_length=64"):
         model.resize_position_embeddings(64)
     assert torch.equal(first(model(tokens())), expected)
 
@@ -180,7 +180,7 @@ def test_parts_that_were_added_or_taken_out():
     for change in (lambda model: model.add_module("extra", torch.nn.Linear(2, 2)), lambda model: model.encoder.layer.pop(1)):
         model = copy.deepcopy(stock("bert"))
         change(model)
-        with pytest.raises(ValueError, match=r"(has extra|'encoder.layer.1).*parts were replaced.*patch that"):
+        with pytest.raises(ValueError, match=r"(has extra|'encoder.layer.1).*replaced parts"):
             hf_posenc.patch(model, "alibi")
 
 

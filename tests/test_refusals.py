@@ -87,7 +87,7 @@ def test_wrapped_models(tmp_path):
         hf_posenc.patch(model, "alibi")
     del model.embeddings._hf_hook
     model.hf_quantizer = object()
-    with pytest.raises(ValueError, match="quantised"):
+    with pytest.raises(ValueError, match="quantized"):
         hf_posenc.patch(model, "alibi")
 
 

@@ -572,9 +572,9 @@ def test_a_pickle_is_not_opened(strangers):
 
 def test_weights_outside_the_folder_or_that_do_not_fit(strangers):
     loaded, _ = strangers
-    assert "names '../code/model.safetensors', which is no file of its own folder" in loaded["elsewhere"]["error"]
+    assert "names '../code/model.safetensors', which isn't a file in its directory" in loaded["elsewhere"]["error"]
     assert loaded["wide"]["error"].startswith("RuntimeError: You set `ignore_mismatched_sizes` to `False`")
-    assert "mismatched_keys posenc.weight; its config asks for other sizes" in loaded["wide ignore_mismatched_sizes"]["error"]
+    assert "mismatched_keys posenc.weight. The config has other sizes" in loaded["wide ignore_mismatched_sizes"]["error"]
     assert "missing_keys posenc.weight" in loaded["missing"]["error"]
     assert "class" in loaded["kind"], "another dtype is converted"
 

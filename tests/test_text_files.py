@@ -90,7 +90,7 @@ BAD = {
 def test_bad_files(tmp_path, name):
     content, words = BAD[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=words.replace("no rows", "holds no text")) as ours:
+    with pytest.raises(ValueError, match=words.replace("no rows", "contains no text")) as ours:
         texts(tmp_path / name)
     with pytest.raises(SystemExit, match=words) as theirs:
         data.read(tmp_path / name)
@@ -126,10 +126,10 @@ def test_rows_and_texts_over_several_lines(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"text": 1}', "row 2 of .* has '1' as its 'text', and it must be a string"),
-        ('{"text": null}', "row 2 of .* has 'None' as its 'text'"),
-        ('{"words": "a"}', "row 2 of .* has the columns words, but no 'text': see --text-column"),
-        (r'{"text": "\ud800"}', "row 2 of .* which is half a character: remove it"),
+        ('{"text": 1}', "Row 2 of .*'text', must be a string, .*'1'"),
+        ('{"text": null}', "Row 2 of .*'text'.*'None'"),
+        ('{"words": "a"}', "Row 2 of .* 'text', only words.*--text-column"),
+        (r'{"text": "\ud800"}', "Row 2 of .*surrogate"),
     ],
 )
 def test_bad_values(tmp_path, line, words):

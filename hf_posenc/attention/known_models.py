@@ -37,7 +37,7 @@ def learned_scaling(module: Any, head_dim: int) -> Tensor:
 
 def sparse(module: Any) -> str:
     """Of attentions that never multiply all queries by all keys."""
-    return "cuts its queries and keys into pieces"
+    return "splits its queries and keys into chunks"
 
 
 _PLAIN, _SCALED_BEFORE, _SPARSE = CustomAttention(), CustomAttention(unscaled), CustomAttention(closed=sparse)
