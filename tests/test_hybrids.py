@@ -249,9 +249,9 @@ class Convolved(nn.Module):
     ("path", "module", "reason", "words"),
     [
         ("layers.0.self_attn.q_proj", Convolved(32), "convolutions, which see the order of their inputs", r"q_proj\.short"),
-        ("layers.1.self_attn", Mixing(), "layers without attention", r"layers\.1 is a LlamaDecoderLayer without an attention"),
+        ("layers.1.self_attn", Mixing(), "layers without attention", r"layers\.1 \(LlamaDecoderLayer\)"),
         # A stack of attentions alone gets its positions from somewhere that was not found.
-        ("rotary_emb", None, None, "no source of position that is known"),
+        ("rotary_emb", None, None, "layers.0.self_attn of LlamaModel"),
     ],
 )
 def test_unsupported(path, module, reason, words):

@@ -1,4 +1,4 @@
-"""A place where a host has positions of its own, and the refusal of a host in which one can't be taken over."""
+"""Positional components of a model, and the error for models that aren't supported."""
 
 import abc
 from collections.abc import Collection, Iterator, Mapping
@@ -12,12 +12,12 @@ OWN_PAGE = "See docs/guides/custom_model.md for how to register positions and at
 
 
 class UnsupportedModelError(ValueError):
-    """Raised for a host that an encoding can't be put into. The model is left as it is.
+    """Raised if hf-posenc can't apply an encoding to a model. The model is not changed.
 
-    The message ends with a remedy. docs/hosts.md lists the reasons.
+    The message ends with a remedy. docs/reference/models.md lists the reasons.
 
-    reason: a short phrase, the same for all hosts that are refused for it.
-    submodels: the models within it that can be taken by themselves, values of patch's `submodel`.
+    reason: a short phrase, the same for all models that are unsupported for this reason.
+    submodels: the supported submodels, which are values of the argument `submodel` of `patch`.
     """
 
     def __init__(self, message: str, reason: str = "", remedy: str = HOSTS_PAGE, submodels: tuple[str, ...] = ()) -> None:
@@ -25,7 +25,7 @@ class UnsupportedModelError(ValueError):
         self.reason, self.submodels = reason, submodels
 
     def of_own_class(self) -> "UnsupportedModelError":
-        """The same for a class of a user's, who can say where its positions are."""
+        """The same error for a custom class, whose positions and attention users can register."""
         said = UnsupportedModelError(str(self).replace(HOSTS_PAGE, OWN_PAGE), submodels=self.submodels)
         said.reason = self.reason
         return said
