@@ -119,7 +119,7 @@ def test_chunks_equal_the_whole(name, padding):
 def test_max_length_is_a_promise(name):
     layer = make(name, max_length=7)
     for length, past in ((8, 0), (3, 5), (2, 6)):
-        with pytest.raises(ValueError, match="8 positions are more than max_length=7: crop"):
+        with pytest.raises(ValueError, match="8 positions.*max_length=7"):
             layer(embeds(1, length), past_length=past)
         assert layer(embeds(1, length - 1), past_length=past).shape == (1, length - 1, D)
     if "max_length" not in LAYERS[name]:

@@ -193,9 +193,9 @@ class PosEncModelMixin(EncodingModelMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a patched checkpoint; or a stock one with `position_encoding=…`, the same as `patch` after loading.
+        """Load a patched checkpoint, or an original one with `position_encoding=…`, which is the same as `patch` after loading.
 
-        The encoding may stand in a `config`, too, which is then a derived one.
+        The encoding can also be in a derived `config`.
         """
         if IS_COPY:  # of a checkpoint, for which alone the class is
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The embedding layer by itself, for any torch model: hidden = inputs_embeds + PE(position).
+"""A position embedding layer for any torch model: hidden = inputs_embeds + PE(position).
 
 Shapes: B batch, L tokens, D hidden_size.
 """
@@ -52,16 +52,16 @@ class PositionEmbeddingConfig(EncodingConfigMixin, PreTrainedConfig):
 
 
 class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
-    """Adds the vectors of a position encoding to token embeddings, then drops out (Vaswani et al., 2017, section 5.4).
+    """Adds the vectors of a position encoding to token embeddings and applies dropout (Vaswani et al., 2017, section 5.4).
 
-    It saves and loads like any model, `save_pretrained`, `from_pretrained`, `AutoModel.from_pretrained`.
+    You can save and load it like any model, with `save_pretrained`, `from_pretrained`, and `AutoModel.from_pretrained`.
 
     Args:
-        encoding: name or dict of an encoding which embeds (sinusoidal, learned, …). Others raise a ValueError.
+        encoding: name or dict of an additive encoding (sinusoidal, learned, …). Others raise a ValueError.
         hidden_size: D.
-        max_length: the longest input; a learned table's number of rows. None: no limit.
-        dropout: probability, applied to the sum.
-        batch_first: `[B, L, D]`, or `[L, B, D]` when False, as `torch.nn.Transformer` has it.
+        max_length: maximum length, which is the number of learned position embeddings. None: no limit.
+        dropout: dropout probability, applied to the sum.
+        batch_first: True for `[B, L, D]`, False for `[L, B, D]`, as in `torch.nn.Transformer`.
         device, dtype: of the parameters.
         **options: of the encoding.
     """
@@ -136,9 +136,9 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
         """`[B, L, D] -> [B, L, D]`, in the dtype of `inputs_embeds` (sequence-first: `[L, B, D]`).
 
         Args:
-            position_ids: `[L]` or `[B, L]`; they win over all else.
-            attention_mask: `[B, past_length + L]`, 1 for real tokens: positions count from the first of them.
-            past_length: how many tokens came before these, in earlier calls.
+            position_ids: `[L]` or `[B, L]`. They take precedence over the other arguments.
+            attention_mask: `[B, past_length + L]`, 1 for real tokens. Positions count from the first real token.
+            past_length: number of tokens in earlier calls.
         """
         if not self.config.batch_first:
             return self._add(inputs_embeds.transpose(0, 1), position_ids, attention_mask, past_length).transpose(0, 1)
@@ -168,9 +168,9 @@ class PositionEmbedding(EncodingModelMixin, PreTrainedModel):
 
 
 class TokenPositionEmbedding(nn.Module):
-    """Token ids to hidden states: a token embedding and a `PositionEmbedding`, `[B, L] -> [B, L, D]`.
+    """Maps token IDs to hidden states, `[B, L] -> [B, L, D]`, with a token embedding and a `PositionEmbedding`.
 
-    Args: as of `PositionEmbedding`, and `vocab_size`, `padding_idx` as of `torch.nn.Embedding`.
+    Args: those of `PositionEmbedding`, and `vocab_size` and `padding_idx` of `torch.nn.Embedding`.
     """
 
     def __init__(
