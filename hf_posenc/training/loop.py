@@ -153,8 +153,8 @@ class Run:
         for key in sorted((before.keys() | now.keys()) - FREE_TO_CHANGE):
             if before.get(key) != now.get(key):
                 raise SystemExit(
-                    f"{folder} was written with {key} {before.get(key)}, and this run has {key} {now.get(key)}. Resume with the "
-                    "same value, or start a new run with another --output_dir."
+                    f"{folder} was written with {key} {before.get(key)}, and this run has {key} {now.get(key)}. Resume with "
+                    "the same value, or start a new run with another --output_dir."
                 )
         self.accelerator.load_state(str(folder))
         self.accelerator.print(f"Resumed from {folder} after step {self.progress.step}.")

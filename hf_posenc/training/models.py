@@ -164,8 +164,8 @@ def longer(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -
         extend = ["hf-posenc", "extend", name, "--max-length", str(length), *(["--method", method] if method else [])]
         output = f"{Path(name).name}-{length}"
         command = shlex.join([*extend, "--output-dir", output])
-        if longest and not arguments.extend and hasattr(config, "position_encoding"):
-            raise ValueError(f"--model_max_length {longest} doesn't apply, because the model is already patched. Omit it.")
+        return f"`{command}` keeps what it has learned. Then set --model_name_or_path {shlex.quote(output)}."
+    return "see docs/reference/extend_methods.md for the methods."
 
 
 def warn_of_length(

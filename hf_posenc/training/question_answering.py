@@ -126,7 +126,7 @@ def check(row: Row, where: str) -> None:
     texts, starts = (answers.get(key) if isinstance(answers, dict) else None for key in ("text", "answer_start"))
     if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
         raise SystemExit(
-            f'{where} has the answers {answers!r}. They must be {{"text": […], "answer_start": […]}} with lists of equal length.'
+            f'{where} has the answers {answers!r}. Allowed is {{"text": […], "answer_start": […]}} with lists of equal length.'
         )
     for text, start in zip(texts, starts, strict=True):
         if not (text and isinstance(text, str) and isinstance(start, int) and context.find(text, start) == start):
