@@ -1,18 +1,21 @@
 """Whole models: a forward pass, a training step, one step of decoding."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from benchmarks.comparing import STOCK, Record, compared, peak
 from benchmarks.grid import Group, Settings
 from benchmarks.subjects import about, encodings, inputs, patched, scores_content, stock
 from benchmarks.timing import Run, clocked
 
+CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
+"""The argument of models for a cache: renamed in Transformers 5.24."""
 Step = Callable[[PreTrainedModel, Group, Settings], Run]
 
 
@@ -82,7 +85,7 @@ def compare_decoding(group: Group, settings: Settings) -> dict[str, Record]:
 
         def run() -> None:
             with torch.no_grad():
-                model(input_ids=token, past_key_values=cache)
+                model(input_ids=token, **{CACHE: cache})
 
         return clocked(run, settings.device, settings.clock, after=lambda: cache.crop(-1))
 

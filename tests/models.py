@@ -8,8 +8,10 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from transformers import masking_utils
 
 import hf_posenc
+from hf_posenc._compat import takes_argument
 from tools.hosts.tiny import sizes_of
 
 LENGTH = 24
@@ -22,6 +24,8 @@ BERT = dict(
     max_position_embeddings=LENGTH,
     pad_token_id=0,
 )
+CACHE = "cache" if takes_argument(masking_utils.create_causal_mask, "cache") else "past_key_values"
+"""The argument of models for a cache: renamed in Transformers 5.24."""
 LLAMA = dict(BERT, num_key_value_heads=2, bos_token_id=1, eos_token_id=2)
 DECODER: dict[str, Any] = dict(
     head="ForCausalLM",

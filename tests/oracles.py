@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_posenc import _compat
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
-from models import HOSTS, first, stock
+from models import CACHE, HOSTS, first, stock
 
 MASKS = {
     "none": None,
@@ -157,7 +157,7 @@ def in_pieces(model, ids, cuts, mask=None, cache=None):
     pieces = []
     for start, stop in itertools.pairwise((0, *cuts, ids.shape[1])):
         more = {} if mask is None else {"attention_mask": mask[:, :stop]}
-        pieces.append(first(model(ids[:, start:stop], past_key_values=cache, use_cache=True, **more)))
+        pieces.append(first(model(ids[:, start:stop], **{CACHE: cache}, use_cache=True, **more)))
     return torch.cat(pieces, dim=1)
 
 

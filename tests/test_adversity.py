@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hf_posenc
 from closeness import assert_close, assert_equal, scale
 from conftest import ROOT, run_python
-from models import ALL_WAYS, patched, randomize, randomize_encoding, tiny, tokens
+from models import ALL_WAYS, CACHE, patched, randomize, randomize_encoding, tiny, tokens
 from tools.hosts.tiny import build
 from v4_checkpoints import FAMILIES, KINDS
 
@@ -27,7 +27,7 @@ def in_steps(model, ids):
     """After the first five tokens one by one."""
     cache, pieces = DynamicCache(config=model.config), []
     for piece in ids.split((5, *[1] * (ids.shape[1] - 5)), 1):
-        output = model(piece, past_key_values=cache, use_cache=True)
+        output = model(piece, **{CACHE: cache}, use_cache=True)
         cache = output.past_key_values
         pieces.append(output.logits)
     return torch.cat(pieces, 1)

@@ -81,6 +81,7 @@ def test_written_out_decoders_with_wider_keys_or_one_key_head(name, encoding, op
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which peft reads
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # which peft passes
 def test_prefixes_of_another_width_are_refused():
     model = hf_posenc.patch(stock("llama", "ForCausalLM"), "pope")
     model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))

@@ -22,7 +22,20 @@ from conftest import run_python
 from hf_posenc import _compat
 from hf_posenc.architectures.structure import is_patched
 from hf_posenc.cli import app
-from models import BERT, LLAMA, VOCABULARY, first, patched, randomize, randomize_encoding, slow, stock, tiny_config, tokens
+from models import (
+    BERT,
+    CACHE,
+    LLAMA,
+    VOCABULARY,
+    first,
+    patched,
+    randomize,
+    randomize_encoding,
+    slow,
+    stock,
+    tiny_config,
+    tokens,
+)
 from oracles import gradients
 from test_remote_code import AUTO, assert_equal_everywhere, padded, seen_without_the_package
 
@@ -378,8 +391,8 @@ def test_a_cache_by_hand():
         "mm_token_type_ids": kinds,
     }
     expected, cache = run(model, whole)[:, 12:], DynamicCache(config=model.config.get_text_config())
-    run(model, {**inputs, "past_key_values": cache})
-    step = {"input_ids": more, "attention_mask": mask, "past_key_values": cache}
+    run(model, {**inputs, CACHE: cache})
+    step = {"input_ids": more, "attention_mask": mask, CACHE: cache}
     assert_close(run(model, step), expected)
 
 

@@ -20,7 +20,7 @@ import hf_posenc
 import oracles
 from closeness import assert_close
 from hf_posenc.encodings import CrossContext, PositionContext
-from models import LENGTH, first, patched, randomize_encoding, stock, tiny, tokens
+from models import CACHE, LENGTH, first, patched, randomize_encoding, stock, tiny, tokens
 from oracles import context_of, in_pieces, padded, random
 
 H, E, D = 3, 4, 12
@@ -436,7 +436,7 @@ def test_a_cache_without_the_keys_between(kind):
         f"'{kind}' counts all keys between two tokens, and of 6 this cache gives out 2: take one that keeps them all, such as D"
     )
     with pytest.raises(ValueError, match=words):
-        model(tokens(2, 6), past_key_values=cache)
+        model(tokens(2, 6), **{CACHE: cache})
 
 
 @pytest.mark.parametrize("encoding", COUNTING)
@@ -447,13 +447,13 @@ def test_padding_between_a_prefix_and_tokens_is_not_counted(encoding, of_padding
     model, prefix, text = patched("gpt2", encoding), tokens(1, 4), tokens(1, 5, seed=1)
     expected = first(model(torch.cat([prefix, text], dim=1)))[:, 4:]
     cache = DynamicCache(config=model.config)
-    model(prefix, past_key_values=cache)
+    model(prefix, **{CACHE: cache})
     ids, mask = torch.cat([torch.zeros(1, 2, dtype=torch.long), text], dim=1), torch.tensor([[1] * 4 + [0] * 2 + [1] * 5])
     positions = torch.tensor([[of_padding] * 2 + [4, 5, 6, 7, 8]])
-    found = [first(model(ids[:, :5], attention_mask=mask[:, :9], position_ids=positions[:, :5], past_key_values=cache))[:, 2:]]
+    found = [first(model(ids[:, :5], attention_mask=mask[:, :9], position_ids=positions[:, :5], **{CACHE: cache}))[:, 2:]]
     for i in range(5, 7):
         more = {"attention_mask": mask[:, : i + 5], "position_ids": positions[:, i : i + 1]}
-        found.append(first(model(ids[:, i : i + 1], past_key_values=cache, **more)))
+        found.append(first(model(ids[:, i : i + 1], **{CACHE: cache}, **more)))
     assert_close(torch.cat(found, dim=1), expected)
 
 
@@ -568,7 +568,7 @@ def test_between_stacks_padding_and_caches_change_nothing(kind):
     for side in ("left", "right"):
         more, mask = padded(source, [9], side)
         given = dict(encoder_outputs=model.encoder(more, attention_mask=mask), attention_mask=mask, use_cache=True)
-        given["past_key_values"] = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+        given[CACHE] = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
         pieces = [
             first(model(**given, decoder_input_ids=target[:, start:stop])) for start, stop in itertools.pairwise((0, 3, 4, 7))
         ]

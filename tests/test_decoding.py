@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from checks.generation import PAGED
 from closeness import assert_close
 from hf_posenc.encodings import rotation
-from models import ALL_WAYS, ENCODINGS, OFFSET, first, in_turn, pairs, patched, tokens
+from models import ALL_WAYS, CACHE, ENCODINGS, OFFSET, first, in_turn, pairs, patched, tokens
 
 
 def test_a_decode_step_rotates_one_key(monkeypatch):
@@ -26,9 +26,9 @@ def test_a_decode_step_rotates_one_key(monkeypatch):
     monkeypatch.setattr(rotation.Rotation, "apply", counted)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(tokens(1, 1024), past_key_values=cache)
+        model(tokens(1, 1024), **{CACHE: cache})
         rotated.clear()
-        model(tokens(1, 1), past_key_values=cache)
+        model(tokens(1, 1), **{CACHE: cache})
     assert rotated == [1] * (2 * model.config.n_layer)  # one key and one query in each layer
 
 
@@ -36,8 +36,8 @@ def test_a_static_cache_keeps_the_promise():
     """Its size is checked against max_length; reading how full it is would wait for a GPU."""
     model = patched("gpt2", "alibi", "LMHeadModel", max_length=12)
     with pytest.raises(ValueError, match="static cache of 16 tokens is longer than max_length=12"):
-        model(tokens(1, 5), past_key_values=StaticCache(config=model.config, max_cache_len=16))
-    model(tokens(1, 5), past_key_values=StaticCache(config=model.config, max_cache_len=12))
+        model(tokens(1, 5), **{CACHE: StaticCache(config=model.config, max_cache_len=16)})
+    model(tokens(1, 5), **{CACHE: StaticCache(config=model.config, max_cache_len=12)})
 
 
 @pytest.mark.parametrize("encoding", ["rope", "relative"])
@@ -49,7 +49,7 @@ def test_cross_attention_is_left_alone(encoding):
     turned = model(tokens(2, 9), encoder_hidden_states=states.flip(1)).logits
     assert_close(turned, full)
     start = model(tokens(2, 9)[:, :6], encoder_hidden_states=states, use_cache=True)
-    rest = model(tokens(2, 9)[:, 6:], encoder_hidden_states=states, past_key_values=start.past_key_values, use_cache=True)
+    rest = model(tokens(2, 9)[:, 6:], encoder_hidden_states=states, **{CACHE: start.past_key_values}, use_cache=True)
     assert_close(torch.cat([start.logits, rest.logits], 1), full)
 
 
@@ -63,7 +63,7 @@ def test_a_cache_changed_by_its_own_methods(encoding):
     def step(cache, rows, length=6):
         whole = torch.cat([mask[rows, :length], mask.new_ones(len(rows), 2)], dim=1)
         expected = first(model(torch.cat([ids[rows, :length], ids[rows, 6:]], dim=1), attention_mask=whole))[:, length:]
-        assert_close(first(model(ids[rows, 6:], attention_mask=whole, past_key_values=cache)), expected)
+        assert_close(first(model(ids[rows, 6:], attention_mask=whole, **{CACHE: cache})), expected)
 
     def filled():
         return model(ids[:, :6], attention_mask=mask, use_cache=True).past_key_values
@@ -83,12 +83,12 @@ def test_a_cache_changed_by_its_own_methods(encoding):
             cache.reset()
             if cache.get_seq_length():  # Transformers before 5.16 empties its tensors and keeps its length
                 continue
-            first(model(ids[:, :6], attention_mask=mask, past_key_values=cache))
+            first(model(ids[:, :6], attention_mask=mask, **{CACHE: cache}))
             step(cache, [0, 1, 2])
     cache = filled()
     cache.layers[0].keys, cache.layers[0].values = cache.layers[0].keys[:, :, :5], cache.layers[0].values[:, :, :5]
     with pytest.raises(ValueError, match="holds 5 keys for a batch of 3.*3, 6.*new cache"):
-        model(ids[:, 6:], past_key_values=cache)
+        model(ids[:, 6:], **{CACHE: cache})
 
 
 @torch.no_grad()
@@ -101,9 +101,9 @@ def test_keys_of_another_origin():
     for number, layer in enumerate(filled.layers):
         cache.update(layer.keys, layer.values, number)
     expected = first(model(ids, attention_mask=mask))[:, 6:]
-    assert_close(first(model(ids[:, 6:], attention_mask=mask, past_key_values=cache)), expected)
+    assert_close(first(model(ids[:, 6:], attention_mask=mask, **{CACHE: cache})), expected)
     cache.crop(-2)
-    jumped = first(model(ids[:, 6:], attention_mask=mask, past_key_values=cache, position_ids=torch.tensor([[4, 5], [6, 7]])))
+    jumped = first(model(ids[:, 6:], attention_mask=mask, **{CACHE: cache}, position_ids=torch.tensor([[4, 5], [6, 7]])))
     assert_close(jumped, expected)
 
 
@@ -117,12 +117,12 @@ def test_a_cache_that_a_compiled_model_filled(encoding):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
     for rows, length in (([1, 0], 6), ([0, 1], 4)):
         cache = DynamicCache(config=model.config)
-        compiled(ids[:, :6], attention_mask=mask[:, :6], past_key_values=cache)
+        compiled(ids[:, :6], attention_mask=mask[:, :6], **{CACHE: cache})
         cache.reorder_cache(torch.tensor(rows))
         cache.crop(length - 6)
         whole, seen = torch.cat([ids[rows, :length], ids[:, 6:]], dim=1), torch.cat([mask[rows, :length], mask[:, 6:]], dim=1)
         expected = first(model(whole, attention_mask=seen))[:, length:]
-        assert_close(first(compiled(ids[:, 6:], attention_mask=seen, past_key_values=cache)), expected)
+        assert_close(first(compiled(ids[:, 6:], attention_mask=seen, **{CACHE: cache})), expected)
 
 
 def test_a_plain_cache_stays_as_it_is():
@@ -135,7 +135,7 @@ def test_a_mask_shorter_than_what_is_cached():
     model = patched("gpt2", "alibi")
     cache = model(tokens(2, 5), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="attention_mask has 1 columns for 5 cached and 1 new tokens"):
-        model(tokens(2, 1), attention_mask=torch.ones(2, 1), past_key_values=cache)
+        model(tokens(2, 1), attention_mask=torch.ones(2, 1), **{CACHE: cache})
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,11 @@ def test_continuous_batching():
     biased = patched("llama", "alibi", "ForCausalLM")
     with pytest.raises(ValueError, match="generate_batch.*biases.*model.generate"):
         biased.generate_batch(prompts, generation_config=settings)
-    cache = object()
     with pytest.raises(ValueError, match="model.generate with a padded batch"):
-        biased(tokens(1, 5), cache=cache)
+        biased(tokens(1, 5), read_index=[])
     rotated = patched("llama", "rope+logn", "ForCausalLM")
+    with pytest.raises(ValueError, match="LlamaAttention.*unrotated"):  # as of an attention whose cache isn't wrapped
+        rotated(tokens(1, 5), read_index=[], use_cache=False)
     small = ContinuousBatchingConfig(num_blocks=8, page_size=16, max_batch_tokens=32)  # else most of the memory is the cache's
     outputs = rotated.generate_batch(prompts, generation_config=settings, continuous_batching_config=small)
     for prompt, output in zip(prompts, outputs.values(), strict=True):

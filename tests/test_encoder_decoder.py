@@ -16,7 +16,7 @@ import models
 from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc import _compat
 from hf_posenc.configuration import PositionSpec
-from models import BART, LENGTH, PAIR_HOSTS, T5, VOCABULARY, randomize, randomize_encoding, slow, tiny, tokens
+from models import BART, CACHE, LENGTH, PAIR_HOSTS, T5, VOCABULARY, randomize, randomize_encoding, slow, tiny, tokens
 from oracles import gradients
 
 TABLES = [name for name, pair in PAIR_HOSTS.items() if pair.tables]
@@ -181,7 +181,7 @@ def test_whisper(whisper, tmp_path):
         states = new.get_encoder()(sound["input_features"])
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         pieces = [
-            new(encoder_outputs=states, decoder_input_ids=ids, past_key_values=cache, use_cache=True)[0]
+            new(encoder_outputs=states, decoder_input_ids=ids, **{CACHE: cache}, use_cache=True)[0]
             for ids in TARGET.split((4, 1, 4), dim=1)
         ]
         assert_close(torch.cat(pieces, dim=1), answer)

@@ -9,7 +9,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 import hf_posenc
 from closeness import assert_apart, assert_close
 from hf_posenc.architectures import detection
-from models import first, randomize_encoding, tiny, tokens
+from models import CACHE, first, randomize_encoding, tiny, tokens
 from oracles import in_pieces
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -183,14 +183,14 @@ def test_positions_are_remembered_with_keys(host):
     jumping = torch.tensor([[0, 1, 2, 9, 10, 11, 12, 13, 14]])
     full = first(model(ids, position_ids=jumping))
     cache = DynamicCache(config=model.config)
-    model(ids[:, :6], position_ids=jumping[:, :6], past_key_values=cache, use_cache=True)
-    rest = first(model(ids[:, 6:], position_ids=jumping[:, 6:], past_key_values=cache, use_cache=True))
+    model(ids[:, :6], position_ids=jumping[:, :6], **{CACHE: cache}, use_cache=True)
+    rest = first(model(ids[:, 6:], position_ids=jumping[:, 6:], **{CACHE: cache}, use_cache=True))
     assert_close(rest, full[:, 6:])
     cache = DynamicCache(config=model.config)
-    model(ids[:, :6], position_ids=jumping[:, :6], past_key_values=cache, use_cache=True)
+    model(ids[:, :6], position_ids=jumping[:, :6], **{CACHE: cache}, use_cache=True)
     cache.reorder_cache(torch.tensor([1, 0]))
     flipped = torch.cat([ids[[1, 0], :6], ids[:, 6:]], dim=1)
-    rest = first(model(ids[:, 6:], position_ids=jumping[:, 6:], past_key_values=cache, use_cache=True))
+    rest = first(model(ids[:, 6:], position_ids=jumping[:, 6:], **{CACHE: cache}, use_cache=True))
     assert_close(rest, first(model(flipped, position_ids=jumping))[:, 6:])
 
 
@@ -199,7 +199,7 @@ def test_a_cache_that_counts_in_a_layer_without_keys():
     model = of("minimax", "alibi", layer_types=[LINEAR, FULL])
     cache = model(tokens(2, 5), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="counts 0 tokens, but holds keys of 5.*use_cache=False"):
-        model(tokens(2, 1), past_key_values=cache, use_cache=True)
+        model(tokens(2, 1), **{CACHE: cache}, use_cache=True)
 
 
 # Layers

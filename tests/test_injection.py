@@ -11,7 +11,7 @@ from closeness import assert_apart, assert_close
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
 from hf_posenc.encodings.context import current
 from hf_posenc.modeling import hooks
-from models import HOSTS, LENGTH, TABLED, by_structure, first, randomize_encoding, stock, tokens
+from models import CACHE, HOSTS, LENGTH, TABLED, by_structure, first, randomize_encoding, stock, tokens
 from oracles import (
     INJECT,
     MASKS,
@@ -90,7 +90,7 @@ def test_injection_in_cached_decoding(inject):
     for start, stop in ((0, 6), (6, 7), (7, 11)):
         vectors["now"] = whole[:, start:stop]
         ours, theirs = (
-            first(each(tokens()[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache))
+            first(each(tokens()[:, start:stop], attention_mask=mask[:, :stop], **{CACHE: cache}))
             for each, cache in zip((model, expected), caches, strict=True)
         )
         assert_close(ours[real[:, start:stop]], theirs[real[:, start:stop]])

@@ -16,7 +16,7 @@ from hf_posenc.attention import bias_backends, blockwise, dispatch
 from hf_posenc.attention.dispatch import AttentionCall
 from hf_posenc.attention.distance_table import DistanceTable, VisibleSpans
 from hf_posenc.encodings import Geometry, PatchLayout, PositionContext, encoding_class
-from models import CAUSAL, ENCODINGS, first, pairs, patched, stock, tokens
+from models import CACHE, CAUSAL, ENCODINGS, first, pairs, patched, stock, tokens
 from oracles import gradients, padded, random
 
 H, E = 3, 4
@@ -296,7 +296,7 @@ def test_what_attend_really_takes(ways, monkeypatch, host, encoding, train, way)
             assert {*ways} == taken
             ways.clear()
         if host == "llama":
-            model(tokens(1, 70), past_key_values=StaticCache(model.config, max_cache_len=80))
+            model(tokens(1, 70), **{CACHE: StaticCache(model.config, max_cache_len=80)})
             assert {*ways} == {"dense"}
             ways.clear()
         model.set_attn_implementation("eager")
@@ -384,7 +384,7 @@ def test_fast_ways_agree_with_eager_attention(always, ways, host, encoding):
     if host in CAUSAL:
         with torch.no_grad():
             whole, before = first(model(tokens(2))), model(tokens(2)[:, :4], use_cache=True)
-            assert_close(first(model(tokens(2)[:, 4:], past_key_values=before.past_key_values)), whole[:, 4:])
+            assert_close(first(model(tokens(2)[:, 4:], **{CACHE: before.past_key_values})), whole[:, 4:])
 
 
 @pytest.mark.parametrize(("encoding", "train"), [("alibi", False), ("t5", True), ("shaw", True)])

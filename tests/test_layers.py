@@ -9,7 +9,7 @@ from transformers import AutoModel
 
 import hf_posenc
 from closeness import assert_apart, assert_close, assert_equal
-from models import HOSTS, first, patched, randomize_encoding, stock, tokens
+from models import CACHE, HOSTS, first, patched, randomize_encoding, stock, tokens
 from reloading import keep, reload
 
 FOUR = dict(num_hidden_layers=4)
@@ -215,7 +215,7 @@ def test_cached_decoding(host):
         **SIZES[host],
     )  # fmt: skip
     start = model(tokens(2, 12)[:, :7], use_cache=True)
-    rest = model(tokens(2, 12)[:, 7:], past_key_values=start.past_key_values, use_cache=True)
+    rest = model(tokens(2, 12)[:, 7:], **{CACHE: start.past_key_values}, use_cache=True)
     assert_close(torch.cat([first(start), first(rest)], dim=1), first(model(tokens(2, 12))))
 
 

@@ -15,7 +15,7 @@ from closeness import assert_apart, assert_close, assert_equal
 from conftest import ROOT, run_python
 from hf_posenc.cli import app
 from hub_server import TOKEN, Commit, Repo, serve
-from models import backends, stock
+from models import CACHE, backends, stock
 from v4_checkpoints import cotangent
 from v4_checkpoints import run as output_of
 
@@ -137,7 +137,7 @@ def test_a_decoder_with_a_cache(saved, kind):
     for sizes in ([1] * 10, [4, 1, 5]):
         past, parts = None, []
         for part in ids.split(sizes, dim=1):
-            found = model(part, encoder_hidden_states=states, past_key_values=past, use_cache=True)
+            found = model(part, encoder_hidden_states=states, **{CACHE: past}, use_cache=True)
             past = found.past_key_values
             parts.append(found.logits)
         near(torch.cat(parts, dim=1), steps)

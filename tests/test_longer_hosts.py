@@ -17,7 +17,7 @@ from conftest import run_python
 from hf_posenc.encodings import Geometry, PositionContext, build, canonical
 from hf_posenc.encodings.self_extend import least_group as least_group_of
 from hf_posenc.encodings.table_interpolation import STATIC, Extension
-from models import BIASED, HOSTS, LENGTH, TABLED, first, patched, slow, stock, tiny, tokens
+from models import BIASED, CACHE, HOSTS, LENGTH, TABLED, first, patched, slow, stock, tiny, tokens
 
 LONG = 2 * LENGTH + 13
 OTHERS = {
@@ -561,7 +561,7 @@ def test_grouped_generation():
     assert out.shape[1] == LENGTH + 17
     with torch.no_grad():
         prompt = longer(tokens(length=60), use_cache=True)
-        step = longer(tokens(length=60)[:, :1], past_key_values=prompt.past_key_values).logits
+        step = longer(tokens(length=60)[:, :1], **{CACHE: prompt.past_key_values}).logits
     assert step.isfinite().all()
 
 
@@ -576,7 +576,7 @@ def test_grouped_decoding(sliding, settings):
     with torch.no_grad():
         whole, out = longer(ids).logits, longer(ids[:, :prompt], use_cache=True)
         for place in range(prompt, 50):
-            out = longer(ids[:, place : place + 1], past_key_values=out.past_key_values)
+            out = longer(ids[:, place : place + 1], **{CACHE: out.past_key_values})
             assert_close(out.logits[:, -1], whole[:, place])
 
 

@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCac
 
 import hf_posenc
 from closeness import assert_apart, assert_close, assert_equal
-from models import LLAMA, first, randomize, randomize_encoding
+from models import CACHE, LLAMA, first, randomize, randomize_encoding
 
 IMAGE, START, END = 60, 58, 57
 
@@ -86,7 +86,7 @@ def test_tokens_are_counted(family, tmp_path):
     hook.remove()
     assert given["position_ids"].shape == (3, 2, LENGTH)
     assert not torch.equal(given["position_ids"][1], given["position_ids"][2])
-    arguments = {name: value for name, value in given.items() if name not in ("position_ids", "past_key_values")}
+    arguments = {name: value for name, value in given.items() if name not in ("position_ids", CACHE)}
     alone = first(text(**arguments, position_ids=torch.arange(LENGTH)[None]))
     assert_close(model.lm_head(alone), whole)
     assert_apart(model.lm_head(first(text(**arguments, position_ids=3 * torch.arange(LENGTH)[None]))), whole)
@@ -113,7 +113,7 @@ def test_generate(family, encoding):
         assert_close(torch.stack(behind.logits, 1), logits)
     ids = torch.cat([made.sequences, torch.tensor([[4], [5]])], dim=1)
     mask = torch.ones_like(ids)
-    more = model.generate(input_ids=ids, attention_mask=mask, past_key_values=made.past_key_values, **settings)
+    more = model.generate(input_ids=ids, attention_mask=mask, **{CACHE: made.past_key_values}, **settings)
     whole = first(model(**inputs(more.sequences[:, LENGTH:])))
     assert_close(torch.stack(more.logits, 1), whole[:, ids.shape[1] - 1 : -1])
 
@@ -152,6 +152,6 @@ def test_chunks_of_text_behind_an_image():
     given, cache = inputs(), DynamicCache(config=model.config.text_config)
     whole = first(model(**given))
     start = {name: value[:, :9] if value.shape[:2] == (2, LENGTH) else value for name, value in given.items()}
-    first(model(**start, past_key_values=cache, use_cache=True))
-    rest = first(model(given["input_ids"][:, 9:], past_key_values=cache, use_cache=True))
+    first(model(**start, **{CACHE: cache}, use_cache=True))
+    rest = first(model(given["input_ids"][:, 9:], **{CACHE: cache}, use_cache=True))
     assert_close(rest, whole[:, 9:])

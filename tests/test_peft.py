@@ -1,9 +1,13 @@
 """Patched models under PEFT: LoRA over them, merged, saved, and by Transformers itself."""
 
+from importlib import metadata
+
 import pytest
 import torch
+from packaging.version import Version
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_posenc
 from closeness import LOOSE, assert_apart, assert_close
@@ -88,6 +92,9 @@ def test_lora_trains_the_encoding_where_it_is_named(host, encoding, targets, nam
         assert type(hf_posenc.unpatch(merged)) is type(stock(host, "ForSequenceClassification"))
 
 
+@pytest.mark.skipif(
+    Version(metadata.version("peft")) < Version(MIN_PEFT_VERSION), reason=f"this Transformers needs PEFT {MIN_PEFT_VERSION}"
+)
 def test_adapters_by_transformers_itself(tmp_path):
     patched("bert", "relative", "ForSequenceClassification", num_labels=3).save_pretrained(tmp_path / "base")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")

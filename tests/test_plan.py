@@ -1,6 +1,8 @@
 """The plan that patch writes into a config: what building and loading install by."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -32,8 +34,8 @@ def test_what_a_plan_says():
     decoder, encoder = sorted(plans(hf_posenc.patch(tiny("T5Model"), "alibi")), key=lambda plan: plan["path"])
     assert [(plan["path"], plan.get("role")) for plan in (encoder, decoder)] == [("encoder", None), ("decoder", "decoder")]
     assert decoder["cross_attentions"] == ["block.*.layer.*.EncDecAttention"] and "cross_attentions" not in encoder
-    (plan,) = plans(hf_posenc.patch(tiny("GPTJModel", rotary_dim=4), "alibi"))
-    assert plan["components"] == [["SinusoidBuffer", "h.*.attn.embed_positions"]] and plan["custom_attentions"]
+    (plan,) = plans(hf_posenc.patch(tiny("RoFormerModel"), "alibi"))
+    assert plan["components"] == [["SharedSinusoids", "encoder.embed_positions"]] and plan["custom_attentions"]
 
 
 @pytest.mark.parametrize("host", by_structure(HOSTS))
@@ -147,3 +149,21 @@ def test_settings_that_choose_other_positions(alibi, tmp_path):
         AutoModel.from_pretrained(tmp_path, alibi=not alibi)
     again = AutoModel.from_pretrained(tmp_path, alibi=alibi)
     assert torch.equal(first(again(tokens())), first(model(tokens())))
+
+
+def test_a_plan_of_another_version(tmp_path):
+    """GPT-J's table of angles belonged to each attention below Transformers 5.24, and since then to its stack."""
+    model = hf_posenc.patch(tiny("GPTJModel", rotary_dim=4), "alibi")
+    model.save_pretrained(tmp_path)
+    edited(tmp_path, lambda plans: [{**plans[0], "components": [["RotaryEmbedding", "rotary"]]}])
+    with pytest.raises(ValueError, match="'rotary'"):
+        AutoModel.from_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "transformers_version": "5.1.0"}))
+    again = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(first(again(tokens())), first(model(tokens())))
+    again.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["position_plan"] == plans(model)
+    run = "from transformers import AutoModel; AutoModel.from_pretrained('.', trust_remote_code=True)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", run], cwd=tmp_path, capture_output=True, text=True)
+    assert "saved with Transformers 5.1.0" in done.stderr and "Install hf_posenc" in done.stderr

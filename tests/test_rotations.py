@@ -20,7 +20,7 @@ import oracles
 from closeness import assert_apart, assert_close, assert_equal
 from hf_posenc.attention.dispatch import AttentionState, rotate
 from hf_posenc.encodings import PatchLayout
-from models import DECODER, LLAMA, Host, first, patched, randomize_encoding, stock, tiny, tokens
+from models import CACHE, DECODER, LLAMA, Host, first, patched, randomize_encoding, stock, tiny, tokens
 from oracles import context_of, in_pieces, padded, random, turned
 
 LONG = 16
@@ -341,7 +341,7 @@ def test_cached_keys_are_rotated_anew(rule, static, layers):
 def assert_steps(model, ids, cuts, cache, mask=None):
     mask, before = torch.ones_like(ids) if mask is None else mask, 0
     for stop in cuts:
-        step = first(model(ids[:, before:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True))
+        step = first(model(ids[:, before:stop], attention_mask=mask[:, :stop], **{CACHE: cache}, use_cache=True))
         real = mask[:, before:stop].bool()
         assert_close(step[real], first(model(ids[:, :stop], attention_mask=mask[:, :stop]))[:, before:][real])
         before = stop
@@ -374,7 +374,7 @@ def test_continuous_batching():
     with pytest.raises(ValueError, match="rotates all keys again.*model.generate"):
         new.generate_batch([[5, 6, 7]], generation_config=settings)
     with pytest.raises(ValueError, match="rotates all keys again.*model.generate"):
-        new(tokens(1, 5), cache=object())
+        new(tokens(1, 5), read_index=[])
 
 
 @pytest.mark.parametrize(

@@ -386,7 +386,7 @@ def test_grouped_queries_without_an_eager_function(monkeypatch):
     assert_close(first(model(tokens())), expected)
 
 
-def _llama_forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+def _llama_forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, cache=None, **kwargs):
     """Of LlamaAttention, in a module without an eager function."""
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     projections = (self.q_proj, self.k_proj, self.v_proj)

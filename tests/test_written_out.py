@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModel, DynamicCache, StaticCache
 from transformers.models.bloom import modeling_bloom
+from transformers.models.gptj import modeling_gptj
 from transformers.models.mpt import modeling_mpt
 
 import hf_posenc
@@ -16,6 +17,7 @@ from models import HOSTS, WRITTEN_OUT, as_itself, first, randomize_encoding, sto
 from oracles import every_mask, gradients, ids_of, in_pieces, padding_of, sinusoids
 from tools.hosts import tiny
 
+GPTJ_TABLE = "rotary_emb.embed_positions" if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else "h.{}.attn.embed_positions"
 every_host = pytest.mark.parametrize("host", WRITTEN_OUT)
 
 
@@ -128,7 +130,7 @@ BERT_TABLE = zeroed("embeddings.position_embeddings.weight")
 NONE = {
     "big_bird": BERT_TABLE,
     "bloom": without_blooms,
-    "codegen": turned_by_nothing("h.{}.attn.embed_positions"),
+    "codegen": turned_by_nothing(GPTJ_TABLE),
     "ctrl": zeroed("pos_encoding"),
     "deberta": without_terms,
     "deberta-v2": without_terms,
@@ -136,7 +138,7 @@ NONE = {
     "flaubert": zeroed("position_embeddings.weight"),
     "gpt_neo": zeroed("wpe.weight"),
     "gpt_neox_japanese": without_rotary,
-    "gptj": turned_by_nothing("h.{}.attn.embed_positions"),
+    "gptj": turned_by_nothing(GPTJ_TABLE),
     "ibert": BERT_TABLE,
     "imagegpt": zeroed("wpe.weight"),
     "layoutlmv3": zeroed("embeddings.position_embeddings.weight", "encoder.rel_pos_bias.weight"),

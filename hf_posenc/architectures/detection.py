@@ -46,7 +46,7 @@ from hf_posenc.signatures import TOKEN_INPUTS, argument_names, codes_within, fla
 SEVERAL_MODELS = "composite model"
 """The reason of the refusal of a model which needs to be told the submodel."""
 TOKEN_MIXING_ARGUMENTS = frozenset(
-    ["attention_mask", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"]
+    ["attention_mask", "cache", "past_key_values", "cache_params", "position_ids", "position_embeddings", "mask"]
 )
 """Arguments of modules that look at several tokens."""
 MASKS = frozenset([*CAUSAL_MASKS, BIDIRECTIONAL_MASK, *CAUSAL_FLAGS])
@@ -458,9 +458,7 @@ def _may_mix(module: nn.Module) -> bool:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    forward = inspect.unwrap(type(module).forward)
-    on_interface = "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
-    return on_interface or bool(custom.row_of(module))
+    return custom.uses_interface(type(module)) or bool(custom.row_of(module))
 
 
 def _is_cross_attention(path: str, module: nn.Module) -> bool:

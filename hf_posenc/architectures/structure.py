@@ -76,7 +76,7 @@ class Structure:
         named = [{path: modules[path] for path in _all_found(stack, paths, modules)} for paths in plan.paths]
         attentions, across, others = named
         for path, module in {**attentions, **across}.items():
-            if not hasattr(module, "config") and custom.row_of(module) is None:
+            if not (custom.uses_interface(original_class(module)) or custom.row_of(module)):
                 raise _misfit(stack, path, "no attention")
         return cls(
             stack,

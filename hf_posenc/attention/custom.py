@@ -4,6 +4,7 @@
 checkpoint of a model without such an attention carries neither.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -54,8 +55,18 @@ def add_row(cls: type[nn.Module], row: CustomAttention) -> None:
 
 
 def row_of(module: nn.Module) -> CustomAttention | None:
-    """The row of an attention of Transformers' own, where a class of the same name elsewhere is another one; or of a user's."""
-    return ROWS.get(name_of(module)) or ROWS.get(f"{type(module).__module__}.{type(module).__qualname__}")
+    """The row of an attention of Transformers' own, where a class of the same name elsewhere is another one; or of a user's.
+
+    None where this version of Transformers has moved the attention to its attention interface.
+    """
+    own = None if uses_interface(type(module)) else ROWS.get(name_of(module))
+    return own or ROWS.get(f"{type(module).__module__}.{type(module).__qualname__}")
+
+
+def uses_interface(cls: type[nn.Module]) -> bool:
+    """Whether an attention calls a function from Transformers' `ALL_ATTENTION_FUNCTIONS`."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
 
 
 def name_of(module: nn.Module) -> str:

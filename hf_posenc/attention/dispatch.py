@@ -263,18 +263,25 @@ def attend(
         )
     context = context.for_attention(scaling, getattr(module, "layer_idx", None))
     encodings = active_encodings(module, context)
-    paged = kwargs.get("cache") is not None
+    paged = kwargs.get("read_index") is not None
     if reason := refusal(implementation, encodings) or (
         continuous_batching_error(encodings, any(each.rotation_depends_on_length(each._options or {}) for each in encodings))
         if paged
         else None
     ):
         raise ValueError(reason)
+    # Since Transformers 5.24 the keys are in the paged cache before this function is called; before, it is an argument.
+    if paged and not (keys_are_rotated or "cache" in kwargs) and any("rotate" in each.mechanisms() for each in encodings):
+        raise ValueError(
+            f"Continuous batching (generate_batch) doesn't support rotary encodings in {type(module).__name__}, because the "
+            "keys enter the paged cache unrotated. Use model.generate with a padded batch."
+        )
     width = query.shape[-1]
     query, key = rotate_all(module, query, key, context, keys_are_rotated)
     if query.shape[-1] != width:
         kwargs["scaling"] = scaling  # else it would be taken from the new width
-    if isinstance(kwargs.get("position_bias"), float):  # the model's own bias, disabled
+    own_bias = kwargs.get("position_bias")
+    if isinstance(own_bias, float) or (isinstance(own_bias, Tensor) and own_bias.numel() == 1):  # disabled
         kwargs["position_bias"] = None
     is_causal = getattr(module, "is_causal", False) if kwargs.get("is_causal") is None else kwargs["is_causal"]
     call = AttentionCall(module, query, key, value, attention_mask, encodings, context, bool(is_causal), kwargs)

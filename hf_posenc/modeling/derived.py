@@ -19,8 +19,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.cache_utils import Cache
 
-from hf_posenc import _compat
+from hf_posenc import _compat, _versions
 from hf_posenc import configuration as specs
 from hf_posenc.architectures import structure
 from hf_posenc.architectures.components.component import PositionComponent, is_transformers
@@ -175,9 +176,25 @@ class PosEncModelMixin(EncodingModelMixin):
         self._check_attention()
 
     def _stacks(self, inner: Any, spec: specs.PositionSpec) -> dict[str, structure.Structure]:
-        """By the plan of the config, or found, if it has none: it gets one when it is saved."""
+        """By the plan of the config, or found, if it has none: it gets one when it is saved.
+
+        A plan may not fit because it was made with another version of Transformers, which has other modules: without the
+        package, that is an error; with it, they are found again.
+        """
         if plans := specs.plans_of(self.config):
-            return structure.planned_in(inner, plans, spec.where)
+            try:
+                return structure.planned_in(inner, plans, spec.where)
+            except ValueError as misfit:
+                made_with = self.config.transformers_version
+                if made_with in (None, transformers.__version__):
+                    raise
+                if IS_COPY:
+                    raise ValueError(
+                        f"The model was saved with Transformers {made_with}, whose {type(inner).__name__} has other modules "
+                        f"than that of {transformers.__version__}. Install hf_posenc ({_versions.INSTALL}) and import it "
+                        f"before loading the model; it finds the modules again. Or pip install transformers=={made_with}."
+                    ) from misfit
+                setattr(self.config, specs.PLAN, None)
         from hf_posenc.architectures import detection
         from hf_posenc.modeling import encoding_checks
 
@@ -255,18 +272,17 @@ class PosEncModelMixin(EncodingModelMixin):
         ids = GenerationMixin._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)  # type: ignore[arg-type]
         return ids + stack.posenc_state.inputs.offset
 
-    def create_masks_for_generate(
-        self, config: Any, inputs_embeds: Any, attention_mask: Tensor | None, past_key_values: Any, **kwargs: Any
-    ) -> Any:
+    def create_masks_for_generate(self, config: Any, inputs_embeds: Any, attention_mask: Tensor | None, **kwargs: Any) -> Any:
         """As of the host. Where its forward takes no position_ids (T5, BART), the 2-D mask, as long as the static cache.
 
         A 4-D mask, which `generate` makes for static caches, doesn't distinguish padding from tokens hidden for another reason,
         so the positions of a padded target would count the padding.
         """
         if attention_mask is not None and attention_mask.ndim == 2 and kwargs.get("position_ids") is None:
-            return F.pad(attention_mask, (0, max(0, past_key_values.get_max_length() - attention_mask.shape[1])))
+            cache = next(value for value in kwargs.values() if isinstance(value, Cache))
+            return F.pad(attention_mask, (0, max(0, cache.get_max_length() - attention_mask.shape[1])))
         make = getattr(super(), "create_masks_for_generate", masking_utils.create_masks_for_generate)
-        return make(config, inputs_embeds, attention_mask, past_key_values, **kwargs)
+        return make(config, inputs_embeds, attention_mask, **kwargs)
 
     def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """As of the host, by its model type: Transformers puts `decoder_start_token_id` before the prompts of every model but

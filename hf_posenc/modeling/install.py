@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from hf_posenc.architectures.components.component import UnsupportedModelError, is_transformers
 from hf_posenc.architectures.structure import Structure
@@ -222,9 +223,14 @@ def _branches_by_implementation(module: nn.Module) -> bool:
 
 
 def rotate_into_cache(names: list[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of an attention: new keys are rotated as they are stored, not all keys at every step."""
+    """Pre-hook of an attention: new keys are rotated as they are stored, not all keys at every step.
+
+    The paged cache of continuous batching is an argument of the attention from Transformers 5.24 on. Below, it is handed to the
+    attention function with keys that are rotated.
+    """
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    name = next((name for name, value in given.items() if isinstance(value, Cache)), None)
+    kinds = (Cache, PagedAttentionCache) if "cache" in names else Cache
+    name = next((name for name, value in given.items() if isinstance(value, kinds)), None)
     if name is None:
         return None
     context = dispatch.context_for(module, kwargs.get(dispatch.CONTEXT))

@@ -335,15 +335,17 @@ def _recomputed_position_ids(ids: Tensor, padding: Tensor | None, past: int | Te
 def _first_keys(cache: Any, length: int, kinds: Any) -> tuple[int, ...]:
     """By layer, the index of the first key that a cache gives out next: above 0 where a sliding window has dropped keys.
 
-    kinds: of the layers. One that the cache holds nothing of reuses the keys of the last one of its kind that it holds.
+    kinds: of the layers. One that the cache holds nothing of reuses the keys of the last one of its kind that it holds. Below
+    Transformers 5.23, the cache has no entry for it.
     """
     if cache is None or not any(cache.is_sliding):
         return ()
     first: list[int] = []
     by_kind: dict[Any, int] = {}
-    for layer, holds_keys in enumerate(cache_positions.holds_keys(cache)):
+    held = cache_positions.holds_keys(cache)
+    for layer in range(max(len(held), len(kinds or ()))):
         kind = kinds[layer] if kinds else None
-        if holds_keys:
+        if layer < len(held) and held[layer]:
             by_kind[kind] = cache.get_mask_sizes(length, layer)[1]
         first.append(by_kind.get(kind, 0))
     return tuple(first)

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 import models
-from models import ALL_HOSTS, LENGTH, Host, tokens
+from models import ALL_HOSTS, CACHE, LENGTH, Host, tokens
 
 TEXT = ("encoder", "decoder", "encoder-decoder")
 WRITERS = ("decoder", "encoder-decoder")
@@ -146,7 +146,7 @@ class Subject:
     def step(self, model, ids, cache, mask=None, **more) -> torch.Tensor:
         """The logits of the tokens that follow those in a cache."""
         use_cache = None if self.name == "switch" else True  # its encoder refuses True
-        return self.plain(model, ids, mask, past_key_values=cache, use_cache=use_cache, **more)
+        return self.plain(model, ids, mask, **{CACHE: cache}, use_cache=use_cache, **more)
 
     def in_pieces(self, model, ids, cuts, cache=None, mask=None) -> torch.Tensor:
         """`[B, L, V]` by cached decoding, with one forward pass for the tokens between two of the cuts."""

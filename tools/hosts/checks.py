@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 
 import hf_posenc
 from tools.hosts import tiny
-from tools.hosts.inputs import TOKENS, Entrance, Reading, Run, entrance, given_vectors, is_run, reading
+from tools.hosts.inputs import CACHES, TOKENS, Entrance, Reading, Run, entrance, given_vectors, is_run, reading
 from tools.hosts.tiny import LENGTH
 
 ENCODINGS = ("sinusoidal", "rope", "alibi", "shaw")
@@ -440,7 +440,7 @@ def _ignores_padding(host: Host, model: PreTrainedModel, probe: Probe, mask: str
 def cache_is_exact(host: Host) -> Iterator[bool]:
     """A decoder that reads its input in chunks gives what it gives at once, with each cache with which the stock model does."""
     probe = next((probe for probe in host.tokens if probe in host.causal), None)
-    if probe is None or "past_key_values" not in host.arguments:
+    if probe is None or not CACHES & {*host.arguments}:
         return
     models = [host.stock]
     sliding = tiny.build(host.kind, sliding_window=WINDOW, attention_chunk_size=WINDOW)
@@ -476,8 +476,9 @@ def _apart_by_chunks(host: Host, model: PreTrainedModel, probe: Probe, kind: str
     whole = host.run(model, inputs)
     source = LENGTH if whole.encoded is None else whole.encoded.shape[1]
     cache, name, chunks = _cache(model, kind, probe, source), probe.entrance.name, []
+    (argument,) = CACHES & {*host.arguments}
     for chunk in inputs[name].split(lengths, 1):
-        run = host.run(model, {**inputs, name: chunk, "past_key_values": cache, "use_cache": True})
+        run = host.run(model, {**inputs, name: chunk, argument: cache, "use_cache": True})
         chunks.append(probe.read(run))
     if int(cache.get_seq_length()) != LENGTH:
         return torch.inf

@@ -19,6 +19,8 @@ from tools.hosts.tiny import LENGTH, RECIPES, VOCABULARY
 
 ATTENTION = re.compile(r"Attention|Attn")
 TOKENS = ("input_ids", "decoder_input_ids")
+CACHES = {"cache", "past_key_values"}
+"""The argument for a cache: renamed in Transformers 5.24."""
 CONTENTS = ("inputs_embeds", "hidden_states", "input_features", "inputs", "patch_input")
 """Arguments of a stack that are given by name."""
 MARGIN = 8
@@ -223,7 +225,7 @@ def _floats(answer: Any) -> Iterator[Tensor]:
             yield answer
     elif isinstance(answer, Mapping):
         for name, value in answer.items():
-            if name != "past_key_values":
+            if name not in CACHES:
                 yield from _floats(value)
     elif isinstance(answer, (tuple, list)):
         for value in answer:

@@ -40,6 +40,11 @@ class SinusoidBuffer(KnownRotation):
 
     classes = ("GPTJAttention", "CodeGenAttention")
 
+    @classmethod
+    def claims(cls, module: nn.Module) -> bool:
+        # From Transformers 5.24 on, the table belongs to a module of the stack, a RotaryEmbedding.
+        return super().claims(module) and hasattr(module, "embed_positions")
+
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__(f"{path}.embed_positions", module)
 

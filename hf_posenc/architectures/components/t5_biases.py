@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posenc.architectures.components.component import Disabled, PositionComponent, is_transformers, replace
 
@@ -32,9 +32,10 @@ class RelativeBias(PositionComponent):
         return super().at(path, stack, modules)
 
     def disable(self, stack: Any, adds_vectors: bool) -> None:
-        silenced, owner = DisabledBias(stack, self.path, self.module), stack.get_submodule(self.path.rpartition(".")[0])
+        owner = stack.get_submodule(self.path.rpartition(".")[0])
         maker = _maker(owner)
         assert maker is not None
+        silenced = (DisabledTensorBias if type(owner).__name__ in MAKERS else DisabledBias)(stack, self.path, self.module)
         replace(stack, self.path, silenced)
         setattr(owner, maker[1], silenced.make)
 
@@ -57,3 +58,11 @@ class DisabledBias(Disabled):
     def make(self, *args: Any, **kwargs: Any) -> float:
         """In place of the host's own method."""
         return 0.0
+
+
+class DisabledTensorBias(Disabled):
+    """Makes a bias of 0, which the host adds to others in place."""
+
+    def make(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of the host's own method."""
+        return self._stack[0].get_input_embeddings().weight.new_zeros(1, 1, 1, 1)
