@@ -11,6 +11,7 @@ LIMITS = {
     "README.md": 700,
     "CONTRIBUTING.md": 800,
     "CHANGELOG.md": 400,
+    "scripts/README.md": 420,
     "docs/tutorials/long_documents.md": 550,
     "docs/guides/choose.md": 350,
     "docs/guides/patch.md": 550,
