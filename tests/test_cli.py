@@ -244,7 +244,7 @@ def test_without_sentence_transformers_its_modules_are_not_dropped_silently(sent
 
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(
-        SystemExit, match=f"{sentences} has modules of sentence-transformers: pip install sentence-transformers"
+        SystemExit, match=f"{sentences}.*pip install sentence-transformers"
     ):
         training.load(str(sentences))
     said = run("patch", sentences, "alibi", "--output-dir", tmp_path / "new")
@@ -324,7 +324,7 @@ def test_code_elsewhere_is_not_named_by_modules(sentences, tmp_path, caplog):
 def test_extend_and_unpatch(folders, tmp_path):
     run("patch", folders / "bert", "relative", "--max-length", 30, "--output-dir", tmp_path / "new")
     shown = run("extend", tmp_path / "new", "--max-length", 40, "--output-dir", tmp_path / "longer")
-    assert maximum_length(shown) == "40 tokens" and f"saved to {tmp_path / 'longer'}" in shown and "distil" not in shown
+    assert maximum_length(shown) == "40 tokens" and f"Saved to {tmp_path / 'longer'}" in shown and "distil" not in shown
     run("extend", tmp_path / "new", "--no-limit", "--output-dir", tmp_path / "new", "--overwrite")
     assert maximum_length(run("unpatch", tmp_path / "longer", "--output-dir", tmp_path / "back")) == "24 tokens"
     _, logits, length = loaded(tmp_path / "longer")
@@ -590,7 +590,7 @@ for token in {}, {"HF_TOKEN": "hf_x"}:
     print(done.exit_code, type(done.exception).__name__, done.stderr.splitlines()[-1])
 """
     without_token, without_hub = run_python(code, folders / "patched", tmp_path, fresh=True).splitlines()
-    assert without_token.startswith("1 SystemExit Error: there is no token for the Hub")
+    assert without_token.startswith("1 SystemExit Error: No token for the Hub")
     assert without_hub.startswith("1 SystemExit Error: ") and "HF_HUB_OFFLINE=1" in without_hub
 
 

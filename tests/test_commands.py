@@ -379,7 +379,7 @@ def test_a_part_of_a_model_is_reported_on(workplace):
     line = "extend openai/clip-vit-base-patch32 --max-length 64 --method linear --output-dir new --submodel"
     printed, _ = invoke([*shlex.split(line), "text_model"])
     assert "CLIPTextModel" in printed and maximum_length(printed) == "64 tokens"
-    assert "The tokenizer's model_max_length was 24, and is 64 now." in printed
+    assert "The tokenizer's model_max_length changed from 24 to 64." in printed
     assert json.loads(invoke(["inspect", "new", "--submodel", "text_model", "--json"])[0])["max_length"] == 64
     seen = invoke(shlex.split("patch openai/clip-vit-base-patch32 alibi --submodel vision_model --output-dir seen --json"))[0]
     document = json.loads(seen)

@@ -58,7 +58,7 @@ def test_language_models_by_their_loss(folder):
     assert found["endless"]["mean"] == pytest.approx(curve.mean, rel=1e-5)
     assert "40 tokens" in run(folder, "eval", "endless", *given)
     assert json.loads(run(folder, "eval", "short", "endless", *given, "--json")) == found
-    assert "Error: no model reads 40 tokens: give" in run(folder, "eval", "short", *given, code=1)
+    assert "Error: No model supports 40 tokens" in run(folder, "eval", "short", *given, code=1)
 
 
 def test_others_by_retrieval(folder):

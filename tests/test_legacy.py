@@ -404,7 +404,7 @@ def test_the_command(saved, tmp_path, kind):
     folder = saved("bert", kind)
     assert "ignored" in run("inspect", folder)
     shown = run("patch", folder, kind, "--output-dir", tmp_path / "new")
-    assert "own vectors" in shown and "ignored" not in shown and "ignored" not in run("inspect", tmp_path / "new")
+    assert "relative vectors" in shown and "ignored" not in shown and "ignored" not in run("inspect", tmp_path / "new")
     inputs, output, _ = expected("bert", kind)
     model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "new")
     torch.testing.assert_close(output_of(model, inputs), output, rtol=0, atol=1e-5)

@@ -785,7 +785,7 @@ def test_the_command(tmp_path, tokenizer):
               "--output-dir", str(tmp_path / "longer")],
     )  # fmt: skip
     assert run.exit_code == 0, run.output
-    assert f"The tokenizer's model_max_length was {LENGTH}, and is 64 now" in run.output
+    assert f"The tokenizer's model_max_length changed from {LENGTH} to 64" in run.output
     longer = AutoModel.from_pretrained(tmp_path / "longer")
     assert longer.config.max_position_embeddings == 64
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "longer").model_max_length == 64

@@ -523,7 +523,7 @@ def folder(tmp_path_factory):
 )
 def test_the_command(folder, tmp_path, monkeypatch, line):
     monkeypatch.chdir(folder)
-    assert "is written" in run(*shlex.split(line), "--output", tmp_path / "a.png")
+    assert "written to" in run(*shlex.split(line), "--output", tmp_path / "a.png")
     assert os.listdir(tmp_path) == ["a.png"]
 
 
@@ -556,13 +556,13 @@ def test_a_registered_figure_is_a_command(tmp_path, folder, monkeypatch):
     [
         ("vectors alibi", "'alibi' acts by distance_bias"),
         ("vectors sinusodial", "did you mean 'sinusoidal'"),
-        ("decay rope alibi --option theta=3", "give options as JSON"),
+        ("decay rope alibi --option theta=3", "options as JSON"),
         ("criteria rope", "'rope' acts by rotate"),
         (f"needle {RESULTS}/bench.json", "no record of scripts/eval_length.py"),
         (f"bench {ROOT}/README.md", "can't be read as JSON"),
         ("lengths nothing.json", "nothing.json"),
-        ("attention bert", "bert is measured on texts: give a file of them as --texts"),
-        (f"probing {RESULTS}/bench.json", "no result of hf_posenc.diagnostics"),
+        ("attention bert", "bert needs texts"),
+        (f"probing {RESULTS}/bench.json", "isn't a result of hf_posenc.diagnostics"),
         ("probing attention.json", "of a Probing"),
         ("probing . --output a.gif", "ends in .png, .svg or .pdf"),  # before the model is read
     ],

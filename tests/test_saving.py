@@ -522,7 +522,7 @@ def test_a_directory_that_is_not_writable(tmp_path):
         for act in (lambda: save_over(tmp_path, {}), lambda: atomic.write_text(tmp_path / "notes.txt", "mine")):
             with pytest.raises(PermissionError, match="was not changed. Make it writable, or choose another path"):
                 act()
-        with pytest.raises(ValueError, match="isn't writable: change its permissions"):
+        with pytest.raises(ValueError, match="isn't writable.*permissions"):
             check_output_dir(tmp_path / "new" / "model", overwrite=True)
 
     assert in_child(refused) == 0 and shown(tmp_path, model_of("stock", "a"))
