@@ -243,9 +243,7 @@ def test_without_sentence_transformers_its_modules_are_not_dropped_silently(sent
     from hf_posenc.training import sentences as training
 
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(
-        SystemExit, match=f"{sentences}.*pip install sentence-transformers"
-    ):
+    with pytest.raises(SystemExit, match=f"{sentences}.*pip install sentence-transformers"):
         training.load(str(sentences))
     said = run("patch", sentences, "alibi", "--output-dir", tmp_path / "new")
     assert "not saved" in said and "pip install sentence-transformers" in said

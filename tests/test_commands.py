@@ -248,28 +248,25 @@ REFUSED = [
     *(
         (f"patch bert-base-uncased {given} --output-dir {{new}}", words)
         for given, words in (
-            ("alibbi", "unknown position encoding 'alibbi' (did you mean 'alibi'?)"),
+            ("alibbi", "Unknown position encoding 'alibbi' (did you mean 'alibi'?)"),
             ("rope --option thetta=3", "has no option 'thetta' (did you mean 'theta'?)"),
             ("rope --inject every_layr", "did you mean 'every_layer'?"),
             ("rope --where encodr", "did you mean 'encoder'?"),
             ("rope --import my_encodings", "before the subcommand"),
-            ("rope --option 'theta=[1, 2]'", "rope.theta=[1, 2]: allowed is a finite number above 1"),
+            ("rope --option 'theta=[1, 2]'", "rope.theta=[1, 2] isn't valid. It must be a finite number above 1."),
             ("rope --option theta", "'theta' must have the form name=value"),
             ("rope --option =3", "'=3' must have the form name=value"),
             ("rope --option theta=3 --option theta=4", "'theta=4': 'theta' is set twice"),
             ("""'{"type": "rope", "theta": 3}' --option theta=4""", "'theta' is set twice"),
-            *(
-                (f"rope --option {name}=3", f"'{name}' isn't an option of an encoding")
-                for name in NO_OPTIONS
-            ),
+            *((f"rope --option {name}=3", f"'{name}' isn't an option of an encoding") for name in NO_OPTIONS),
             *((f"rope --option {name}=3", f"has no option '{name}'") for name in ("model", "encoding", "keep_original")),
             *((f"rope --{flag}{'[' * 100_000}", "is nested too deeply") for flag in WITH_VALUES),
             *((f"rope --{flag}{'9' * 5_000}", "is an integer with too many digits") for flag in WITH_VALUES),
             ("'{type: rope}'", "isn't valid JSON"),
             (f"""'{'{"type":' * 100_000}'""", "isn't valid JSON: it is nested too deeply"),
             ("""'{"type": "rope", "theta": 3, "theta": 4}'""", "has the entry 'theta' twice"),
-            ("""'{"theta": 3}'""", "a position encoding is a name or a dict"),
-            ("alibi --inject every_layer", "'alibi' makes none"),
+            ("""'{"theta": 3}'""", "A position encoding must be a name or a dict"),
+            ("alibi --inject every_layer", "'alibi' adds no vectors"),
             ("sinusoidal --inject output", "inject='output'"),
             ("alibi --max-length 0", "max_length=0"),
         )
@@ -371,7 +368,7 @@ def test_factors_of_a_rule(workplace):
     invoke(shlex.split(f"{line}={twos} --output-dir new"))
     assert hf_posenc.inspect("new").options["long_factor"] == [2.0] * (llama.config.head_dim // 2)
     error = invoke(shlex.split(f"{line}=2 --output-dir newer"), code=1)[1]
-    assert "allowed is None or a list in which each value is a finite number above 0" in error
+    assert "must be None or a list in which each value is a finite number above 0" in error
 
 
 def test_a_part_of_a_model_is_reported_on(workplace):

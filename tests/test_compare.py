@@ -119,7 +119,7 @@ def test_hosts_refusals_and_the_same_data(tmp_path, capsys, monkeypatch):
     compare.main([*QUICK, *arguments, *tasks_of, "--length", "8", "--test_rows", "4", "--output_dir", str(tmp_path)])
     said = capsys.readouterr().err
     assert "bert has no head for clm" in said and "llama has no head for mlm" in said
-    assert "bert: cope is left out: 'cope' is defined for attention to earlier tokens alone" in said
+    assert "bert: cope is left out: 'cope' requires causal attention" in said
     record = records.read(tmp_path / "compare.json")
     assert [*record["hosts"]] == ["bert", "llama"] and not record["failed"]
     bert, llama = record["hosts"].values()
@@ -129,7 +129,7 @@ def test_hosts_refusals_and_the_same_data(tmp_path, capsys, monkeypatch):
     assert bert["tasks_left_out"] == ["clm"] and llama["tasks_left_out"] == ["mlm"]
     assert bert["scores"]["mlm"]["learned"]["max_length"] == 16
     text = (tmp_path / "compare.txt").read_text()
-    assert "bert, mlm, L = 8 bytes: perplexity" in text and "refused" in text and "defined for attention to earlier" in text
+    assert "bert, mlm, L = 8 bytes: perplexity" in text and "refused" in text and "requires causal attention" in text
     assert (tmp_path / "compare.png").stat().st_size > 10_000
 
     # All encodings of a host have had the same weights and rows, other seeds and tasks others.

@@ -169,9 +169,9 @@ def test_an_encoding_of_ones_own_loses_nothing(own_registry):
             "max_length=8",
         ),
         (lambda: patched("bert", "alibi"), 9, "max_length=9.*no length limit"),
-        (lambda: patched("bert", "alibi", max_length=9), 0, "max_length=0: allowed is an integer above 0 or None"),
-        (lambda: patched("bert", "alibi", max_length=9), "10", "max_length='10': allowed is"),
-        (lambda: patched("bert", "alibi", max_length=9), 2**25, "max_length=33554432: allowed is"),
+        (lambda: patched("bert", "alibi", max_length=9), 0, "max_length=0 .*integer above 0 or None"),
+        (lambda: patched("bert", "alibi", max_length=9), "10", "max_length='10' isn't valid"),
+        (lambda: patched("bert", "alibi", max_length=9), 2**25, "max_length=33554432 isn't valid"),
         (
             lambda: hf_posenc.PositionEmbedding("sinusoidal", 8, scale="learned", max_length=5).to("meta"),
             9,

@@ -737,7 +737,7 @@ def test_other_task_refused(tiny, tags, quiz, tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--position_encoding", "alibbi"), "unknown position encoding 'alibbi'"),
+        (("--position_encoding", "alibbi"), "Unknown position encoding 'alibbi'"),
         (("--position_encoding", '{"type": "rope", "thetta": 1}'), "thetta"),
         (("--text_length", LENGTH + 1), "--text_length 25 is above .* 24 tokens"),
         (("--text_length", 2), "--text_length 2 leaves no room"),
