@@ -257,7 +257,7 @@ def _several_models(model: PreTrainedModel, submodels: tuple[str, ...]) -> Unsup
 def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
     wrong = "" if hasattr(model.config, "position_spec") else ", so its outputs are wrong"
     return tuple(
-        f"position_embedding_type={kind!r}: Transformers 5 drops the vectors of distances that this model was trained "
-        f"with{wrong}; hf_posenc.from_v4 loads them"
+        f"position_embedding_type={kind!r}: Transformers 5 drops the relative vectors that this model was trained "
+        f"with{wrong}. Load them with hf_posenc.from_v4."
         for kind in dropped_v4_relative_within(model)
     )

@@ -210,7 +210,7 @@ def load_teacher(
             raise ValueError("It is patched. A teacher must have the position encoding that it was trained with.")
         if report.ignored:
             raise ValueError(
-                f"Its outputs are wrong. {report.ignored[0]}. `hf-posenc patch {name} relative_key` saves a correct teacher."
+                f"Its outputs are wrong. {report.ignored[0]} `hf-posenc patch {name} relative_key` saves a correct teacher."
             )
         known = (required_tokenizer(name) if found is None else found.tokenizer).get_vocab()
         if known != tokenizer.get_vocab():
