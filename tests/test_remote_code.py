@@ -330,7 +330,7 @@ def test_what_is_not_loaded_says_why(beside):
     """Transformers does so where neither the package nor trust is: nothing has run."""
     assert "contains custom code" in beside["untrusted"] and "trust_remote_code=True" in beside["untrusted"]
     assert beside["ran"] == []
-    words = "'own-careless' isn't saved with it. Run pip install hf-posenc."
+    words = "'own-careless' isn't saved with it. Run pip install "
     assert beside["left behind"].startswith("ImportError") and words in beside["left behind"]
     assert "is tested with transformers 98 or newer" in beside["other versions"]
 

@@ -19,13 +19,15 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
+from hf_posenc._versions import install
+
 try:
     import typer
     from rich.console import Console
     from rich.markup import escape
     from typer.core import TyperCommand, TyperGroup
 except ImportError as error:
-    raise SystemExit(f'The hf-posenc command needs typer and rich ({error}). Run: pip install "hf-posenc[cli]"') from None
+    raise SystemExit(f"The hf-posenc command needs typer and rich ({error}). Run: {install('cli')}") from None
 
 import hf_posenc
 from hf_posenc.evaluation import terminals

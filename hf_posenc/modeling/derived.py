@@ -96,7 +96,7 @@ class PosEncConfigMixin(EncodingConfigMixin):
         if is_transformers(host):
             return ""
         return (
-            f"The class of this model is defined in {host.__module__}, which is not saved with it. Run pip install hf-posenc, "
+            f"The class of this model is defined in {host.__module__}, which is not saved with it. Run {_versions.INSTALL}, "
             f"and import hf_posenc and {host.__module__}. Then load the model with the Auto class that its original class is "
             f"registered with, or with hf_posenc.{PREFIX}<its original class>.from_pretrained."
         )

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc import _compat
+from hf_posenc._versions import INSTALL
 from hf_posenc.configuration import PositionSpec, merged
 from hf_posenc.encodings import PositionEncoding, initialize_missing, is_marked, mark, portable
 from hf_posenc.serialization.copies import ENTRY, IS_COPY, copy_code
@@ -49,8 +50,7 @@ class EncodingConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):  # typ
             for cls in (part for each in spec.all_encodings for part in each.parts.values()):
                 if cls.__module__.rpartition(".")[0] != __name__.rpartition(".")[0]:
                     raise ValueError(
-                        f"{cls.__qualname__} can't be added to a model's own code. Run pip install hf-posenc, and patch with "
-                        "it."
+                        f"{cls.__qualname__} can't be added to a model's own code. Run {INSTALL}, and patch with it."
                     )
             copy_code(save_directory)
             self.auto_map = {auto: f"{ENTRY}.{name}" for auto, name in self._auto_classes().items()}

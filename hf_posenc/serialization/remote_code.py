@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hf_posenc._versions import INSTALL
 from hf_posenc.configuration import plans_of
 from hf_posenc.encodings import Geometry
 from hf_posenc.serialization.copies import ENTRY
@@ -214,9 +215,7 @@ def _linked(source: str, carried: Collection[str]) -> str:
     return "".join(lines)
 
 
-NEEDED = (
-    "This needs {}, which is not saved with the model. Run pip install hf-posenc, import hf_posenc, and load the model again."
-)
+NEEDED = f"This needs {{}}, which is not saved with the model. Run {INSTALL}, import hf_posenc, and load the model again."
 
 
 def _relative(node: ast.ImportFrom, alias: ast.alias, owner: str) -> str:

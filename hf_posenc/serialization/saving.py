@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+from hf_posenc._versions import INSTALL
 from hf_posenc.configuration import PositionSpec
 from hf_posenc.encodings import portable
 from hf_posenc.serialization import remote_code
@@ -32,8 +33,7 @@ def config_files(config: Any) -> dict[str, str]:
             remedy = f"It loads where hf-posenc is installed and {names} is imported."
             warnings.warn(f"{str(reason).removesuffix('.')}. The model is saved without its code. {remedy}", stacklevel=3)
             files = remote_code.without_code(
-                f"The class of this model's position encoding {spec.type!r} isn't saved with it. Run pip install hf-posenc. "
-                f"{remedy}"
+                f"The class of this model's position encoding {spec.type!r} isn't saved with it. Run {INSTALL}. {remedy}"
             )
             auto_classes = {"AutoConfig": auto_classes["AutoConfig"]}
         config.auto_map = {auto: f"{ENTRY}.{name}" for auto, name in auto_classes.items()}

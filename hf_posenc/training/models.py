@@ -85,7 +85,7 @@ def load_model(
         elif arguments.extend:
             model = hf_posenc.extend(model, longest, arguments.extend)
         elif lost := [said for said in hf_posenc.inspect(model).ignored if said.startswith("position_embedding_type")]:
-            raise ValueError(f"Its outputs are wrong. {lost[0]}. `hf-posenc patch {name} relative_key` saves a correct copy.")
+            raise ValueError(f"Its outputs are wrong. {lost[0]} `hf-posenc patch {name} relative_key` saves a correct copy.")
         known = torch.tensor([len(tokenizer) - 1])
         tokenizer_files.check_ids(known, model.get_input_embeddings(), "the tokenizer")
     except (OSError, ValueError) as error:
