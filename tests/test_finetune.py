@@ -657,7 +657,7 @@ def test_arguments_refused(tiny, tmp_path, capsys, monkeypatch, more, words):
         ("train.csv", "text,label\n", "train.csv has no rows"),
         ("train.csv", "text,label\nw1,a,\nw2,b,\n", "train.csv, line 2: the row has 3 fields, the header 2"),
         ("train.jsonl", " \n\n", "train.jsonl has no rows"),
-        ("train.jsonl", "null\n", "train.jsonl, line 1 is null, but a row is an object"),
+        ("train.jsonl", "null\n", "train.jsonl, line 1 is null, but must be an object"),
         ("train.csv", "text,label\nw1,a\n  ,b\n", "Row 2 .* no text"),
         ("train.csv", "text,label\nw1,a\nw2,\n", "Row 2 .* no label"),
         ("train.csv", "text,label\n1,a\n2,b\n", "Row 1 .* has 1 .*`text`.*strings"),
@@ -666,7 +666,7 @@ def test_arguments_refused(tiny, tmp_path, capsys, monkeypatch, more, words):
         ("train.csv", "text,label\nw1,a\nw2,good\n", r"bad"),
         ("train.json", '{"text": "w1"', "train.json: the value is not valid JSON"),
         ("train.csv", "text,label\nnever,bad\nheard,good\n", r"tokenizer doesn't know the texts: .* are '\[UNK\]'"),
-        ("train.docx", "w1\n", "none of the files that are read here: .csv, .json, .jsonl"),
+        ("train.docx", "w1\n", "unsupported format.*.csv, .json, .jsonl"),
         ("nowhere/train.csv", None, "is not a file"),
     ],
 )

@@ -367,12 +367,12 @@ def with_adapters():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: torch.compile(stock("bert"), backend="eager"), "wrapped in OptimizedModule: .* inside, model._orig_mod"),
-        (lambda: torch.nn.DataParallel(stock("bert")), "wrapped in DataParallel: push what is inside, model.module"),
+        (lambda: torch.compile(stock("bert"), backend="eager"), r"OptimizedModule.*model\._orig_mod"),
+        (lambda: torch.nn.DataParallel(stock("bert")), "DataParallel"),
         (with_adapters, "merge_and_unload"),
         (lambda: with_adapters().base_model.model, "merge_and_unload"),
-        (lambda: torch.nn.Linear(2, 2), "a PreTrainedModel of Transformers is needed, not Linear"),
-        (lambda: "bert-base-uncased", "needed, not 'bert-base-uncased'"),
+        (lambda: torch.nn.Linear(2, 2), "Linear.*PreTrainedModel.*Transformers"),
+        (lambda: "bert-base-uncased", r"bert\-base\-uncased"),
     ],
 )
 def test_a_model_that_is_none_is_refused(token, make, words):
@@ -393,18 +393,18 @@ def test_merged_adapters_are_no_obstacle(tmp_path):
         ({"repo_id": "me/my model"}, "me/my model"),
         ({"repo_id": "datasets/me/model"}, "datasets/me/model"),
         ({"repo_id": None}, "Repo id"),
-        ({"tokenizer": "bert-base-uncased"}, "a tokenizer of Transformers is needed, not 'bert-base-uncased'"),
-        ({"evaluation": {"mrr": 0.6}}, "has 'mrr': known are command, training, results"),
+        ({"tokenizer": "bert-base-uncased"}, r"bert\-base\-uncased.*Transformers"),
+        ({"evaluation": {"mrr": 0.6}}, "mrr"),
         ({"evaluation": "nowhere.json"}, "nowhere.json can't be read as JSON"),
         ({"evaluation": __file__}, "test_hub.py can't be read as JSON"),
         ({"figures": ["nowhere.png"]}, "'nowhere.png' must be the path of an image"),
         ({"figures": [__file__]}, "test_hub.py' must be the path of an image"),
-        ({"token": "hf_go od"}, "the token has a blank"),
-        ({"token": "hf_good\n"}, "the token has a blank"),
-        ({"evaluation": {**EVALUATION, "notes": [f"made with {TOKEN}"]}}, "evaluation.json has your token for the Hub"),
-        ({"commit_message": f"with {TOKEN}"}, "commit_message has your token for the Hub"),
+        ({"token": "hf_go od"}, "token contains a space"),
+        ({"token": "hf_good\n"}, "token contains a space"),
+        ({"evaluation": {**EVALUATION, "notes": [f"made with {TOKEN}"]}}, "Hub"),
+        ({"commit_message": f"with {TOKEN}"}, "commit_message.*Hub"),
         *(
-            ({name: limit}, f"{name} is {limit!r}: give a positive number of seconds")
+            ({name: limit}, f"{name} is {limit!r}, but must be a positive number of seconds")
             for name in ("timeout", "deadline")
             for limit in (0, -1.0, float("nan"), "60", None, True)
         ),

@@ -58,7 +58,7 @@ def test_without_kept_positions_unpatch_names_the_base(in_the_hubs_cache):
     assert not any("host" in name for name in new.state_dict())
     with pytest.raises(ValueError, match="somebody/base"):
         hf_posenc.unpatch(new)
-    with pytest.raises(ValueError, match="not patched"):
+    with pytest.raises(ValueError, match="patched"):
         hf_posenc.unpatch(model)
 
 

@@ -284,7 +284,7 @@ def test_probing(page):
     for axis, (layer, head) in zip(maps, np.ndindex(*found.attention.shape[:2]), strict=True):
         assert np.allclose(image(axis), found.attention[layer, head])
         assert axis.get_title().endswith(f"{found.strength[layer, head]:.2f}")
-    with pytest.raises(ValueError, match="layers=9: there are 2, 0 to 1"):
+    with pytest.raises(ValueError, match="layers=9"):
         plots.probing(found, layers=[9])
 
 
@@ -391,21 +391,21 @@ def test_bench(page):
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
-        (lambda: plots.lengths({"groups": {}}), "no record of scripts/eval_length.py: it has no 'settings'"),
+        (lambda: plots.lengths({"groups": {}}), "scripts/eval_length.py: it has no 'settings'"),
         (lambda: plots.needle([1]), "it is a list"),
         (lambda: plots.needle(record("length-linux-doc-6.1")), "no needles"),
-        (lambda: plots.bench(record("needle")), "no record of scripts/bench.py"),
-        (lambda: plots.bench({"groups": {}}), "no group of the kinds forward, train, attention"),
-        (lambda: plots.waves(columns=[0, 32]), "columns=32: there are 32, 0 to 31"),
-        (lambda: plots.similarity("alibi"), "'alibi' acts by distance_bias, of which 'scores' can be measured"),
-        (lambda: plots.counter(bits=9), "bits=9: allowed are 2 to 7"),
-        (lambda: plots.bias("alibi", length=4, heads=[]), "heads is empty: name one or more of 0 to 7"),
-        (lambda: plots.bias("alibi", num_attention_heads=2, heads=[2]), "heads=2: there are 2, 0 to 1"),
-        (lambda: plots.bias("sinusoidal"), "'sinusoidal' acts by embed"),
-        (lambda: plots.decay("alibi"), "give a list"),
-        (lambda: plots.probing(diagnostics.decay("alibi", 5)), "of a Probing of hf_posenc.diagnostics, not of a Decay"),
-        (lambda: plots.counter(bits=2, path="a.jpg"), "a.jpg: a figure's file ends in .png, .svg or .pdf"),
-        (lambda: plots.counter(bits=2, path=ROOT / "no" / "a.png"), "there is no folder"),
+        (lambda: plots.bench(record("needle")), "a record of scripts/bench.py"),
+        (lambda: plots.bench({"groups": {}}), "none of the groups forward, train, attention"),
+        (lambda: plots.waves(columns=[0, 32]), "columns=32 doesn't exist. Choose from 0 to 31"),
+        (lambda: plots.similarity("alibi"), "'alibi', which acts by distance_bias. Measurable: 'scores'"),
+        (lambda: plots.counter(bits=9), "bits=9 must be from 2 to 7"),
+        (lambda: plots.bias("alibi", length=4, heads=[]), "heads is empty. Choose one or more of 0 to 7"),
+        (lambda: plots.bias("alibi", num_attention_heads=2, heads=[2]), "heads=2 doesn't exist. Choose from 0 to 1"),
+        (lambda: plots.bias("sinusoidal"), "'sinusoidal', which acts by embed"),
+        (lambda: plots.decay("alibi"), "must be a list"),
+        (lambda: plots.probing(diagnostics.decay("alibi", 5)), "a Probing of hf_posenc.diagnostics, not a Decay"),
+        (lambda: plots.counter(bits=2, path="a.jpg"), "a.jpg must end in .png, .svg or .pdf"),
+        (lambda: plots.counter(bits=2, path=ROOT / "no" / "a.png"), "doesn't exist"),
         (lambda: plots.decy, "'hf_posenc.plots' has no attribute 'decy' (did you mean 'decay'?)"),
         (lambda: diagnostics.probin, "'hf_posenc.diagnostics' has no attribute 'probin' (did you mean 'probing'?)"),
     ],
@@ -433,7 +433,7 @@ def test_files(tmp_path, monkeypatch, suffix, start):
         plots.counter(bits=2, path=again)
         assert again.read_bytes() == file.read_bytes()
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(ValueError, match="is a folder"):
+    with pytest.raises(ValueError, match="is a directory"):
         plots.counter(bits=2, path=tmp_path / "folder.png")
 
 
@@ -558,7 +558,7 @@ def test_a_registered_figure_is_a_command(tmp_path, folder, monkeypatch):
         ("vectors alibi", "'alibi' acts by distance_bias"),
         ("vectors sinusodial", "did you mean 'sinusoidal'"),
         ("decay rope alibi --option theta=3", "options as JSON"),
-        ("criteria rope", "'rope' acts by rotate"),
+        ("criteria rope", "rope"),
         (f"needle {RESULTS}/bench.json", "no record of scripts/eval_length.py"),
         (f"bench {ROOT}/README.md", "can't be read as JSON"),
         ("lengths nothing.json", "nothing.json"),

@@ -49,7 +49,7 @@ def test_odd_head_dim():
 
 
 def test_patching_twice():
-    with pytest.raises(ValueError, match=r"has the 'alibi' encoding already.*unpatch"):
+    with pytest.raises(ValueError, match=r"alibi"):
         hf_posenc.patch(patched("bert", "alibi"), "rope")
 
 
