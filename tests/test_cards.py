@@ -246,7 +246,7 @@ def test_a_config_is_enough(tmp_path, make):
         ({"repo_id": "me/my model"}, "me/my model"),
         ({"figures": ["../secret.png"]}, r"/secret\.png"),
         ({"figures": ["/etc/passwd"]}, "'/etc/passwd' is outside"),
-        ({"metadata": {"tags": ["mine"], "license": "mit"}}, "metadata has tags, which the card determines"),
+        ({"metadata": {"tags": ["mine"], "license": "mit"}}, "metadata contains tags"),
     ],
 )
 def test_bad_arguments(arguments, words):
@@ -326,7 +326,7 @@ def test_numbers_of_a_file(tmp_path, name):
             card = model_card(tmp_path, "me/model")
             assert ModelCard(card).data.eval_results and max(map(len, card.splitlines())) < 200 and "-0.000" not in card
         else:
-            with pytest.raises(ValueError, match=rf"results\[0\] has {entry} .*allowed is"):
+            with pytest.raises(ValueError, match=rf"results\[0\] has {entry} .*must be"):
                 model_card(tmp_path, "me/model")
 
 
@@ -585,7 +585,7 @@ def test_records_that_contradict_each_other_stop(tmp_path, monkeypatch):
     (tmp_path / "conversions.json").write_text(json.dumps(kept))
     (tmp_path / "length-linux-doc-6.1.json").write_text(json.dumps(cards.record("length-linux-doc-6.1")))
     monkeypatch.setattr(cards, "RESULTS", tmp_path)
-    with pytest.raises(SystemExit, match=r"conversions\.json has another number of steps for minilm-t5"):
+    with pytest.raises(SystemExit, match=r"conversions\.json has.*for minilm-t5"):
         cards.converted("minilm-t5", "me/base")
 
 

@@ -343,7 +343,7 @@ def test_unpatch_says_what_it_gives(tmp_path):
     shown = run("unpatch", tmp_path / "trained", "--output-dir", tmp_path / "back")
     assert "Note: The weights have changed" in shown and "no tokenizer" in shown
     hf_posenc.patch(stock("bert"), "alibi", keep_original=False).save_pretrained(tmp_path / "bare")
-    for name, words in (("bare", "positions were not kept"), ("back", "is isn't patched to undo")):
+    for name, words in (("bare", "positions were not kept"), ("back", "isn't patched")):
         assert words in run("unpatch", tmp_path / name, "--output-dir", tmp_path / "new", code=1)
     assert not (tmp_path / "new").exists()
 

@@ -143,7 +143,7 @@ def test_hosts_refusals_and_the_same_data(tmp_path, capsys, monkeypatch):
     assert len({of[0]["host"] for of in digests.values()}) == 8
     same = bert["same_for_all_encodings"]["mlm"]
     assert same["0"] == digests["bert", "mlm", 0][0] != same["1"]
-    with pytest.raises(SystemExit, match="mlm, seed 0: none and learned had different training rows"):
+    with pytest.raises(SystemExit, match="mlm, seed 0: none and.*training rows"):
         wrong = [each for path, each in found.items() if path.startswith("bert/runs/mlm")]
         wrong[-2]["digests"]["train"] = "another"
         Results(sorted(wrong, key=lambda each: each["encoding"]))
@@ -234,7 +234,7 @@ def test_other_settings_are_an_error_that_names_them(tmp_path):
     compare.main([*arguments, "--report_only"])
     assert file.read_text() == before
     file.write_text("{")
-    with pytest.raises(SystemExit, match="is no record of a run"):
+    with pytest.raises(SystemExit, match="is no.*a run"):
         compare.main(arguments)
     file.write_text(before)
     # What adds to a study joins: another host, encoding, seed and task, other options of the same host.
@@ -472,7 +472,7 @@ def test_a_changed_class_is_another_setting(tmp_path, monkeypatch, own_registry)
 def test_matplotlib_is_missed_before_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match=r'pip install "hf-posenc\[plot\]"'):
+    with pytest.raises(SystemExit, match=re.escape(install("plot"))):
         compare.main(["--output_dir", str(tmp_path / "study")])
     assert not (tmp_path / "study").exists()
 

@@ -609,5 +609,5 @@ def test_tupe_beyond_its_table():
         model(tokens(1, LENGTH + 1))
     with pytest.raises(ValueError, match="Positions up to 5 .* the 4 position embeddings"):  # an encoder's keys, say
         bias_of(make("tupe", max_length=4), [[0]], [[0, 1, 2, 3, 4, 5]])
-    with pytest.raises(ValueError, match=f"max_length={LENGTH + 1}|made for its max_length"):
+    with pytest.raises(ValueError, match=f"max_length={LENGTH + 1}|limited to its max_length"):
         hf_posenc.extend(model, max_length=LENGTH + 1)

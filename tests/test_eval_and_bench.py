@@ -86,7 +86,7 @@ def test_others_by_retrieval(folder):
         (("eval", "short", "embeds", "--texts", "texts.jsonl"), "short by their loss, embeds by retrieval"),
         (("eval", "short", "--texts", "texts.jsonl", "--queries", "questions.jsonl"), "--queries"),
         (("eval", "short", "short", "--texts", "texts.jsonl"), "Two models are named 'short'"),
-        (("bench", "short", "--length", "999"), "length=999: short read fewer tokens"),
+        (("bench", "short", "--length", "999"), "length=999 is above the maximum length of short"),
         (("bench", "short", "--device", "nothing"), "--device 'nothing'"),
     ],
 )

@@ -190,7 +190,7 @@ def test_a_card_by_hand_is_kept(pushed):
     for name in ("by-hand", "unreadable"):
         files = files_of(pushed.repos[f"me/{name}"])
         assert files["README.md"].decode() == BY_HAND and "model.safetensors" in files
-    assert "me/by-hand: its README.md was written by hand and stays as it is" in pushed.errors
+    assert "me/by-hand: README.md was written or edited manually" in pushed.errors
     assert "My own `BertModel`" in card_of(pushed.repos["me/stock"])[1]
     assert len(pushed.repos["me/stock"].commits) == 4
     assert "me/licence" not in pushed.errors
@@ -213,7 +213,7 @@ def test_weights_of_an_earlier_push_go_and_other_files_stay(pushed):
 def test_private_is_passed_on_and_never_ignored(pushed):
     assert pushed.repos["me/unlimited"].private and not pushed.repos["me/model"].private
     (refused,) = pushed.results["me/unlimited"]
-    assert refused.startswith("ValueError: me/unlimited exists and is private: leave private=False out")
+    assert refused.startswith("ValueError: me/unlimited exists and is private. Omit private=False")
     assert [commit.message for commit in pushed.repos["me/unlimited"].commits] == ["initial commit", "Here it is"]
 
 
@@ -257,8 +257,8 @@ def test_branches_tags_and_pull_requests(pushed):
     repo, (main, branch, tag, commit, none, opened, again, added) = pushed.repos["me/branches"], pushed.results["me/branches"]
     assert [line.sha for line in repo.commits[1:]] == [main]
     assert [line.sha for line in repo.branches["rope"][1:]] == [main, branch]
-    assert tag == "ValueError: revision 'v1' is a tag, which stays as it is: name a branch (main, rope)"
-    assert commit == f"ValueError: revision '{main}' is a commit, which stays as it is: name a branch (main, rope)"
+    assert tag == "ValueError: revision 'v1' is a tag, which can't change. Choose a branch (main, rope)."
+    assert commit == f"ValueError: revision '{main}' is a commit, which can't change. Choose a branch (main, rope)."
     assert none.startswith("ValueError: me/branches has no branch 'none' to open a pull request against")
     assert [line.sha for line in repo.branches["refs/pr/1"][1:]] == [main, opened, added] and again == opened
     assert set(repo.branches) == {"main", "rope", "refs/pr/1"}
@@ -338,7 +338,7 @@ def test_a_folder_made_offline_is_renewed(tmp_path, caplog):
     card = tmp_path / "README.md"
     card.write_text(card.read_text().replace("`PosEncBertModel`", "My own `PosEncBertModel`"))
     push(hf_posenc.PosEncBertModel.from_pretrained(tmp_path))
-    assert "My own" in card.read_text() and f"{card} was written by hand and stays as it is" in caplog.text
+    assert "My own" in card.read_text() and f"{card} was written or edited manually" in caplog.text
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"something else in it .* \(notes.txt\): choose another save_directory"):
         push(alibi)

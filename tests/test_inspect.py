@@ -80,9 +80,9 @@ def test_what_is_no_model(tmp_path):
         (nn.Linear(1, 1), "Linear"),
         (tiny("ResNetModel"), "ResNetModel"),
         (None, "Hub.*None"),
-        ({"model_type": "bert"}, "a model is needed"),
-        (tmp_path, "has no config.json: give the folder or Hub id"),
-        (tmp_path / "unknown", "no class of Transformers is known for EncoderDecoderConfig"),
+        ({"model_type": "bert"}, "Pass a model"),
+        (tmp_path, "has no config.json"),
+        (tmp_path / "unknown", "no class for EncoderDecoderConfig"),
     ):
         with pytest.raises(ValueError, match=words):
             hf_posenc.inspect(given)

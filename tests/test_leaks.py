@@ -65,9 +65,9 @@ def test_the_card_the_message_and_the_weights_are_searched(tmp_path):
     model.config.position_encoding["original"]["name_or_path"] = f"{tempfile.gettempdir()}/model"
     with pytest.raises(ValueError, match="(config.json|model.safetensors), line"):
         push(model)
-    with pytest.raises(ValueError, match="evaluation.json, line [0-9]+: this looks like"):
+    with pytest.raises(ValueError, match="evaluation.json, line [0-9]+, looks like"):
         push(stock("bert"), evaluation={**EVALUATION, "notes": [SECRET]})
-    with pytest.raises(ValueError, match="evaluation.json, line [0-9]+: '/home/joe' is a path"):
+    with pytest.raises(ValueError, match="evaluation.json, line [0-9]+: '/home/joe' is a local path"):
         push(stock("bert"), evaluation={**EVALUATION, "notes": ["at file:///home/joe/x"]})
 
 

@@ -341,7 +341,7 @@ def test_what_is_no_such_checkpoint(saved, tmp_path):
     hf_posenc.from_v4(DATA / "bert").save_pretrained(tmp_path / "new")
     refused(r"AutoModel\.from_pretrained", tmp_path / "new")
     (tmp_path / "empty").mkdir()
-    refused(r"has no config\.json: .* subfolder=", tmp_path / "empty")
+    refused(r"has no config\.json.*subfolder", tmp_path / "empty")
     refused("takes a folder or a Hub id, not a BertModel: a model that Transformers 5 has", stock("bert"))
 
 
@@ -354,7 +354,7 @@ def test_tables_that_are_missing_or_of_other_sizes(saved):
     for more, words in (
         ({}, rf"has no {name}.*the checkpoint that v4 saved"),
         *(
-            ({name: part.contiguous()}, rf"{name} has the shape \({len(part)}, {part.shape[1]}\), .*\(19, 4\)")
+            ({name: part.contiguous()}, rf"{name} has shape \({len(part)}, {part.shape[1]}\), .*\(19, 4\)")
             for part in (table[:-2], table[:, :2], table[:-1])
         ),
         *(({name: table, other: each}, rf"{other}.*no self-attention of that name") for other, each in elsewhere.items()),
@@ -384,7 +384,7 @@ def test_families_and_classes(saved):
     folder = saved("bert")
     refused("RobertaModel.*bert", folder, transformers.RobertaModel)
     auto = transformers.AutoModelForSpeechSeq2Seq
-    refused("AutoModelForSpeechSeq2Seq has no class for a 'bert' model", folder, auto)
+    refused("AutoModelForSpeechSeq2Seq has no class for 'bert'", folder, auto)
     refused("auto_class='AutoModel'", folder, "AutoModel")
     refused("max_length=0", folder, max_length=0)
     refused("has vectors for 10 positions, too: leave it out", saved("bert-generation"), max_length=20)

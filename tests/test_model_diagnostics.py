@@ -350,7 +350,7 @@ def on_batch(**batch):
     ("call", "message"),
     [
         (lambda: diagnostics.probing(nn.Linear(2, 2)), "Linear.*Transformers"),
-        (on_bert("probing", 1, LENGTH + 1), f"length={LENGTH + 1}: BertModel reads up to {LENGTH}"),
+        (on_bert("probing", 1, LENGTH + 1), f"length={LENGTH + 1} .* of BertModel, {LENGTH}"),
         (on_bert("probing", ["word"], 4), "need a tokenizer"),
         (on_bert("probing", [VOCABULARY], 4), f"input_ids from {VOCABULARY} to {VOCABULARY}"),
         (on_bert("probing", 2.5, 4), r"words=2\.5"),

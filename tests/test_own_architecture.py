@@ -279,7 +279,7 @@ def test_a_module_of_another_form(own, kept):
     with pytest.raises(hf_posenc.UnsupportedModelError):
         hf_posenc.patch(stock, "rope")
     hf_posenc.register_attention(attention, scaling=1.0)
-    with pytest.raises(hf_posenc.UnsupportedModelError, match="no known positional component for layers.*custom_model.md"):
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="no known.*for layers.*custom_model.md"):
         hf_posenc.patch(stock, "rope")
     hf_posenc.register_positions(cls, "angles", disabled_output=unturned)
     ids = tokens(2, 9)
@@ -296,7 +296,7 @@ def test_what_is_said_wrongly(own, kept):
         lambda: hf_posenc.register_positions(BertModel, "embeddings.position_embeddings"),
         lambda: hf_posenc.register_attention(BertModel),
     ):
-        with pytest.raises(ValueError, match="BertModel is a class of Transformers"):
+        with pytest.raises(ValueError, match="BertModel is.*of Transformers"):
             call()
     with pytest.raises(ValueError, match="subclass of PreTrainedModel"):
         hf_posenc.register_positions(attention, "angles")
@@ -353,5 +353,5 @@ def test_what_a_class_lacks(own, kept):
         hf_posenc.patch(nameless, "rope")
     sizeless = tiny.TinyModel(tiny.TinyConfig())
     sizeless.config = SizelessConfig()
-    with pytest.raises(ValueError, match="SizelessConfig has no num_attention_heads, by which an encoding is sized: rename it"):
+    with pytest.raises(ValueError, match="SizelessConfig has no num_attention_heads"):
         hf_posenc.patch(sizeless, "rope")

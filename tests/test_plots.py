@@ -555,17 +555,17 @@ def test_a_registered_figure_is_a_command(tmp_path, folder, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("vectors alibi", "'alibi' acts by distance_bias"),
+        ("vectors alibi", "'alibi', which acts by distance_bias"),
         ("vectors sinusodial", "did you mean 'sinusoidal'"),
         ("decay rope alibi --option theta=3", "options as JSON"),
         ("criteria rope", "rope"),
-        (f"needle {RESULTS}/bench.json", "no record of scripts/eval_length.py"),
+        (f"needle {RESULTS}/bench.json", "a record of scripts/eval_length.py"),
         (f"bench {ROOT}/README.md", "can't be read as JSON"),
         ("lengths nothing.json", "nothing.json"),
         ("attention bert", "bert needs texts"),
         (f"probing {RESULTS}/bench.json", "isn't a result of hf_posenc.diagnostics"),
-        ("probing attention.json", "of a Probing"),
-        ("probing . --output a.gif", "ends in .png, .svg or .pdf"),  # before the model is read
+        ("probing attention.json", "a Probing"),
+        ("probing . --output a.gif", "must end in .png, .svg or .pdf"),  # before the model is read
     ],
 )
 def test_the_command_refuses(folder, tmp_path, monkeypatch, line, message):

@@ -342,7 +342,7 @@ def test_models_that_run_their_own_code_beside_the_package(beside):
     assert beside["modules"] == own | dict.fromkeys(("shaw", "gpt2 None", "gpt2 True"), "hf_posenc")
     assert all(beside["equal"].values()) and beside["functions"] == 4
     for change in ("patch", "unpatch"):
-        assert beside[change].startswith("ValueError") and "import hf_posenc first, then load it again" in beside[change]
+        assert beside[change].startswith("ValueError") and "Import hf_posenc, then load it again" in beside[change]
 
 
 def test_a_copy_takes_no_strangers(monkeypatch, tmp_path):
@@ -351,6 +351,6 @@ def test_a_copy_takes_no_strangers(monkeypatch, tmp_path):
 
     model = patched("bert", "stranger")
     monkeypatch.setattr(mixins, "IS_COPY", True)
-    with pytest.raises(ValueError, match="Stranger can't be added to a model's own code"):
+    with pytest.raises(ValueError, match="Stranger can't.*own code"):
         model.config.save_pretrained(tmp_path)
     assert not [*tmp_path.iterdir()]

@@ -59,7 +59,7 @@ def test_embeddings_keep_the_order_of_the_texts(letters, model, monkeypatch, bat
 def test_pools_of_ones_own(letters, model):
     found = retrieval.embed(model, letters, ["a b c.", "d."], pool=lambda hidden, batch: hidden[:, 0])
     torch.testing.assert_close(found[1], by_hand(model, letters, "d.", lambda hidden: hidden[0]), atol=1e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="Pass a list of one or more strings"):
+    with pytest.raises(ValueError, match="Pass a.*more strings"):
         retrieval.embed(model, letters, [])
 
 
@@ -84,7 +84,7 @@ def test_cut(letters, length):
 
 
 def test_cut_without_room(letters):
-    with pytest.raises(ValueError, match="2 tokens leave no room for text besides 2 special ones. Use 3"):
+    with pytest.raises(ValueError, match="2 tokens leave.*text besides 2 special ones. Use 3"):
         retrieval.cut(letters, DOCUMENT, 2)
 
 

@@ -206,7 +206,7 @@ def test_a_full_disk_changes_nothing(tmp_path, there):
 def test_a_config_saved_over_weights_of_another_encoding(tmp_path):
     patched("bert", "alibi").save_pretrained(tmp_path)
     patched("bert", "rope").config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="was saved with the 'alibi' encoding, but its config names 'rope'"):
+    with pytest.raises(ValueError, match="was saved.*'alibi' encoding, but its config names 'rope'"):
         AutoModel.from_pretrained(tmp_path)
     same = patched("bert", "alibi").config
     same.layer_norm_eps = 1e-3
@@ -243,7 +243,7 @@ def test_labels_that_are_not_ours(tmp_path):
 def test_labels_that_are_no_json_are_in_the_error(tmp_path):
     patched("bert", "alibi").save_pretrained(tmp_path)
     relabel(tmp_path / "model.safetensors", "of another program")
-    with pytest.raises(ValueError, match="was saved with the 'of another program' encoding"):
+    with pytest.raises(ValueError, match="was saved.*program' encoding"):
         AutoModel.from_pretrained(tmp_path)
 
 

@@ -272,7 +272,7 @@ def test_dropout_is_a_probability():
 def test_refused_compositions_leave_nothing_behind():
     before, seen = set(Composition.__subclasses__()), 0
     for names in islice(permutations(list_encodings(), 3), 0, None, 50):
-        with pytest.raises(ValueError, match="has no part|can't be combined in one layer"):
+        with pytest.raises(ValueError, match="has no part|can't be.*one layer"):
             canonical({"type": "+".join(names), "other": {}})
         seen += 1
     gc.collect()
@@ -461,9 +461,7 @@ def test_a_path_in_code_is_opened_and_not_saved(paths, tmp_path):
 
 
 def test_an_option_that_names_a_file_has_a_default():
-    with pytest.raises(
-        ValueError, match=r"Chart.file names a file, and paths aren't saved with a model. Give the option a def"
-    ):
+    with pytest.raises(ValueError, match=r"Chart.file names a file, and paths.*a model. Give the option a def"):
 
         class Chart(hf_posenc.PositionEncoding, type="test-chart"):
             file: Path

@@ -208,7 +208,7 @@ def test_a_table_changes_its_storage_when_it_is_loaded(tmp_path):
     assert torch.equal(vectors(AutoModel.from_pretrained(tmp_path / "frozen", dtype=torch.bfloat16)), vectors(frozen))
     with pytest.raises(ValueError, match=r"learned.storage='memory-mapped' .*no 'posenc.weight'"):
         AutoModel.from_pretrained(tmp_path / "frozen", position_encoding=MAPPED)
-    with pytest.raises(ValueError, match=r"this checkpoint has its table in its own weights"):
+    with pytest.raises(ValueError, match=r"this checkpoint.*own weights"):
         AutoModel.from_pretrained(tmp_path / "mapped", position_encoding={**MAPPED, "file": filed(tmp_path, table())})
 
 
@@ -309,7 +309,7 @@ def test_contradicting_options(options, message, tmp_path, monkeypatch):
 
 
 def test_contradictions_with_a_host():
-    with pytest.raises(ValueError, match="needs a file with its position embeddings"):
+    with pytest.raises(ValueError, match="needs a.*position embeddings"):
         AutoModel.from_config(hf_posenc.PosEncBertConfig(**BERT, position_encoding=dict(MAPPED)))
     with pytest.raises(ValueError, match="learned.storage='int8' .*init='normal' .*init='host'"):
         hf_posenc.patch(stock("bert"), INT8)
@@ -346,7 +346,7 @@ def test_damaged_files_are_errors(tmp_path):
         (9000).to_bytes(8, "little") + b"[" * 9000,
     ):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"The position embeddings can't be read from .*bad.safetensors: "):
+        with pytest.raises(ValueError, match=r"The position.*read from .*bad.safetensors: "):
             layer(file=str(file))
 
 

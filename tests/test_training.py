@@ -433,10 +433,10 @@ def test_flags_refused(tmp_path, capsys):
 def test_a_folder_without_a_tokenizer(tmp_path):
     """Transformers makes one of special tokens for it, which reads every word as unknown."""
     stock("bert").save_pretrained(tmp_path / "bare")
-    with pytest.raises(SystemExit, match="bare has no tokenizer. Save the original model's tokenizer there: AutoTokenizer"):
+    with pytest.raises(SystemExit, match="bare has no tokenizer. Save the.*tokenizer there: AutoTokenizer"):
         training_models.load_tokenizer(str(tmp_path / "bare"))
     AutoTokenizer.from_pretrained(tmp_path / "bare").save_pretrained(tmp_path / "bare")
-    with pytest.raises(SystemExit, match="bare has a tokenizer without a vocabulary"):
+    with pytest.raises(SystemExit, match="bare has.*a vocabulary"):
         training_models.load_tokenizer(str(tmp_path / "bare"))
 
 

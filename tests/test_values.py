@@ -371,7 +371,7 @@ def test_an_eager_function_without_weights(monkeypatch):
     model = patched("bert")
     eager = dispatch.host_function(model.encoder.layer[0].attention.self, "eager")
     monkeypatch.setattr(dispatch, "host_function", lambda *_: lambda *a, **k: (eager(*a, **k)[0], None))
-    with pytest.raises(ValueError, match="eager attention of BertSelfAttention doesn't return its weights, which 'shaw' needs"):
+    with pytest.raises(ValueError, match="eager attention.*its weights, which 'shaw' needs"):
         model(tokens())
 
 

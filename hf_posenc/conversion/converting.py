@@ -279,7 +279,7 @@ def _install_offsets(stack: Any, widths: dict[str, int]) -> None:
 
 def _raise_length(tokenizer: PreTrainedTokenizerBase, usable: int) -> None:
     if tokenizer.model_max_length < usable:
-        now = f"{usable} now" if usable < VERY_LARGE_INTEGER else "no limit now (give a max_length to have one)"
+        now = str(usable) if usable < VERY_LARGE_INTEGER else "unlimited (to set a limit, pass max_length)"
         warnings.warn(
             f"The tokenizer's model_max_length changed from {tokenizer.model_max_length} to {now}, the maximum length of the "
             "converted model.",
