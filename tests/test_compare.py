@@ -17,6 +17,7 @@ from experiments.length_extrapolation.results import Results
 from experiments.length_extrapolation.runs import Setup, Training
 from experiments.length_extrapolation.several import Part
 from experiments.length_extrapolation.study import Study
+from hf_posenc._versions import install
 from hf_posenc.diagnostics.figures import Sheet
 from hf_posenc.evaluation import records
 from models import stock

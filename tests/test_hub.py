@@ -259,7 +259,7 @@ def test_branches_tags_and_pull_requests(pushed):
     assert [line.sha for line in repo.branches["rope"][1:]] == [main, branch]
     assert tag == "ValueError: revision 'v1' is a tag, which can't change. Choose a branch (main, rope)."
     assert commit == f"ValueError: revision '{main}' is a commit, which can't change. Choose a branch (main, rope)."
-    assert none.startswith("ValueError: me/branches has no branch 'none' to open a pull request against")
+    assert none.startswith("ValueError: me/branches has no branch 'none'")
     assert [line.sha for line in repo.branches["refs/pr/1"][1:]] == [main, opened, added] and again == opened
     assert set(repo.branches) == {"main", "rope", "refs/pr/1"}
 
@@ -340,10 +340,10 @@ def test_a_folder_made_offline_is_renewed(tmp_path, caplog):
     push(hf_posenc.PosEncBertModel.from_pretrained(tmp_path))
     assert "My own" in card.read_text() and f"{card} was written or edited manually" in caplog.text
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"something else in it .* \(notes.txt\): choose another save_directory"):
+    with pytest.raises(ValueError, match=r"\(notes.txt\). Choose another save_directory"):
         push(alibi)
     card.unlink()
-    with pytest.raises(ValueError, match="something else in it"):
+    with pytest.raises(ValueError, match="no earlier push"):
         push(alibi)
     with pytest.raises(ValueError, match="is a file"):
         push(alibi, save_directory=tmp_path / "notes.txt")

@@ -342,7 +342,7 @@ def test_what_is_no_such_checkpoint(saved, tmp_path):
     refused(r"AutoModel\.from_pretrained", tmp_path / "new")
     (tmp_path / "empty").mkdir()
     refused(r"has no config\.json.*subfolder", tmp_path / "empty")
-    refused("takes a folder or a Hub id, not a BertModel: a model that Transformers 5 has", stock("bert"))
+    refused("Hub ID, not a BertModel", stock("bert"))
 
 
 def test_tables_that_are_missing_or_of_other_sizes(saved):
@@ -387,7 +387,7 @@ def test_families_and_classes(saved):
     refused("AutoModelForSpeechSeq2Seq has no class for 'bert'", folder, auto)
     refused("auto_class='AutoModel'", folder, "AutoModel")
     refused("max_length=0", folder, max_length=0)
-    refused("has vectors for 10 positions, too: leave it out", saved("bert-generation"), max_length=20)
+    refused("max_length=20 .* 10 positions", saved("bert-generation"), max_length=20)
 
 
 # The command.
