@@ -246,7 +246,7 @@ def test_the_pages_show_the_kept_results():
     table = (SCRIPTS / "results" / "demo.txt").read_text().rstrip()
     names = {
         "original": "original",
-        "just patched": "patched only (`relative`)",
+        "patched only": "patched only (`relative`)",
         "calibrated, no training": "converted, no training",
         "trained": "converted, 100 steps of distillation",
         "bag of words": "bag of words",
