@@ -124,6 +124,9 @@ UNSUPPORTED = {
     "cpmant.CpmAntAttention": Refusal(
         "sees a prompt before the tokens, which has no positions", "Use a decoder without such a prompt."
     ),
+    "dory.DoryAttention": Refusal(
+        "attends to the keys of other iterations of its layers", "Use a decoder that runs each layer once, such as Llama."
+    ),
     "eomt.EomtForUniversalSegmentation": Refusal(
         "adds queries to the patches between its layers", "Use a model that reads only patches, such as DINOv2."
     ),
